@@ -1,0 +1,57 @@
+"""Every exception a user of the library can meet.
+
+Each derives from `IrisError` and from the built-in exception that Python users would catch for the same
+mistake. Messages name the argument, what it was, what is expected and, where there is one, the remedy.
+"""
+
+
+class IrisError(Exception):
+    """Base of all errors raised by `iris`, `iris_ops` and `layers`."""
+
+
+class ArgumentError(IrisError, ValueError):
+    """An argument has a wrong value: size, rank, range, layout, overlap."""
+
+
+class ShapeError(ArgumentError):
+    """A tensor has the wrong number of dimensions or the wrong sizes."""
+
+
+class DtypeError(IrisError, TypeError):
+    """A tensor's dtype is not supported, or two dtypes that must agree do not."""
+
+
+class DeviceError(ArgumentError):
+    """A tensor lies on another device than the context."""
+
+
+class NotSymmetricError(ArgumentError):
+    """A tensor must lie on this context's symmetric heap and does not."""
+
+
+class HeapExhausted(IrisError, MemoryError):
+    """The symmetric heap has no room for an allocation."""
+
+
+class ClosedError(IrisError, RuntimeError):
+    """The context was used after `close()`."""
+
+
+class PeerLostError(IrisError, RuntimeError):
+    """A wait on another rank failed: the process ended, or did not signal in time."""
+
+
+class PlatformError(IrisError, RuntimeError):
+    """This machine or this process cannot run the library as it is set up."""
+
+
+class CaptureError(IrisError, RuntimeError):
+    """Something that cannot be part of a CUDA graph was asked for while one is captured."""
+
+
+class CheckpointError(IrisError, ValueError):
+    """A checkpoint lacks a tensor, has one of the wrong shape, or cannot be read."""
+
+
+class StyleError(IrisError, ValueError):
+    """A tensor-parallel plan names a style or a module that cannot be served."""

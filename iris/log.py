@@ -1,0 +1,35 @@
+"""Log lines `[Iris] [rank/world] message`, with one level for the whole process."""
+
+import logging
+
+DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
+
+logger = logging.getLogger("iris")
+
+
+def set_logger_level(level: int) -> None:
+    """Sets the least severe level that is printed: `iris.DEBUG`, `INFO`, `WARNING` or `ERROR`."""
+    logger.setLevel(level)
+
+
+class _Handler(logging.StreamHandler):
+    """Prints to the current sys.stderr, so that redirections made later are honoured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[Iris] %(message)s"))
+
+
+def rank_logger(rank: int, world_size: int) -> logging.LoggerAdapter:
+    """A logger whose lines carry `[rank/world]`. Installs the handler on first use, never at import."""
+    if not logger.handlers:
+        logger.addHandler(_Handler())
+        logger.propagate = False
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+    return _RankAdapter(logger, {"rank": rank, "world": world_size})
+
+
+class _RankAdapter(logging.LoggerAdapter):
+    def process(self, msg, kwargs):
+        return f"[{self.extra['rank']}/{self.extra['world']}] {msg}", kwargs
