@@ -1,0 +1,54 @@
+"""A symmetric heap that every GPU of a host can address, and remote memory access to it inside Triton kernels.
+
+`ctx = iris.iris(heap_size)` is the whole set-up. See `iris.context.Iris` for the host side and `iris.device` for what
+can be called inside `@triton.jit`.
+"""
+
+from . import platform
+
+platform.prepare_triton()  # before anything imports triton
+
+from .context import Iris, iris  # noqa: E402
+from .device import (  # noqa: E402
+    DeviceContext,
+    atomic_add,
+    atomic_and,
+    atomic_cas,
+    atomic_max,
+    atomic_min,
+    atomic_or,
+    atomic_xchg,
+    atomic_xor,
+    copy,
+    get,
+    load,
+    put,
+    store,
+)
+from .errors import IrisError  # noqa: E402
+from .log import DEBUG, ERROR, INFO, WARNING, set_logger_level  # noqa: E402
+
+__all__ = [
+    "DEBUG",
+    "ERROR",
+    "INFO",
+    "WARNING",
+    "DeviceContext",
+    "Iris",
+    "IrisError",
+    "atomic_add",
+    "atomic_and",
+    "atomic_cas",
+    "atomic_max",
+    "atomic_min",
+    "atomic_or",
+    "atomic_xchg",
+    "atomic_xor",
+    "copy",
+    "get",
+    "iris",
+    "load",
+    "put",
+    "set_logger_level",
+    "store",
+]

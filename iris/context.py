@@ -1,0 +1,218 @@
+"""`Iris`: one rank's handle on the symmetric heap.
+
+Host side of everything: tensors on the heap, barriers, broadcast, failure reports. It owns three pieces of memory
+beside the heap: the context tensor that kernels read, the status word that stops waiting kernels, and the record
+through which a failed wait reaches the host.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import platform, tensors
+from .device import sync
+from .device.context import HEADER, pack
+from .errors import ArgumentError, CaptureError, ClosedError, PeerLostError, PlatformError
+from .group import Ranks
+from .heap import Heap
+from .log import rank_logger
+from .memory import map_segment
+
+_MAX_HEAP = 1 << 46
+
+
+def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> Iris:
+    """Makes the symmetric heap and returns this rank's handle on it. Collective: every rank calls it.
+
+    `heap_size`: bytes on each rank, the same on all. `allocator_type`: "torch" (PyTorch symmetric memory on GPUs,
+    shared memory between processes on CPUs); the environment variable IRIS_ALLOCATOR overrides it. `group`: a process
+    group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default process group, else
+    the one that torchrun's environment describes, else a world of one.
+
+    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine cannot serve (fewer GPUs than ranks,
+    say), `HeapExhausted` when the memory cannot be had; on every rank alike.
+    """
+    return Iris(heap_size, allocator_type, group)
+
+
+class Iris(tensors.TensorMethods):
+    """One rank's handle on the symmetric heap. Use it as a context manager, or call `close()`."""
+
+    def __init__(self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> None:
+        if isinstance(heap_size, bool) or not isinstance(heap_size, int) or not 0 < heap_size <= _MAX_HEAP:
+            raise ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
+        self._closed = True  # until it is built
+        self._ranks = Ranks(group)
+        self.cur_rank, self.num_ranks = self._ranks.rank, self._ranks.size
+        self.device = platform.device(self.cur_rank, self.num_ranks)
+        self.gpu_id = self.device.index or 0
+        self._log = rank_logger(self.cur_rank, self.num_ranks)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        told = self._ranks.all_gather((os.getpid(), heap_size, self._device_name()))
+        _agree(told)
+
+        allocator = os.environ.get("IRIS_ALLOCATOR", allocator_type)
+        self._segment = map_segment(allocator, heap_size, self.device, self._ranks)
+        self._heap = Heap(self._segment)
+        self.heap_size = heap_size
+        self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._record = torch.zeros(sync.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._record_view: np.ndarray = self._record.numpy()
+        words = pack(
+            self.cur_rank,
+            self._segment.bases,
+            [pid for pid, _, _ in told],
+            self._status.data_ptr(),
+            self._record.data_ptr(),
+            platform.timeout_ticks(self.device),
+        )
+        self._words = torch.tensor(words, dtype=torch.int64, device=self.device)
+        self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
+        self._barrier_counts = self._heap.allocate((2, self.num_ranks), torch.int32)
+        self._barrier_members: dict[tuple[int, ...], torch.Tensor] = {}
+        self._ops = None
+        platform.synchronize(self.device)
+        self._ranks.all_gather(None)  # every heap is mapped and zeroed before anyone writes to a peer's
+        self._closed = False
+
+    def get_heap_bases(self) -> torch.Tensor:
+        """uint64 [num_ranks] on the device: where each rank's heap begins in this process's address space."""
+        self.check()
+        return self.heap_bases
+
+    def get_device_context(self) -> torch.Tensor:
+        """int64 tensor for `DeviceContext.initialize`. Its layout is not part of the API."""
+        self.check()
+        return self._words
+
+    def get_rank(self) -> int:
+        return self.cur_rank
+
+    def get_num_ranks(self) -> int:
+        return self.num_ranks
+
+    def get_device(self) -> torch.device:
+        return self.device
+
+    def get_device_id(self) -> int:
+        return self.gpu_id
+
+    def get_cu_count(self) -> int:
+        """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
+        return platform.num_programs(self.device)
+
+    def barrier(self, stream: torch.cuda.Stream | None = None, group: Any = None) -> None:
+        """Waits for the device, or for `stream`, then until every rank (of `group`) has come here.
+
+        Raises `PeerLostError` naming a rank that did not come in time, `CaptureError` while a graph is captured.
+        """
+        if platform.is_capturing(self.device):
+            raise CaptureError("barrier() waits on the host and cannot be captured; use device_barrier()")
+        platform.synchronize(self.device, stream)
+        self.device_barrier(group)
+        platform.synchronize(self.device)
+        self.check()
+
+    def device_barrier(self, group: Any = None) -> None:
+        """A barrier of the ranks (of `group`) in the current stream's order. Can be captured and replayed."""
+        self.check()
+        members = tuple(self._ranks.members(group))
+        if members not in self._barrier_members:
+            if platform.is_capturing(self.device):
+                raise CaptureError("call device_barrier() for this group once before capturing it")
+            self._barrier_members[members] = torch.tensor(members, dtype=torch.int32, device=self.device)
+        if self._ops is not None:
+            self._ops.join()
+        sent, arrived = self._barrier_counts
+        table = self._barrier_members[members]
+        sync.device_barrier_kernel[(1,)](
+            self._words, table, len(members), sent, arrived, WORLD_SIZE=self.num_ranks, num_warps=1
+        )
+        self.check()
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
+
+        A tensor arrives on the device where `src` has it (the rank's own, for a GPU). The other ranks' `value` is not
+        looked at. Raises `ArgumentError` for a `src` outside the ranks.
+        """
+        self.check()
+        if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.num_ranks:
+            raise ArgumentError(f"src is {src!r}; expected a rank from 0 to {self.num_ranks - 1}")
+        self.barrier()  # names a lost rank, where the collective below would not
+        if self.cur_rank != src:
+            value = None
+        on_gpu = isinstance(value, torch.Tensor) and value.is_cuda
+        on_gpu, value = self._ranks.broadcast((on_gpu, value.cpu() if on_gpu else value), src)
+        return value.to(self.device) if on_gpu else value
+
+    @property
+    def ops(self):
+        """The fused operations of `iris_ops`."""
+        self.check()
+        if self._ops is None:
+            from iris_ops.ops import Ops
+
+            self._ops = Ops(self)
+        return self._ops
+
+    def check(self) -> None:
+        """Raises `ClosedError` after `close()`, `PeerLostError` once a wait in a kernel has failed. No device sync."""
+        if self._closed:
+            raise ClosedError("this context was closed; make a new one with iris.iris()")
+        if self._record_view[0]:
+            _, waiter, _, rank, peer, expected, seen, _ = (int(word) for word in self._record_view)
+            raise PeerLostError(
+                f"rank {rank} lost rank {peer}: {sync.WAITERS[waiter]} waited for its signal {expected} and saw {seen} "
+                f"until the process ended or {platform.timeout_s(self.device):g} s (IRIS_TIMEOUT) had passed. Results "
+                f"since then are void; end all ranks and start again."
+            )
+
+    def close(self) -> None:
+        """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless."""
+        if self._closed:
+            return
+        try:
+            if not self._record_view[0]:
+                self.barrier()  # no peer may still be writing here
+        finally:
+            self._closed = True
+            self._segment.close()
+
+    def __enter__(self) -> Iris:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def debug(self, message: str) -> None:
+        self._log.debug(message)
+
+    def info(self, message: str) -> None:
+        self._log.info(message)
+
+    def warning(self, message: str) -> None:
+        self._log.warning(message)
+
+    def error(self, message: str) -> None:
+        self._log.error(message)
+
+    def _device_name(self) -> str | None:
+        if self.device.type == "cpu":
+            return None
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+
+def _agree(told: list[tuple[int, int, str | None]]) -> None:
+    """Raises on every rank alike when the ranks' heap sizes differ or two ranks share a GPU."""
+    sizes = [size for _, size, _ in told]
+    if len(set(sizes)) > 1:
+        raise ArgumentError(f"heap_size differs between ranks: {sizes}; expected the same on all")
+    names = [name for _, _, name in told if name]
+    if len(set(names)) < len(names):
+        raise PlatformError(f"two ranks use the same GPU: {names}; start one rank a GPU (torchrun sets LOCAL_RANK)")

@@ -1,0 +1,116 @@
+"""The few things that differ by architecture: a clock, fences, and what Triton's interpreter lacks.
+
+Every function here is a no-op, or plain Triton, wherever the architecture already guarantees what it names.
+"""
+
+import os
+import select
+import time
+
+import triton
+import triton.language as tl
+
+from .. import platform
+
+INTERPRET = tl.constexpr(platform.interpreting())
+
+
+@triton.constexpr_function
+def is_cuda():
+    """Whether the code is compiled for an NVIDIA GPU."""
+    return not platform.interpreting() and tl.target_info.is_cuda()
+
+
+@triton.constexpr_function
+def is_hip():
+    """Whether the code is compiled for an AMD GPU."""
+    return not platform.interpreting() and tl.target_info.is_hip()
+
+
+# Called by interpreted kernels only; the mark lets the compiler pass over the names in branches that it drops.
+def _host_clock():
+    return time.monotonic_ns()
+
+
+def _host_peer_gone(pid):
+    try:
+        descriptor = os.pidfd_open(int(pid.handle.data.item()))
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 0)[0])  # readable once the process has ended
+    finally:
+        os.close(descriptor)
+
+
+def _host_pause():
+    time.sleep(50e-6)  # the peer that we wait for may need this very core
+
+
+for _function in (_host_clock, _host_peer_gone, _host_pause):
+    _function.__triton_builtin__ = True
+
+
+@triton.jit
+def clock():
+    """A device-wide clock: int64 ticks (1 ns on cuda and cpu, 10 ns on hip)."""
+    if INTERPRET:
+        return tl.cast(_host_clock(), tl.int64)
+    elif is_cuda():
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    else:
+        return tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def pause():
+    """Between two polls: lets other ranks run where ranks share cores."""
+    if INTERPRET:
+        _host_pause()
+
+
+@triton.jit
+def peer_gone(pid):
+    """Whether a peer's process has ended; only known where kernels run on the host."""
+    if INTERPRET:
+        return _host_peer_gone(pid)
+    else:
+        return False
+
+
+@triton.jit
+def drain_stores():
+    """This thread's earlier stores have left for memory. AMD's barrier does not wait for them; NVIDIA's fence does."""
+    if is_hip():
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def fence_async_proxy():
+    """Data that peers stored is visible to this thread's following TMA loads."""
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global;\n\tmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def dot(a, b, acc):
+    """`acc + a @ b` in fp32. fp32 operands are multiplied exactly as torch does by default, not as tf32."""
+    if INTERPRET:
+        a, b = a.to(tl.float32), b.to(tl.float32)  # the interpreter multiplies the raw bits of bf16
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """fp32 `x` rounded to nearest even in `dtype`; the interpreter would truncate to bf16."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)

@@ -1,0 +1,212 @@
+"""`DeviceContext`: the RMA functions without the arguments that a kernel would repeat at every call.
+
+The context tensor is int64, one a rank, built by `pack` on the host and read here:
+`[rank, world_size, status address, record address, time-out in ticks, 0, 0, 0, heap bases ..., process ids ...]`.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.core import _aggregate
+
+from .. import platform
+from . import rma
+
+HEADER = tl.constexpr(8)
+
+
+def pack(rank: int, bases: list[int], pids: list[int], status: int, record: int, timeout_ticks: int) -> list[int]:
+    """The words of the context tensor."""
+    return [rank, len(bases), status, record, timeout_ticks, 0, 0, 0, *bases, *pids]
+
+
+def aggregate(cls):
+    """Triton's aggregate, whose methods work under the interpreter too (triton 3.6 drops interpreted ones)."""
+    built = _aggregate(cls)
+    if platform.interpreting():
+        for name, member in vars(cls).items():
+            static = isinstance(member, staticmethod)
+            function = member.__func__ if static else member
+            if type(function).__name__ == "InterpretedFunction":
+                setattr(built, name, staticmethod(function) if static else _bind(function))
+    return built
+
+
+def _bind(function):
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+@aggregate
+class DeviceContext:
+    """This rank's view of the heap inside a kernel. Make it with `DeviceContext.initialize`."""
+
+    rank: tl.tensor
+    world_size: tl.constexpr
+    words: tl.tensor
+
+    @triton.constexpr_function
+    def __init__(self, rank, world_size, words):
+        self.rank = rank
+        self.world_size = tl.constexpr(getattr(world_size, "value", world_size))
+        self.words = words
+
+    @staticmethod
+    @triton.jit
+    def initialize(context_tensor, rank, world_size: tl.constexpr, tracing: tl.constexpr = False):
+        """From `Iris.get_device_context()`, the caller's rank and the number of ranks."""
+        tl.static_assert(not tracing, "tracing is not available in this version")
+        return DeviceContext(tl.cast(rank, tl.int32), world_size, context_tensor)
+
+    @triton.jit
+    def heap_bases(self):
+        """Pointer to the heap base of every rank, int64."""
+        return self.words + HEADER
+
+    @triton.jit
+    def pid(self, rank):
+        """Process id of a rank, int64."""
+        return tl.load(self.words + HEADER + self.world_size + rank)
+
+    @triton.jit
+    def remote(self, pointer, to_rank):
+        """The address at `to_rank` of what this rank calls `pointer`."""
+        return rma.translate(pointer, self.rank, to_rank, self.heap_bases())
+
+    @triton.jit
+    def load(
+        self,
+        pointer,
+        from_rank,
+        mask=None,
+        other=None,
+        cache_modifier: tl.constexpr = None,
+        volatile: tl.constexpr = False,
+    ):
+        """Returns what stands at `pointer` on `from_rank`."""
+        return rma.load(
+            pointer, self.rank, from_rank, self.heap_bases(), mask, other, cache_modifier, volatile
+        )
+
+    @triton.jit
+    def store(self, pointer, value, to_rank, mask=None, cache_modifier: tl.constexpr = None):
+        """Stores `value` at `pointer` on `to_rank`."""
+        rma.store(pointer, value, self.rank, to_rank, self.heap_bases(), mask, cache_modifier)
+
+    @triton.jit
+    def get(
+        self,
+        from_ptr,
+        to_ptr,
+        from_rank,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+    ):
+        """Copies from `from_ptr` on `from_rank` to this rank's `to_ptr`."""
+        rma.get(
+            from_ptr,
+            to_ptr,
+            from_rank,
+            self.rank,
+            self.heap_bases(),
+            mask,
+            other,
+            load_cache_modifier,
+            store_cache_modifier,
+        )
+
+    @triton.jit
+    def put(
+        self,
+        from_ptr,
+        to_ptr,
+        to_rank,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+    ):
+        """Copies from this rank's `from_ptr` to `to_ptr` on `to_rank`."""
+        rma.put(
+            from_ptr,
+            to_ptr,
+            self.rank,
+            to_rank,
+            self.heap_bases(),
+            mask,
+            other,
+            load_cache_modifier,
+            store_cache_modifier,
+        )
+
+    @triton.jit
+    def copy(
+        self,
+        src_ptr,
+        dst_ptr,
+        from_rank,
+        to_rank,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+    ):
+        """Copies from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`."""
+        rma.copy(
+            src_ptr,
+            dst_ptr,
+            from_rank,
+            to_rank,
+            self.rank,
+            self.heap_bases(),
+            mask,
+            other,
+            load_cache_modifier,
+            store_cache_modifier,
+        )
+
+    @triton.jit
+    def atomic_cas(self, pointer, cmp, val, to_rank, sem: tl.constexpr = None, scope: tl.constexpr = None):
+        """`iris.atomic_cas` at `to_rank`."""
+        return rma.atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases(), sem, scope)
+
+    @triton.jit
+    def atomic_add(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+        """`iris.atomic_add` at `to_rank`."""
+        return rma.atomic_add(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+
+    @triton.jit
+    def atomic_xchg(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+        """`iris.atomic_xchg` at `to_rank`."""
+        return rma.atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+
+    @triton.jit
+    def atomic_xor(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+        """`iris.atomic_xor` at `to_rank`."""
+        return rma.atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+
+    @triton.jit
+    def atomic_and(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+        """`iris.atomic_and` at `to_rank`."""
+        return rma.atomic_and(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+
+    @triton.jit
+    def atomic_or(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+        """`iris.atomic_or` at `to_rank`."""
+        return rma.atomic_or(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+
+    @triton.jit
+    def atomic_min(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+        """`iris.atomic_min` at `to_rank`."""
+        return rma.atomic_min(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+
+    @triton.jit
+    def atomic_max(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+        """`iris.atomic_max` at `to_rank`."""
+        return rma.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+
+
+@triton.jit
+def own_context(words, world_size: tl.constexpr):
+    """The device context with the rank as the context tensor has it, so that all ranks share one compiled kernel."""
+    return DeviceContext.initialize(words, tl.load(words).to(tl.int32), world_size)

@@ -1,0 +1,157 @@
+"""Signals, bounded waits and epochs: how ranks agree, inside a kernel, on what has arrived.
+
+A *signal* makes this program's earlier stores visible to a peer and then sets a flag there. A *wait* polls one of
+this rank's own flags. It never lasts longer than the context's time-out: the first wait of a rank that fails writes a
+record that the host raises from, all others see the status word and give up, and nobody signals work that was
+skipped. Flags carry epochs, which only ever advance, so nothing is reset and a captured kernel can be replayed.
+"""
+
+import triton
+import triton.language as tl
+
+from . import arch, rma
+from .context import own_context
+
+# Who waits, by the number that a failure record carries.
+WAITERS = (
+    "device_barrier",
+    "matmul_all_reduce",
+    "all_gather_matmul",
+    "matmul_all_gather",
+    "matmul_reduce_scatter",
+)
+# A failure record is int64: [written, waiter, epoch, rank, peer, expected, seen, 0].
+RECORD_WORDS = 8
+
+# The sync block of a communicator, int32 on the heap: [epoch, programs that finished, 0 ..., entered[world_size]].
+_FINISHED = tl.constexpr(1)
+_ENTERED = tl.constexpr(16)
+
+
+def sync_words(world_size: int) -> int:
+    """int32 words of a sync block."""
+    return _ENTERED.value + world_size
+
+
+@triton.jit
+def _status(ctx):
+    return tl.load(ctx.words + 2).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def healthy(ctx):
+    """Whether no wait of this rank has failed so far."""
+    return tl.load(_status(ctx), volatile=True) == 0
+
+
+@triton.jit
+def signal(ctx, flag, value, to_rank):
+    """All of this program's earlier stores, then `value` in `flag` at `to_rank`: who sees the flag sees the stores."""
+    arch.drain_stores()
+    tl.debug_barrier()  # a release covers one thread; the barrier brings every thread's stores before it
+    rma.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")
+
+
+@triton.jit
+def wait(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr = False):
+    """Waits until this rank's `flag` has reached `expected`; what `peer` stored before it signalled is then visible.
+
+    `exact`: until it equals `expected`, for flags that may have rested for more than 2^31 epochs; the peer must be
+    unable to signal again before this wait has ended. Returns whether the flag was seen in time.
+    """
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    arrived = _reached(seen, expected, exact)
+    if not arrived:
+        arrived = _poll(ctx, flag, expected, peer, waiter, exact)
+    return arrived
+
+
+@triton.jit
+def _reached(seen, expected, exact: tl.constexpr):
+    if exact:
+        return seen == expected
+    else:
+        return (seen - expected) >= 0  # the difference wraps where the values do
+
+
+@triton.jit
+def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
+    limit = tl.load(ctx.words + 4)
+    pid = ctx.pid(peer)
+    start = arch.clock()
+    arrived = False
+    waiting = True
+    while waiting:
+        arch.pause()
+        # gone before the flag is read: a signal sent just before the end still counts
+        lost = arch.peer_gone(pid) or (arch.clock() - start > limit)
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        arrived = _reached(seen, expected, exact)
+        waiting = not arrived and not lost and healthy(ctx)
+        if lost and not arrived:
+            _report(ctx, waiter, expected, peer, seen)
+    return arrived
+
+
+@triton.jit
+def _report(ctx, waiter: tl.constexpr, expected, peer, seen):
+    if tl.atomic_cas(_status(ctx), 0, 1) == 0:
+        record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
+        tl.store(record + 1, waiter)
+        tl.store(record + 3, ctx.rank.to(tl.int64))
+        tl.store(record + 4, peer.to(tl.int64))
+        tl.store(record + 5, expected.to(tl.int64))
+        tl.store(record + 6, seen.to(tl.int64))
+        tl.debug_barrier()
+        tl.atomic_xchg(record, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def enter(ctx, sync):
+    """Begins a call: tells the peers that this rank is in it, and returns the call's epoch.
+
+    Kernels of one stream follow each other, so a rank that has entered a call has read all that earlier calls staged
+    for it. Who stores into a peer's memory calls `await_entered` first; then one staging slot serves all calls.
+    """
+    epoch = tl.load(sync) + 1
+    if tl.program_id(0) == 0:
+        for i in tl.static_range(1, ctx.world_size):
+            signal(ctx, sync + _ENTERED + ctx.rank, epoch, (ctx.rank + i) % ctx.world_size)
+    return epoch
+
+
+@triton.jit
+def await_entered(ctx, sync, epoch, waiter: tl.constexpr):
+    """Waits until every peer has entered this call. Returns whether they did."""
+    entered = True
+    for i in tl.static_range(1, ctx.world_size):
+        peer = (ctx.rank + i) % ctx.world_size
+        entered = wait(ctx, sync + _ENTERED + peer, epoch, peer, waiter) and entered
+    return entered
+
+
+@triton.jit
+def leave(sync, epoch):
+    """Ends a call: the last program of the grid to come here advances the epoch."""
+    tl.debug_barrier()
+    last = tl.num_programs(0) - 1
+    if tl.atomic_add(sync + _FINISHED, 1, sem="acq_rel", scope="gpu") == last:
+        tl.store(sync + _FINISHED, 0)
+        tl.store(sync, epoch)
+
+
+@triton.jit
+def device_barrier_kernel(words, members, num_members, sent, arrived, WORLD_SIZE: tl.constexpr):
+    """Every rank in `members` [num_members] has come here. `sent`, `arrived`: int32 [world], counts for each peer.
+
+    Counts are kept for each pair of ranks, so barriers of different groups can share them. One program.
+    """
+    ctx = own_context(words, WORLD_SIZE)
+    for i in range(num_members):
+        peer = tl.load(members + i)
+        count = tl.load(sent + peer) + 1
+        tl.store(sent + peer, count)
+        signal(ctx, arrived + ctx.rank, count, peer)
+    for i in range(num_members):
+        peer = tl.load(members + i)
+        wait(ctx, arrived + peer, tl.load(sent + peer), peer, 0)

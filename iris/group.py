@@ -1,0 +1,78 @@
+"""Which processes are the ranks of a context, and the few host collectives that setting up needs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import platform
+from .errors import ArgumentError
+
+
+class Ranks:
+    """The ranks of one context: a process group, or a world of one without any."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = _resolve(group)
+        self.rank = dist.get_rank(self.group) if self.group else 0
+        self.size = dist.get_world_size(self.group) if self.group else 1
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, any picklable object, in rank order."""
+        if self.group is None:
+            return [value]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, value, self.group)
+        return everyone
+
+    def broadcast(self, value: Any, src: int) -> Any:
+        """Rank `src`'s `value`, any picklable object."""
+        if self.group is None:
+            return value
+        box = [value if self.rank == src else None]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, src), group=self.group)
+        return box[0]
+
+    def members(self, group: Any) -> list[int]:
+        """The ranks, counted in this context, of a subgroup: a process group, a DeviceMesh or a list of ranks."""
+        if group is None:
+            return list(range(self.size))
+        if isinstance(group, (list, tuple)):
+            ranks = [int(rank) for rank in group]
+        else:
+            inside = {self._global(rank): rank for rank in range(self.size)}
+            ranks = [inside.get(rank, -1) for rank in dist.get_process_group_ranks(_resolve(group))]
+        if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
+            raise ArgumentError(f"group is {group!r}; expected distinct ranks of this context, 0 to {self.size - 1}")
+        if self.rank not in ranks:
+            raise ArgumentError(f"group is {group!r}; expected a group with this rank, {self.rank}, in it")
+        return ranks
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank) if self.group else rank
+
+
+def _resolve(group: Any) -> dist.ProcessGroup | None:
+    """A process group from what the user gave, or from the environment; None is a world of one."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "get_group"):  # DeviceMesh
+        if group.ndim != 1:
+            raise ArgumentError(
+                f"group is a DeviceMesh with dimensions {group.mesh_dim_names or group.ndim}; expected one dimension, "
+                f"for example mesh['tp']"
+            )
+        return group.get_group()
+    if group is not None:
+        raise ArgumentError(f"group is {type(group).__name__}; expected a ProcessGroup or a one-dimensional DeviceMesh")
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if platform.name() != "cpu":
+            torch.cuda.set_device(platform.device(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
+        dist.init_process_group(platform.backend())
+        return dist.group.WORLD
+    return None

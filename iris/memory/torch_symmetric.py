@@ -1,0 +1,46 @@
+"""Segments in PyTorch symmetric memory, for GPUs of one host: one allocation, one rendezvous."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import PlatformError
+from ..group import Ranks
+from .base import ALIGNMENT, agree_on_success
+
+
+class TorchSymmetricSegment:
+    def __init__(self, size: int, device: torch.device, ranks: Ranks) -> None:
+        self._handle, failure = None, None
+        try:
+            self.local = _aligned(size, device) if ranks.group is None else _symmetric(size, device)
+        except RuntimeError as error:  # torch.OutOfMemoryError among them
+            failure = str(error).splitlines()[0]
+        agree_on_success(failure, size, ranks)
+        if ranks.group is None:
+            self.bases = [self.local.data_ptr()]
+        else:
+            import torch.distributed._symmetric_memory as symm_mem
+
+            self._handle = symm_mem.rendezvous(self.local, ranks.group.group_name)
+            self.bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
+        if any(base % ALIGNMENT for base in self.bases):
+            raise PlatformError(f"the driver mapped heaps at {[hex(b) for b in self.bases]}, not on 2 MiB boundaries")
+        self.local.zero_()
+
+    def close(self) -> None:
+        self._handle = None
+        self.local = None
+
+
+def _symmetric(size: int, device: torch.device) -> torch.Tensor:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    return symm_mem.empty(size, dtype=torch.uint8, device=device)
+
+
+def _aligned(size: int, device: torch.device) -> torch.Tensor:
+    """A world of one shares with nobody: ordinary memory, aligned by hand."""
+    block = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -block.data_ptr() % ALIGNMENT
+    return block[start : start + size]

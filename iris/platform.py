@@ -1,0 +1,112 @@
+"""The one place that knows whether this process runs on cuda, hip or cpu.
+
+On a machine without a GPU the kernels run in Triton's interpreter. Triton decides that once, when it is
+imported, so `prepare_triton()` must run before; `iris/__init__.py` calls it first of all.
+"""
+
+import os
+import sys
+
+import torch
+
+from .errors import PlatformError
+
+ENV_INTERPRET = "TRITON_INTERPRET"
+ENV_TIMEOUT = "IRIS_TIMEOUT"
+
+# A kernel's wait ends after this long. Ranks drift apart while they compile; in the interpreter they are slow,
+# but there a lost peer is seen from its process, not from the time.
+_TIMEOUT_S = {"cuda": 60.0, "hip": 60.0, "cpu": 300.0}
+
+# Ticks per second of the clock that `device/arch.py` reads on each platform.
+_CLOCK_HZ = {"cuda": 1e9, "hip": 1e8, "cpu": 1e9}
+
+
+def prepare_triton() -> None:
+    """Switches Triton's interpreter on when there is no GPU; refuses a process where that comes too late.
+
+    `TRITON_INTERPRET=0` keeps it off, for compiling ahead of time on a machine without a GPU.
+    """
+    if os.environ.get(ENV_INTERPRET) is not None or torch.cuda.is_available():
+        return
+    if "triton" in sys.modules and not _triton_interprets():
+        raise PlatformError(
+            "triton was imported before iris on a machine without a GPU, so its interpreter is off. "
+            "Import iris first, or set TRITON_INTERPRET=1 before Python starts."
+        )
+    os.environ[ENV_INTERPRET] = "1"
+
+
+def _triton_interprets() -> bool:
+    from triton.language import standard
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(standard.cdiv, InterpretedFunction)
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter in this process."""
+    return _triton_interprets()
+
+
+def name() -> str:
+    """`"cpu"` under the interpreter, else `"hip"` or `"cuda"`."""
+    if interpreting():
+        return "cpu"
+    return "hip" if torch.version.hip else "cuda"
+
+
+def device(rank: int, num_ranks: int) -> torch.device:
+    """The device of this rank. Raises `PlatformError` when there are fewer GPUs than ranks on this host."""
+    if name() == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    if local >= count or num_ranks > count:
+        raise PlatformError(
+            f"{num_ranks} ranks on this host but {count} GPUs are visible (local rank {local}); start at most "
+            f"{count} ranks, or set TRITON_INTERPRET=1 to run on the CPU."
+        )
+    return torch.device("cuda", local)
+
+
+def backend() -> str:
+    """The torch.distributed backend that goes with the platform."""
+    return "gloo" if name() == "cpu" else "nccl"
+
+
+def num_programs(dev: torch.device) -> int:
+    """How many programs run at once, one a multiprocessor; the interpreter runs one after the other."""
+    if dev.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(dev).multi_processor_count
+
+
+def timeout_s(dev: torch.device) -> float:
+    """The longest that a kernel waits for a peer, in seconds (environment variable IRIS_TIMEOUT)."""
+    text = os.environ.get(ENV_TIMEOUT)
+    if text is None:
+        return _TIMEOUT_S[name()]
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise PlatformError(f"{ENV_TIMEOUT} is {text!r}; expected a number of seconds greater than 0")
+    return value
+
+
+def timeout_ticks(dev: torch.device) -> int:
+    """`timeout_s` in ticks of the device clock."""
+    return int(timeout_s(dev) * _CLOCK_HZ[name()])
+
+
+def is_capturing(dev: torch.device) -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return dev.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def synchronize(dev: torch.device, stream=None) -> None:
+    """Waits on the host until the device, or one stream of it, is idle."""
+    if dev.type == "cuda":
+        (stream or torch.cuda).synchronize()
