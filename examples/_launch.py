@@ -1,0 +1,60 @@
+"""Ranks for the examples: processes of this machine, or those that torchrun already started.
+
+`run(rank_main, ranks, *args)` calls `rank_main(*args)` once per rank with torchrun's environment set, so that a rank
+needs only `iris.iris()`. The first rank that fails ends the others, and `run` raises: nothing waits for a dead rank.
+"""
+
+from collections.abc import Callable
+import os
+
+import torch
+from torch import distributed, multiprocessing
+from torch.distributed import TCPStore
+
+
+def default_ranks(most: int = 4, on_cpu: int = 3) -> int:
+    """As many ranks as there are GPUs, up to `most`; without a GPU, `on_cpu`."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return min(torch.cuda.device_count(), most) if torch.cuda.is_available() else on_cpu
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises if this machine cannot give each of `ranks` ranks what it needs."""
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: at least 1 is needed")
+    gpus = torch.cuda.device_count()
+    if torch.cuda.is_available() and gpus < ranks:
+        raise ValueError(
+            f"{ranks} ranks need {ranks} GPUs and this machine shows {gpus}: ask for at most {gpus}, "
+            "or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
+        )
+
+
+def run(rank_main: Callable[..., None], ranks: int | None = None, *args) -> None:
+    """Runs `rank_main(*args)` on every rank and returns when all have; raises if one fails."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank_main(*args)
+        return
+    ranks = default_ranks() if ranks is None else ranks
+    check_ranks(ranks)
+    # The parent serves the ranks' rendezvous, as torchrun does: a port that is bound here cannot be taken by another.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    multiprocessing.spawn(_rank, args=(ranks, store.port, rank_main, args), nprocs=ranks)
+
+
+def _rank(rank: int, ranks: int, port: int, rank_main: Callable[..., None], args: tuple) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    rank_main(*args)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

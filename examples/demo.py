@@ -1,0 +1,160 @@
+"""A real language model on several ranks: SmolLM2-135M-Instruct, its Linears split and served by fused ops.
+
+Starts its own ranks, one per GPU or, without GPUs, as processes of this machine. Prints what became of each module and
+the text as it is generated, then compares the greedy tokens of every rank with those of the unsplit model, which plain
+transformers generates in the same dtype. The last line is `match: yes` or `match: no`; the exit code says the same.
+
+    python -m examples.demo --ranks 3
+"""
+
+import argparse
+from dataclasses import dataclass
+import json
+import os
+from pathlib import Path
+import sys
+import tempfile
+import time
+
+import torch
+
+from examples import _launch, _smollm2
+
+PROMPT = "List the months of the year."
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to generate, in a form that travels to the rank processes."""
+
+    folder: Path
+    prompt: str
+    tokens: int
+    dtype: torch.dtype
+    started: float
+
+    def inputs(self, tokenizer, device):
+        """Token ids and attention mask of the prompt in the model's chat format."""
+        chat = [{"role": "user", "content": self.prompt}]
+        encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        return encoded.to(device)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the unsplit model says: the tokens, and the logits that each was chosen from."""
+
+    tokens: list[int]
+    logits: torch.Tensor  # [tokens, vocabulary]
+
+
+def say(started: float, message: str) -> None:
+    print(f"[{time.time() - started:5.1f} s] {message}", flush=True)
+
+
+def reference(task: Task) -> Reference:
+    """Greedy tokens of the unsplit model, by plain transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(task.folder)
+    model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=task.dtype).to(device)
+    inputs = task.inputs(tokenizer, device)
+    result = model.generate(
+        **inputs, max_new_tokens=task.tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    new = result.sequences[0, inputs["input_ids"].shape[1] :]
+    return Reference(new.tolist(), torch.cat(result.logits).float().cpu())
+
+
+def rank_main(task: Task, results: Path) -> None:
+    """One rank's part: load this rank's slices, generate, write the tokens into `results`. Rank 0 prints."""
+    import iris
+    import layers
+
+    from transformers import AutoTokenizer, TextStreamer  # isort: skip  (iris goes first: it may set up the interpreter)
+
+    with iris.iris(heap_size=1 << 28) as ctx:
+        first = ctx.cur_rank == 0
+        tokenizer = AutoTokenizer.from_pretrained(task.folder)
+        model = layers.from_pretrained(task.folder, ctx, dtype=task.dtype)
+        inputs = task.inputs(tokenizer, ctx.device)
+        if first:
+            say(task.started, f"loaded by slices on {ctx.num_ranks} ranks")
+            print(f"\n{model.tp_report}\n")
+        if ctx.device.type == "cuda":
+            model.generate(**inputs, max_new_tokens=2, do_sample=False)  # compiles the kernels
+        if first:
+            print(tokenizer.decode(inputs["input_ids"][0]), end="", flush=True)
+        streamer = TextStreamer(tokenizer, skip_prompt=True) if first else None
+        ctx.barrier()
+        start = time.perf_counter()
+        output = model.generate(**inputs, max_new_tokens=task.tokens, do_sample=False, streamer=streamer)
+        seconds = time.perf_counter() - start
+        new = output[0, inputs["input_ids"].shape[1] :].tolist()
+        if first:
+            print()
+            say(task.started, f"{len(new)} tokens in {seconds:.1f} s: {len(new) / seconds:.2f} tokens/s")
+        (results / f"{ctx.cur_rank}.json").write_text(json.dumps(new))
+
+
+def compare(expected: Reference, given: list[int], decode) -> str | None:
+    """None if the tokens agree, else where they part and how close the unsplit model's choice was there."""
+    if given == expected.tokens:
+        return None
+    pairs = zip(expected.tokens, given, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(given), len(expected.tokens)))
+    if at >= min(len(given), len(expected.tokens)):
+        return f"{len(given)} tokens instead of {len(expected.tokens)}"
+    a, b = expected.tokens[at], given[at]
+    logits = expected.logits[at]
+    return (
+        f"token {at} is {decode(b)!r} instead of {decode(a)!r}; "
+        f"their logits in the unsplit model are {logits[b]:.4f} and {logits[a]:.4f}, {logits[a] - logits[b]:.4f} apart"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, default=_launch.default_ranks(), help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=32, help="at most so many new tokens; default: %(default)s")
+    parser.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16" if on_gpu else "float32"
+    )
+    args = parser.parse_args(argv)
+    try:
+        _launch.check_ranks(args.ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local
+
+    started = time.time()
+    say(started, "preparing SmolLM2-135M-Instruct (the first time, it is converted from GGUF to safetensors)")
+    task = Task(_smollm2.checkpoint(), args.prompt, args.tokens, getattr(torch, args.dtype), started)
+    say(started, f"generating with the unsplit model in {args.dtype}")
+    expected = reference(task)
+    say(started, f"starting {args.ranks} ranks on {'GPUs' if on_gpu else 'CPUs, with the Triton interpreter'}")
+    with tempfile.TemporaryDirectory() as results:
+        try:
+            _launch.run(rank_main, args.ranks, task, Path(results))
+        except Exception as error:
+            print(f"a rank failed: {error}\nmatch: no")
+            return 1
+        given = [json.loads((Path(results) / f"{rank}.json").read_text()) for rank in range(args.ranks)]
+
+    from transformers import AutoTokenizer
+
+    decode = AutoTokenizer.from_pretrained(task.folder).decode
+    differences = [compare(expected, tokens, decode) for tokens in given]
+    for rank, difference in enumerate(differences):
+        if difference:
+            print(f"rank {rank}: {difference}")
+    say(started, f"compared {len(expected.tokens)} tokens on {args.ranks} ranks with the unsplit model")
+    print(f"match: {'no' if any(differences) else 'yes'}")
+    return int(any(differences))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
