@@ -1,0 +1,14 @@
+"""What the library costs on a machine, beside what its users run otherwise.
+
+    python -m benchmarks.ops                 the four fused ops against cuBLAS + NCCL and torch's own overlapped ops
+    python -m benchmarks.table FILE...       the same tables from the JSON of an earlier run
+
+    shapes.py    rows as data: an op and its M, N, K; the bytes that each must send, the floor that follows
+    inputs.py    one row's random tensors, its reference, and the check that every contender passes before it is timed
+    rivals.py    contenders as a list: us, the rivals, and the product alone, which gives the floor
+    timing.py    the one timer: contenders interleaved, CUDA graph and eager, median, slowest rank
+    launch.py    ranks as processes, a time limit on every wait, one verdict on a step that failed somewhere
+    table.py     results as Markdown
+
+A new row is a line in shapes.py, a new rival an entry in rivals.py.
+"""

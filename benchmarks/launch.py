@@ -1,0 +1,133 @@
+"""Ranks as processes, and one verdict on every step.
+
+`launch(worker, args, ranks)` starts the ranks itself, or joins those that torchrun has started. A rank works through
+its `Team`: where it stands, a barrier, the slowest rank's figures, and `attempt`, which runs a step on every rank and
+tells all of them whether it failed anywhere. So a rival that raises drops out on all ranks and the run goes on.
+
+Nothing waits for ever: collectives time out with the process group, and a rank that has made no step for a while
+prints where it stands and ends, upon which the parent ends the others.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+import faulthandler
+import os
+import re
+import socket
+import time
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+T = TypeVar("T")
+STEP_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Team:
+    """This rank, the device it works on and the ranks it works with."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def barrier(self) -> None:
+        """Ranks meet: on the GPU in stream order, without stopping the host."""
+        dist.all_reduce(torch.ones(1, device=self.device))
+
+    def slowest(self, values: list[float]) -> list[float]:
+        """For each value the largest among the ranks."""
+        worst = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return worst.tolist()
+
+    def attempt(self, step: Callable[[], T]) -> tuple[T | None, str | None]:
+        """Runs `step` on every rank: its result, or on all ranks the reason why it failed on one of them."""
+        faulthandler.dump_traceback_later(STEP_SECONDS + 30, exit=True)
+        result, reason = None, None
+        try:
+            result = step()
+            self.synchronize()
+        except Exception as error:  # whatever a rival raises: it becomes a note in the table
+            reason = describe(error)
+            self.synchronize()  # after a fault the device stays unusable, and then this rank ends here
+        if not self.slowest([reason is not None])[0]:
+            return result, None
+        reasons: list[str | None] = [None] * self.world
+        dist.all_gather_object(reasons, reason)
+        return None, next(text for text in reasons if text)
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+def describe(error: Exception) -> str:
+    """One short line that can be published: no folders."""
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: " + re.sub(r"(?<![\w.])/\S+/", "", first)[:160]
+
+
+def launch(worker: Callable[[Team, argparse.Namespace], None], args: argparse.Namespace, limit_s: float) -> int:
+    """Runs `worker(team, args)` on `args.ranks` ranks of `args.device`; the exit code."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _run(worker, args)
+        return 0
+    if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
+        raise SystemExit(f"--ranks {args.ranks} asks for more GPUs than there are: {torch.cuda.device_count()}")
+    context = mp.spawn(_start, (worker, args, _free_port()), nprocs=args.ranks, join=False)
+    deadline = time.monotonic() + limit_s
+    try:
+        while not context.join(timeout=1, grace_period=5):
+            if time.monotonic() > deadline:
+                print(f"benchmarks: the ranks have not ended after {limit_s:.0f} s", flush=True)
+                return 1
+    except mp.ProcessException as error:
+        print(error, flush=True)
+        return 1
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    return 0
+
+
+def _start(rank: int, worker: Callable, args: argparse.Namespace, port: int) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    _run(worker, args)
+
+
+def _run(worker: Callable, args: argparse.Namespace) -> None:
+    faulthandler.dump_traceback_later(STEP_SECONDS + 60, exit=True)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timedelta(seconds=STEP_SECONDS), device_id=device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=STEP_SECONDS))
+    worker(Team(rank, world, device), args)
+    dist.barrier()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,117 @@
+"""Results as Markdown: one table per op and mode, rivals beside us, the floor, what went wrong below it.
+
+    python -m benchmarks.table benchmarks/results/ops_h200_x4.json [--modes graph]
+
+A rival's cell is its time and how many times ours it takes. The last line has the geometric means.
+"""
+
+import argparse
+from collections.abc import Iterable
+import json
+import math
+from pathlib import Path
+
+from benchmarks.shapes import CALLS
+
+MODES = {"graph": "CUDA graph", "eager": "eager"}
+
+
+def render(report: dict, modes: Iterable[str]) -> str:
+    """The whole report; `modes` are "graph" and "eager"."""
+    parts = [headline(report)]
+    for op in CALLS:
+        rows = [row for row in report["rows"] if row["op"] == op]
+        for mode in modes:
+            if any(result.get(f"{mode}_us") for row in rows for result in row["results"]):
+                parts += [f"#### `{CALLS[op]}`, {MODES[mode]}", op_table(rows, mode)]
+        parts += ["\n".join(f"- {note}" for note in notes(rows))] if notes(rows) else []
+    return "\n\n".join(parts)
+
+
+def headline(report: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    return (
+        f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}; {versions}. "
+        f"µs per call: median, slowest rank. `{report['command']}`"
+    )
+
+
+def op_table(rows: list[dict], mode: str) -> str:
+    rivals = _names(rows, "rival")
+    head = ["M, N, K", "GEMM", "floor", "ours", "ours / floor", *rivals]
+    over_floor: list[float] = []
+    speedups: dict[str, list[float]] = {name: [] for name in rivals}
+    lines = []
+    for row in rows:
+        results = {result["name"]: result for result in row["results"]}
+        ours = results.get("ours", {})
+        ours_us, floor_us = ours.get(f"{mode}_us"), row["floor_us"]
+        ratio = ours_us / floor_us if ours_us and floor_us else None
+        if ratio:
+            over_floor.append(ratio)
+        line = [f"{row['M']}, {row['N']}, {row['K']}", _us(row["gemm_us"]), _us(floor_us)]
+        line += [_cell(ours, mode), f"{ratio:.2f}" if ratio else "-"]
+        for name in rivals:
+            rival = results.get(name, {})
+            speedup = rival[f"{mode}_us"] / ours_us if ours_us and rival.get(f"{mode}_us") else None
+            if speedup:
+                speedups[name].append(speedup)
+            line.append(_cell(rival, mode) + (f" ({speedup:.2f}x)" if speedup else ""))
+        lines.append(line)
+    means = [f"{value:.2f}x" if (value := geometric_mean(speedups[name])) else "-" for name in rivals]
+    mean_ratio = geometric_mean(over_floor)
+    lines.append(["geometric mean", "", "", "", f"{mean_ratio:.2f}" if mean_ratio else "-", *means])
+    return markdown(head, lines)
+
+
+def notes(rows: list[dict]) -> list[str]:
+    """What is missing from the tables and why, each reason once with the rows that it concerns."""
+    where: dict[str, list[str]] = {}
+    for row in rows:
+        for result in row["results"]:
+            for note in result["notes"]:
+                where.setdefault(f"{result['name']}: {note}", []).append(f"{row['M']}, {row['N']}, {row['K']}")
+        for note in row.get("notes", []):
+            where.setdefault(note, []).append(f"{row['M']}, {row['N']}, {row['K']}")
+    return [f"{note} [{'all rows' if len(found) == len(rows) else '; '.join(found)}]" for note, found in where.items()]
+
+
+def geometric_mean(values: list[float]) -> float | None:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table that reads well unrendered too: figures right-aligned in columns of equal width."""
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+    shown = [
+        [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
+        for line in [head, *lines]
+    ]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [shown[0], rule, *shown[1:]])
+
+
+def _names(rows: list[dict], kind: str) -> list[str]:
+    return list(dict.fromkeys(r["name"] for row in rows for r in row["results"] if r["kind"] == kind))
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _cell(result: dict, mode: str) -> str:
+    status = result.get("status", "n/a")
+    return _us(result.get(f"{mode}_us")) if status == "ok" else status
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Renders results of benchmarks.ops as Markdown.")
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--modes", default="graph,eager")
+    args = parser.parse_args()
+    for file in args.files:
+        print(render(json.loads(file.read_text()), args.modes.split(",")), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The one timer: how long a call takes on the slowest rank, contenders taking turns.
+
+A `Batch` is a number of calls in a row over rotating inputs, issued one by one (eager) or as one CUDA graph.
+`interleave` runs one batch of each contender, then the next round, so that clocks and temperature that drift meet
+all of them alike; it gives each contender's median over the rounds, and of the ranks' medians the largest.
+
+Ranks meet on the device before each batch, and the host is ahead of it when the clock starts: a graph's launch hides
+behind a short device sleep, an eager batch behind one call that is not counted. So the time is that of a running
+model: the device's, or the host's where issuing a call takes longer than running it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import statistics
+import time
+
+import torch
+
+from benchmarks.launch import Team
+
+LEAD_CYCLES = 250_000  # about 130 µs on an H200: longer than the launch of a graph of some hundred nodes
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a contender is measured: batches of about `batch_ms`, for about `measure_ms` in all."""
+
+    batch_ms: float = 1.5
+    measure_ms: float = 80.0
+    calls: tuple[int, int] = (10, 60)
+    repeats: tuple[int, int] = (5, 25)
+
+    def calls_for(self, call_us: float, inputs: int) -> int:
+        """Calls of one batch: whole turns through the inputs."""
+        calls = _clamp(self.batch_ms * 1e3 / call_us, self.calls)
+        return -(-calls // inputs) * inputs
+
+    def repeats_for(self, round_us: float, contenders: int) -> int:
+        return _clamp(self.measure_ms * 1e3 * contenders / round_us, self.repeats)
+
+
+QUICK = Budget(measure_ms=25.0, repeats=(3, 10))
+INTERPRETED = Budget(batch_ms=0, measure_ms=0, calls=(1, 1), repeats=(2, 2))
+
+
+@dataclass(frozen=True)
+class Batch:
+    calls: int
+    run: Callable[[], object]  # issues all calls
+    lead: Callable[[], object]  # gives the host a head start
+
+
+@dataclass(frozen=True)
+class Timing:
+    call_us: float  # median over the rounds, slowest rank
+    host_us: float  # the host's share: how long issuing a call kept it busy
+
+
+def eager_batch(call: Callable[[int], object], calls: int, inputs: int) -> Batch:
+    def run() -> None:
+        for i in range(calls):
+            call(i % inputs)
+
+    return Batch(calls, run, lambda: call(inputs - 1))
+
+
+def graph_batch(call: Callable[[int], torch.Tensor], calls: int, inputs: int) -> tuple[Batch, torch.Tensor]:
+    """The calls as one graph, and the tensor in which its last call leaves its result."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Thread-local: NCCL's watchdog thread may query its events while this thread captures.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for i in range(calls):
+            out = call(i % inputs)
+    return Batch(calls, graph.replay, lambda: torch.cuda._sleep(LEAD_CYCLES)), out
+
+
+def estimate_us(team: Team, call: Callable[[int], object], inputs: int) -> float:
+    """A first idea of a warm call's duration on this rank."""
+    batch = eager_batch(call, inputs, inputs)
+    return max(1.0, min(_measure(team, batch).call_us for _ in range(2 if team.cuda else 1)))
+
+
+def interleave(team: Team, batches: dict[str, Batch], repeats: int) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Timings by contender, and the reasons of those that failed on the way."""
+    samples: dict[str, list[Timing]] = {name: [] for name in batches}
+    failed: dict[str, str] = {}
+    for _ in range(repeats + 1):
+        for name, batch in batches.items():
+            if name not in failed:
+                sample, reason = team.attempt(lambda batch=batch: _measure(team, batch))
+                if reason:
+                    failed[name] = reason
+                else:
+                    samples[name].append(sample)
+    timings = {}
+    for name, taken in samples.items():
+        if name not in failed:
+            counted = taken[1:]  # the first round warms caches and clocks
+            medians = [statistics.median(getattr(s, field) for s in counted) for field in ("call_us", "host_us")]
+            timings[name] = Timing(*team.slowest(medians))
+    return timings, failed
+
+
+def _measure(team: Team, batch: Batch) -> Timing:
+    if not team.cuda:
+        team.barrier()
+        begin = time.perf_counter()
+        batch.run()
+        call_us = (time.perf_counter() - begin) * 1e6 / batch.calls
+        return Timing(call_us, call_us)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    batch.lead()
+    team.barrier()
+    start.record()
+    begin = time.perf_counter()
+    batch.run()
+    host_us = (time.perf_counter() - begin) * 1e6 / batch.calls
+    end.record()
+    end.synchronize()
+    return Timing(start.elapsed_time(end) * 1e3 / batch.calls, host_us)
+
+
+def _clamp(value: float, bounds: tuple[int, int]) -> int:
+    return max(bounds[0], min(bounds[1], round(value)))

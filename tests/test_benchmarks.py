@@ -1,0 +1,180 @@
+"""The benchmark tells the truth: floors as measured elsewhere, wrong results named, and it runs from end to end."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
+
+from benchmarks import ops, rivals, shapes, table  # noqa: E402
+from benchmarks.inputs import Inputs  # noqa: E402
+from benchmarks.launch import Team, describe  # noqa: E402
+from benchmarks.shapes import Row  # noqa: E402
+
+# Four H200s: product alone, then the floor with its collective, µs.
+REDUCE_FLOORS = {  # size: (product, all-reduce, reduce-scatter)
+    (8192, 8192, 7168): (1313, 1313, 1313),
+    (8192, 8192, 2048): (371, 518, 371),
+    (2048, 8192, 7168): (311, 311, 311),
+    (2048, 8192, 2048): (95, 129, 95),
+    (512, 8192, 7168): (81, 81, 81),
+    (512, 8192, 2048): (26, 32, 26),
+    (64, 8192, 7168): (33, 33, None),
+    (1, 8192, 2048): (8.0, 8.0, None),
+    (4096, 4096, 3584): (158, 158, 158),
+    (128, 4096, 3584): (12, 12, 12),
+}
+GATHER_FLOORS = {  # size: (product of the whole, gather first, product of a quarter and floor of gather last)
+    (8192, 14336, 8192): (2802, 2802, 656),
+    (8192, 2560, 8192): (455, 455, 120),
+    (2048, 14336, 8192): (621, 621, 180),
+    (2048, 2560, 8192): (112, 112, 32),
+    (512, 14336, 8192): (173, 173, 64),
+    (512, 2560, 8192): (31, 31, 18),
+}
+
+
+@pytest.mark.parametrize("size", REDUCE_FLOORS)
+def test_reduce_floors(size):
+    gemm, reduced, scattered = REDUCE_FLOORS[size]
+    assert Row("ar", *size).floor_us(gemm, 4) == pytest.approx(reduced, rel=0.03)
+    if scattered:
+        assert Row("rs", *size).floor_us(gemm, 4) == pytest.approx(scattered, rel=0.03)
+
+
+@pytest.mark.parametrize("size", GATHER_FLOORS)
+def test_gather_floors(size):
+    gemm, first, last = GATHER_FLOORS[size]
+    assert Row("ag", *size).floor_us(gemm, 4) == pytest.approx(first, rel=0.03)
+    assert Row("ga", *size).floor_us(last, 4) == last  # the product of M/4 rows takes longer than the link
+
+
+def test_link_bytes_by_hand():
+    M, N, K, itemsize = 64, 48, 32, 2
+    assert Row("ar", M, N, K).link_bytes(2) == M * N * itemsize  # half of the sums out, half of the totals out
+    assert Row("rs", M, N, K).link_bytes(2) == M // 2 * N * itemsize
+    assert Row("ag", M, N, K).link_bytes(4) == 3 * (M // 4) * K * itemsize
+    assert Row("ga", M, N, K).link_bytes(4) == 3 * (M // 4) * N * itemsize
+    assert all(Row(op, M, N, K).link_bytes(1) == 0 for op in shapes.CALLS)
+
+
+def test_select_keeps_what_was_asked():
+    rows = shapes.select("facts", ["ar", "ga"], "8192,8192,7168;1,8192,2048")
+    assert [str(row) for row in rows] == ["ar 8192, 8192, 7168", "ar 1, 8192, 2048", "ga 8192, 8192, 7168"]
+    with pytest.raises(ValueError, match="no row"):
+        shapes.select("facts", ["rs"], "1,1,1")
+
+
+def test_command_and_reasons_name_no_folder():
+    assert ops.command(["--ranks", "4", "--out", "/a/b", "--quick"]) == "python -m benchmarks.ops --ranks 4 --quick"
+    assert ops.command(["--rows", "1,2,3;4,5,6"]) == "python -m benchmarks.ops --rows '1,2,3;4,5,6'"
+    assert describe(OSError("cannot open /a/b/c.so\nmore")) == "OSError: cannot open c.so"
+
+
+def report() -> dict:
+    def result(name, kind, us, **more):
+        return {"name": name, "kind": kind, "status": "ok", "notes": [], "graph_us": us, **more}
+
+    sizes = [(512, 64, 32), (128, 64, 32)]
+    first = [result("ours", "ours", 20.0), result("rival", "rival", 40.0), result("alone", "gemm", 10.0)]
+    second = [
+        result("ours", "ours", 10.0),
+        {"name": "rival", "kind": "rival", "status": "WRONG", "notes": ["wrong result"]},
+    ]
+    rows = [
+        {"op": "ar", "M": m, "N": n, "K": k, "link_us": 1.0, "gemm_us": 10.0, "floor_us": 10.0, "results": results}
+        for (m, n, k), results in zip(sizes, (first, second), strict=True)
+    ]
+    head = {"gpu": "GPU", "world": 4, "dtype": "bfloat16", "date": "2026-01-01", "command": "python -m benchmarks.ops"}
+    return {**head, "versions": {"torch": "2"}, "rows": rows}
+
+
+def test_table_shows_ratios_failures_and_means():
+    text = table.render(report(), ["graph", "eager"])
+    assert "4 x GPU, bfloat16, 2026-01-01; torch 2" in text
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert cells[0] == ["M, N, K", "GEMM", "floor", "ours", "ours / floor", "rival"]
+    assert cells[2] == ["512, 64, 32", "10.0", "10.0", "20.0", "2.00", "40.0 (2.00x)"]
+    assert cells[3] == ["128, 64, 32", "10.0", "10.0", "10.0", "1.00", "WRONG"]
+    assert cells[4] == ["geometric mean", "", "", "", "1.41", "2.00x"]
+    assert "- rival: wrong result [128, 64, 32]" in text
+    assert "eager" not in text  # nothing was measured there
+
+
+@pytest.fixture
+def alone():
+    """A team of one rank in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Team(0, 1, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def right(inputs: Inputs):
+    out = inputs.new_out()
+    return lambda i: torch.matmul(inputs.A[i], inputs.B[i], out=out)
+
+
+def lacks_a_block_of_k(inputs: Inputs):
+    out = inputs.new_out()
+    return lambda i: torch.matmul(inputs.A[i][:, 16:], inputs.B[i][16:], out=out)
+
+
+def leaves_an_element(inputs: Inputs):
+    out = inputs.new_out()
+
+    def call(i):
+        out.view(-1)[:-1] = (inputs.A[i] @ inputs.B[i]).view(-1)[:-1]
+        return out
+
+    return call
+
+
+def always_reads_the_first_copy(inputs: Inputs):
+    out = inputs.new_out()
+    return lambda i: torch.matmul(inputs.A[0], inputs.B[0], out=out)
+
+
+def raises(inputs: Inputs):
+    raise RuntimeError("no such device")
+
+
+def test_check_accepts_the_product_and_refuses_less(alone):
+    inputs = Inputs(Row("ar", 32, 32, 512), alone, torch.bfloat16)
+    assert inputs.check(right(inputs)) < 0.5
+    assert inputs.check(lacks_a_block_of_k(inputs)) > 1
+    assert inputs.check(leaves_an_element(inputs)) == math.inf
+    assert inputs.check(always_reads_the_first_copy(inputs)) > 1
+
+
+def test_wrong_and_failing_contenders_are_named_and_not_timed(alone):
+    prepared = {"right": right, "wrong": lacks_a_block_of_k, "absent": raises}
+    found = [rivals.Contender(name, rivals.RIVAL, {"ar": prepare}) for name, prepare in prepared.items()]
+    args = argparse.Namespace(modes=["eager"], quick=True)
+    measured = ops.run_row(Row("ar", 32, 32, 512), alone, found, torch.bfloat16, args)
+    results = {result["name"]: result for result in measured["results"]}
+    assert results["right"]["status"] == "ok" and results["right"]["eager_us"] > 0
+    assert results["wrong"]["status"] == "WRONG" and "eager_us" not in results["wrong"]
+    assert results["absent"]["status"] == "n/a" and "no such device" in results["absent"]["notes"][0]
+
+
+def test_end_to_end_on_two_cpu_ranks(tmp_path):
+    line = [sys.executable, "-m", "benchmarks.ops", "--device", "cpu", "--ranks", "2", "--rows", "16,48,32"]
+    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "ops_cpu_x2.json").read_text())
+    assert [row["op"] for row in report["rows"]] == list(shapes.CALLS)
+    for row in report["rows"]:
+        results = {result["name"]: result for result in row["results"]}
+        for name in ("ours", "torch + gloo"):
+            assert results[name]["status"] == "ok", (row["op"], results[name]["notes"])
+            assert results[name]["eager_us"] > 0
+    assert str(tmp_path) not in json.dumps(report)
+    assert table.render(report, ["eager"]) in done.stdout.replace("\r", "")
