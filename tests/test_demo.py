@@ -1,0 +1,111 @@
+"""The demo's parts: the real GGUF converted without loss, the comparison, a short run of the whole."""
+
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from examples import _smollm2, demo
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+ROOT = Path(__file__).parents[1]
+
+try:
+    GGUF = _smollm2.find_gguf()
+except FileNotFoundError as error:
+    GGUF = None
+    REASON = str(error)
+
+needs_gguf = pytest.mark.skipif(GGUF is None, reason="" if GGUF else REASON)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the converted model, and the leftovers of a conversion that was cut short."""
+    cache = tmp_path_factory.mktemp("cache") / "iris-tp"
+    partial = cache / "SmolLM2-135M-Instruct.partial"
+    partial.mkdir(parents=True)
+    (partial / "model.safetensors").write_bytes(b"half")
+    _smollm2.checkpoint(cache)
+    return cache
+
+
+@needs_gguf
+def test_conversion_leaves_only_the_finished_folder(cache: Path) -> None:
+    assert sorted(p.name for p in cache.iterdir()) == ["SmolLM2-135M-Instruct", "lock"]
+    folder = cache / "SmolLM2-135M-Instruct"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in folder.iterdir()}
+
+
+@needs_gguf
+def test_conversion_is_done_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_smollm2, "convert", lambda *_: pytest.fail("converted again"))
+    assert _smollm2.checkpoint(cache) == cache / "SmolLM2-135M-Instruct"
+
+
+@needs_gguf
+def test_conversion_loses_nothing(cache: Path) -> None:
+    """Weights whose rows transformers does not reorder are those that gguf itself reads, bit for bit."""
+    from gguf import GGUFReader, dequantize
+    from safetensors import safe_open
+
+    tensors = {tensor.name: tensor for tensor in GGUFReader(GGUF).tensors}
+    pairs = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "blk.0.attn_v.weight": "model.layers.0.self_attn.v_proj.weight",
+        "blk.29.ffn_down.weight": "model.layers.29.mlp.down_proj.weight",
+    }
+    with safe_open(cache / "SmolLM2-135M-Instruct" / "model.safetensors", "pt") as converted:
+        assert "lm_head.weight" not in converted.keys()  # noqa: SIM118  tied to the embedding
+        assert len(converted.keys()) == len(tensors)
+        for theirs, ours in pairs.items():
+            exact = torch.from_numpy(dequantize(tensors[theirs].data, tensors[theirs].tensor_type).copy())
+            assert torch.equal(converted.get_tensor(ours), exact), ours
+
+
+def test_interrupted_conversion_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_smollm2, "convert", interrupted)
+    monkeypatch.setattr(_smollm2, "find_gguf", lambda: tmp_path / "model.gguf")
+    with pytest.raises(KeyboardInterrupt):
+        _smollm2.checkpoint(tmp_path)
+    assert not (tmp_path / "SmolLM2-135M-Instruct").exists()
+
+
+def test_compare_names_the_first_difference() -> None:
+    expected = demo.Reference([5, 1, 2], torch.tensor([[0.0, 1, 2, 3], [0, 7, 6.5, 1], [0, 1, 2, 3]]))
+    assert demo.compare(expected, [5, 1, 2], str) is None
+    assert "token 1 is '2' instead of '1'" in demo.compare(expected, [5, 2, 2], str)
+    assert "0.5000 apart" in demo.compare(expected, [5, 2, 2], str)
+    assert demo.compare(expected, [5, 1], str) == "2 tokens instead of 3"
+
+
+@needs_gguf
+def test_demo_matches_the_unsplit_model(cache: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "examples.demo", "--ranks", "2", "--tokens", "4"],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "match: yes"
+    assert any("tokens/s" in line for line in lines)
+
+
+def test_demo_refuses_impossible_ranks(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--ranks", "0"])
+    assert stopped.value.code == 2
+    assert "at least 1" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""Every example runs as its docstring says; ranks that fail end the run at once."""
+
+import os
+from pathlib import Path
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from examples import _launch
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(p.stem for p in (ROOT / "examples").glob("[a-z]*.py") if p.stem != "demo")
+
+
+def run(*command: str, timeout: float = 240) -> str:
+    result = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name: str) -> None:
+    assert run("-m", f"examples.{name}").strip(), "an example prints what it shows"
+
+
+def test_example_runs_under_torchrun() -> None:
+    printed = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.store_load")
+    assert "[0/2]" in printed and "[1/2]" in printed
+
+
+def fail(how: str) -> None:
+    """One rank fails while the others wait for it."""
+    torch.distributed.init_process_group("gloo")
+    if os.environ["RANK"] == "1":
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("a rank's own words")
+    torch.distributed.barrier()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    "how, error, text",
+    [("killed", ProcessExitedException, "SIGKILL"), ("raises", ProcessRaisedException, "a rank's own words")],
+)
+def test_failed_rank_ends_the_run(how: str, error: type[Exception], text: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(error, match=text):
+        _launch.run(fail, 3, how)
+    assert time.monotonic() - start < 40
+
+
+def test_more_ranks_than_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _launch.default_ranks() == 2
+    with pytest.raises(ValueError, match="3 ranks need 3 GPUs and this machine shows 2"):
+        _launch.check_ranks(3)
+
+
+def test_no_ranks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        _launch.check_ranks(0)

@@ -1,0 +1,97 @@
+"""The arrows of the house, and that nothing happens at import."""
+
+import ast
+from collections.abc import Iterator
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# package -> what its modules may not import, and whether a function may do so lazily
+FORBIDDEN = {
+    "iris": (("iris_ops", "layers", "transformers"), True),
+    "iris_ops": (("layers", "transformers"), False),
+    "layers": (("tests", "benchmarks", "examples"), False),
+}
+
+
+def imports(tree: ast.AST, package: tuple[str, ...], functions: bool) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of each module that `tree` imports; inside functions too if `functions`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            yield node.lineno, module
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        elif functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imports(node, package, functions)
+
+
+def imports_of(path: Path, functions: bool) -> list[tuple[int, str]]:
+    package = path.relative_to(ROOT).parent.parts
+    return list(imports(ast.parse(path.read_text()), package, functions))
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_arrows_point_one_way(package: str) -> None:
+    names, lazily_allowed = FORBIDDEN[package]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, name in imports_of(path, functions=not lazily_allowed)
+        if name.split(".")[0] in names
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("module", ["iris/heap.py", "iris_ops/problem.py", "iris_ops/plan.py", "layers/shard.py"])
+def test_pure_modules_know_no_triton(module: str) -> None:
+    names = {name.split(".")[0] for _, name in imports_of(ROOT / module, functions=True)}
+    assert "triton" not in names
+
+
+def test_imports_sees_each_form() -> None:
+    source = "import a.b\nfrom .. import c\nfrom .d import e\ndef f():\n    import g\nif TYPE_CHECKING:\n    import h\n"
+    found = {name for _, name in imports(ast.parse(source), ("p", "q"), functions=False)}
+    assert found == {"a.b", "p", "p.c", "p.q.d", "p.q.d.e"}
+    assert "g" in {name for _, name in imports(ast.parse(source), ("p", "q"), functions=True)}
+
+
+def run_python(code: str) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    "package, absent",
+    [("iris", "iris_ops layers transformers"), ("iris_ops", "layers transformers"), ("layers", "transformers")],
+)
+def test_import_is_light(package: str, absent: str) -> None:
+    code = f"""
+import logging, sys, threading
+import {package}
+import torch
+loaded = [name for name in {absent.split()!r} if name in sys.modules]
+assert not loaded, f"import {package} also imports {{loaded}}"
+assert not torch.cuda.is_initialized()
+assert not torch.distributed.is_initialized()
+assert not logging.getLogger("iris").handlers
+assert threading.active_count() == 1, threading.enumerate()
+"""
+    run_python(code)
+
+
+def test_iris_first_needs_no_setting() -> None:
+    run_python("import iris, os, torch; assert torch.cuda.is_available() or os.environ['TRITON_INTERPRET'] == '1'")
