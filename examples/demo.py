@@ -81,7 +81,7 @@ def rank_main(task: Task, results: Path) -> None:
         inputs = task.inputs(tokenizer, ctx.device)
         if first:
             say(task.started, f"loaded by slices on {ctx.num_ranks} ranks")
-            print(f"\n{model.tp_report}\n")
+            print(f"\n{model.parallel_report}\n")
         if ctx.device.type == "cuda":
             model.generate(**inputs, max_new_tokens=2, do_sample=False)  # compiles the kernels
         if first:
