@@ -18,13 +18,13 @@ INTERPRET = tl.constexpr(platform.interpreting())
 @triton.constexpr_function
 def is_cuda():
     """Whether the code is compiled for an NVIDIA GPU."""
-    return not platform.interpreting() and tl.target_info.is_cuda()
+    return not INTERPRET and tl.target_info.is_cuda()
 
 
 @triton.constexpr_function
 def is_hip():
     """Whether the code is compiled for an AMD GPU."""
-    return not platform.interpreting() and tl.target_info.is_hip()
+    return not INTERPRET and tl.target_info.is_hip()
 
 
 # Called by interpreted kernels only; the mark lets the compiler pass over the names in branches that it drops.
