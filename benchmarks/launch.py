@@ -94,7 +94,7 @@ def launch(worker: Callable[[Team, argparse.Namespace], None], args: argparse.Na
             if time.monotonic() > deadline:
                 print(f"benchmarks: the ranks have not ended after {limit_s:.0f} s", flush=True)
                 return 1
-    except mp.ProcessException as error:
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         print(error, flush=True)
         return 1
     finally:

@@ -80,7 +80,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
             break
         measured = run_row(row, team, found, dtype, args)
         report["rows"].append(measured)
-        shown = (f"{r['name']} {summary(r)}" for r in measured["results"])
+        shown = [f"{r['name']} {summary(r)}" for r in measured["results"]] or measured["notes"]
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {' | '.join(shown)}")
         if team.rank == 0:
             write(report, args.out)
