@@ -1,0 +1,527 @@
+"""Ranks for tests, and what a test asks of an output.
+
+`run_ranks(world_size, body, *args)` calls `body(ctx, *args)` on every rank and returns the results in rank order.
+`body` is a function of a module, for it is sent by name.
+
+- Without torchrun the ranks are worker processes on CPUs, kept between tests. They are forked from a server that has
+  torch and triton imported, so a world costs a fraction of a second. A world in which a body failed is thrown away.
+- Under torchrun (`torchrun --nproc-per-node 4 -m pytest -m gpu`) every process is a rank with its GPU, and all of them
+  run the same tests: `run_ranks` calls the body directly. Outcomes are exchanged after each body, so that all ranks
+  go on to the next test alike. `pytestmark = both` in a module says that its tests run both ways.
+
+Memory that a body allocates on the heap is free, and zeroed, again when the next body starts.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import OrderedDict
+from collections.abc import Callable
+import contextlib
+import ctypes
+from dataclasses import dataclass
+import faulthandler
+import io
+import math
+import mmap
+import multiprocessing as mp
+from multiprocessing.connection import Connection, wait
+import os
+from pathlib import Path
+import pickle
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from typing import Any
+
+import iris
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+
+UNDER_TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+# The world sizes that a test can have here: `@pytest.mark.parametrize("world_size", WORLDS)`.
+WORLDS = [int(os.environ["WORLD_SIZE"])] if UNDER_TORCHRUN else [1, 2, 3, 4]
+# The mark of a module whose tests run on CPU workers and, under torchrun, on GPUs.
+both = [pytest.mark.gpu] if UNDER_TORCHRUN else []
+
+TIMEOUT_S = 120.0
+_WAIT_LIMIT_S = 100.0  # of a wait inside a kernel: below the above, so that its own report comes first
+_POOLS_KEPT = 2
+_CPU_HEAP = 8 << 30  # address space; memory is taken where it is touched
+_GPU_HEAP = 16 << 30
+
+
+def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) -> list[Any]:
+    """Results of `body(ctx, *args)` in rank order; raises what a rank raised, or `TimeoutError` after `timeout` s."""
+    if UNDER_TORCHRUN:
+        return _run_directly(world_size, body, args)
+    return _pool(world_size).run(body, args, timeout)
+
+
+# --- results and exceptions between processes ------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Sends a tensor's elements, where pickle would send its whole storage: for a heap tensor, the heap."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            dense = obj.detach().cpu().contiguous().reshape(-1)
+            return _rebuild, (bytearray(dense.view(torch.uint8).numpy().tobytes()), obj.dtype, tuple(obj.shape))
+        return NotImplemented
+
+
+def _rebuild(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+def _dumps(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _RankTraceback(Exception):
+    """The cause of a re-raised exception: where it was raised, on which rank."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception of a rank."""
+
+    error: BaseException
+    text: str
+
+    @staticmethod
+    def of(error: BaseException) -> _Failure:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return _Failure(error, text)
+
+    def raise_from(self, rank: int) -> None:
+        raise self.error from _RankTraceback(f"on rank {rank}:\n{self.text}")
+
+
+def _attempt(body: Callable[..., Any], *args: Any) -> Any:
+    """What `body` returns, or its `_Failure`."""
+    try:
+        return body(*args)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # pytest.skip and pytest.fail are not Exceptions
+        return _Failure.of(error)
+
+
+def _raise_first(outcomes: list[Any]) -> None:
+    """Raises what a rank raised; a lost peer only if no rank says more, for it is the consequence."""
+    failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)]
+    failures.sort(key=lambda failure: isinstance(failure[1].error, iris.errors.PeerLostError))
+    if failures:
+        rank, failure = failures[0]
+        failure.raise_from(rank)
+
+
+# --- a context that is as new for each body --------------------------------------------------------------------------
+
+
+class _Renewable:
+    """A context, and how to give back what a body took from its heap."""
+
+    def __init__(self, ctx: iris.Iris) -> None:
+        self.ctx = ctx
+        self._used = ctx._heap.used
+
+    def renew(self) -> None:
+        """The heap as it was at first. Every rank has ended its body, and none begins the next before all are here."""
+        self.ctx._ops = None
+        begin, end = self._used, self.ctx._heap.used
+        if end > begin:
+            _zero(self.ctx._segment.local[begin:end])
+        self.ctx._heap.used = begin
+
+
+def _zero(memory: torch.Tensor) -> None:
+    if memory.device.type == "cpu":  # whole pages go back to the system
+        first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        start = first - memory.data_ptr()
+        length = (memory.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0:
+            remove = 9  # MADV_REMOVE
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), remove):
+                raise OSError(ctypes.get_errno(), "madvise")
+            memory[start + length :].zero_()
+            memory = memory[:start]
+    memory.zero_()
+
+
+# --- CPU: worlds of worker processes ---------------------------------------------------------------------------------
+
+
+def _forkserver() -> Any:
+    """The multiprocessing context whose server has imported what every rank needs."""
+    for name, value in _child_environment().items():
+        os.environ.setdefault(name, value)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.harness", "iris.device", "torch.distributed"])
+    return context
+
+
+def _child_environment() -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def _prepare_process(stacks: str | None = None) -> None:
+    """One thread, no orphans, and on SIGUSR1 a report of where the process stands."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    torch.set_num_threads(1)
+    if stacks:
+        faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=False)  # noqa: SIM115
+
+
+def _worker(rank: int, world_size: int, folder: str, tasks: Connection) -> None:
+    _prepare_process(f"{folder}/stacks-{rank}")
+    os.environ["IRIS_TIMEOUT"] = str(_WAIT_LIMIT_S)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    renewable = _Renewable(iris.iris(_CPU_HEAP))
+    while True:
+        try:
+            body, args = pickle.loads(tasks.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        except Exception as error:  # a module that cannot be imported here
+            tasks.send_bytes(_dumps(_Failure.of(error)))
+            continue
+        renewable.renew()
+        dist.barrier()
+        outcome = _attempt(body, renewable.ctx, *args)
+        try:
+            message = _dumps(outcome)
+        except Exception as error:
+            message = _dumps(_Failure.of(error))
+        tasks.send_bytes(message)
+
+
+class _Pool:
+    """The worker processes of one world size."""
+
+    def __init__(self, world_size: int) -> None:
+        context = _forkserver()
+        self.folder = tempfile.mkdtemp(prefix="iris-test-")
+        self.processes, self.pipes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(rank, world_size, self.folder, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def run(self, body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        message = _dumps((body, args))
+        deadline = time.monotonic() + timeout
+        outcomes: list[Any] = [None] * len(self.pipes)
+        running = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
+        sound = False
+        try:
+            for pipe in self.pipes:
+                with contextlib.suppress(BrokenPipeError):  # its end shows below
+                    pipe.send_bytes(message)
+            failed = False
+            while running:
+                ready = wait(list(running), max(0.0, deadline - time.monotonic()))
+                for pipe in ready:
+                    rank = running.pop(pipe)
+                    try:
+                        outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                    except (EOFError, OSError):
+                        self.processes[rank].join(1)
+                        code = self.processes[rank].exitcode
+                        lost = RuntimeError(f"rank {rank} ended with exit code {code}")
+                        outcomes[rank] = _Failure(lost, str(lost))
+                    if isinstance(outcomes[rank], _Failure) and not failed:
+                        failed = True
+                        deadline = min(deadline, time.monotonic() + 5)  # the others may wait for this one in vain
+                if not ready:
+                    break
+            if running and not failed:
+                ranks = sorted(running.values())
+                raise TimeoutError(f"ranks {ranks} did not end {body.__qualname__} in time\n{self._stacks(ranks)}")
+            _raise_first(outcomes)
+            sound = True
+        finally:
+            if not sound:
+                _discard(self)
+        return outcomes
+
+    def _stacks(self, ranks: list[int]) -> str:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        texts = (Path(self.folder, f"stacks-{rank}") for rank in ranks)
+        return "\n".join(f"{path.name}: {path.read_text()}" for path in texts if path.exists())
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join(10)
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_pools: OrderedDict[int, _Pool] = OrderedDict()
+
+
+def _pool(world_size: int) -> _Pool:
+    if world_size not in _pools:
+        while len(_pools) >= _POOLS_KEPT:
+            _pools.popitem(last=False)[1].kill()
+        _pools[world_size] = _Pool(world_size)
+    _pools.move_to_end(world_size)
+    return _pools[world_size]
+
+
+def _discard(pool: _Pool) -> None:
+    for world_size, known in list(_pools.items()):
+        if known is pool:
+            del _pools[world_size]
+    pool.kill()
+
+
+@atexit.register
+def close_pools() -> None:
+    """Ends all workers."""
+    while _pools:
+        _pools.popitem()[1].kill()
+
+
+# --- processes of their own, for bodies that make their context or die on purpose ------------------------------------
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process of `run_fresh` ended."""
+
+    exitcode: int | None  # negative: the signal that killed it; None: killed after the time-out
+    result: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+
+def run_fresh(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    env: dict[str, str | None] | None = None,
+    timeout: float = 60.0,
+) -> list[Ended]:
+    """`body(rank, world_size, *args)` in new processes without a context; how each ended, and raises nothing.
+
+    The environment is torchrun's for that rank, changed by `env` (None removes a variable).
+    """
+    context = _forkserver()
+    port = _free_port()
+    processes, pipes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **(env or {}),
+        }
+        message = _dumps((body, (rank, world_size, *args)))
+        process = context.Process(target=_fresh, args=(message, variables, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    deadline = time.monotonic() + timeout
+    ended = []
+    for process, pipe in zip(processes, pipes, strict=True):
+        outcome = None
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            with contextlib.suppress(EOFError, OSError):
+                outcome = pickle.loads(pipe.recv_bytes())
+        process.join(max(0.0, deadline - time.monotonic()))
+        code = process.exitcode
+        if code is None:
+            process.kill()
+            process.join(10)
+        if isinstance(outcome, _Failure):
+            ended.append(Ended(code, None, outcome.error, outcome.text))
+        else:
+            ended.append(Ended(code, outcome))
+        pipe.close()
+    return ended
+
+
+def _fresh(message: bytes, variables: dict[str, str | None], reply: Connection) -> None:
+    _prepare_process()
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    body, args = pickle.loads(message)
+    outcome = _attempt(body, *args)
+    reply.send_bytes(_dumps(outcome))
+    os._exit(1 if isinstance(outcome, _Failure) else 0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# --- torchrun: this process is a rank --------------------------------------------------------------------------------
+
+_session: dict[str, Any] = {}
+
+
+def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    if world_size != WORLDS[0]:
+        pytest.skip(f"needs {world_size} ranks, torchrun started {WORLDS[0]}")
+    if "control" not in _session:
+        os.environ.setdefault("IRIS_TIMEOUT", "30")
+        if not dist.is_initialized():
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group(iris.platform.backend())
+        _session["control"] = dist.new_group(backend="gloo")
+    if "renewable" not in _session:
+        _session["renewable"] = _Renewable(iris.iris(_GPU_HEAP if torch.cuda.is_available() else _CPU_HEAP))
+    renewable, control = _session["renewable"], _session["control"]
+    renewable.renew()
+    _synchronize()
+    dist.barrier(control)
+    outcome = _attempt(body, renewable.ctx, *pickle.loads(_dumps(args)))
+    if not isinstance(outcome, _Failure):
+        outcome = _attempt(_synchronized, outcome)
+    outcomes: list[Any] = [None] * world_size
+    dist.all_gather_object(outcomes, _dumps(outcome), control)
+    outcomes = [pickle.loads(text) for text in outcomes]
+    if any(isinstance(outcome, _Failure) for outcome in outcomes):
+        # the ranks stand at different places: no barrier of this context can be right again
+        spoilt = _session.pop("renewable").ctx
+        spoilt._closed = True
+        spoilt._segment.close()
+    _raise_first(outcomes)
+    return outcomes
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _synchronized(value: Any) -> Any:
+    _synchronize()
+    return value
+
+
+# --- what a test asks of an output -----------------------------------------------------------------------------------
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fills with what no result has: NaN, or the smallest integer. Returns `tensor`."""
+    if tensor.dtype.is_floating_point:
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def assert_close_to_reference(
+    out: torch.Tensor, ref64: torch.Tensor, torch_out: torch.Tensor, magnitude: float | None = None
+) -> None:
+    """`out` is at most twice as far from the float64 reference as torch's own op in that dtype, or as rounding, is.
+
+    Measured as the largest error and as the norm of the error. Where torch happens to be exact, one fp32 rounding of
+    the largest sum of absolute values that an element was summed from, `magnitude`, is allowed beside it; without it,
+    of the largest element. Non-finite values pass only where torch has the same.
+    """
+    assert out.shape == ref64.shape == torch_out.shape, (out.shape, ref64.shape, torch_out.shape)
+    assert out.dtype == torch_out.dtype, (out.dtype, torch_out.dtype)
+    dtype = out.dtype
+    ref64, out, torch_out = (t.detach().double().cpu().reshape(-1) for t in (ref64, out, torch_out))
+    finite = out.isfinite()
+    wrong = ~finite & ((out != torch_out) | ~ref64.to(dtype).isinf())
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {out.numel()} elements are NaN or infinite, first at {_first(wrong)}"
+    )
+    out, ref64, torch_out = out[finite], ref64[finite], torch_out[finite]
+    if not out.numel():
+        return
+    slack = torch.finfo(torch.float32).eps * (float(ref64.abs().max()) if magnitude is None else magnitude)
+    error, theirs, rounding = ((t - ref64).nan_to_num(0.0).abs() for t in (out, torch_out, ref64.to(dtype).double()))
+    largest = 2 * max(float(theirs.max()), float(rounding.max())) + slack
+    assert float(error.max()) <= largest, (
+        f"largest error {float(error.max()):.3e}, allowed {largest:.3e}, at flat index {int(error.argmax())} of "
+        f"{out.numel()}; torch's own {float(theirs.max()):.3e}"
+    )
+    norm = 2 * max(float(theirs.norm()), float(rounding.norm())) + slack * math.sqrt(out.numel())
+    assert float(error.norm()) <= norm, (
+        f"norm of the error {float(error.norm()):.3e}, allowed {norm:.3e}; torch's own {float(theirs.norm()):.3e}, "
+        f"norm of the reference {float(ref64.norm()):.3e}"
+    )
+
+
+def _first(mask: torch.Tensor) -> int:
+    return int(mask.nonzero()[0])
+
+
+_GUARD_BYTE = 0xA5
+
+
+class Guarded:
+    """A tensor on the heap inside a larger buffer, whose bytes around it must stay as they are."""
+
+    def __init__(self, ctx: iris.Iris, sizes: tuple[int, ...], dtype: torch.dtype, row_pad: int = 0) -> None:
+        """`row_pad`: elements between the end of a row and the next one's beginning, guarded too."""
+        around = 1024 // dtype.itemsize
+        *outer, last = sizes
+        pitch = last + row_pad
+        numel = math.prod(outer) * pitch
+        strides = [math.prod([*outer[i + 1 :], pitch]) for i in range(len(outer))] + [1]
+        self.buffer = ctx.empty(numel + 2 * around, dtype=dtype)
+        self._bytes = self.buffer.view(torch.uint8)
+        self._bytes.fill_(_GUARD_BYTE)
+        self.tensor = poison(self.buffer[around:].as_strided(sizes, strides))
+        inside = torch.zeros(self.buffer.shape, dtype=torch.bool, device=ctx.device)
+        inside[around:].as_strided(sizes, strides).fill_(True)
+        self._outside = ~inside.repeat_interleave(dtype.itemsize)
+
+    def check(self) -> None:
+        """Raises AssertionError when a byte outside `tensor` was written."""
+        touched = self._outside & (self._bytes != _GUARD_BYTE)
+        assert not touched.any(), (
+            f"{int(touched.sum())} guard bytes around a tensor {tuple(self.tensor.shape)} were overwritten, the first "
+            f"{_first(touched) - 1024} bytes from its beginning"
+        )
+
+
+def guarded(ctx: iris.Iris, sizes: tuple[int, ...], dtype: torch.dtype, row_pad: int = 0) -> Guarded:
+    """A poisoned tensor on the heap, `.tensor`, with guard bands that `.check()` looks at."""
+    return Guarded(ctx, tuple(sizes), dtype, row_pad)

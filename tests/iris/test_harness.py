@@ -1,0 +1,105 @@
+"""The harness itself: results in order, errors from ranks, worlds that end, bounds that can be missed."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.harness import WORLDS, assert_close_to_reference, both, guarded, run_fresh, run_ranks
+
+cpu_only = pytest.mark.skipif(bool(both), reason="about worker processes")
+
+
+def _rank_and_bytes(ctx):
+    tensor = ctx._heap.allocate((5000,), torch.int32)
+    was = int(tensor.abs().sum())
+    tensor.fill_(7)
+    return ctx.cur_rank, was, ctx._heap.used
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_results_come_in_rank_order_and_each_body_finds_a_new_heap(world_size):
+    first = run_ranks(world_size, _rank_and_bytes)
+    assert [rank for rank, _, _ in first] == list(range(world_size))
+    assert run_ranks(world_size, _rank_and_bytes) == first
+    assert all(was == 0 for _, was, _ in first)
+
+
+def _fail_on(ctx, rank):
+    if ctx.cur_rank == rank:
+        raise KeyError("this one")
+    ctx.barrier()
+
+
+def test_an_exception_on_one_rank_is_raised_with_its_traceback():
+    with pytest.raises(KeyError, match="this one") as caught:
+        run_ranks(2, _fail_on, 1)
+    assert "on rank 1" in str(caught.value.__cause__) and "_fail_on" in str(caught.value.__cause__)
+    assert len(run_ranks(2, _rank_and_bytes)) == 2
+
+
+def _kill_on(ctx, rank):
+    if ctx.cur_rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_an_error_and_the_next_world_works():
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
+        run_ranks(2, _kill_on, 1)
+    assert len(run_ranks(2, _rank_and_bytes)) == 2
+
+
+def _sleep(ctx):
+    time.sleep(60)
+
+
+def test_a_rank_that_hangs_ends_at_the_time_out_and_says_where_it_was():
+    with pytest.raises(TimeoutError, match="in _sleep"):
+        run_ranks(2, _sleep, timeout=2)
+
+
+def _own_death(rank, world_size):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        raise ValueError("zero")
+    return torch.arange(3)
+
+
+def test_fresh_processes_report_how_they_ended():
+    ended = run_fresh(3, _own_death)
+    assert [e.exitcode for e in ended] == [1, -signal.SIGKILL, 0]
+    assert isinstance(ended[0].error, ValueError) and "_own_death" in ended[0].traceback
+    assert ended[2].result.tolist() == [0, 1, 2]
+
+
+def test_the_bound_is_twice_the_error_of_torch():
+    a, b = torch.randn(64, 64, dtype=torch.float64), torch.randn(64, 64, dtype=torch.float64)
+    low = (a @ b).bfloat16()
+    exact = a @ b
+    assert_close_to_reference(low, exact, low)
+    for change in (torch.tensor(float("nan")), torch.tensor(float("inf")), exact[0, 0] + 1):
+        wrong = low.clone()
+        wrong[0, 0] = change
+        with pytest.raises(AssertionError):
+            assert_close_to_reference(wrong, exact, low)
+    truncated = ((a @ b).float().view(torch.int32) & ~0xFFFF).view(torch.float32)
+    with pytest.raises(AssertionError):
+        assert_close_to_reference((truncated * 0.99).bfloat16(), exact, low)
+
+
+def _write_beside(ctx, row, column):
+    out = guarded(ctx, (4, 5), torch.bfloat16, row_pad=3)
+    assert out.tensor.isnan().all() and out.tensor.stride() == (8, 1)
+    out.tensor.fill_(1.0)
+    out.check()
+    out.tensor.as_strided((6, 8), (8, 1))[row, column] = 1.0
+    out.check()
+
+
+@pytest.mark.parametrize("row, column", [(0, 5), (3, 5), (5, 0)])
+def test_guard_bands_see_a_write_beside_the_tensor(row, column):
+    with pytest.raises(AssertionError, match="guard bytes"):
+        run_ranks(1, _write_beside, row, column)
