@@ -1,0 +1,31 @@
+"""Tensor-parallel layers over fused ops: four split linears, and two calls that split a Hugging Face model.
+
+    ctx = iris.iris()
+    model = layers.from_pretrained("path/to/model", ctx)       # each rank reads only its slices
+    report = layers.parallelize(model, ctx)                    # or: split a model that is already in memory
+
+Reading order: `shard` (which part is whose), `sharded` and `linear` (the layers), `plan`, `attention`, `parallelize`
+(a model's own plan, carried out), `generation`, `pretrained`, `report`.
+"""
+
+from .generation import share_rng
+from .linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from .parallelize import parallelize
+from .pretrained import from_pretrained
+from .report import Report
+
+__all__ = [
+    "ColumnParallelLinear",
+    "MergedColumnParallelLinear",
+    "QKVParallelLinear",
+    "Report",
+    "RowParallelLinear",
+    "from_pretrained",
+    "parallelize",
+    "share_rng",
+]

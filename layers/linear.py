@@ -1,0 +1,254 @@
+"""Linear layers split over ranks: y = x @ W.T + b, with W [N, K] stored as torch.nn.Linear stores it.
+
+    layer                      local W       input                output               served by
+    Column                     [N/w, K]      [M, K]               [M, N/w]             F.linear, nothing to exchange
+    Column, gather_output      [N/w, K]      [M, K]               [M, N]               matmul_all_gather by columns
+    Column, sequence_parallel  [N/w, K]      [M/w, K]             [M, N/w]             all_gather_matmul by rows
+    Row                        [N, K/w]      [M, K/w]             [M, N]               matmul_all_reduce
+    Row, sequence_parallel     [N, K/w]      [M, K/w]             [M/w, N]             matmul_reduce_scatter by rows
+    Row, reduce_results=False  [N, K/w]      [M, K/w]             [M, N], partial      F.linear; the ranks' sum is y
+
+MergedColumn and QKV are Columns that fuse several outputs in one W: they only choose `parts` (see `sharded`). Sizes
+need not divide by the ranks (see `shard`). Any leading dimensions are rows.
+
+Sequence parallel: rank r holds chunk r of the tokens, as [tokens, features] or [1, tokens, features]. Where the ranks
+do not divide the tokens, a Column is told how many there are in all: `layer(x, tokens=13)`.
+
+Outputs are ordinary tensors, new in each call, so no later call overwrites what a model still holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from iris.errors import ArgumentError, ShapeError
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .shard import Shard, chunk, merged, plain, split_heads
+from .sharded import ShardedLinear, positive
+
+LOCAL = "matmul (local)"
+
+
+class ColumnParallelLinear(ShardedLinear):
+    """Splits the outputs: each rank computes its columns of y. With `gather_output` every rank gets all of them."""
+
+    dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        ctx,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        parts: tuple[Shard, ...] | None = None,
+    ):
+        if gather_output and sequence_parallel:
+            raise ArgumentError("gather_output and sequence_parallel are both set: expected at most one of them")
+        positive(out_features=out_features)
+        parts = parts or (plain(out_features, ctx.num_ranks, ctx.cur_rank),)
+        super().__init__(in_features, out_features, bias, parts, ctx, dtype, device)
+        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
+        self.op = "matmul_all_gather" if gather_output else "all_gather_matmul" if sequence_parallel else LOCAL
+
+    def forward(self, input: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
+        x = self.rows(input, self.in_features)
+        if self.gather_output:
+            out = x.new_empty(x.shape[0], self.out_features)
+            self.ctx.ops.matmul_all_gather(out, x, self.weight.t(), self.bias)
+        elif self.sequence_parallel:
+            out = x.new_empty(self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
+            self.ctx.ops.all_gather_matmul(out, x, self.weight.t(), self.bias)
+            return out if input.dim() == 2 else out.unsqueeze(0)
+        else:
+            out = F.linear(x, self.weight, self.bias)
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+    def _all_tokens(self, local: int, tokens: int | None) -> int:
+        total = local * self.ctx.num_ranks if tokens is None else tokens
+        start, stop = chunk(total, self.ctx.num_ranks, self.ctx.cur_rank)
+        if stop - start != local:
+            raise ShapeError(
+                f"input has {local} tokens: expected {stop - start}, rank {self.ctx.cur_rank}'s of {total}"
+            )
+        return total
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        ctx,
+        parts: tuple[Shard, ...] | None = None,
+    ) -> ColumnParallelLinear:
+        """This rank's part of `linear`, copied to the context's device (empty if `linear` is on meta)."""
+        sizes = (linear.in_features, linear.out_features)
+        return cls(*sizes, linear.bias is not None, gather_output, sequence_parallel, parts=parts,
+                   ctx=ctx, dtype=linear.weight.dtype, device="meta").load_linears([linear])  # fmt: skip
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several outputs in one weight (gate and up). Each is split by itself, so the local result splits as the whole."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        ctx,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        if isinstance(out_features, int) or not out_features:
+            raise ArgumentError(f"out_features is {out_features!r}: expected a list with the size of each output")
+        positive(**{f"out_features[{i}]": size for i, size in enumerate(out_features)})
+        parts = merged(out_features, ctx.num_ranks, ctx.cur_rank, gather_output)
+        super().__init__(in_features, sum(out_features), bias, gather_output, sequence_parallel,
+                         ctx=ctx, dtype=dtype, device=device, parts=parts)  # fmt: skip
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear | Sequence[nn.Linear],
+        out_features: Sequence[int] | None = None,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        ctx,
+    ) -> MergedColumnParallelLinear:
+        """From one fused Linear and the sizes of its outputs, or from a list with a Linear for each output."""
+        linears = _as_list(linear)
+        sizes = [each.out_features for each in linears] if out_features is None else out_features
+        return cls(linears[0].in_features, sizes, linears[0].bias is not None, gather_output, sequence_parallel,
+                   ctx=ctx, dtype=linears[0].weight.dtype, device="meta").load_linears(linears)  # fmt: skip
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Query, key and value in one weight, heads kept whole. `heads` says which are here; `split(y)` gives the three."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        ctx,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        positive(head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        heads = split_heads(num_heads, num_kv_heads, ctx.num_ranks, ctx.cur_rank)
+        sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        parts = (heads.q_shard(head_dim), heads.kv_shard(head_dim), heads.kv_shard(head_dim))
+        if gather_output:
+            parts = merged(sizes, ctx.num_ranks, ctx.cur_rank, gathered=True)
+        super().__init__(hidden_size, sum(sizes), bias, gather_output, sequence_parallel,
+                         ctx=ctx, dtype=dtype, device=device, parts=parts)  # fmt: skip
+        self.head_dim, self.heads = head_dim, heads
+        self._sizes = sizes if gather_output else [part.size for part in parts]
+
+    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The query, key and value columns of a result of this layer, as views."""
+        return y.split(self._sizes, dim=-1)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear | Sequence[nn.Linear],
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        ctx,
+    ) -> QKVParallelLinear:
+        """From one fused Linear, or from the list [q, k, v]."""
+        linears = _as_list(linear)
+        sizes = (linears[0].in_features, head_dim, num_heads, num_kv_heads)
+        return cls(*sizes, linears[0].bias is not None, gather_output, sequence_parallel,
+                   ctx=ctx, dtype=linears[0].weight.dtype, device="meta").load_linears(linears)  # fmt: skip
+
+
+class RowParallelLinear(ShardedLinear):
+    """Splits the inputs: each rank multiplies its columns of x, the products are summed, and the bias is added once."""
+
+    dim = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        reduce_results: bool = True,
+        sequence_parallel: bool = False,
+        *,
+        ctx,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        parts: tuple[Shard, ...] | None = None,
+    ):
+        if sequence_parallel and not reduce_results:
+            raise ArgumentError("reduce_results is False: expected True with sequence_parallel, which scatters the sum")
+        positive(in_features=in_features)
+        parts = parts or (plain(in_features, ctx.num_ranks, ctx.cur_rank),)
+        if not input_is_parallel and not parts[0].is_contiguous:
+            raise ArgumentError("input_is_parallel is False: expected parts of one range, which slices the whole input")
+        super().__init__(in_features, out_features, bias, parts, ctx, dtype, device)
+        self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
+        self.sequence_parallel = sequence_parallel
+        reducing = "matmul_reduce_scatter" if sequence_parallel else "matmul_all_reduce"
+        self.op = reducing if reduce_results else LOCAL
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = self.rows(input, self.weight.shape[1] if self.input_is_parallel else self.in_features)
+        if not self.input_is_parallel:
+            x = self.parts[0].view(x, dim=1)
+        if not self.reduce_results:
+            out = F.linear(x, self.weight, self.bias if self.ctx.cur_rank == 0 else None)  # once in the ranks' sum
+        elif self.sequence_parallel:
+            start, stop = chunk(x.shape[0], self.ctx.num_ranks, self.ctx.cur_rank)
+            out = x.new_empty(stop - start, self.out_features)
+            self.ctx.ops.matmul_reduce_scatter(out, x, self.weight.t(), self.bias)
+            return out if input.dim() == 2 else out.unsqueeze(0)
+        else:
+            out = x.new_empty(x.shape[0], self.out_features)
+            self.ctx.ops.matmul_all_reduce(out, x, self.weight.t(), self.bias)
+        return out.view(*input.shape[:-1], self.out_features)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        input_is_parallel: bool = True,
+        reduce_results: bool = True,
+        sequence_parallel: bool = False,
+        *,
+        ctx,
+        parts: tuple[Shard, ...] | None = None,
+    ) -> RowParallelLinear:
+        """This rank's part of `linear`, copied to the context's device (empty if `linear` is on meta)."""
+        sizes = (linear.in_features, linear.out_features)
+        return cls(*sizes, linear.bias is not None, input_is_parallel, reduce_results, sequence_parallel, parts=parts,
+                   ctx=ctx, dtype=linear.weight.dtype, device="meta").load_linears([linear])  # fmt: skip
+
+
+def _as_list(linear: nn.Linear | Sequence[nn.Linear]) -> list[nn.Linear]:
+    return [linear] if isinstance(linear, nn.Linear) else list(linear)

@@ -1,0 +1,96 @@
+"""Splits a Hugging Face model over ranks, in place: `parallelize(model, ctx)`.
+
+The model's own plan says how (see `plan`). Instances of torch.nn.Linear are swapped for split ones; no class is patched,
+no forward is rewritten. In attention modules heads stay whole, and the instance is told how many it has (`attention`).
+Everything is checked before the first swap, so a refused model is left as it was.
+
+Tied embeddings: the embedding stays whole on every rank, and the head's part is a view of its rows, so tying costs no
+memory. The view is by rows of this rank's chunk of the vocabulary, which the world size need not divide.
+
+Works on a model with weights, whose slices are copied to the context's device, and on an empty one on meta, which
+`from_pretrained` then fills. The result is for inference: no parameter keeps a gradient.
+"""
+
+from __future__ import annotations
+
+from iris.errors import ArgumentError
+from torch import nn
+
+from . import plan as styles_of
+from .attention import head_parts, head_split, is_attention, set_local_heads
+from .generation import agree_on_samples
+from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from .report import Report, make_report
+from .shard import Shard
+from .sharded import ShardedLinear
+
+
+def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None) -> Report:
+    """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module.
+
+    `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
+    `filter_fn(name, module)` keeps a module whole by returning False. Every rank calls this with the same model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    styles = styles_of.resolve_plan(model, plan, filter_fn)
+    heads = _split_heads(model, styles, ctx)
+    embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    for name, style in styles.items():
+        if style in styles_of.SPLIT:
+            parent_name, _, child = name.rpartition(".")
+            parent = model.get_submodule(parent_name)
+            linear = getattr(parent, child)
+            linked = style in styles_of.LINKED and parent_name in heads
+            parts = head_parts(child, linear, style, heads[parent_name]) if linked else None
+            setattr(parent, child, _split(linear, style, parts, embeddings.get(id(linear.weight)), ctx))
+    for name, split in heads.items():
+        set_local_heads(model.get_submodule(name), split)
+    model.requires_grad_(False)
+    if not any(parameter.is_meta for parameter in model.parameters() if parameter is not None):
+        model.to(ctx.device)
+    retie(model)
+    if plan == "auto" and filter_fn is None and hasattr(model, "tp_plan"):
+        model._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
+    agree_on_samples(model, ctx)
+    return make_report(model, styles, ctx)
+
+
+def retie(model: nn.Module) -> None:
+    """Makes the weight of each tied head a view of its embedding's rows (again, once those are loaded or moved)."""
+    for module in model.modules():
+        if isinstance(module, ShardedLinear) and (source := getattr(module, "tied_to", None)):
+            rows = module.parts[0].view(model.get_parameter(source), dim=0)
+            module.weight = nn.Parameter(rows, requires_grad=False)
+
+
+def _split_heads(model: nn.Module, styles: dict[str, str], ctx) -> dict:
+    """The heads of this rank in each attention module whose projections are split."""
+    children: dict[str, dict[str, str]] = {}
+    for name, style in styles.items():
+        parent, _, child = name.rpartition(".")
+        if style in styles_of.LINKED and is_attention(model.get_submodule(parent)):
+            children.setdefault(parent, {})[child] = style
+    return {
+        name: head_split(name, model.get_submodule(name), of_children, ctx.num_ranks, ctx.cur_rank)
+        for name, of_children in children.items()
+    }
+
+
+def _split(linear: nn.Linear, style: str, parts: tuple[Shard, ...] | None, tied: str | None, ctx) -> ShardedLinear:
+    gather = style in styles_of.GATHERED
+    if style in styles_of.ROW | styles_of.ROW_SPLIT:
+        layer = RowParallelLinear.from_linear(linear, input_is_parallel=style in styles_of.ROW, ctx=ctx, parts=parts)
+    elif style in styles_of.PACKED:
+        half = linear.out_features // 2
+        layer = MergedColumnParallelLinear.from_linear(linear, [half, half], ctx=ctx)
+    elif tied is None:
+        layer = ColumnParallelLinear.from_linear(linear, gather, ctx=ctx, parts=parts)
+    else:
+        sizes = (linear.in_features, linear.out_features)
+        layer = ColumnParallelLinear(*sizes, linear.bias is not None, gather, ctx=ctx, parts=parts,
+                                     dtype=linear.weight.dtype, device="meta")  # fmt: skip
+        layer.tied_to = tied
+        if linear.bias is not None and not linear.bias.is_meta:
+            layer.load_shard("bias", linear.bias)
+    return layer.train(linear.training)

@@ -1,0 +1,81 @@
+"""What a Hugging Face tensor-parallel plan says: which module gets which style. Reads the model, changes nothing.
+
+A plan maps names, with `*` for layer numbers, to the names of styles. The styles that are served, and by what:
+
+    colwise                        ColumnParallelLinear; whole heads in an attention module (see `attention`)
+    colwise_gather_output, _rep    ColumnParallelLinear(gather_output=True)
+    packed_colwise                 MergedColumnParallelLinear of two equal outputs (a fused gate and up)
+    rowwise                        RowParallelLinear
+    rowwise_split_input, _rep      RowParallelLinear(input_is_parallel=False)
+    replicate, replicated_...      left whole (the second sums gradients, of which there are none here)
+    embedding_rowwise, _colwise    left whole: a lookup has no product to fuse an exchange with, and a head that is tied
+                                   to the embedding shares its memory
+
+Every other style (mixtures of experts, latent attention, sequence_parallel, ...) is refused by name, before anything is
+changed. `sequence_parallel` is refused because attention in Hugging Face models takes its shape from hidden states,
+which would then be a part of the sequence; the linears themselves have the option.
+"""
+
+from __future__ import annotations
+
+import re
+
+from iris.errors import ArgumentError, StyleError
+from torch import nn
+
+COLUMN = {"colwise"}
+GATHERED = {"colwise_gather_output", "colwise_rep"}
+PACKED = {"packed_colwise"}
+ROW = {"rowwise"}
+ROW_SPLIT = {"rowwise_split_input", "rowwise_rep"}
+WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"}
+SPLIT = COLUMN | GATHERED | PACKED | ROW | ROW_SPLIT
+# Between these a split activation passes: splitting one without the others of its parent changes what they see.
+LINKED = COLUMN | PACKED | ROW
+
+
+def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
+    """Full module names to styles: every module of the plan that is there, checked to be one that can be served."""
+    automatic = plan == "auto"
+    rules = dict(getattr(model, "tp_plan", None) or {}) if automatic else plan
+    if not isinstance(rules, dict):
+        raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
+    if not rules:
+        raise StyleError(f"{type(model).__name__} has no tensor-parallel plan of its own: pass plan={{name: style}}")
+    modules = dict(model.named_modules())
+    names = list(modules) + [name for name, _ in model.named_parameters()]
+    styles: dict[str, str] = {}
+    for pattern, style in rules.items():
+        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        found = [name for name in names if regex.fullmatch(name)]
+        if not found and not automatic:
+            raise StyleError(f"{pattern!r} of the plan matches no module of {type(model).__name__}")
+        for name in found:  # a model's own plan may name modules that this configuration does not have
+            _check(name, style, modules)
+            styles[name] = style
+    return styles if filter_fn is None else _filtered(styles, modules, filter_fn)
+
+
+def _check(name: str, style: str, modules: dict[str, nn.Module]) -> None:
+    if style not in SPLIT | WHOLE:
+        raise StyleError(f"style {style!r} of {name} is not served: expected one of {sorted(SPLIT | WHOLE)}")
+    if style in WHOLE:
+        return
+    kind = type(modules[name]).__name__ if name in modules else "parameter, not a module"
+    if name not in modules or type(modules[name]) is not nn.Linear:
+        raise StyleError(f"{name} is a {kind}: style {style!r} splits a torch.nn.Linear only")
+    if style in PACKED and modules[name].out_features % 2:
+        raise StyleError(f"{name} has {modules[name].out_features} outputs: style {style!r} expects two equal halves")
+
+
+def _filtered(styles: dict[str, str], modules: dict[str, nn.Module], filter_fn) -> dict[str, str]:
+    kept = {name: style for name, style in styles.items() if name in modules and filter_fn(name, modules[name])}
+    for name, style in styles.items():
+        parent = name.rpartition(".")[0]
+        mates = [other for other in kept if other.rpartition(".")[0] == parent and kept[other] in LINKED]
+        if style in LINKED and name not in kept and mates:
+            raise StyleError(
+                f"filter_fn drops {name} ({style}) and keeps {mates[0]}: a split activation passes between them, so"
+                " keep or drop them together"
+            )
+    return kept

@@ -1,0 +1,175 @@
+"""Which part of which tensor belongs to which rank. Pure arithmetic: the same on every rank, without talking.
+
+A `Shard` is data: the ranges of one dimension that a rank holds, in local order. Everything else (linears, loading,
+reports) reads it. Three ways of splitting make all the shards there are:
+
+- `chunk`     torch.chunk's: ceil(total / world) each, so the last ranks may be short or empty. The fused ops gather and
+              scatter by it, so whatever an op gathers is split this way.
+- `balanced`  sizes differ by one at most, so no rank is empty while there is enough. For heads, which no op gathers.
+- `split_heads`  whole attention heads, in two cases. Either way a rank's query heads use its own kv heads in equal,
+              contiguous groups, which is what `repeat_kv` in Hugging Face attention needs:
+
+    kv heads >= ranks   kv heads are balanced over the ranks, and their query heads go with them. Groups stay as they
+                        were.
+    kv heads <  ranks   ranks are balanced over the kv heads; those of one kv head each hold a copy of it and share its
+                        query heads. A rank then caches one kv head; its group is all its query heads.
+
+With fewer query heads than ranks some ranks are idle. An idle rank still holds one query head, because attention cannot
+reshape zero heads; its slice of the output projection is zero padding, so what it computes counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from iris.errors import ArgumentError, ShapeError
+import torch
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a dimension of `total` entries: `ranges` one after the other, then `pad` zeros."""
+
+    total: int
+    ranges: tuple[Range, ...]
+    pad: int = 0
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges) + self.pad
+
+    @property
+    def is_contiguous(self) -> bool:
+        return len(self.ranges) <= 1 and not self.pad
+
+    def fill(self, local: torch.Tensor, source: Any, dim: int) -> None:
+        """Copies this part of `source`, a tensor or a safetensors slice, into `local`; reads nothing else of it."""
+        at = 0
+        for start, stop in self.ranges:
+            if start < stop:
+                index = (slice(None),) * dim + (slice(start, stop),)
+                local.narrow(dim, at, stop - start).copy_(source[index])
+                at += stop - start
+        local.narrow(dim, at, self.pad).zero_()
+
+    def view(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This part of `whole`, sharing its memory. Only for a contiguous shard."""
+        assert self.is_contiguous, self
+        start, stop = self.ranges[0] if self.ranges else (0, 0)
+        return whole.narrow(dim, start, stop - start)
+
+
+def chunk(total: int, world: int, rank: int) -> Range:
+    """`[start, stop)` of `rank` when `total` entries are split as torch.chunk and DTensor's Shard split them."""
+    _check(world, rank)
+    part = -(-total // world)
+    return min(rank * part, total), min((rank + 1) * part, total)
+
+
+def balanced(total: int, world: int, rank: int) -> Range:
+    """`[start, stop)` of `rank` when `total` entries are split into parts whose sizes differ by at most one."""
+    _check(world, rank)
+    base, extra = divmod(total, world)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+def plain(total: int, world: int, rank: int) -> Shard:
+    """One chunk: rows of a column-parallel weight, columns of a row-parallel one."""
+    return Shard(total, (chunk(total, world, rank),))
+
+
+def merged(sizes: Sequence[int], world: int, rank: int, gathered: bool) -> tuple[Shard, ...]:
+    """One shard for each of several outputs that share one weight (gate and up, say).
+
+    Each output is split by itself, so that the local result splits like the whole one. If the result is gathered, the
+    whole weight is split as one instead: the gathered columns are then in the right order without a shuffle.
+    """
+    if not gathered:
+        return tuple(plain(size, world, rank) for size in sizes)
+    start, stop = chunk(sum(sizes), world, rank)
+    shards, offset = [], 0
+    for size in sizes:
+        first, last = (min(max(edge - offset, 0), size) for edge in (start, stop))
+        shards.append(Shard(size, ((first, last),)))
+        offset += size
+    return tuple(shards)
+
+
+def concat(parts: Sequence[Shard]) -> Shard:
+    """The shard of the tensor that holds the wholes of `parts` one after the other. At most the last may be padded."""
+    assert not any(part.pad for part in parts[:-1]), parts
+    ranges, offset = [], 0
+    for part in parts:
+        ranges += [(start + offset, stop + offset) for start, stop in part.ranges]
+        offset += part.total
+    return Shard(offset, tuple(ranges), parts[-1].pad)
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """The heads of one rank: query heads `q`, kv heads `kv`; `groups` query heads to each kv head."""
+
+    num_heads: int
+    num_kv_heads: int
+    q: Range
+    kv: Range
+    idle: bool = False
+
+    @property
+    def num_local_heads(self) -> int:
+        return self.q[1] - self.q[0]
+
+    @property
+    def num_local_kv_heads(self) -> int:
+        return self.kv[1] - self.kv[0]
+
+    @property
+    def groups(self) -> int:
+        return self.num_local_heads // self.num_local_kv_heads
+
+    def q_shard(self, width: int) -> Shard:
+        """Rows of the query projection, `width` to a head."""
+        return Shard(self.num_heads * width, (_scaled(self.q, width),))
+
+    def kv_shard(self, width: int) -> Shard:
+        """Rows of the key or the value projection, `width` to a head."""
+        return Shard(self.num_kv_heads * width, (_scaled(self.kv, width),))
+
+    def o_shard(self, width: int) -> Shard:
+        """Columns of the output projection, `width` to a query head: zeros where the rank's head is another's."""
+        if self.idle:
+            return Shard(self.num_heads * width, (), pad=self.num_local_heads * width)
+        return self.q_shard(width)
+
+
+def split_heads(num_heads: int, num_kv_heads: int, world: int, rank: int) -> HeadSplit:
+    """Which whole heads `rank` holds. See the module's docstring for the rule."""
+    _check(world, rank)
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ShapeError(f"num_heads is {num_heads}: expected a multiple of num_kv_heads, which is {num_kv_heads}")
+    group = num_heads // num_kv_heads
+    if num_kv_heads >= world:
+        kv = balanced(num_kv_heads, world, rank)
+        return HeadSplit(num_heads, num_kv_heads, _scaled(kv, group), kv)
+    for head in range(num_kv_heads):
+        first, last = balanced(world, num_kv_heads, head)
+        if first <= rank < last:
+            break
+    start, stop = balanced(group, last - first, rank - first)
+    idle = start == stop
+    q = (0, 1) if idle else (start, stop)
+    return HeadSplit(num_heads, num_kv_heads, (head * group + q[0], head * group + q[1]), (head, head + 1), idle)
+
+
+def _scaled(span: Range, width: int) -> Range:
+    return span[0] * width, span[1] * width
+
+
+def _check(world: int, rank: int) -> None:
+    if world < 1 or not 0 <= rank < world:
+        raise ArgumentError(f"rank {rank} of {world}: expected 0 <= rank < number of ranks")

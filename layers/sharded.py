@@ -1,0 +1,129 @@
+"""What every split linear shares: one weight split along one dimension, how it is loaded, and the checks of its input.
+
+The split is data. `parts` holds one `Shard` for each output that the weight fuses (one for a plain linear; q, k and v,
+or gate and up, for a fused one), and `dim` says which dimension of the weight they split. No method asks for the class.
+
+`load_shard(name, source)` fills a parameter from the whole tensor, or from a safetensors slice of it, and reads this
+rank's part only. A layer built on "meta" allocates when it is loaded, not before. Weights hold no gradient: the layers
+are for inference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+import torch
+from torch import nn
+
+from .shard import Shard, concat
+
+
+class ShardedLinear(nn.Module):
+    """A linear layer that holds this rank's part of W [out_features, in_features]; `dim` 0 splits outputs, 1 inputs."""
+
+    dim: int
+    op: str  # the op that serves forward, for reports
+    sequence_parallel: bool
+
+    def __init__(self, in_features, out_features, bias, parts: tuple[Shard, ...], ctx, dtype, device):
+        super().__init__()
+        positive(in_features=in_features, out_features=out_features)
+        shard, whole = concat(parts), (out_features, in_features)
+        if shard.total != whole[self.dim]:
+            raise ShapeError(f"parts split {shard.total} features: expected {whole[self.dim]}, all of the layer's")
+        self.in_features, self.out_features, self.ctx, self.parts = in_features, out_features, ctx, parts
+        local = (shard.size, in_features) if self.dim == 0 else (out_features, shard.size)
+        like = {"dtype": dtype, "device": ctx.device if device is None else device}
+        self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""
+        bound = self.in_features**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        pad = self.parts[-1].pad
+        self.weight.narrow(self.dim, self.weight.shape[self.dim] - pad, pad).zero_()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def load_shard(self, name: str, source: Any, part: int | None = None) -> None:
+        """Fills parameter `name` from `source`: the whole tensor, or a safetensors slice of it.
+
+        With `part`, `source` holds only that one of the layer's outputs (0 is q or gate, 1 is k or up, and so on).
+        """
+        if self._parameters.get(name) is None:
+            raise ArgumentError(f"name is {name!r}: expected one of {[n for n, _ in self.named_parameters()]}")
+        if part is not None and not 0 <= part < len(self.parts):
+            raise ArgumentError(f"part is {part}: expected 0 <= part < {len(self.parts)}")
+        split = name == "weight" or self.dim == 0
+        shard = concat(self.parts) if part is None else self.parts[part]
+        expected = [self.out_features, self.in_features] if name == "weight" else [self.out_features]
+        if split:
+            expected[self.dim] = shard.total
+        given = list(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
+        if given != expected:
+            raise ShapeError(f"source of {name} has shape {given}: expected {expected}, the unsplit tensor")
+        parameter = self._allocated(name)
+        if split:
+            before = sum(each.size for each in self.parts[:part]) if part else 0
+            shard.fill(parameter.narrow(self.dim, before, shard.size), source, self.dim)
+        else:
+            parameter.copy_(source[:])
+
+    def _allocated(self, name: str) -> nn.Parameter:
+        parameter = getattr(self, name)
+        if parameter.is_meta:
+            parameter = nn.Parameter(torch.empty_like(parameter, device=self.ctx.device), requires_grad=False)
+            setattr(self, name, parameter)
+        return parameter
+
+    def load_linears(self, linears: Sequence[nn.Linear]) -> ShardedLinear:
+        """Fills this layer from one Linear that holds all outputs, or from one for each output. Returns itself."""
+        fused = len(linears) == 1
+        if not fused and len(linears) != len(self.parts):
+            raise ArgumentError(
+                f"linear is a list of {len(linears)}: expected one, or one for each of {len(self.parts)}"
+            )
+        for part, linear in enumerate(linears):
+            if (linear.bias is None) != (self.bias is None):
+                raise ArgumentError("linear is a list of which some have a bias: expected all or none")
+            for name, source in linear.named_parameters():
+                if not source.is_meta:
+                    self.load_shard(name, source.detach(), None if fused else part)
+        return self
+
+    def rows(self, x: torch.Tensor, features: int) -> torch.Tensor:
+        """`x` as [rows, features], checked."""
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(f"input is a {type(x).__name__}: expected a tensor")
+        if x.dim() < 1 or x.shape[-1] != features:
+            note = "" if features == self.in_features else f", this rank's part of {self.in_features} features"
+            raise ShapeError(f"input has shape {tuple(x.shape)}: expected [..., {features}]{note}")
+        if x.dtype != self.weight.dtype:
+            raise DtypeError(f"input is {x.dtype}: expected {self.weight.dtype}, the weight's; convert one of them")
+        if x.device != self.weight.device:
+            raise DeviceError(f"input lies on {x.device}: expected {self.weight.device}, where the weight lies")
+        if self.sequence_parallel and x.dim() != 2 and not (x.dim() == 3 and x.shape[0] == 1):
+            raise ShapeError(
+                f"input has shape {tuple(x.shape)}: sequence parallel expects [tokens, {features}] or"
+                f" [1, tokens, {features}]; flatten a larger batch into tokens before it is split"
+            )
+        return x.reshape(-1, features)
+
+    def extra_repr(self) -> str:
+        local = "x".join(map(str, self.weight.shape))
+        return (
+            f"in={self.in_features}, out={self.out_features}, local={local}, bias={self.bias is not None}, op={self.op}"
+        )
+
+
+def positive(**sizes: int) -> None:
+    """Raises unless each of the named sizes is a positive integer."""
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{name} is {value!r}: expected a positive integer")
