@@ -40,7 +40,8 @@ class Heap:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether every element of `tensor` lies in this heap."""
-        first = tensor.data_ptr()
+        # not tensor.data_ptr(), which is 0 for an empty tensor
+        first = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
         end = first + (reach + 1) * tensor.element_size()
         return self.base <= first and end <= self.base + self.size

@@ -1,3 +1,173 @@
-"""Placeholder."""
+"""Tensor constructors with torch's semantics and storage on the symmetric heap.
+
+One mechanism serves all: torch itself builds the result on the meta device, which checks the arguments and gives sizes,
+strides and dtype; the heap gives the memory; torch's `out=` form fills it. So what a call means is what torch means by
+it, and a bad call raises before anything is taken from the heap, which would shift the offsets of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import ArgumentError, DeviceError, DtypeError, HeapExhausted, IrisError, NotSymmetricError, ShapeError
+
+if TYPE_CHECKING:
+    from .heap import Heap
+
+_TORCH_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, OverflowError)
+
+
 class TensorMethods:
-    pass
+    """The constructors of `Iris`. Every rank makes the same calls, so offsets agree on all ranks.
+
+    All take torch's keywords: `out` (on this heap, of the result's sizes), `dtype`, `layout` (strided), `device` (the
+    context's), `requires_grad`, and `generator` or `memory_format` where torch has them. They raise `ArgumentError` or
+    one of its kin for bad arguments and `HeapExhausted` when the heap is full; nothing is taken from the heap then.
+    """
+
+    device: torch.device
+    _heap: Heap
+    check: Callable[[], None]
+
+    def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
+        """As `torch.zeros`: sizes as arguments or as one tuple."""
+        return self._construct(torch.zeros, size, options)
+
+    def ones(self, *size: Any, **options: Any) -> torch.Tensor:
+        """As `torch.ones`."""
+        return self._construct(torch.ones, size, options)
+
+    def empty(self, *size: Any, **options: Any) -> torch.Tensor:
+        """As `torch.empty`."""
+        return self._construct(torch.empty, size, options, fill=lambda tensor: None)
+
+    def full(self, *size_and_value: Any, **options: Any) -> torch.Tensor:
+        """As `torch.full(size, fill_value)`."""
+        return self._construct(torch.full, size_and_value, options)
+
+    def zeros_like(self, *like: Any, **options: Any) -> torch.Tensor:
+        """As `torch.zeros_like(tensor)`; the tensor may lie anywhere."""
+        return self._construct(torch.zeros_like, like, options, fill=torch.Tensor.zero_)
+
+    def rand(self, *size: Any, **options: Any) -> torch.Tensor:
+        """As `torch.rand`. Ranks with the same seed get the same values."""
+        return self._construct(torch.rand, size, options)
+
+    def randn(self, *size: Any, **options: Any) -> torch.Tensor:
+        """As `torch.randn`."""
+        return self._construct(torch.randn, size, options)
+
+    def randint(self, *bounds_and_size: Any, **options: Any) -> torch.Tensor:
+        """As `torch.randint([low,] high, size)`."""
+        return self._construct(torch.randint, bounds_and_size, options)
+
+    def arange(self, *bounds: Any, **options: Any) -> torch.Tensor:
+        """As `torch.arange([start,] end[, step])`."""
+        return self._construct(torch.arange, bounds, options)
+
+    def linspace(self, *bounds_and_steps: Any, **options: Any) -> torch.Tensor:
+        """As `torch.linspace(start, end, steps)`."""
+        return self._construct(torch.linspace, bounds_and_steps, options)
+
+    def as_symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` itself if it lies on this heap; raises `NotSymmetricError` with the remedy if not."""
+        self.check()
+        if not self.is_symmetric(tensor):
+            raise NotSymmetricError(
+                f"a tensor {_describe(tensor)} lies outside the symmetric heap, and allocator 'torch' cannot import "
+                f"memory. Make one with ctx.empty(...) on every rank and copy_ into it."
+            )
+        return tensor
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        """Whether the whole storage range of `tensor` lies in this heap."""
+        self.check()
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"tensor is {_describe(tensor)}; expected a torch.Tensor")
+        return tensor.device == self.device and tensor.layout is torch.strided and self._heap.contains(tensor)
+
+    def _construct(
+        self,
+        function: Callable[..., torch.Tensor],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        fill: Callable[[torch.Tensor], Any] | None = None,
+    ) -> torch.Tensor:
+        """The result of torch's `function(*args, **options)` on the heap; `fill(tensor)` stands in for its `out=`."""
+        self.check()
+        out, requires_grad, dtype, generator = (
+            options.pop(name, None) for name in ("out", "requires_grad", "dtype", "generator")
+        )
+        self._check_place(options.pop("device", None), options.pop("layout", None), options.pop("pin_memory", None))
+        if dtype is not None and not isinstance(dtype, torch.dtype) and dtype not in (bool, int, float, complex):
+            raise DtypeError(f"dtype is {dtype!r}; expected a torch.dtype such as torch.float32")
+        given = options | ({} if dtype is None else {"dtype": dtype})
+        call = f"{function.__name__}({', '.join([*map(_describe, args), *(f'{k}={v}' for k, v in given.items())])})"
+
+        def ask(**more: Any) -> torch.Tensor:
+            try:
+                return function(*args, **options, **more)
+            except _TORCH_ERRORS as error:
+                raise _translated(error, call) from None
+
+        plan = ask(device="meta", dtype=dtype, requires_grad=bool(requires_grad))
+        if out is not None:
+            self._check_out(out, plan, dtype, call)
+        before = self._heap.used
+        try:
+            tensor = out if out is not None else self._allocate(plan)
+            if fill is None:
+                ask(out=tensor, device=self.device, **({} if generator is None else {"generator": generator}))
+            else:
+                fill(tensor)
+            return tensor.requires_grad_() if requires_grad else tensor
+        except Exception:
+            self._heap.used = before
+            raise
+
+    def _allocate(self, plan: torch.Tensor) -> torch.Tensor:
+        if plan.is_contiguous():
+            return self._heap.allocate(tuple(plan.shape), plan.dtype)
+        return self._heap.allocate((plan.numel(),), plan.dtype).as_strided(plan.shape, plan.stride())
+
+    def _check_place(self, device: Any, layout: Any, pin_memory: Any) -> None:
+        if device is not None:
+            try:
+                wanted = torch.device(device)
+            except _TORCH_ERRORS:
+                raise DeviceError(f"device is {device!r}; expected {str(self.device)!r}") from None
+            if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
+                raise DeviceError(f"device is {str(wanted)!r}; expected the context's, {str(self.device)!r}")
+        if pin_memory:
+            raise ArgumentError("pin_memory is True; the heap's memory cannot be pinned")
+        if layout not in (None, torch.strided):
+            raise ArgumentError(f"layout is {layout}; expected torch.strided, the only one on the heap")
+
+    def _check_out(self, out: Any, plan: torch.Tensor, dtype: Any, call: str) -> None:
+        if not isinstance(out, torch.Tensor):
+            raise ArgumentError(f"out is {_describe(out)}; expected a torch.Tensor")
+        if out.device != self.device:
+            raise DeviceError(f"out lies on {out.device}; expected the context's device, {self.device}")
+        if not self.is_symmetric(out):
+            raise NotSymmetricError(f"out {_describe(out)} lies outside this heap; make it with ctx.empty(...)")
+        if out.shape != plan.shape:
+            raise ShapeError(f"out has sizes {tuple(out.shape)}; expected {tuple(plan.shape)} for {call}")
+        if dtype is not None and out.dtype != plan.dtype:
+            raise DtypeError(f"out is {out.dtype}; expected {plan.dtype}, the dtype asked for")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} of {value.dtype} on {value.device}"
+    return repr(value)
+
+
+def _translated(error: Exception, call: str) -> IrisError:
+    """torch's complaint as one of ours, with the call that caused it."""
+    text = re.sub(r" - got \(.*|\.$", "", str(error).splitlines()[0])  # what we added would confuse
+    kind = DtypeError if "not implemented for" in text else HeapExhausted if "Storage size" in text else ArgumentError
+    return kind(f"ctx.{call}: {text}. Expected what torch.{call.partition('(')[0]} takes.")
