@@ -129,6 +129,10 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
     started = time.time()
     say(started, "preparing SmolLM2-135M-Instruct (the first time, it is converted from GGUF to safetensors)")
