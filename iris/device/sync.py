@@ -23,14 +23,16 @@ WAITERS = (
 # A failure record is int64: [written, waiter, epoch, rank, peer, expected, seen, 0].
 RECORD_WORDS = 8
 
-# The sync block of a communicator, int32 on the heap: [epoch, programs that finished, 0 ..., entered[world_size]].
+# The sync block of a communicator, int32 on the heap:
+# [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size]].
 _FINISHED = tl.constexpr(1)
+_NEXT_TILE = tl.constexpr(2)
 _ENTERED = tl.constexpr(16)
 
 
 def sync_words(world_size: int) -> int:
     """int32 words of a sync block."""
-    return _ENTERED.value + world_size
+    return _ENTERED.value + 2 * world_size
 
 
 @triton.jit
@@ -131,12 +133,33 @@ def await_entered(ctx, sync, epoch, waiter: tl.constexpr):
 
 
 @triton.jit
-def leave(sync, epoch):
-    """Ends a call: the last program of the grid to come here advances the epoch."""
+def next_tile(sync):
+    """The next number of a count from 0 that all programs of the grid share; `leave` starts it again."""
+    return tl.atomic_add(sync + _NEXT_TILE, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constexpr = False):
+    """Ends a call: the last program of the grid to come here advances the epoch.
+
+    `TOGETHER`: that program also tells the peers that all of this rank's stores are done, and waits until theirs are,
+    so the kernel ends with everything in place. `complete`: whether this program did all of its work; a rank that
+    skipped some tells nobody.
+    """
+    arch.drain_stores()
     tl.debug_barrier()
-    last = tl.num_programs(0) - 1
-    if tl.atomic_add(sync + _FINISHED, 1, sem="acq_rel", scope="gpu") == last:
+    # sys, not gpu: the last program vouches to peers for what all programs stored there
+    if tl.atomic_add(sync + _FINISHED, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
+        if TOGETHER:
+            if complete and healthy(ctx):
+                completed = sync + _ENTERED + ctx.world_size
+                for i in tl.static_range(1, ctx.world_size):
+                    signal(ctx, completed + ctx.rank, epoch, (ctx.rank + i) % ctx.world_size)
+                for i in tl.static_range(1, ctx.world_size):
+                    peer = (ctx.rank + i) % ctx.world_size
+                    wait(ctx, completed + peer, epoch, peer, waiter)
         tl.store(sync + _FINISHED, 0)
+        tl.store(sync + _NEXT_TILE, 0)
         tl.store(sync, epoch)
 
 

@@ -1,0 +1,166 @@
+"""`out = gather over ranks of A, by rows or along K, @ B + bias`: parts of A arrive while others are multiplied.
+
+The first programs of the grid push this rank's A into every peer's staging memory, block of rows by block of rows,
+and signal each block; then they join the others, which take tiles from a common count. By rows, the own part comes
+first and the others in the order of their arrival. Along K, every tile sums the ranks' parts in rank order, so the
+result has the same bits on all ranks. Movers wait for no data, and tiles wait for movers only: no wait is circular.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from iris.device import arch
+from iris.device.context import own_context
+from iris.device.sync import await_entered, enter, leave, next_tile, signal, wait
+
+from .tiles import Matrix, add_bias, grouped, multiply
+
+
+@triton.jit
+def _push_part(
+    ctx,
+    own,
+    gathered,
+    flags,
+    sync,
+    epoch,
+    cols,
+    part_rows,
+    ld,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BY_K: tl.constexpr,
+    COMM_PROGRAMS: tl.constexpr,
+    WAITER: tl.constexpr,
+):
+    """Pushes `own` [part_rows, cols], zero beyond its edges, to its place in every peer's `gathered` and signals each block of BLOCK_M rows."""
+    # wide enough that a program has tens of KiB under way
+    COPY_K: tl.constexpr = min(4 * BLOCK_K, max(BLOCK_K, 32768 // BLOCK_M))
+    blocks = tl.cdiv(part_rows, BLOCK_M)
+    ok = await_entered(ctx, sync, epoch, WAITER)
+    pending = -1
+    pending_peer = 0
+    for unit in range(tl.program_id(0), blocks * (ctx.world_size - 1), COMM_PROGRAMS):
+        if BY_K:  # every tile needs a block from everyone
+            block, step = unit // (ctx.world_size - 1), unit % (ctx.world_size - 1)
+        else:  # a peer works through one rank's part after the other
+            block, step = unit % blocks, unit // blocks
+        peer = (ctx.rank + 1 + step) % ctx.world_size
+        target = Matrix(gathered, part_rows * (ctx.rank + 1), cols, ld, 1, False)
+        if ok:
+            for k in range(0, cols, COPY_K):
+                # read with this rank's own edges, so that what lies beyond its last column arrives as zero
+                values = own.load(block * BLOCK_M, k, BLOCK_M, COPY_K)
+                places, mask = target.pointers(ctx.rank * part_rows + block * BLOCK_M, k, BLOCK_M, COPY_K)
+                tl.store(ctx.remote(places, peer), values, mask=mask)
+            if pending >= 0:
+                signal(ctx, flags + ctx.rank * blocks + pending, epoch, pending_peer)
+        pending = block
+        pending_peer = peer
+    if pending >= 0:
+        if ok:
+            signal(ctx, flags + ctx.rank * blocks + pending, epoch, pending_peer)
+    return ok
+
+
+@triton.jit
+def all_gather_matmul_kernel(
+    a,
+    a_rows,
+    a_cols,
+    a_tile,
+    gathered,
+    gathered_tile,
+    b,
+    bias,
+    out,
+    flags,
+    sync,
+    words,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    stride_on,
+    part_rows,
+    part_cols,
+    ld,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    COMM_PROGRAMS: tl.constexpr,
+    BY_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TMA_A: tl.constexpr,
+    TMA_G: tl.constexpr,
+    TMA_B: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    WAITER: tl.constexpr,
+):
+    # a: [a_rows, a_cols], this rank's part of A; gathered: [source rank, part_rows, part_cols], rows of ld elements;
+    # flags: [source rank, row block]. a_tile and gathered_tile are descriptors of the two where TMA can serve.
+    ctx = own_context(words, WORLD_SIZE)
+    own = Matrix(a, a_rows, a_cols, stride_am, stride_ak, False)
+    own_tile = Matrix(a_tile, a_rows, a_cols, stride_am, stride_ak, TMA_A)
+    peers_tile = Matrix(gathered_tile, part_rows * WORLD_SIZE, part_cols, ld, 1, TMA_G)
+    B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+    epoch = enter(ctx, sync)
+    ok = True
+    if tl.program_id(0) < COMM_PROGRAMS:
+        ok = _push_part(
+            ctx,
+            own,
+            gathered,
+            flags,
+            sync,
+            epoch,
+            part_cols,
+            part_rows,
+            ld,
+            BLOCK_M,
+            BLOCK_K,
+            BY_K,
+            COMM_PROGRAMS,
+            WAITER,
+        )
+
+    num_m = tl.cdiv(part_rows, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    per_part = num_m * num_n
+    tiles = per_part if BY_K else per_part * WORLD_SIZE
+    t = next_tile(sync)
+    while t < tiles:
+        tile_m, tile_n = grouped(t % per_part, num_m, num_n, GROUP_M)
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+        part = (ctx.rank + WORLD_SIZE - t // per_part) % WORLD_SIZE  # by rows: whose rows
+        first = 0 if BY_K else part * part_rows
+        rows = min(M - first, part_rows)
+        if row < rows:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for i in tl.static_range(WORLD_SIZE if BY_K else 1):
+                source = part * 0 + i if BY_K else part
+                k0 = source * part_cols if BY_K else 0
+                if source == ctx.rank:
+                    acc = multiply(own_tile, B, row, col, k0, a_cols, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+                else:
+                    ok = wait(ctx, flags + source * num_m + tile_m, epoch, source, WAITER, exact=True) and ok
+                    arch.fence_async_proxy()
+                    depth = min(part_cols, K - k0)
+                    start = source * part_rows + row
+                    acc = multiply(peers_tile, B, start, col, k0, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            if HAS_BIAS:
+                acc = add_bias(acc, bias, col, N, BLOCK_N)
+            target, mask = Matrix(out, first + rows, N, stride_om, stride_on, False).pointers(
+                first + row, col, BLOCK_M, BLOCK_N
+            )
+            tl.store(target, arch.round_to(acc, out.dtype.element_ty), mask=mask)
+        t = next_tile(sync)
+    leave(ctx, sync, epoch, ok, WAITER)

@@ -1,0 +1,60 @@
+"""`FusedConfig`, the decision how a problem is computed, and `Prediction`, the time it should take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from iris.errors import ArgumentError
+
+ALGORITHMS = ("one_shot", "two_shot")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Expected times in microseconds, by the model of `plan.py`."""
+
+    gemm_us: float
+    link_us: float
+    total_us: float
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """How a fused op is computed. All ranks must use the same.
+
+    `block_m`, `block_n`, `block_k`: the tile of the product, powers of two. `group_m`: row blocks that neighbouring
+    programs share, for the L2 cache. `num_programs`: size of the persistent grid, at most the chip's multiprocessors;
+    0 takes them all. `comm_programs`: all_gather_matmul only, programs that first move data. `owner_blocks`:
+    two-shot all-reduce only, row blocks in a row that one rank sums. `algorithm`: all-reduce only, "one_shot" (every
+    rank sums everything) or "two_shot" (each rank sums its tiles and sends the sums).
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    num_programs: int = 0
+    comm_programs: int = 16
+    owner_blocks: int = 2
+    algorithm: str = "two_shot"
+    prediction: Prediction | None = field(default=None, compare=False)
+    reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 16 or value & (value - 1):
+                raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a power of two from 16")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            least = 0 if f.name == "num_programs" else 1
+            if f.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ArgumentError(f"FusedConfig.{f.name} is {value!r}; expected an integer from {least}")
+        if self.algorithm not in ALGORITHMS:
+            raise ArgumentError(f"FusedConfig.algorithm is {self.algorithm!r}; expected one of {ALGORITHMS}")
+
+    def explain(self) -> str:
+        """The reasons for this choice, one a line."""
+        return "\n".join(self.reasons) or "given by the caller"

@@ -1,0 +1,224 @@
+"""From a problem and its configuration to a kernel launch: one small launcher an op."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from iris import platform
+from iris.device.sync import WAITERS
+
+from .all_gather_matmul import all_gather_matmul_kernel
+from .config import FusedConfig
+from .matmul_all_gather import matmul_all_gather_kernel
+from .matmul_all_reduce import one_shot_kernel
+from .matmul_reduce_scatter import reduce_scatter_kernel
+from .plan import Machine, machine_named
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, part_of
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+    from .workspace import Workspace
+
+# Tensor descriptors need strides and base addresses in multiples of this.
+_TMA_ALIGNMENT = 16
+
+
+def machine(device: torch.device) -> Machine:
+    """The rates that the model of `plan.py` reckons with on `device`."""
+    if device.type == "cpu":
+        return machine_named("interpreter", 1)
+    properties = torch.cuda.get_device_properties(device)
+    return machine_named(properties.name, properties.multi_processor_count)
+
+
+def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
+    """Whether the op stores into the peers' `out`, which must then lie on the heap."""
+    if problem.op == ALL_REDUCE:
+        return config.algorithm == "two_shot"
+    return problem.op == MATMUL_GATHER
+
+
+def workspace_size(problem: Problem, config: FusedConfig) -> tuple[int, int]:
+    """(flags, bytes of staging) that a call needs."""
+    w, itemsize = problem.world_size, problem.dtype.itemsize
+    if problem.op == MATMUL_GATHER:
+        return 0, 0
+    if problem.op == GATHER_MATMUL:
+        rows, _, ld = _gathered_part(problem)
+        return w * triton.cdiv(rows, config.block_m), w * rows * ld * itemsize
+    if problem.op == ALL_REDUCE and config.algorithm == "one_shot":
+        tiles = _tiles(problem.M, problem.N, config)
+    else:
+        rows, cols, chunks = _owned(problem, config)
+        tiles = _tiles(rows, cols, config) * chunks
+    return w * tiles, w * tiles * config.block_m * config.block_n * itemsize
+
+
+def _tiles(rows: int, cols: int, config: FusedConfig) -> int:
+    return triton.cdiv(rows, config.block_m) * triton.cdiv(cols, config.block_n)
+
+
+def _owned(problem: Problem, config: FusedConfig) -> tuple[int, int, int]:
+    """(rows, columns) that a rank owns in one chunk, and how many chunks there are."""
+    if problem.op == REDUCE_SCATTER:
+        return problem.part_rows, problem.part_cols, 1
+    rows = config.block_m * config.owner_blocks
+    return rows, problem.N, triton.cdiv(problem.M, rows * problem.world_size)
+
+
+def _gathered_part(problem: Problem) -> tuple[int, int, int]:
+    """(rows, columns, row stride in elements) of one rank's part in the gathered A."""
+    rows = problem.part_rows
+    cols = -(-problem.K // problem.world_size) if problem.form == "k" else problem.K
+    granule = _TMA_ALIGNMENT // problem.dtype.itemsize
+    return rows, cols, -(-cols // granule) * granule
+
+
+def _grid(device: torch.device, config: FusedConfig, tiles: int) -> tuple[int]:
+    """At most one program a multiprocessor: all of them are resident, so they may wait for peers."""
+    limit = platform.num_programs(device)
+    return (max(1, min(tiles, config.num_programs or limit, limit)),)
+
+
+def _operand(t: torch.Tensor, block: tuple[int, int]) -> tuple[object, bool]:
+    """`t` as a tensor descriptor with tiles of `block` where the hardware can, else as it is; and which of the two."""
+    granule = _TMA_ALIGNMENT // t.element_size()
+    fits = (
+        t.numel() > 0
+        and t.stride(1) == 1
+        and t.stride(0) % granule == 0
+        and t.stride(0) > 0
+        and t.data_ptr() % _TMA_ALIGNMENT == 0
+        and torch.version.hip is None
+    )
+    return (TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)), True) if fits else (t, False)
+
+
+def _product(A: torch.Tensor, B: torch.Tensor, bias, config: FusedConfig) -> dict:
+    """The arguments that say what is multiplied."""
+    a, tma_a = _operand(A, (config.block_m, config.block_k))
+    transposed = B.stride(0) == 1 and B.stride(1) != 1
+    if transposed:
+        b, tma_b = _operand(B.t(), (config.block_n, config.block_k))
+    else:
+        b, tma_b = _operand(B, (config.block_k, config.block_n))
+    return dict(
+        a=a,
+        b=b if tma_b else B,
+        bias=bias,
+        stride_am=A.stride(0),
+        stride_ak=A.stride(1),
+        stride_bk=B.stride(0),
+        stride_bn=B.stride(1),
+        HAS_BIAS=bias is not None,
+        TMA_A=tma_a,
+        TMA_B=tma_b,
+        B_TRANSPOSED=transposed,
+    )
+
+
+def _common(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
+    return dict(
+        out=out,
+        sync=workspace.sync,
+        words=ctx.get_device_context(),
+        K=problem.K,
+        stride_om=out.stride(0),
+        stride_on=out.stride(1),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        WORLD_SIZE=problem.world_size,
+        WAITER=WAITERS.index(problem.op),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> None:
+    rows, cols, chunks = _owned(problem, config)
+    tiles = _tiles(rows, cols, config) * chunks * problem.world_size
+    reduce_scatter_kernel[_grid(ctx.device, config, tiles)](
+        staging=workspace.staging.view(problem.dtype),
+        flags=workspace.flags,
+        M=problem.M,
+        N=problem.N,
+        part_rows=rows,
+        part_cols=cols,
+        num_chunks=chunks,
+        BY_COLS=problem.form == "cols",
+        ALL_REDUCE=problem.op == ALL_REDUCE,
+        **_product(A, B, bias, config),
+        **_common(ctx, workspace, problem, config, out),
+    )
+
+
+def _all_reduce(ctx, workspace, problem, config, out, A, B, bias) -> None:
+    if config.algorithm == "two_shot":
+        return _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias)
+    one_shot_kernel[_grid(ctx.device, config, _tiles(problem.M, problem.N, config))](
+        staging=workspace.staging.view(problem.dtype),
+        flags=workspace.flags,
+        M=problem.M,
+        N=problem.N,
+        **_product(A, B, bias, config),
+        **_common(ctx, workspace, problem, config, out),
+    )
+
+
+def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> None:
+    w, by_cols = problem.world_size, problem.form == "cols"
+    rows, cols = problem.part_rows, problem.part_cols
+    matmul_all_gather_kernel[_grid(ctx.device, config, _tiles(rows, cols, config))](
+        M=problem.M if by_cols else part_of(problem.M, w, ctx.cur_rank),
+        N=part_of(problem.N, w, ctx.cur_rank) if by_cols else problem.N,
+        row_step=0 if by_cols else rows,
+        col_step=cols if by_cols else 0,
+        **_product(A, B, bias, config),
+        **_common(ctx, workspace, problem, config, out),
+    )
+
+
+def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> None:
+    w, by_k = problem.world_size, problem.form == "k"
+    rows, cols, ld = _gathered_part(problem)
+    gathered = workspace.staging.view(problem.dtype)[: w * rows * ld].view(w * rows, ld)[:, :cols]
+    tile = (config.block_m, config.block_k)
+    gathered_tile, tma_g = _operand(gathered, tile)
+    product = _product(A, B, bias, config)
+    tiles = _tiles(rows, problem.N, config) * (1 if by_k else w)
+    movers = 0 if w == 1 else triton.cdiv(rows, config.block_m) * (w - 1)
+    grid = _grid(ctx.device, config, max(tiles, movers))
+    all_gather_matmul_kernel[grid](
+        a_tile=product.pop("a"),
+        a=A,
+        a_rows=A.shape[0],
+        a_cols=A.shape[1],
+        gathered=gathered,
+        gathered_tile=gathered_tile,
+        flags=workspace.flags,
+        M=problem.M,
+        N=problem.N,
+        part_rows=rows,
+        part_cols=cols,
+        ld=ld,
+        COMM_PROGRAMS=min(config.comm_programs, grid[0]),
+        BY_K=by_k,
+        TMA_G=tma_g,
+        **product,
+        **_common(ctx, workspace, problem, config, out),
+    )
+
+
+LAUNCHERS = {
+    ALL_REDUCE: _all_reduce,
+    GATHER_MATMUL: _gather_matmul,
+    MATMUL_GATHER: _matmul_gather,
+    REDUCE_SCATTER: _reduce_scatter,
+}

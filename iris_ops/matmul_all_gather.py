@@ -1,0 +1,77 @@
+"""`out = gather over ranks of (A @ B + bias)` by rows or columns: each tile goes to every rank as it is finished.
+
+Nobody consumes a tile inside the kernel, so no tile is signalled: the last program of a rank vouches for all of them,
+and the kernel ends when every rank's last program has done so.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from iris.device import arch
+from iris.device.context import own_context
+from iris.device.sync import await_entered, enter, leave
+
+from .tiles import Matrix, add_bias, grouped, multiply
+
+
+@triton.jit
+def matmul_all_gather_kernel(
+    a,
+    b,
+    bias,
+    out,
+    sync,
+    words,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    stride_on,
+    row_step,
+    col_step,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TMA_A: tl.constexpr,
+    TMA_B: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    WAITER: tl.constexpr,
+):
+    # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out
+    ctx = own_context(words, WORLD_SIZE)
+    A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
+    B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+    start = ctx.rank.to(tl.int64) * row_step * stride_om + ctx.rank.to(tl.int64) * col_step * stride_on
+    C = Matrix(out + start, M, N, stride_om, stride_on, False)
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    epoch = enter(ctx, sync)
+
+    ok = True
+    entered = False
+    for t in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        tile_m, tile_n = grouped(t, num_m, num_n, GROUP_M)
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = multiply(A, B, row, col, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+        if HAS_BIAS:
+            acc = add_bias(acc, bias, col, N, BLOCK_N)
+        result = arch.round_to(acc, out.dtype.element_ty)
+        target, mask = C.pointers(row, col, BLOCK_M, BLOCK_N)
+        tl.store(target, result, mask=mask)
+        if not entered:
+            ok = await_entered(ctx, sync, epoch, WAITER)  # before that, a peer may still read its out
+            entered = True
+        if ok:
+            for i in tl.static_range(1, WORLD_SIZE):
+                tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True)

@@ -1,0 +1,132 @@
+"""`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owner, who sums them.
+
+Each rank computes the tiles of all owners, the next rank's first and its own last, and pushes those of others into
+the owner's staging memory. A tile is signalled one tile later, when its stores have long landed. The owner adds what
+arrived to its own tile in fp32, in rank order from its own on, and stores the part. A wait looks at tiles that come
+earlier in the same order on the peers, so no wait can be circular, with any number of programs.
+
+`matmul_all_reduce` in two shots is this kernel with owners interleaved by row blocks, whose sums go to everyone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from iris.device import arch
+from iris.device.context import own_context
+from iris.device.sync import await_entered, enter, leave, signal, wait
+
+from .tiles import Matrix, add_bias, grouped, multiply, packed
+
+
+@triton.jit
+def reduce_scatter_kernel(
+    a,
+    b,
+    bias,
+    out,
+    staging,
+    flags,
+    sync,
+    words,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    stride_on,
+    part_rows,
+    part_cols,
+    num_chunks,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    BY_COLS: tl.constexpr,
+    ALL_REDUCE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TMA_A: tl.constexpr,
+    TMA_B: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    WAITER: tl.constexpr,
+):
+    # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile]
+    ctx = own_context(words, WORLD_SIZE)
+    A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
+    B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+    dtype: tl.constexpr = staging.dtype.element_ty
+
+    num_m = tl.cdiv(part_rows, BLOCK_M)
+    num_n = tl.cdiv(part_cols, BLOCK_N)
+    per_part = num_m * num_n
+    owned = per_part * num_chunks
+    epoch = enter(ctx, sync)
+
+    ok = True  # nothing has been missed so far
+    entered = False  # the peers are known to be in this call
+    pending = -1  # the slot that was pushed last and not yet signalled
+    pending_owner = 0
+    for t in range(tl.program_id(0), owned * WORLD_SIZE, tl.num_programs(0)):
+        # order: chunk by chunk; in a chunk the next rank's part first, our own last
+        chunk = t // (per_part * WORLD_SIZE)
+        owner = (ctx.rank + 1 + (t // per_part) % WORLD_SIZE) % WORLD_SIZE
+        tile_m, tile_n = grouped(t % per_part, num_m, num_n, GROUP_M)
+        slot = chunk * per_part + tile_m * num_n + tile_n
+        if BY_COLS:
+            row, col = tile_m * BLOCK_M, owner * part_cols + tile_n * BLOCK_N
+            rows, cols = M, min(N, (owner + 1) * part_cols)
+        else:
+            first = (chunk * WORLD_SIZE + owner) * part_rows
+            row, col = first + tile_m * BLOCK_M, tile_n * BLOCK_N
+            rows, cols = min(M, first + part_rows), N
+
+        if (row < rows) & (col < cols):
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            acc = multiply(A, B, row, col, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            if not entered:
+                ok = await_entered(ctx, sync, epoch, WAITER)
+                entered = True
+            if pending >= 0:
+                if ok:
+                    signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)
+                pending = -1
+
+            if owner != ctx.rank:
+                if ok:
+                    target, mask = packed(staging, ctx.rank * owned + slot, rows - row, BLOCK_M, BLOCK_N)
+                    tl.store(ctx.remote(target, owner), arch.round_to(acc, dtype), mask=mask)
+                pending = slot
+                pending_owner = owner
+            else:
+                for i in tl.static_range(1, WORLD_SIZE):
+                    source = (ctx.rank + i) % WORLD_SIZE
+                    ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok
+                    staged, mask = packed(staging, source * owned + slot, rows - row, BLOCK_M, BLOCK_N)
+                    acc += tl.load(staged, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+                if HAS_BIAS:
+                    acc = add_bias(acc, bias, col, cols, BLOCK_N)
+                result = arch.round_to(acc, dtype)
+                if ALL_REDUCE:
+                    target, mask = Matrix(out, rows, cols, stride_om, stride_on, False).pointers(
+                        row, col, BLOCK_M, BLOCK_N
+                    )
+                    tl.store(target, result, mask=mask)
+                    if ok:
+                        for i in tl.static_range(1, WORLD_SIZE):
+                            tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+                else:
+                    own_rows = rows if BY_COLS else rows - ctx.rank * part_rows
+                    own_cols = cols - ctx.rank * part_cols if BY_COLS else cols
+                    target, mask = Matrix(out, own_rows, own_cols, stride_om, stride_on, False).pointers(
+                        tile_m * BLOCK_M, tile_n * BLOCK_N, BLOCK_M, BLOCK_N
+                    )
+                    tl.store(target, result, mask=mask)
+    if pending >= 0:
+        if ok:
+            signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)
+    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=ALL_REDUCE)

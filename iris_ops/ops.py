@@ -1,0 +1,173 @@
+"""`ctx.ops`: problem -> plan -> workspace -> launch.
+
+A call checks its tensors, looks up what was prepared for their shapes, and launches one kernel: no collective, no
+host synchronisation, and no allocation after the first call of a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from iris import platform
+from iris.errors import ArgumentError
+
+from . import launch
+from .config import FusedConfig
+from .plan import plan
+from .problem import (
+    ALL_REDUCE,
+    DTYPES,
+    GATHER_MATMUL,
+    MATMUL_GATHER,
+    OPS,
+    REDUCE_SCATTER,
+    Problem,
+    check_bias,
+    check_tensors,
+    describe,
+)
+from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the first call of a problem found out."""
+
+    problem: Problem
+    config: FusedConfig
+    num_flags: int
+    nbytes: int
+
+
+class Ops:
+    """The fused operations of one context. All are collective, and every rank makes the same calls in the same order.
+
+    `out`, `A`, `B`, `bias`: device tensors of one dtype (bf16, fp16, fp32); sums are kept in fp32 in a fixed order, so
+    results are the same bits on all ranks and in each run. `bias` is added once. B may be contiguous or the transpose
+    of a contiguous tensor. `async_op`: runs on a side stream; `workspace.wait()` joins it. `config`: a `FusedConfig`,
+    the same on all ranks; None chooses by shapes. Ranks whose depth K differs (uneven splits) must pass one.
+    `workspace`: what an earlier call returned. w is the number of ranks; parts are split as `torch.chunk` does.
+
+    Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` when the
+    workspace does not fit, `PeerLostError` when a rank was lost in an earlier call.
+    """
+
+    def __init__(self, ctx: Iris) -> None:
+        self._ctx = ctx
+        self._workspace = Workspace(ctx)
+        self._prepared: dict[tuple, _Prepared] = {}
+        self._side: torch.cuda.Stream | None = None
+        self._pending: torch.cuda.Event | None = None
+
+    def matmul_all_reduce(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
+        """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`."""
+        return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace)
+
+    def all_gather_matmul(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
+        """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K."""
+        return self._call(GATHER_MATMUL, out, A, B, bias, async_op, config, workspace)
+
+    def matmul_all_gather(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
+        """`out [M,N] = gather(A @ B + bias)`: A [M/w,K], B [K,N], by rows, or A [M,K], B [K,N/w], by columns.
+
+        By columns, `bias` is [N/w], this rank's part.
+        """
+        return self._call(MATMUL_GATHER, out, A, B, bias, async_op, config, workspace)
+
+    def matmul_reduce_scatter(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
+        """This rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w]."""
+        return self._call(REDUCE_SCATTER, out, A, B, bias, async_op, config, workspace)
+
+    def plan(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, form: str | None = None) -> FusedConfig:
+        """The configuration that a call would use, with its reasons and predicted time; launches nothing.
+
+        `M`, `N`: of the whole result; `K`: the depth that one rank multiplies. `form`: "rows", "cols" or "k" for an op
+        that has several (by default rows).
+        """
+        if op not in OPS:
+            raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")
+        if dtype not in DTYPES:
+            raise ArgumentError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
+        for name, size in (("M", M), ("N", N), ("K", K)):
+            if not isinstance(size, int) or not 0 <= size < 2**31:
+                raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
+        forms = {ALL_REDUCE: ("",), GATHER_MATMUL: ("rows", "k")}.get(op, ("rows", "cols"))
+        form = forms[0] if form is None else form
+        if form not in forms:
+            raise ArgumentError(f"form is {form!r}; expected one of {forms} for {op}")
+        return self._plan(Problem(op, form, M, N, K, self._ctx.num_ranks, dtype))
+
+    def join(self) -> None:
+        """Makes the current stream wait for calls with `async_op=True`: two of our kernels never run side by side.
+
+        Each fills the chip while it waits for its peers, so two that ranks start in different order would deadlock.
+        """
+        if self._pending is not None:
+            torch.cuda.current_stream(self._ctx.device).wait_event(self._pending)
+            if not platform.is_capturing(self._ctx.device):
+                self._pending = None
+
+    def _plan(self, problem: Problem) -> FusedConfig:
+        return plan(problem, launch.machine(self._ctx.device))
+
+    def _call(self, op, out, A, B, bias, async_op, config, workspace) -> Workspace:
+        ctx = self._ctx
+        ctx.check()
+        check_tensors(op, out, A, B, bias, ctx.device)
+        key = (op, out.shape, A.shape, B.shape, A.dtype, config)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared[key] = self._prepare(op, out, A, B, config)
+        check_bias(op, bias, B)
+        if workspace is None:
+            workspace = self._workspace
+        elif not isinstance(workspace, Workspace) or workspace.ctx is not ctx:
+            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
+        problem, direct = prepared.problem, True
+        if problem.empty:
+            return workspace
+        if launch.writes_to_peers(problem, prepared.config):
+            direct = ctx.is_symmetric(out)
+        nbytes = prepared.nbytes + (0 if direct else problem.M * problem.N * problem.dtype.itemsize)
+        workspace.reserve(prepared.num_flags, nbytes)
+
+        def go() -> None:
+            target = out
+            if not direct:
+                target = workspace.staging[prepared.nbytes : nbytes].view(out.dtype).view(out.shape)
+            launch.LAUNCHERS[op](ctx, workspace, prepared.problem, prepared.config, target, A, B, bias)
+            if not direct:
+                out.copy_(target)
+
+        if async_op and ctx.device.type == "cuda":
+            self._on_side_stream(go, workspace)
+        else:
+            self.join()
+            go()
+        ctx.check()
+        return workspace
+
+    def _prepare(self, op: str, out, A, B, config: FusedConfig | None) -> _Prepared:
+        if config is not None and not isinstance(config, FusedConfig):
+            raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
+        problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
+        chosen = config or self._plan(problem)
+        num_flags, nbytes = launch.workspace_size(problem, chosen)
+        return _Prepared(problem, chosen, num_flags, nbytes)
+
+    def _on_side_stream(self, go: Callable[[], None], workspace: Workspace) -> None:
+        device = self._ctx.device
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._side):
+            go()
+            self._pending = workspace._done = torch.cuda.Event()
+            self._pending.record(self._side)

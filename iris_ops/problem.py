@@ -1,0 +1,168 @@
+"""From tensors to a `Problem`: what is multiplied, what is gathered or scattered, and along which dimension.
+
+Every check of an argument is here. Nothing in this file knows triton. Uneven splits follow `torch.chunk`: the first
+parts have ceil(size / world_size) elements, the last may be short or empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+
+ALL_REDUCE = "matmul_all_reduce"
+GATHER_MATMUL = "all_gather_matmul"
+MATMUL_GATHER = "matmul_all_gather"
+REDUCE_SCATTER = "matmul_reduce_scatter"
+OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_SIZE = 2**31 - 1
+
+
+def part_size(size: int, world_size: int) -> int:
+    """The largest part when `size` is split over the ranks."""
+    return -(-size // world_size)
+
+
+def part_of(size: int, world_size: int, rank: int) -> int:
+    """How much of `size` belongs to `rank`."""
+    part = part_size(size, world_size)
+    return max(0, min(part, size - rank * part))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fused product. Sizes are those of the whole: `M`, `N` of the unscattered or gathered result, `K` of the
+    product that is computed (for a reduction, this rank's depth).
+
+    `form`: along which dimension is gathered or scattered: "rows", "cols", "k", or "" for all-reduce.
+    """
+
+    op: str
+    form: str
+    M: int
+    N: int
+    K: int
+    world_size: int
+    dtype: torch.dtype
+
+    @property
+    def empty(self) -> bool:
+        return self.M == 0 or self.N == 0
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of the largest part that one rank contributes or owns."""
+        return part_size(self.M, self.world_size) if self.form == "rows" else self.M
+
+    @property
+    def part_cols(self) -> int:
+        return part_size(self.N, self.world_size) if self.form == "cols" else self.N
+
+    @property
+    def gemm(self) -> tuple[int, int, int]:
+        """The product that one rank computes: (m, n, k) of its largest part."""
+        if self.op == MATMUL_GATHER:
+            return self.part_rows, self.part_cols, self.K
+        return self.M, self.N, self.K
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes that each rank sends in the bandwidth-optimal algorithm."""
+        others = (self.world_size - 1) / self.world_size
+        size = self.M * (self.K if self.op == GATHER_MATMUL else self.N) * self.dtype.itemsize
+        return size * others * (2 if self.op == ALL_REDUCE else 1)
+
+
+def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int) -> Problem:
+    """The problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
+    m, k = A.shape
+    kb, n = B.shape
+    rows, cols = out.shape
+    w = world_size
+
+    def fits(form: str, M: int, N: int, K: int, **expected: tuple[int, int]) -> Problem | None:
+        given = {"A": (m, k), "B": (kb, n), "out": (rows, cols)}
+        if all(given[name] == shape for name, shape in expected.items()):
+            return Problem(op, form, M, N, K, w, A.dtype)
+        return None
+
+    def part(size: int) -> int:
+        return part_of(size, w, rank)
+
+    # The order decides where both forms fit, which is only so when the whole is one element wide: it lies on rank 0
+    # in either form, and the other ranks, whose part is empty, come to "rows" as well.
+    if op == ALL_REDUCE:
+        found = fits("", m, n, k, B=(k, n), out=(m, n))
+        wanted = "A (M,K), B (K,N), out (M,N)"
+    elif op == GATHER_MATMUL:
+        found = fits("rows", rows, n, kb, A=(part(rows), kb), out=(rows, n))
+        found = found or fits("k", rows, n, kb, A=(rows, part(kb)), out=(rows, n))
+        if found and found.form == "k" and rows == kb == 1:
+            found = Problem(op, "rows", rows, n, kb, w, A.dtype)
+        wanted = "A (M/w,K) or (M,K/w), B (K,N), out (M,N)"
+    elif op == MATMUL_GATHER:
+        found = fits("rows", rows, n, k, A=(part(rows), k), B=(k, n), out=(rows, n))
+        found = found or fits("cols", rows, cols, k, A=(rows, k), B=(k, part(cols)))
+        if found and found.form == "cols" and rows == cols == 1:
+            found = Problem(op, "rows", rows, cols, k, w, A.dtype)
+        wanted = "A (M/w,K), B (K,N), out (M,N), or A (M,K), B (K,N/w), out (M,N)"
+    else:
+        found = fits("rows", m, n, k, B=(k, n), out=(part(m), n))
+        found = found or fits("cols", m, n, k, B=(k, n), out=(m, part(n)))
+        if found and found.form == "cols" and m == n == 1:
+            found = Problem(op, "rows", m, n, k, w, A.dtype)
+        wanted = "A (M,K), B (K,N), out (M/w,N) or (M,N/w)"
+    if found is None:
+        raise ShapeError(
+            f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {wanted} with "
+            f"w = {w} ranks, parts as torch.chunk splits them"
+        )
+    return found
+
+
+def check_tensors(
+    op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, device: torch.device
+) -> None:
+    """Raises a typed error for a tensor of the wrong kind, dimension, dtype, device or size."""
+    for name, t in (("out", out), ("A", A), ("B", B), ("bias", bias)):
+        if t is None and name == "bias":
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise ArgumentError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
+        ndim = 1 if name == "bias" else 2
+        if t.ndim != ndim:
+            raise ShapeError(f"{op}: {name} has {t.ndim} dimensions {tuple(t.shape)}; expected {ndim}")
+        if t.device != device:
+            raise DeviceError(f"{op}: {name} is on {t.device}; expected {device}, the context's device")
+        if t.dtype not in DTYPES:
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}")
+        if t.dtype != A.dtype:
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same")
+        if any(size > _MAX_SIZE for size in t.shape):
+            raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes below 2**31")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()")
+    for name, t in (("A", A), ("B", B), ("bias", bias)):
+        if t is not None and _overlap(out, t):
+            raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
+
+
+def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:
+    if bias is not None and bias.shape[0] != B.shape[1]:
+        raise ShapeError(f"{op}: bias has {bias.shape[0]} elements; expected {B.shape[1]}, the columns of B")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (a0, a1), (b0, b1) = _extent(a), _extent(b)
+    return a0 < b1 and b0 < a1
+
+
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+    return t.data_ptr(), t.data_ptr() + reach * t.element_size()

@@ -1,0 +1,95 @@
+"""What all fused kernels share: matrices, tile order, the product of one tile, and packed tiles in staging memory."""
+
+import triton
+import triton.language as tl
+from triton.language.core import base_value
+
+from iris.device import arch
+from iris.device.context import aggregate
+
+
+@aggregate
+class Matrix:
+    """A matrix [rows, cols] in memory, read by tiles; what lies beyond its edges reads as zero.
+
+    `data` is a tensor descriptor (`TMA`) or a pointer with two strides. With `TRANSPOSED` a descriptor describes
+    [cols, rows], the way `nn.Linear` stores its weight.
+    """
+
+    data: base_value
+    rows: base_value
+    cols: base_value
+    stride_row: base_value
+    stride_col: base_value
+    TMA: tl.constexpr
+    TRANSPOSED: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, data, rows, cols, stride_row, stride_col, TMA, TRANSPOSED=False):
+        self.data = data
+        self.rows = rows
+        self.cols = cols
+        self.stride_row = tl.constexpr(stride_row) if isinstance(stride_row, int) else stride_row
+        self.stride_col = tl.constexpr(stride_col) if isinstance(stride_col, int) else stride_col
+        self.TMA = tl.constexpr(getattr(TMA, "value", TMA))
+        self.TRANSPOSED = tl.constexpr(getattr(TRANSPOSED, "value", TRANSPOSED))
+
+    @triton.jit
+    def load(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+        """The tile [ROWS, COLS] at (row, col)."""
+        if self.TMA:
+            if self.TRANSPOSED:
+                return self.data.load([col, row]).T
+            else:
+                return self.data.load([row, col])
+        else:
+            r = row + tl.arange(0, ROWS)
+            c = col + tl.arange(0, COLS)
+            pointers = self.data + (r.to(tl.int64) * self.stride_row)[:, None] + (c.to(tl.int64) * self.stride_col)
+            return tl.load(pointers, mask=(r < self.rows)[:, None] & (c < self.cols)[None, :], other=0.0)
+
+    @triton.jit
+    def pointers(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+        """Addresses of the tile at (row, col), and which of them lie inside; not for descriptors."""
+        r = row + tl.arange(0, ROWS)
+        c = col + tl.arange(0, COLS)
+        addresses = self.data + (r.to(tl.int64) * self.stride_row)[:, None] + (c.to(tl.int64) * self.stride_col)
+        return addresses, (r < self.rows)[:, None] & (c < self.cols)[None, :]
+
+
+@triton.jit
+def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """(row block, column block) of a tile: GROUP_M row blocks at a time, so that neighbours share A and B in L2."""
+    per_group = GROUP_M * num_n
+    first = (tile // per_group) * GROUP_M
+    height = min(num_m - first, GROUP_M)
+    inside = tile % per_group
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def multiply(a, b, row, col, k0, depth, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`acc + a[row:, :depth] @ b[k0:k0+depth, col:]` for one tile, in fp32."""
+    for k in range(0, depth, BLOCK_K):
+        x = a.load(row, k, BLOCK_M, BLOCK_K)
+        y = b.load(k0 + k, col, BLOCK_K, BLOCK_N)
+        acc = arch.dot(x, y, acc)
+    return acc
+
+
+@triton.jit
+def add_bias(acc, bias, col, cols, BLOCK_N: tl.constexpr):
+    """`acc + bias[col:]`, columns beyond `cols` as zero."""
+    c = col + tl.arange(0, BLOCK_N)
+    return acc + tl.load(bias + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def packed(staging, slot, rows, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Addresses of staged tile number `slot`, and the mask of its first `rows` rows.
+
+    A staged tile is [ROWS, COLS] contiguous: always aligned, whatever the shape of the matrix it belongs to.
+    """
+    r = tl.arange(0, ROWS)
+    start = staging + slot.to(tl.int64) * (ROWS * COLS)
+    return start + (r * COLS)[:, None] + tl.arange(0, COLS)[None, :], (r < rows)[:, None]

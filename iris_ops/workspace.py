@@ -1,0 +1,59 @@
+"""The memory that calls of the fused ops share: staging slots, flags and the epoch.
+
+One workspace serves problems of every shape, because a rank only stores into a peer that has entered the same call
+(`iris/device/sync.py`), and by then the peer has finished all earlier ones. It grows to the largest problem, in powers
+of two, and never gives back: a captured graph may still refer to what it used before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from iris import platform
+from iris.device.sync import sync_words
+from iris.errors import CaptureError
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+
+class Workspace:
+    """Staging memory for calls that follow each other in stream order. Making one is collective."""
+
+    def __init__(self, ctx: Iris) -> None:
+        _refuse_capture(ctx)
+        self.ctx = ctx
+        self.sync = ctx._heap.allocate((sync_words(ctx.num_ranks),), torch.int32)
+        self.sync.zero_()
+        self.flags = self.staging = torch.empty(0, dtype=torch.int32, device=ctx.device)
+        self._done: torch.cuda.Event | None = None
+        ctx.device_barrier()  # no peer signals here before this rank's words are zero
+
+    def reserve(self, num_flags: int, nbytes: int) -> None:
+        """Makes room for a problem: `num_flags` int32 flags and `nbytes` of staging. The same on all ranks."""
+        if num_flags > self.flags.numel():
+            _refuse_capture(self.ctx)
+            flags = self.ctx._heap.allocate((_grown(num_flags),), torch.int32)
+            # Epochs start at 1. Peers signal only once this rank has entered the call, in stream order after this.
+            self.flags = flags.zero_()
+        if nbytes > self.staging.numel() * self.staging.element_size():
+            _refuse_capture(self.ctx)
+            self.staging = self.ctx._heap.allocate((_grown(nbytes),), torch.uint8)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the last call that ran with `async_op=True`."""
+        if self._done is not None:
+            torch.cuda.current_stream(self.ctx.device).wait_event(self._done)
+
+
+def _grown(size: int) -> int:
+    return 1 << max(12, (size - 1).bit_length())
+
+
+def _refuse_capture(ctx: Iris) -> None:
+    if platform.is_capturing(ctx.device):
+        raise CaptureError(
+            "the first call of a problem sets up its workspace and cannot be captured; call it once before capturing"
+        )
