@@ -1,7 +1,7 @@
 """Splits a Hugging Face model over ranks, in place: `parallelize(model, ctx)`.
 
-The model's own plan says how (see `plan`). Instances of torch.nn.Linear are swapped for split ones; no class is patched,
-no forward is rewritten. In attention modules heads stay whole, and the instance is told how many it has (`attention`).
+The model's own plan says how (see `plan`). Instances of torch.nn.Linear are swapped for split ones: no class is patched
+and no forward rewritten. In attention modules heads stay whole, and the instance is told how many it has (`attention`).
 Everything is checked before the first swap, so a refused model is left as it was.
 
 Tied embeddings: the embedding stays whole on every rank, and the head's part is a view of its rows, so tying costs no

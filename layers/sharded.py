@@ -113,7 +113,7 @@ class ShardedLinear(nn.Module):
                 f"input has shape {tuple(x.shape)}: sequence parallel expects [tokens, {features}] or"
                 f" [1, tokens, {features}]; flatten a larger batch into tokens before it is split"
             )
-        return x.reshape(-1, features)
+        return x.reshape(x.shape[:-1].numel(), features)
 
     def extra_repr(self) -> str:
         local = "x".join(map(str, self.weight.shape))
