@@ -107,7 +107,7 @@ class _Failure:
     def of(error: BaseException) -> _Failure:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         try:
-            pickle.loads(pickle.dumps(error))
+            pickle.loads(_dumps(error))
         except Exception:
             error = RuntimeError(f"{type(error).__name__}: {error}")
         return _Failure(error, text)

@@ -1,0 +1,192 @@
+"""load, store, get, put and copy: every dtype, scalar, block and masked, all pairs of ranks, by both spellings."""
+
+import iris
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.harness import WORLDS, both, run_ranks
+
+pytestmark = both
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
+# Every dtype between two ranks and on GPUs; a few in the other worlds, where the interpreter is slow.
+CASES = [
+    (world_size, dtype)
+    for world_size in WORLDS
+    for dtype in DTYPES
+    if both or world_size == 2 or dtype in (torch.bfloat16, torch.int64)
+]
+BLOCK = 32
+UNTOUCHED, OTHER = 77, 55  # bool takes both as True; its patterns are mostly False
+LOAD, STORE, GET, PUT = range(4)
+
+
+@triton.jit
+def _move_kernel(
+    src, dst, copied, rank, bases, words, n, VIA_CONTEXT: tl.constexpr, MASKED: tl.constexpr, OTHER: tl.constexpr,
+    N: tl.constexpr, WORLD: tl.constexpr,
+):  # fmt: skip
+    """dst [4, WORLD, N]: row `peer` of load and get are filled here, row `rank` of store and put at each peer.
+
+    copied [WORLD, WORLD, N]: at each `to`, row [rank, from_].
+    """
+    ctx = iris.DeviceContext.initialize(words, rank, WORLD)
+    i = tl.arange(0, N) if N > 1 else 0
+    mask = i < n if MASKED else None
+    other = OTHER if MASKED else None
+    mine = tl.load(src + i, mask=mask)
+    for peer in range(WORLD):
+        load_to, get_to = dst + peer * N + i, dst + (2 * WORLD + peer) * N + i
+        store_to, put_to = dst + (WORLD + rank) * N + i, dst + (3 * WORLD + rank) * N + i
+        if VIA_CONTEXT:
+            tl.store(load_to, ctx.load(src + i, peer, mask=mask, other=other))
+            ctx.store(store_to, mine, peer, mask=mask)
+            ctx.get(src + i, get_to, peer, mask=mask)
+            ctx.put(src + i, put_to, peer, mask=mask)
+        else:
+            tl.store(load_to, iris.load(src + i, rank, peer, bases, mask=mask, other=other))
+            iris.store(store_to, mine, rank, peer, bases, mask=mask)
+            iris.get(src + i, get_to, peer, rank, bases, mask=mask)
+            iris.put(src + i, put_to, rank, peer, bases, mask=mask)
+        for to in range(WORLD):
+            copy_to = copied + (rank * WORLD + peer) * N + i
+            if VIA_CONTEXT:
+                ctx.copy(src + i, copy_to, peer, to, mask=mask)
+            else:
+                iris.copy(src + i, copy_to, peer, to, rank, bases, mask=mask)
+
+
+def _pattern(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.bool:
+        return torch.arange(length) % 5 == rank
+    return (torch.arange(length) % 10 * 5 + rank).to(dtype)
+
+
+def _check_moves(ctx, dtype, via_context, length, masked):
+    n = length * 2 // 3 if masked else length
+    src = ctx.empty(length, dtype=dtype).copy_(_pattern(ctx.cur_rank, length, dtype))
+    dst = ctx.full((4, ctx.num_ranks, length), UNTOUCHED, dtype=dtype)
+    copied = ctx.full((ctx.num_ranks, ctx.num_ranks, length), UNTOUCHED, dtype=dtype)
+    other = float(OTHER) if dtype.is_floating_point else OTHER  # the interpreter has no cast from int to bf16
+    ctx.barrier()
+    _move_kernel[(1,)](
+        src, dst, copied, ctx.cur_rank, ctx.get_heap_bases(), ctx.get_device_context(), n,
+        VIA_CONTEXT=via_context, MASKED=masked, OTHER=other, N=length, WORLD=ctx.num_ranks,
+    )  # fmt: skip
+    ctx.barrier()
+
+    def expected(peer, beyond):
+        row = torch.full((length,), beyond, dtype=dtype)
+        row[:n] = _pattern(peer, length, dtype)[:n]
+        return row
+
+    for peer in range(ctx.num_ranks):
+        for kind in (LOAD, STORE, GET, PUT):
+            want = expected(peer, OTHER if kind == LOAD else UNTOUCHED)
+            assert torch.equal(dst[kind, peer].cpu(), want), (kind, peer, dst[kind, peer], want)
+        for from_ in range(ctx.num_ranks):
+            assert torch.equal(copied[peer, from_].cpu(), expected(from_, UNTOUCHED)), (peer, from_)
+
+
+def _moves(ctx, dtype):
+    for via_context in (False, True):
+        for length, masked in ((1, False), (BLOCK, False), (BLOCK, True)):
+            _check_moves(ctx, dtype, via_context, length, masked)
+
+
+@pytest.mark.parametrize("world_size, dtype", CASES, ids=str)
+def test_moves_between_all_pairs_of_ranks(world_size, dtype):
+    run_ranks(world_size, _moves, dtype)
+
+
+@triton.jit
+def _modifiers_kernel(src, dst, rank, peer, words, N: tl.constexpr, WORLD: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(words, rank, WORLD)
+    i = tl.arange(0, N)
+    value = ctx.load(src + i, peer, cache_modifier=".cg", volatile=True)
+    ctx.store(dst + i, value, peer, cache_modifier=".wt")
+    ctx.get(src + i, dst + N + i, peer, load_cache_modifier=".cv", store_cache_modifier=".cs")
+    ctx.put(src + i, dst + 2 * N + i, peer, load_cache_modifier=".ca", store_cache_modifier=".wb")
+    ctx.copy(src + i, dst + 3 * N + i, rank, peer, load_cache_modifier=".cg", store_cache_modifier=".cg")
+
+
+def _cache_modifiers(ctx):
+    peer = (ctx.cur_rank + 1) % ctx.num_ranks
+    before = (ctx.cur_rank - 1) % ctx.num_ranks
+    src = ctx.empty(BLOCK, dtype=torch.float32).copy_(_pattern(ctx.cur_rank, BLOCK, torch.float32))
+    dst = ctx.zeros(4, BLOCK)
+    ctx.barrier()
+    _modifiers_kernel[(1,)](src, dst, ctx.cur_rank, peer, ctx.get_device_context(), N=BLOCK, WORLD=ctx.num_ranks)
+    ctx.barrier()
+    came_from = [ctx.cur_rank, peer, before, before]  # the first: read here by `before`, and stored back here
+    for row, rank in zip(dst.cpu(), came_from, strict=True):
+        assert torch.equal(row, _pattern(rank, BLOCK, torch.float32)), (row, rank)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_cache_modifiers_change_no_value(world_size):
+    run_ranks(world_size, _cache_modifiers)
+
+
+@triton.jit
+def _two_dimensions_kernel(src, dst, rank, to, bases, rows, columns, stride, R: tl.constexpr, C: tl.constexpr):
+    m, n = tl.arange(0, R), tl.arange(0, C)
+    at = m[:, None] * stride + n[None, :]
+    mask = (m[:, None] < rows) & (n[None, :] < columns)
+    iris.put(src + at, dst + at, rank, to, bases, mask=mask)
+
+
+def _tiles(ctx):
+    rows, columns = 13, 21
+    src = ctx.randn(rows, 40, generator=torch.Generator(ctx.device).manual_seed(ctx.cur_rank))
+    dst = ctx.full((rows, 40), float(UNTOUCHED))
+    ctx.barrier()
+    to = (ctx.cur_rank + 1) % ctx.num_ranks
+    _two_dimensions_kernel[(1,)](src, dst, ctx.cur_rank, to, ctx.get_heap_bases(), rows, columns, 40, R=16, C=32)
+    ctx.barrier()
+    sender = torch.Generator(ctx.device).manual_seed((ctx.cur_rank - 1) % ctx.num_ranks)
+    theirs = torch.randn(rows, 40, generator=sender, device=ctx.device)
+    assert torch.equal(dst[:, :columns], theirs[:, :columns])
+    assert (dst[:, columns:] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_masked_tile_goes_to_the_neighbour(world_size):
+    run_ranks(world_size, _tiles)
+
+
+@triton.jit
+def _far_kernel(src, dst, rank, to, bases, offset, N: tl.constexpr):
+    i = tl.arange(0, N)
+    iris.put(src + i, dst + offset.to(tl.int64) + i, rank, to, bases)
+
+
+def _beyond_4_gib(ctx):
+    """Offsets of more than 2^32 bytes reach the right place at the peer."""
+    src = ctx.full((BLOCK,), ctx.cur_rank + 1, dtype=torch.int32)
+    far = ctx.empty((5 << 30) // 4, dtype=torch.int32)
+    to = (ctx.cur_rank + 1) % ctx.num_ranks
+    ctx.barrier()
+    offset = far.numel() - BLOCK
+    _far_kernel[(1,)](src, far, ctx.cur_rank, to, ctx.get_heap_bases(), offset, N=BLOCK)
+    ctx.barrier()
+    assert (far[-BLOCK:] == (ctx.cur_rank - 1) % ctx.num_ranks + 1).all()
+    assert (far[:BLOCK] == 0).all() and (far[-2 * BLOCK : -BLOCK] == 0).all()
+
+
+@pytest.mark.parametrize("world_size", WORLDS[-1:])
+def test_a_put_beyond_4_gib(world_size):
+    run_ranks(world_size, _beyond_4_gib)
