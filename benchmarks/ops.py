@@ -40,7 +40,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", help='only contenders with one of these words in their name, as "ours,NCCL,alone"')
     parser.add_argument("--modes", default="graph,eager")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--heap-gib", type=float, help="symmetric heap of a rank; default 12, on CPUs 0.25")
+    parser.add_argument("--heap-gib", type=float, help="symmetric heap of a rank; default 4, on CPUs 0.25")
     parser.add_argument("--quick", action="store_true", help="two rows an op, a third of the time each")
     parser.add_argument("--time-limit", type=float, default=400, help="seconds after which no new row starts")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
@@ -48,7 +48,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = args.device == "cuda"
     args.ranks = args.ranks or (torch.cuda.device_count() if gpu else 2)
     args.shapes = args.shapes or ("tiny" if not gpu else "quick" if args.quick else "facts")
-    args.heap_gib = args.heap_gib or (12 if gpu else 0.25)
+    args.heap_gib = args.heap_gib or (4 if gpu else 0.25)
     args.modes = [mode for mode in args.modes.split(",") if gpu or mode == "eager"]
     args.ops = args.ops.split(",")
     args.command = command(sys.argv[1:] if argv is None else argv)
@@ -102,6 +102,8 @@ def run_row(row: Row, team: Team, found: list[rivals.Contender], dtype: torch.dt
             result = {"name": contender.name, "kind": contender.kind, "status": "ok", "notes": []}
             results[contender.name] = result
             call = get_ready(contender, inputs, result)
+            if call and contender.plan:
+                result["plan"], _ = team.attempt(lambda plan=contender.plan: plan(row))
             if call:
                 calls[contender.name] = call
     budget = timing.INTERPRETED if not team.cuda else timing.QUICK if args.quick else timing.Budget()

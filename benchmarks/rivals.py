@@ -14,7 +14,7 @@ No multicast: the ops named above use plain peer memory, and async-TP is asked i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 import functools
 
 import torch
@@ -32,6 +32,7 @@ class Contender:
     name: str
     kind: str
     prepare: dict[str, Callable[[Inputs], Call]] = field(repr=False)
+    plan: Callable[[Row], dict] | None = field(default=None, repr=False)  # what it chose for a row, for the record
 
     @property
     def checked(self) -> bool:
@@ -59,6 +60,10 @@ class Heap:
     def out(self, rows: int, columns: int) -> torch.Tensor:
         return self.buffer[: rows * columns].view(rows, columns)
 
+    def plan(self, row: Row) -> dict:
+        config = asdict(self.ctx.ops.plan(CALLS[row.op], row.M, row.N, row.K, self.dtype))
+        return {name: value for name, value in config.items() if name != "reasons"}
+
     def close(self) -> None:
         if "ctx" in vars(self):
             self.ctx.close()
@@ -74,7 +79,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap) -> l
         "ga": _nccl_all_gather_last,
     }
     found = [
-        Contender("ours", OURS, _ours(heap)),
+        Contender("ours", OURS, _ours(heap), heap.plan),
         Contender(f"{blas} + {collectives}", RIVAL, nccl),
     ]
     if team.cuda:
