@@ -31,6 +31,7 @@ def _push_part(
     ld,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
     BY_K: tl.constexpr,
     COMM_PROGRAMS: tl.constexpr,
     WAITER: tl.constexpr,
@@ -42,12 +43,12 @@ def _push_part(
     ok = await_entered(ctx, sync, epoch, WAITER)
     pending = -1
     pending_peer = 0
-    for unit in range(tl.program_id(0), blocks * (ctx.world_size - 1), COMM_PROGRAMS):
+    for unit in range(tl.program_id(0), blocks * (WORLD_SIZE - 1), COMM_PROGRAMS):
         if BY_K:  # every tile needs a block from everyone
-            block, step = unit // (ctx.world_size - 1), unit % (ctx.world_size - 1)
+            block, step = unit // (WORLD_SIZE - 1), unit % (WORLD_SIZE - 1)
         else:  # a peer works through one rank's part after the other
             block, step = unit % blocks, unit // blocks
-        peer = (ctx.rank + 1 + step) % ctx.world_size
+        peer = (ctx.rank + 1 + step) % WORLD_SIZE
         target = Matrix(gathered, part_rows * (ctx.rank + 1), cols, ld, 1, False)
         if ok:
             for k in range(0, cols, COPY_K):
@@ -127,6 +128,7 @@ def all_gather_matmul_kernel(
             ld,
             BLOCK_M,
             BLOCK_K,
+            WORLD_SIZE,
             BY_K,
             COMM_PROGRAMS,
             WAITER,

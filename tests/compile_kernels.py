@@ -1,0 +1,109 @@
+"""Compiles every kernel ahead of time for one target: `python -m tests.compile_kernels sm_90 DIR`.
+
+A process of its own, because the interpreter must be off. Writes DIR/<kernel>.<ptx or amdgcn>; no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+import sys
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import iris  # noqa: E402, F401
+from iris.device import sync  # noqa: E402
+from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
+from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
+from iris_ops.matmul_all_reduce import one_shot_kernel  # noqa: E402
+from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
+from tests import rma_kernels  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+WORLD_SIZE = 4
+_INT32 = {"flags", "sync", "members", "sent", "arrived"}
+_DATA = {"a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst"}
+
+
+class _Driver:
+    """Stands in for the GPU driver, which kernels ask only for the target."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.get_current_target = lambda: target
+
+
+def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16", **constants):
+    """The compiled kernel, for tensors of `dtype` whose sizes and addresses are multiples of 16."""
+    tma = {name for flag, name in _DESCRIBED.items() if constants.get(flag)}
+    signature, attrs = {}, {}
+    for index, name in enumerate(inspect.signature(kernel.fn).parameters):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in tma:
+            signature[name] = f"tensordesc<{dtype}[{_block(name, constants)}]>"
+        elif name in _DATA or name in _INT32 or name in ("words", "heap_bases"):
+            pointee = "i32" if name in _INT32 else dtype if name in _DATA else "i64"
+            signature[name] = f"*{pointee}"
+            attrs[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+            if name not in ("rank", "peer", "num_chunks", "num_members"):
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    triton.runtime.driver.set_active(_Driver(target))
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=target, options=options)
+
+
+_DESCRIBED = {"TMA_A": "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
+
+
+def _block(name: str, constants: dict) -> str:
+    m, n, k = (constants[f"BLOCK_{axis}"] for axis in "MNK")
+    return f"{n},{k}" if name == "b" else f"{m},{k}"
+
+
+def variants(target: GPUTarget):
+    """(name, kernel, options, constants) of everything that is compiled for `target`."""
+    cuda = target.backend == "cuda"
+    block = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64) if cuda else dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64)
+    options = dict(num_warps=8, num_stages=3 if cuda else 2)
+    strides = dict(stride_ak=1, stride_bk=1, stride_on=1)
+    common = dict(GROUP_M=8, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True, WAITER=1, B_TRANSPOSED=True, **block, **strides)
+    for tma in (True, False) if cuda else (False,):
+        kind = "tma" if tma else "pointers"
+        loads = dict(TMA_A=tma, TMA_B=tma)
+        yield f"one_shot_{kind}", one_shot_kernel, options, {**common, **loads}
+        for all_reduce in (False, True):
+            name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_{kind}"
+            flags = dict(BY_COLS=False, ALL_REDUCE=all_reduce)
+            yield name, reduce_scatter_kernel, options, {**common, **loads, **flags}
+        yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads}
+        for by_k in (False, True):
+            name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
+            flags = dict(BY_K=by_k, COMM_PROGRAMS=16, TMA_G=tma, TMA_A=False, TMA_B=tma)
+            yield name, all_gather_matmul_kernel, options, {**common, **flags}
+    yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
+    for name, kernel in rma_kernels.ALL.items():
+        yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)
+
+
+def main(target_name: str, folder: str) -> None:
+    target = TARGETS[target_name]
+    for name, kernel, options, constants in variants(target):
+        compiled = compile_kernel(kernel, target, options, **constants)
+        kind = "ptx" if target.backend == "cuda" else "amdgcn"
+        Path(folder, f"{name}.{kind}").write_text(compiled.asm[kind])
+        Path(folder, f"{name}.shared").write_text(str(compiled.metadata.shared))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
