@@ -65,7 +65,7 @@ class ColumnParallelLinear(ShardedLinear):
             self.ctx.ops.matmul_all_gather(out, x, self.weight.t(), self.bias)
         elif self.sequence_parallel:
             out = x.new_empty(self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
-            self.ctx.ops.all_gather_matmul(out, x, self.weight.t(), self.bias)
+            self.ctx.ops.all_gather_matmul(out, x, self.weight.t(), self.bias, config=self.agreed_config(out.shape[0]))
             return out if input.dim() == 2 else out.unsqueeze(0)
         else:
             out = F.linear(x, self.weight, self.bias)
@@ -226,11 +226,13 @@ class RowParallelLinear(ShardedLinear):
         elif self.sequence_parallel:
             start, stop = chunk(x.shape[0], self.ctx.num_ranks, self.ctx.cur_rank)
             out = x.new_empty(stop - start, self.out_features)
-            self.ctx.ops.matmul_reduce_scatter(out, x, self.weight.t(), self.bias)
+            self.ctx.ops.matmul_reduce_scatter(
+                out, x, self.weight.t(), self.bias, config=self.agreed_config(x.shape[0])
+            )
             return out if input.dim() == 2 else out.unsqueeze(0)
         else:
             out = x.new_empty(x.shape[0], self.out_features)
-            self.ctx.ops.matmul_all_reduce(out, x, self.weight.t(), self.bias)
+            self.ctx.ops.matmul_all_reduce(out, x, self.weight.t(), self.bias, config=self.agreed_config(x.shape[0]))
         return out.view(*input.shape[:-1], self.out_features)
 
     @classmethod

@@ -34,6 +34,8 @@ class ShardedLinear(nn.Module):
         if shard.total != whole[self.dim]:
             raise ShapeError(f"parts split {shard.total} features: expected {whole[self.dim]}, all of the layer's")
         self.in_features, self.out_features, self.ctx, self.parts = in_features, out_features, ctx, parts
+        even = shard.size * ctx.num_ranks == shard.total
+        self._mean_part = None if even else -(-shard.total // ctx.num_ranks)
         local = (shard.size, in_features) if self.dim == 0 else (out_features, shard.size)
         like = {"dtype": dtype, "device": ctx.device if device is None else device}
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
@@ -114,6 +116,17 @@ class ShardedLinear(nn.Module):
                 f" [1, tokens, {features}]; flatten a larger batch into tokens before it is split"
             )
         return x.reshape(x.shape[:-1].numel(), features)
+
+    def agreed_config(self, m: int):
+        """The configuration for `op` on `m` rows where the ranks' parts differ in size; None where they do not.
+
+        An op plans by the sizes that it sees. Ranks that saw different ones could choose different tiles and wait for
+        signals that are never sent, so they all plan by the mean part.
+        """
+        if self._mean_part is None:
+            return None
+        n, k = (self._mean_part, self.in_features) if self.dim == 0 else (self.out_features, self._mean_part)
+        return self.ctx.ops.plan(self.op, m, n, k, self.weight.dtype)
 
     def extra_repr(self) -> str:
         local = "x".join(map(str, self.weight.shape))

@@ -175,12 +175,27 @@ def test_sequence_parallel_needs_the_number_of_tokens_only_if_uneven(world_size:
 
 
 def even_body(ctx) -> None:
-    column = ColumnParallelLinear.from_linear(whole_linear(17, 5), sequence_parallel=True, ctx=ctx)
+    column = ColumnParallelLinear.from_linear(whole_linear(17, 8), sequence_parallel=True, ctx=ctx)
     assert column(torch.zeros(2, 17, device=ctx.device)).shape[0] == 2 * ctx.num_ranks
     with pytest.raises(ShapeError, match="tokens"):
         column(torch.zeros(2, 17, device=ctx.device), tokens=2 * ctx.num_ranks + 7)
     with pytest.raises(ShapeError, match="flatten"):
         column(torch.zeros(2, 3, 17, device=ctx.device))
+
+
+def different_parts_body(ctx) -> list:
+    """What each op call was planned with, on a rank whose part of K, then of N, differs from the others'."""
+    seen = []
+    plan = ctx.ops._plan
+    ctx.ops._plan = lambda problem: seen.append(problem) or plan(problem)
+    row_body(ctx, 7 * ctx.num_ranks - 6, True, True, True, (3, 7 * ctx.num_ranks - 6))
+    sequence_body(ctx, 4, False)
+    return [problem for problem in seen if problem.op != "matmul_all_gather"]
+
+
+def test_ranks_with_different_parts_choose_one_configuration(world_size: int) -> None:
+    results = run_ranks(world_size, different_parts_body)
+    assert results[0] and all(result == results[0] for result in results)
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,102 @@
+"""Seven tiny language models that between them have what makes splitting hard, and what a test asks of a split one.
+
+A model is drawn from its name alone, so that every rank and the test itself have the same weights without sending them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+PLAIN: dict[str, Any] = {
+    "hidden_size": 36,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 120,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+# name: (architecture, what differs from PLAIN)
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("Llama", {}),
+    "bias": ("Qwen2", {}),
+    "tied": ("Llama", {"tie_word_embeddings": True, "vocab_size": 121}),
+    "width130": ("Llama", {"intermediate_size": 130, "mlp_bias": True}),
+    "kv2": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+    "kv1": ("Llama", {"num_key_value_heads": 1}),
+    "vocab257": ("Llama", {"vocab_size": 257}),
+}
+# Beyond the seven: three kv heads in nine query heads, fewer heads than ranks, and other families' plans.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "nine_heads": ("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3}),
+    "two_heads": ("Llama", {"num_attention_heads": 2, "num_key_value_heads": 2}),
+    "qk_norm": ("Qwen3", {"num_key_value_heads": 2}),
+    "fused": ("Phi3", {"num_key_value_heads": 2, "hidden_size": 32}),
+    "gathered_qkv": ("Olmo2", {"num_key_value_heads": 2, "hidden_size": 32}),
+}
+
+
+def config_of(name: str):
+    import transformers
+
+    architecture, changes = (CONFIGS | MORE)[name]
+    return getattr(transformers, f"{architecture}Config")(**{**PLAIN, **changes})
+
+
+def build(name: str) -> nn.Module:
+    """The whole model, the same wherever it is built."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    state = torch.get_rng_state()
+    torch.manual_seed(11)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32).eval()
+    for key, parameter in model.named_parameters():
+        if key.endswith("bias"):
+            nn.init.normal_(parameter)
+    torch.set_rng_state(state)
+    return model
+
+
+def prompt(rows: int = 2) -> torch.Tensor:
+    return torch.randint(0, 100, (rows, 7), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits(model: nn.Module, device: torch.device | str = "cpu") -> torch.Tensor:
+    return model(prompt().to(device)).logits
+
+
+def generate(model: nn.Module, device: torch.device | str = "cpu", **options: Any) -> torch.Tensor:
+    return model.generate(prompt().to(device), max_new_tokens=5, **{"do_sample": False, **options})
+
+
+@cache
+def expected(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the unsplit model: logits in float64, logits in float32, greedy tokens."""
+    model = build(name)
+    tokens, single = generate(model), logits(model)
+    return logits(model.double()), single, tokens
+
+
+def assert_logits(result: torch.Tensor, name: str) -> None:
+    """`result` is the unsplit model's, up to float32 sums in another order.
+
+    The error of a whole model is not that of one sum: it passes through its layers. So the bound is a small multiple of
+    what the unsplit model itself is off, far below what a wrong head, slice or bias would be.
+    """
+    double, single, _ = expected(name)
+    assert result.dtype == single.dtype and result.shape == single.shape
+    own = (single - double).abs().max()
+    error = (result.cpu() - double).abs().max()
+    assert error <= 4 * own, f"error {error:.2e}, the unsplit model's own {own:.2e}"

@@ -1,0 +1,232 @@
+"""Split Hugging Face models against the same models unsplit: logits, greedy and sampled tokens, plans, reports."""
+
+from __future__ import annotations
+
+from iris.errors import ArgumentError, StyleError
+import layers
+from layers.parallelize import parallelize
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import WORLDS, both, run_ranks
+from tests.layers import models
+
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
+
+
+def split(ctx, name: str, **options) -> tuple[nn.Module, layers.Report]:
+    model = models.build(name)
+    return model, parallelize(model, ctx, **options)
+
+
+# --- the results of the unsplit model --------------------------------------------------------------------------------
+
+
+def greedy_body(ctx, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    model, _ = split(ctx, name)
+    return models.logits(model, ctx.device), models.generate(model, ctx.device)
+
+
+@pytest.mark.parametrize("name", [*models.CONFIGS, *models.MORE])
+def test_logits_and_greedy_tokens_are_the_unsplit_models(world_size: int, name: str) -> None:
+    results = run_ranks(world_size, greedy_body, name)
+    _, _, tokens = models.expected(name)
+    for result, generated in results:
+        assert torch.equal(result, results[0][0]), "ranks differ"
+        assert torch.equal(generated.cpu(), tokens)
+    models.assert_logits(results[0][0], name)
+
+
+def wrong_heads_body(ctx, name: str) -> torch.Tensor:
+    model, _ = split(ctx, name)
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    weight.copy_(weight.flip(1))
+    return models.logits(model, ctx.device)
+
+
+def test_the_bound_on_logits_sees_heads_in_the_wrong_order(world_size: int) -> None:
+    for result in run_ranks(world_size, wrong_heads_body, "kv2"):
+        with pytest.raises(AssertionError, match="unsplit"):
+            models.assert_logits(result, "kv2")
+
+
+def static_body(ctx, name: str, options: dict) -> tuple[torch.Tensor, set]:
+    model, _ = split(ctx, name)
+    caches = set()
+
+    def look(module, args, kwargs):
+        caches.add(type(kwargs["past_key_values"]).__name__)
+
+    model.model.register_forward_pre_hook(look, with_kwargs=True)
+    return models.generate(model, ctx.device, cache_implementation="static", **options), caches
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}], ids=["", "chunked"])
+@pytest.mark.parametrize("name", ["plain", "kv2", "kv1"])
+def test_static_cache_gives_the_same_tokens(world_size: int, name: str, options: dict) -> None:
+    for tokens, caches in run_ranks(world_size, static_body, name, options):
+        assert caches == {"StaticCache"}
+        assert torch.equal(tokens.cpu(), models.expected(name)[2])
+
+
+def sampled_body(ctx, shared: bool, static: bool) -> torch.Tensor:
+    model, _ = split(ctx, "kv2")
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 0}
+    if static:
+        options["cache_implementation"] = "static"
+    torch.manual_seed(100 + ctx.cur_rank)
+    if not shared:
+        del model.generate  # the class's own again
+    return models.generate(model, ctx.device, **options)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_sampled_tokens_agree_and_follow_rank_0s_seed(world_size: int, static: bool) -> None:
+    results = run_ranks(world_size, sampled_body, True, static)
+    assert all(torch.equal(result, results[0]) for result in results)
+    if results[0].device.type == "cpu":  # a GPU draws other numbers from the seed
+        torch.manual_seed(100)
+        whole = models.generate(models.build("kv2"), do_sample=True, temperature=3.0, top_k=0)
+        assert torch.equal(results[0], whole)
+
+
+def test_samples_would_differ_if_ranks_kept_their_own_seeds(world_size: int) -> None:
+    results = run_ranks(world_size, sampled_body, False, False)
+    assert world_size == 1 or not all(torch.equal(result, results[0]) for result in results)
+
+
+def clock_body(ctx) -> None:
+    model, _ = split(ctx, "plain")
+    with pytest.raises(ArgumentError, match="max_time is 5"):
+        models.generate(model, ctx.device, max_time=5.0)
+    assert models.generate(model, ctx.device).shape == (2, 12)
+
+
+def test_a_stop_by_each_ranks_clock_is_refused(world_size: int) -> None:
+    run_ranks(world_size, clock_body)
+
+
+# --- what a split model is made of -----------------------------------------------------------------------------------
+
+
+def report_body(ctx) -> tuple[layers.Report, str, int, dict]:
+    model, report = split(ctx, "tied")
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    start, _ = layers.shard.chunk(121, ctx.num_ranks, ctx.cur_rank)
+    assert head.data_ptr() == embedding[start:].data_ptr() or head.numel() == 0
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return report, str(report), sum(storages.values()), {r.name: r for r in report.rows}
+
+
+def test_report_says_style_shape_bytes_and_op(world_size: int) -> None:
+    for rank, (report, text, nbytes, rows) in enumerate(run_ranks(world_size, report_body)):
+        assert report.bytes == nbytes, "a tied head shares the embedding's memory, and nothing whole is kept"
+        start, stop = layers.shard.chunk(64, world_size, rank)
+        down = rows["model.layers.1.mlp.down_proj"]
+        assert (down.style, down.shape, down.op) == ("rowwise", (36, stop - start), "matmul_all_reduce")
+        assert down.bytes == 36 * (stop - start) * 4
+        head = rows["lm_head"]
+        assert head.op == "matmul_all_gather" and head.bytes == 0 and "tied to model.embed_tokens.weight" in head.style
+        assert rows["model.layers.0.self_attn.q_proj"].op == "matmul (local)"
+        assert rows["model.norm"].style == "replicate" and rows["model.norm"].op == "-"
+        assert text.startswith(f"rank {rank} of {world_size}: {nbytes:,} bytes")
+        assert "model.layers.*.mlp.down_proj  (2)" in text
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+MLP_ONLY = {
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+def plan_body(ctx, plan, by_filter: bool) -> tuple[torch.Tensor, list[str]]:
+    filter_fn = (lambda name, module: ".mlp." in name) if by_filter else None
+    model, report = split(ctx, "width130", plan=plan, filter_fn=filter_fn)
+    return models.logits(model, ctx.device), [row.name for row in report.rows if row.op != "-"]
+
+
+@pytest.mark.parametrize("plan, by_filter", [(MLP_ONLY, False), ("auto", True)], ids=["dict", "filter"])
+def test_a_plan_or_a_filter_splits_a_part_of_the_model(world_size: int, plan, by_filter: bool) -> None:
+    for result, names in run_ranks(world_size, plan_body, plan, by_filter):
+        assert len(names) == 6 and all(".mlp." in name for name in names)
+        models.assert_logits(result, "width130")
+
+
+class Packed(nn.Module):
+    """Gate and up in one weight, split in the middle of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(12, 2 * 33), nn.Linear(33, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(torch.sigmoid(gate) * up)
+
+
+def packed(device: torch.device | str = "cpu") -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(5)
+    return Packed().to(device).requires_grad_(False), torch.randn(3, 12).to(device)
+
+
+def packed_body(ctx) -> torch.Tensor:
+    model, x = packed()
+    parallelize(model, ctx, plan={"gate_up": "packed_colwise", "down": "rowwise"})
+    return model(x.to(ctx.device))
+
+
+def test_packed_colwise_splits_both_halves(world_size: int) -> None:
+    model, x = packed()
+    for result in run_ranks(world_size, packed_body):
+        torch.testing.assert_close(result.cpu(), model(x))
+
+
+LAYER = "model.layers.*."
+REFUSED = {
+    "unknown style": ({LAYER + "mlp.up_proj": "diagonal"}, r"'diagonal' of model.layers.0.mlp.up_proj is not served"),
+    "experts": ({LAYER + "mlp": "moe_tp_experts"}, "'moe_tp_experts' of model.layers.0.mlp is not served"),
+    "sequence": ({"model.norm": "sequence_parallel"}, "'sequence_parallel' of model.norm is not served"),
+    "no linear": ({LAYER + "input_layernorm": "colwise"}, "input_layernorm is a LlamaRMSNorm"),
+    "parameter": ({"model.norm.weight": "colwise"}, "model.norm.weight is a parameter, not a module"),
+    "no match": ({"model.blocks.*.q": "colwise"}, "'model.blocks.\\*.q' of the plan matches no module"),
+    "half an attention": ({LAYER + "self_attn.q_proj": "colwise"}, "model.layers.0.self_attn is a LlamaAttention"),
+    "empty": ({}, "has no tensor-parallel plan"),
+}
+
+
+def refused_body(ctx, plan: dict, match: str) -> torch.Tensor:
+    model = models.build("plain")
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(StyleError, match=match):
+        parallelize(model, ctx, plan={**MLP_ONLY, **plan} if plan else plan)
+    assert [type(module) for module in model.modules()] == before, "a refused model is left as it was"
+    parallelize(model, ctx)
+    return models.logits(model, ctx.device)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(world_size: int, case: str) -> None:
+    for result in run_ranks(world_size, refused_body, *REFUSED[case]):
+        models.assert_logits(result, "plain")
+
+
+def bad_arguments_body(ctx) -> None:
+    model = models.build("plain")
+    with pytest.raises(ArgumentError, match="model is a str"):
+        parallelize("model", ctx)
+    with pytest.raises(ArgumentError, match="plan is 7"):
+        parallelize(model, ctx, plan=7)
+    with pytest.raises(StyleError, match="filter_fn drops model.layers.0.mlp.down_proj"):
+        parallelize(model, ctx, filter_fn=lambda name, module: "down_proj" not in name)
+    parallelize(model, ctx)
+    with pytest.raises(StyleError, match="is a ColumnParallelLinear: style 'colwise.*' splits a torch.nn.Linear"):
+        parallelize(model, ctx)
+
+
+def test_bad_arguments(world_size: int) -> None:
+    run_ranks(world_size, bad_arguments_body)
