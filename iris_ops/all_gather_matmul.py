@@ -150,14 +150,15 @@ def all_gather_matmul_kernel(
             for i in tl.static_range(WORLD_SIZE if BY_K else 1):
                 source = part * 0 + i if BY_K else part
                 k0 = source * part_cols if BY_K else 0
-                if source == ctx.rank:
-                    acc = multiply(own_tile, B, row, col, k0, a_cols, acc, BLOCK_M, BLOCK_N, BLOCK_K)
-                else:
+                # Two loops of which one is empty, not two branches: so they share their pipeline's shared memory.
+                own_depth, depth = a_cols, 0
+                if source != ctx.rank:
                     ok = wait(ctx, flags + source * num_m + tile_m, epoch, source, WAITER, exact=True) and ok
                     arch.fence_async_proxy()
-                    depth = min(part_cols, K - k0)
-                    start = source * part_rows + row
-                    acc = multiply(peers_tile, B, start, col, k0, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+                    own_depth, depth = 0, min(part_cols, K - k0)
+                acc = multiply(own_tile, B, row, col, k0, own_depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+                start = source * part_rows + row
+                acc = multiply(peers_tile, B, start, col, k0, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
             if HAS_BIAS:
                 acc = add_bias(acc, bias, col, N, BLOCK_N)
             target, mask = Matrix(out, first + rows, N, stride_om, stride_on, False).pointers(

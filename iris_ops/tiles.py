@@ -8,6 +8,12 @@ from iris.device import arch
 from iris.device.context import aggregate
 
 
+@triton.constexpr_function
+def _value(x):
+    """Sizes and strides that the compiler knows, such as a stride of 1, stay known."""
+    return tl.constexpr(x) if isinstance(x, int) else x
+
+
 @aggregate
 class Matrix:
     """A matrix [rows, cols] in memory, read by tiles; what lies beyond its edges reads as zero.
@@ -27,10 +33,10 @@ class Matrix:
     @triton.constexpr_function
     def __init__(self, data, rows, cols, stride_row, stride_col, TMA, TRANSPOSED=False):
         self.data = data
-        self.rows = rows
-        self.cols = cols
-        self.stride_row = tl.constexpr(stride_row) if isinstance(stride_row, int) else stride_row
-        self.stride_col = tl.constexpr(stride_col) if isinstance(stride_col, int) else stride_col
+        self.rows = _value(rows)
+        self.cols = _value(cols)
+        self.stride_row = _value(stride_row)
+        self.stride_col = _value(stride_col)
         self.TMA = tl.constexpr(getattr(TMA, "value", TMA))
         self.TRANSPOSED = tl.constexpr(getattr(TRANSPOSED, "value", TRANSPOSED))
 
