@@ -139,17 +139,13 @@ class Iris(tensors.TensorMethods):
         """Rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
 
         A tensor arrives on the device where `src` has it (the rank's own, for a GPU). The other ranks' `value` is not
-        looked at. Raises `ArgumentError` for a `src` outside the ranks.
+        looked at. Raises `ArgumentError` for a `src` outside the ranks or a value that cannot be pickled.
         """
         self.check()
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.num_ranks:
             raise ArgumentError(f"src is {src!r}; expected a rank from 0 to {self.num_ranks - 1}")
         self.barrier()  # names a lost rank, where the collective below would not
-        if self.cur_rank != src:
-            value = None
-        on_gpu = isinstance(value, torch.Tensor) and value.is_cuda
-        on_gpu, value = self._ranks.broadcast((on_gpu, value.cpu() if on_gpu else value), src)
-        return value.to(self.device) if on_gpu else value
+        return self._ranks.broadcast(value, src)
 
     @property
     def ops(self):

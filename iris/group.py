@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from typing import Any
 
 import torch
@@ -29,12 +31,20 @@ class Ranks:
         return everyone
 
     def broadcast(self, value: Any, src: int) -> Any:
-        """Rank `src`'s `value`, any picklable object."""
+        """Rank `src`'s `value`, any picklable object. Tensors on its GPU arrive on the receiver's."""
         if self.group is None:
             return value
-        box = [value if self.rank == src else None]
+        box: list[Any] = [None]
+        if self.rank == src:
+            try:
+                box = [(_pickled(value), None)]
+            except Exception as error:
+                box = [(None, f"value is a {type(value).__name__}, which cannot be pickled: {error}")]
         dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, src), group=self.group)
-        return box[0]
+        data, failure = box[0]
+        if failure:
+            raise ArgumentError(f"{failure}; expected a tensor, an array, numbers or another picklable object")
+        return value if self.rank == src else pickle.loads(data)
 
     def members(self, group: Any) -> list[int]:
         """The ranks, counted in this context, of a subgroup: a process group, a DeviceMesh or a list of ranks."""
@@ -53,6 +63,33 @@ class Ranks:
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank) if self.group else rank
+
+
+class _Pickler(pickle.Pickler):
+    """Takes a tensor's elements where pickle would take its whole storage: for a tensor on the heap, the heap."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+            return NotImplemented
+        if not value.is_cuda and value.untyped_storage().nbytes() == value.numel() * value.element_size():
+            return NotImplemented
+        compact = value.detach().cpu().clone().requires_grad_(value.requires_grad)
+        return _unpack, (compact, isinstance(value, torch.nn.Parameter), value.is_cuda)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _unpack(compact: torch.Tensor, is_parameter: bool, on_gpu: bool) -> torch.Tensor:
+    tensor = compact.detach().cuda() if on_gpu else compact.detach()
+    return (
+        torch.nn.Parameter(tensor, compact.requires_grad)
+        if is_parameter
+        else tensor.requires_grad_(compact.requires_grad)
+    )
 
 
 def _resolve(group: Any) -> dist.ProcessGroup | None:
