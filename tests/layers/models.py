@@ -53,14 +53,16 @@ def config_of(name: str):
     return getattr(transformers, f"{architecture}Config")(**{**PLAIN, **changes})
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, attention: str = "sdpa") -> nn.Module:
     """The whole model, the same wherever it is built."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     state = torch.get_rng_state()
     torch.manual_seed(11)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config_of(name), dtype=torch.float32, attn_implementation=attention
+    ).eval()
     for key, parameter in model.named_parameters():
         if key.endswith("bias"):
             nn.init.normal_(parameter)
@@ -78,6 +80,11 @@ def logits(model: nn.Module, device: torch.device | str = "cpu") -> torch.Tensor
 
 
 def generate(model: nn.Module, device: torch.device | str = "cpu", **options: Any) -> torch.Tensor:
+    """Five tokens after the prompt; with `padded=True`, as if the second row began with two tokens of padding."""
+    if options.pop("padded", False):
+        mask = torch.ones(2, 7, dtype=torch.long, device=device)
+        mask[1, :2] = 0
+        options["attention_mask"] = mask
     return model.generate(prompt().to(device), max_new_tokens=5, **{"do_sample": False, **options})
 
 

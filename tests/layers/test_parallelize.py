@@ -38,6 +38,24 @@ def test_logits_and_greedy_tokens_are_the_unsplit_models(world_size: int, name: 
     models.assert_logits(results[0][0], name)
 
 
+def attention_body(ctx, name: str, attention: str, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    model = models.build(name, attention)
+    parallelize(model, ctx)
+    return models.logits(model, ctx.device), models.generate(model, ctx.device, padded=padded)
+
+
+@pytest.mark.parametrize("attention, padded", [("eager", False), ("sdpa", True)])
+@pytest.mark.parametrize("name", ["kv2", "kv1", "nine_heads"])
+def test_groups_of_heads_are_right_however_attention_repeats_them(
+    world_size: int, name: str, attention: str, padded: bool
+) -> None:
+    tokens = models.generate(models.build(name, attention), padded=padded)
+    assert padded != torch.equal(tokens, models.expected(name)[2])
+    for result, generated in run_ranks(world_size, attention_body, name, attention, padded):
+        models.assert_logits(result, name)
+        assert torch.equal(generated.cpu(), tokens)
+
+
 def wrong_heads_body(ctx, name: str) -> torch.Tensor:
     model, _ = split(ctx, name)
     weight = model.model.layers[0].self_attn.o_proj.weight

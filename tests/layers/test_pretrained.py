@@ -1,0 +1,272 @@
+"""Loading by slices: the same model as splitting in memory, no byte of another rank's part, and bad checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from iris.errors import CheckpointError
+import layers
+from layers.checkpoint import Checkpoint
+from layers.parallelize import parallelize
+import pytest
+from safetensors.torch import load_file, save_file
+import torch
+from torch import nn
+
+from tests.harness import WORLDS, both, run_ranks
+from tests.layers import models
+
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """`saved(name)`: the folder of that model, in several files."""
+    folders: dict[str, Path] = {}
+
+    def save(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            models.build(name).save_pretrained(folders[name], max_shard_size="20KB")
+            assert len(list(folders[name].glob("*.safetensors"))) > 1
+        return folders[name]
+
+    return save
+
+
+def single_file(source: Path, folder: Path, change=lambda tensors: tensors) -> Path:
+    """A copy of a saved model in one file, its tensors as `change` leaves them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in source.glob("*.safetensors"):
+        tensors.update(load_file(path))
+    for path in source.glob("*config.json"):
+        (folder / path.name).write_text(path.read_text())
+    tensors = {name: tensor.clone() for name, tensor in change(tensors).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+# --- the same model --------------------------------------------------------------------------------------------------
+
+
+def load_body(ctx, folder: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    model = layers.from_pretrained(folder, ctx)
+    twin = models.build(name)
+    parallelize(twin, ctx)
+    state, expected = model.state_dict(), twin.state_dict()
+    assert list(state) == list(expected)
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
+    for key, buffer in twin.named_buffers():
+        assert torch.equal(model.get_buffer(key), buffer), key
+    assert not model.training and all(p.device == ctx.device for p in model.parameters())
+    assert model.parallel_report.bytes == sum(row.bytes for row in layers.report.make_report(twin, {}, ctx).rows)
+    return models.logits(model, ctx.device), models.generate(model, ctx.device)
+
+
+@pytest.mark.parametrize("name", [*models.CONFIGS, "nine_heads", "two_heads", "fused"])
+def test_loaded_by_slices_is_split_in_memory(world_size: int, saved, name: str) -> None:
+    for result, tokens in run_ranks(world_size, load_body, str(saved(name)), name):
+        models.assert_logits(result, name)
+        assert torch.equal(tokens.cpu(), models.expected(name)[2])
+
+
+class CountingSlice:
+    """A safetensors slice that adds up the elements read through it."""
+
+    def __init__(self, inner: Any, counts: dict[str, int], name: str) -> None:
+        self.inner, self.counts, self.name = inner, counts, name
+
+    def get_shape(self) -> list[int]:
+        return self.inner.get_shape()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        read = self.inner[index]
+        self.counts[self.name] = self.counts.get(self.name, 0) + read.numel()
+        return read
+
+
+def reads_body(ctx, folder: str) -> tuple[dict[str, int], dict[str, int]]:
+    counts: dict[str, int] = {}
+    plain = Checkpoint.__getitem__
+    Checkpoint.__getitem__ = lambda self, name: CountingSlice(plain(self, name), counts, name)
+    try:
+        model = layers.from_pretrained(folder, ctx)
+    finally:
+        Checkpoint.__getitem__ = plain
+    return counts, {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["vocab257", "kv2", "tied"])
+def test_each_rank_reads_its_own_elements_once(world_size: int, saved, name: str) -> None:
+    whole = sum(parameter.numel() for parameter in models.build(name).parameters())
+    for counts, held in run_ranks(world_size, reads_body, str(saved(name))):
+        if name == "tied":
+            held.pop("lm_head.weight")  # a view of what was read for the embedding
+        assert counts == {key: numel for key, numel in held.items() if numel}
+        assert world_size == 1 or sum(counts.values()) < whole
+
+
+def dtype_body(ctx, folder: str) -> set:
+    model = layers.from_pretrained(folder, ctx, dtype=torch.bfloat16)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    return {parameter.dtype for parameter in model.parameters()}
+
+
+def test_dtype_of_the_weights(world_size: int, saved) -> None:
+    assert run_ranks(world_size, dtype_body, str(saved("plain"))) == [{torch.bfloat16}] * world_size
+
+
+# --- names in the files ----------------------------------------------------------------------------------------------
+
+
+def logits_body(ctx, folder: str) -> torch.Tensor:
+    return models.logits(layers.from_pretrained(folder, ctx), ctx.device)
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+RENAMED = {
+    "without the base model's prefix": ("plain", lambda t: {k.removeprefix("model."): v for k, v in t.items()}),
+    "tied, under the head's name": (
+        "tied",
+        lambda t: {k.replace("model.embed_tokens", "lm_head"): v for k, v in t.items()},
+    ),
+    "tied, under both names": ("tied", lambda t: {**t, HEAD: t[EMBEDDING]}),
+    "something more": ("plain", lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+}
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_names_that_files_may_have(world_size: int, saved, tmp_path: Path, case: str) -> None:
+    name, change = RENAMED[case]
+    folder = single_file(saved(name), tmp_path, change)
+    for result in run_ranks(world_size, logits_body, str(folder)):
+        models.assert_logits(result, name)
+
+
+def untied_body(ctx, folder: str) -> torch.Tensor:
+    model = layers.from_pretrained(folder, ctx)
+    return model.lm_head.weight
+
+
+def test_a_stored_head_is_not_replaced_by_the_embedding(world_size: int, saved, tmp_path: Path) -> None:
+    head = torch.arange(121.0 * 36).view(121, 36)
+    folder = single_file(saved("tied"), tmp_path, lambda t: {**t, HEAD: head})
+    rows = torch.cat([rows.cpu() for rows in run_ranks(world_size, untied_body, str(folder))])
+    assert torch.equal(rows, head)
+
+
+# --- bad checkpoints -------------------------------------------------------------------------------------------------
+
+
+def refused_body(ctx, folder: str, good: str) -> tuple[str, torch.Tensor]:
+    allocated = []
+    plain = nn.Parameter.__new__
+
+    def watch(cls, data=None, requires_grad=True):
+        allocated.extend([] if data is None or data.is_meta else [data])
+        return plain(cls, data, requires_grad)
+
+    nn.Parameter.__new__ = staticmethod(watch)
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            layers.from_pretrained(folder, ctx)
+    finally:
+        nn.Parameter.__new__ = staticmethod(plain)
+    assert not allocated, "something was loaded before everything was checked"
+    return str(caught.value), logits_body(ctx, good)
+
+
+def without(*names: str):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def misshapen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    tensors = without("model.norm.weight", "model.layers.1.mlp.up_proj.weight")(tensors)
+    key = "model.layers.0.self_attn.k_proj.weight"
+    return {**tensors, key: tensors[key][:-1], "model.embed_tokens.weight": torch.zeros(120, 37)}
+
+
+@pytest.mark.parametrize(
+    "change, lines",
+    [
+        (without("model.norm.weight"), ["1 problem(s)", "model.norm.weight is missing, expected [36]"]),
+        (
+            misshapen,
+            [
+                "4 problem(s)",
+                "model.norm.weight is missing, expected [36]",
+                "model.layers.1.mlp.up_proj.weight is missing, expected [64, 36]",
+                "model.layers.0.self_attn.k_proj.weight has shape [31, 36], expected [32, 36]",
+                "model.embed_tokens.weight has shape [120, 37], expected [120, 36]",
+            ],
+        ),
+    ],
+    ids=["missing", "several"],
+)  # fmt: skip
+def test_every_bad_tensor_is_listed_on_every_rank(world_size: int, saved, tmp_path: Path, change, lines) -> None:
+    folder = single_file(saved("plain"), tmp_path, change)
+    for text, result in run_ranks(world_size, refused_body, str(folder), str(saved("plain"))):
+        assert all(line in text for line in lines), text
+        models.assert_logits(result, "plain")
+
+
+def truncate(folder: Path) -> str:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return "model.safetensors:"
+
+
+def lose_file(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    return "holds neither model.safetensors nor model.safetensors.index.json"
+
+
+def lose_part(folder: Path) -> str:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = {
+        "lm_head.weight": "model-00002-of-00002.safetensors",
+        "model.norm.weight": "model-00001-of-00002.safetensors",
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return "model-00002-of-00002.safetensors"
+
+
+def spoil_index(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("[]")
+    return "is not an index"
+
+
+def lose_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return "config.json"
+
+
+def quantise(folder: Path) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return "quantised"
+
+
+@pytest.mark.parametrize("spoil", [truncate, lose_file, lose_part, spoil_index, lose_config, quantise])
+def test_unreadable_checkpoints(world_size: int, saved, tmp_path: Path, spoil) -> None:
+    folder = single_file(saved("plain"), tmp_path)
+    expected = spoil(folder)
+    for text, result in run_ranks(world_size, refused_body, str(folder), str(saved("plain"))):
+        assert expected in text
+        models.assert_logits(result, "plain")
+
+
+def nowhere_body(ctx, folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        layers.from_pretrained(folder, ctx)
+    return str(caught.value)
+
+
+def test_a_folder_that_is_not_there(world_size: int, tmp_path: Path) -> None:
+    for text in run_ranks(world_size, nowhere_body, str(tmp_path / "nowhere")):
+        assert "nowhere' is no folder" in text
