@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from .workspace import Workspace
 
-# Tensor descriptors need strides and base addresses in multiples of this.
+# Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
+# reports an illegal instruction for a tile that begins elsewhere).
 _TMA_ALIGNMENT = 16
 
 
@@ -85,28 +86,32 @@ def _grid(device: torch.device, config: FusedConfig, tiles: int) -> tuple[int]:
     return (max(1, min(tiles, config.num_programs or limit, limit)),)
 
 
-def _operand(t: torch.Tensor, block: tuple[int, int]) -> tuple[object, bool]:
-    """`t` as a tensor descriptor with tiles of `block` where the hardware can, else as it is; and which of the two."""
+def _operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[object, bool]:
+    """`t` as a tensor descriptor with tiles of `block` where the hardware can, else as it is; and which of the two.
+
+    Tiles begin in a row at multiples of `step`, the width of a part, plus multiples of the block.
+    """
     granule = _TMA_ALIGNMENT // t.element_size()
     fits = (
         t.numel() > 0
         and t.stride(1) == 1
         and t.stride(0) % granule == 0
         and t.stride(0) > 0
+        and step % granule == 0
         and t.data_ptr() % _TMA_ALIGNMENT == 0
         and torch.version.hip is None
     )
     return (TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)), True) if fits else (t, False)
 
 
-def _product(A: torch.Tensor, B: torch.Tensor, bias, config: FusedConfig) -> dict:
-    """The arguments that say what is multiplied."""
+def _product(A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) -> dict:
+    """The arguments that say what is multiplied. `k_step`, `n_step`: where in B the ranks' parts begin."""
     a, tma_a = _operand(A, (config.block_m, config.block_k))
     transposed = B.stride(0) == 1 and B.stride(1) != 1
     if transposed:
-        b, tma_b = _operand(B.t(), (config.block_n, config.block_k))
+        b, tma_b = _operand(B.t(), (config.block_n, config.block_k), k_step)
     else:
-        b, tma_b = _operand(B, (config.block_k, config.block_n))
+        b, tma_b = _operand(B, (config.block_k, config.block_n), n_step)
     return dict(
         a=a,
         b=b if tma_b else B,
@@ -154,7 +159,7 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> None:
         num_chunks=chunks,
         BY_COLS=problem.form == "cols",
         ALL_REDUCE=problem.op == ALL_REDUCE,
-        **_product(A, B, bias, config),
+        **_product(A, B, bias, config, n_step=cols if problem.form == "cols" else 0),
         **_common(ctx, workspace, problem, config, out),
     )
 
@@ -191,7 +196,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> None:
     gathered = workspace.staging.view(problem.dtype)[: w * rows * ld].view(w * rows, ld)[:, :cols]
     tile = (config.block_m, config.block_k)
     gathered_tile, tma_g = _operand(gathered, tile)
-    product = _product(A, B, bias, config)
+    product = _product(A, B, bias, config, k_step=cols if by_k else 0)
     tiles = _tiles(rows, problem.N, config) * (1 if by_k else w)
     movers = 0 if w == 1 else triton.cdiv(rows, config.block_m) * (w - 1)
     grid = _grid(ctx.device, config, max(tiles, movers))
