@@ -178,6 +178,7 @@ class Iris(tensors.TensorMethods):
                 self.barrier()  # no peer may still be writing here
         finally:
             self._closed = True
+            self._ops = self._barrier_counts = None  # they hold heap memory
             self._segment.close()
 
     def __enter__(self) -> Iris:

@@ -1,6 +1,8 @@
 """Log lines `[Iris] [rank/world] message`, with one level for the whole process."""
 
 import logging
+import sys
+from typing import TextIO
 
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
@@ -16,8 +18,12 @@ class _Handler(logging.StreamHandler):
     """Prints to the current sys.stderr, so that redirections made later are honoured."""
 
     def __init__(self) -> None:
-        super().__init__()
+        logging.Handler.__init__(self)  # StreamHandler's own would keep the sys.stderr of now
         self.setFormatter(logging.Formatter("[Iris] %(message)s"))
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
 
 
 def rank_logger(rank: int, world_size: int) -> logging.LoggerAdapter:

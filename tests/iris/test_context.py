@@ -1,0 +1,331 @@
+"""The context: what it has, barriers, broadcast, log lines, bad arguments, the end."""
+
+from collections import namedtuple
+import contextlib
+import gc
+import io
+import math
+import os
+import time
+
+import iris
+from iris import errors
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+
+pytestmark = both
+
+
+def _attributes(ctx):
+    assert ctx.get_rank() == ctx.cur_rank and ctx.get_num_ranks() == ctx.num_ranks
+    assert ctx.get_device() == ctx.device and ctx.get_device_id() == ctx.gpu_id and ctx.get_cu_count() >= 1
+    bases = ctx.get_heap_bases()
+    assert bases.dtype == torch.uint64 and bases.shape == (ctx.num_ranks,) and bases.device == ctx.device
+    assert torch.equal(bases, ctx.heap_bases)
+    assert all(int(base) % (2 << 20) == 0 for base in bases.cpu())
+    words = ctx.get_device_context()
+    assert words.dtype == torch.int64 and words.device == ctx.device
+    first = ctx.empty(1)
+    assert int(bases[ctx.cur_rank]) <= first.data_ptr() < int(bases[ctx.cur_rank]) + ctx.heap_size
+    return ctx.cur_rank, ctx.num_ranks, ctx.heap_size
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_what_a_context_tells(world_size):
+    told = run_ranks(world_size, _attributes)
+    assert [rank for rank, _, _ in told] == list(range(world_size))
+    assert {size for _, size, _ in told} == {world_size} and len({size for _, _, size in told}) == 1
+
+
+# --- barriers --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mark_kernel(board, rank, value, bases, WORLD: tl.constexpr):
+    for to in range(WORLD):
+        iris.store(board + rank, value, rank, to, bases)
+
+
+def _nobody_passes_early(ctx, on_device):
+    """In each round one rank is late; whoever has passed the barrier sees what the late one wrote before it."""
+    board = ctx.zeros(ctx.num_ranks, dtype=torch.int32)
+    ctx.barrier()
+    for turn in range(1, 2 * ctx.num_ranks + 1):
+        if turn % ctx.num_ranks == ctx.cur_rank:
+            time.sleep(0.05)
+        _mark_kernel[(1,)](board, ctx.cur_rank, turn, ctx.get_heap_bases(), WORLD=ctx.num_ranks)
+        ctx.device_barrier() if on_device else ctx.barrier()
+        seen = board.tolist()
+        assert seen == [turn] * ctx.num_ranks, (turn, seen)
+        ctx.device_barrier() if on_device else ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("on_device", [False, True], ids=["barrier", "device_barrier"])
+def test_a_barrier_holds_everyone_until_the_last(world_size, on_device):
+    run_ranks(world_size, _nobody_passes_early, on_device)
+
+
+def _barrier_in_pairs(ctx):
+    """Barriers of overlapping groups, a rank taking part in some of them, mixed with barriers of all."""
+    rank, world = ctx.cur_rank, ctx.num_ranks
+    for _ in range(3):
+        for low in range(world - 1):
+            if rank in (low, low + 1):
+                ctx.barrier(group=[low, low + 1])
+                ctx.device_barrier(group=(low, low + 1))
+        ctx.barrier()
+        ctx.barrier(group=[rank])
+        ctx.barrier(group=list(reversed(range(world))))
+    for bad, text in (([world], "distinct ranks"), ([rank, rank], "distinct ranks"), ([], "this rank"), ("tp", "str")):
+        with pytest.raises(errors.ArgumentError, match=text):
+            ctx.barrier(group=bad)
+    if world > 1:
+        with pytest.raises(errors.ArgumentError, match="with this rank"):
+            ctx.device_barrier(group=[(rank + 1) % world])
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_barriers_of_subgroups_do_not_mix(world_size):
+    run_ranks(world_size, _barrier_in_pairs)
+
+
+def _subgroup_runs_ahead(ctx):
+    """A subgroup's barriers do not wait for those outside it, nor stand in for a barrier with them."""
+    if ctx.cur_rank < 2:
+        for _ in range(5):
+            ctx.barrier(group=[0, 1])
+        ahead = time.monotonic()
+    else:
+        time.sleep(0.5)
+        ahead = None
+    late = time.monotonic()
+    ctx.barrier()
+    return ahead, late, time.monotonic()
+
+
+@pytest.mark.parametrize("world_size", [w for w in WORLDS if w > 2])
+def test_a_subgroup_barrier_leaves_the_others_out(world_size):
+    told = run_ranks(world_size, _subgroup_runs_ahead)
+    slowest = max(late for ahead, late, _ in told if ahead is None)
+    assert all(ahead < slowest for ahead, _, _ in told if ahead is not None)
+    assert all(passed >= slowest for _, _, passed in told)
+
+
+def _barriers_that_wrap(ctx):
+    """Counts that stand just below 2^31 pass through it, and through 2^32, without a stuck or an early rank."""
+    for start in (2**31 - 3, -3):
+        ctx.barrier()
+        ctx._barrier_counts.fill_(start)
+        ctx._ranks.all_gather(None)
+        _nobody_passes_early(ctx, True)
+        if ctx.cur_rank == 0:
+            time.sleep(0.1)
+        ctx.barrier()
+        assert torch.equal(ctx._barrier_counts[0], ctx._barrier_counts[1])
+        count = int(ctx._barrier_counts[0][ctx.cur_rank])
+        assert count < 0 if start > 0 else count > 0
+        ctx._ranks.all_gather(None)  # nobody is in the next barrier before all have looked
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_barrier_counts_may_wrap(world_size):
+    run_ranks(world_size, _barriers_that_wrap)
+
+
+# --- broadcast -------------------------------------------------------------------------------------------------------
+
+Point = namedtuple("Point", "x y")
+
+
+def _values(rank):
+    return [
+        None, True, rank, 2**80 + rank, rank + 0.5, float("inf"), 1j * rank, f"text {rank}", b"bytes",
+        [1, rank, 2.5], (rank, "a"), {rank}, {"a": [rank], rank: None}, Point(rank, (1,)), range(rank, 9),
+        np.float32(rank), np.int64(rank), np.arange(rank + 2, dtype=np.int16).reshape(1, -1), np.zeros((0, 3)),
+        torch.float16, torch.Size([rank, 2]), ValueError("boxed"),
+    ]  # fmt: skip
+
+
+def _tensors(rank):
+    grid = torch.arange(24.0).view(4, 6) + rank
+    return [
+        torch.tensor(rank), grid, grid.bfloat16(), grid.t(), grid[1:3, ::2], grid.int(), grid > 5,
+        torch.empty(0, 3), grid.to(torch.complex64), torch.nn.Parameter(grid), torch.nn.Parameter(grid, False),
+        grid.clone().requires_grad_(),
+    ]  # fmt: skip
+
+
+def _same(mine, expected):
+    assert type(mine) is type(expected), (mine, expected)
+    if isinstance(expected, torch.Tensor):
+        assert mine.dtype == expected.dtype and mine.requires_grad == expected.requires_grad
+        assert torch.equal(mine.cpu(), expected.cpu())
+    elif isinstance(expected, np.ndarray):
+        assert mine.dtype == expected.dtype and np.array_equal(mine, expected)
+    elif isinstance(expected, Exception):
+        assert mine.args == expected.args
+    else:
+        assert mine == expected
+
+
+def _broadcasts(ctx):
+    for src in range(ctx.num_ranks):
+        mine, expected = (_values(r) + _tensors(r) for r in (ctx.cur_rank, src))
+        for value, want in zip(mine, expected, strict=True):
+            _same(ctx.broadcast(value, src), want)
+        _same(ctx.broadcast(value=_values(ctx.cur_rank), src=src)[3], _values(src)[3])
+    # what the others hold is not looked at
+    assert ctx.broadcast(5 if ctx.cur_rank == 0 else (lambda: None)) == 5
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_broadcast_keeps_values_and_types(world_size):
+    run_ranks(world_size, _broadcasts)
+
+
+def _broadcast_from_the_heap(ctx):
+    src = ctx.num_ranks - 1
+    heap = ctx.full((5, 3), ctx.cur_rank)
+    begin = time.monotonic()
+    came = ctx.broadcast(heap[1:, :2], src)
+    inside = ctx.broadcast({"weights": [heap]}, src)["weights"][0]
+    assert time.monotonic() - begin < 5  # the elements travel, not the heap
+    for tensor in (came, inside):
+        assert tensor.device == ctx.device and (tensor == src).all()
+        assert ctx.cur_rank == src or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    assert came.shape == (4, 2) and inside.shape == (5, 3)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_broadcast_of_a_heap_tensor_sends_its_elements_only(world_size):
+    run_ranks(world_size, _broadcast_from_the_heap)
+
+
+def _bad_broadcasts(ctx):
+    for src in (-1, ctx.num_ranks, 1.0, "0", True, None):
+        with pytest.raises(errors.ArgumentError, match="src is"):
+            ctx.broadcast(1, src)
+    if ctx.num_ranks > 1:
+        with pytest.raises(errors.ArgumentError, match="cannot be pickled"):
+            ctx.broadcast(lambda: None, 0)
+    assert ctx.broadcast(ctx.cur_rank, 0) == 0
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_bad_broadcast_fails_on_every_rank_alike(world_size):
+    run_ranks(world_size, _bad_broadcasts)
+
+
+# --- logging ---------------------------------------------------------------------------------------------------------
+
+
+def _log_lines(ctx):
+    printed = io.StringIO()
+    levels = {"debug": iris.DEBUG, "info": iris.INFO, "warning": iris.WARNING, "error": iris.ERROR}
+    with contextlib.redirect_stderr(printed):
+        for level in levels.values():
+            iris.set_logger_level(level)
+            for name in levels:
+                getattr(ctx, name)(f"{name} at {level} 100%")
+    iris.set_logger_level(iris.INFO)
+    here = f"[Iris] [{ctx.cur_rank}/{ctx.num_ranks}]"
+    expected = [
+        f"{here} {name} at {level} 100%" for level in levels.values() for name, own in levels.items() if own >= level
+    ]
+    assert printed.getvalue().splitlines() == expected
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_log_lines_carry_rank_and_world(world_size):
+    run_ranks(world_size, _log_lines)
+
+
+# --- making and closing ----------------------------------------------------------------------------------------------
+
+
+def _end(ctx):
+    with iris.iris(heap_size=1 << 20) as inner:
+        kept = inner.full((4,), 3.0)
+        inner.barrier()
+    assert kept.sum().item() == 12
+    for use in (
+        lambda: inner.zeros(1),
+        lambda: inner.barrier(),
+        lambda: inner.device_barrier(),
+        lambda: inner.broadcast(1),
+        lambda: inner.get_heap_bases(),
+        lambda: inner.get_device_context(),
+        lambda: inner.is_symmetric(kept),
+        lambda: inner.ops,
+    ):
+        with pytest.raises(errors.ClosedError, match="closed"):
+            use()
+    inner.close()  # twice is harmless
+    assert inner.get_rank() == ctx.cur_rank and inner.get_num_ranks() == ctx.num_ranks
+    with pytest.raises(KeyError):
+        with iris.iris(1 << 20) as failing:
+            raise KeyError("inside")
+    with pytest.raises(errors.ClosedError):
+        failing.check()
+    ctx.barrier()  # the other context lives on
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_closed_context_refuses_and_others_live_on(world_size):
+    run_ranks(world_size, _end)
+
+
+def _many_contexts(ctx):
+    """Contexts made and closed again and again leave no memory mapped and no descriptor open."""
+
+    def counts():
+        gc.collect()  # the interpreter leaves cycles that hold the arguments of kernels
+        with open("/proc/self/maps") as maps:
+            mapped = sum("iris-heap" in line for line in maps)
+        return mapped, len(os.listdir("/proc/self/fd"))
+
+    before = None
+    for _ in range(5):
+        with iris.iris(1 << 22) as inner:
+            inner.ones(3)
+            inner.barrier()
+        before = before or counts()
+        ctx.barrier()
+    assert counts() == before
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="looks at the mappings of shared memory")
+def test_closed_contexts_leave_nothing_behind(world_size):
+    run_ranks(world_size, _many_contexts)
+
+
+def _bad_arguments(ctx):
+    for size in (0, -1, 1.5, "1G", None, True, 1 << 60, math.inf):
+        with pytest.raises(errors.ArgumentError, match="heap_size is"):
+            iris.iris(size)
+    for group in ("tp", 3, [0]):
+        with pytest.raises(errors.ArgumentError, match="group is"):
+            iris.iris(1 << 20, group=group)
+    with pytest.raises(errors.ArgumentError, match="allocator_type is 'paper'"):
+        iris.iris(1 << 20, "paper")
+    mine = (1 << 20) * (1 + (ctx.cur_rank == 0))
+    if ctx.num_ranks > 1:
+        with pytest.raises(errors.ArgumentError, match=r"heap_size differs between ranks: \[2097152, 1048576"):
+            iris.iris(mine)
+    with pytest.raises(errors.HeapExhausted):
+        iris.iris(1)  # the barrier's counts take a few words
+    with iris.iris(heap_size=1 << 20, allocator_type="torch") as inner:
+        assert inner.broadcast(ctx.cur_rank, ctx.num_ranks - 1) == ctx.num_ranks - 1
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_bad_arguments_raise_on_every_rank_and_the_next_context_works(world_size):
+    run_ranks(world_size, _bad_arguments)
