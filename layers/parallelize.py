@@ -35,6 +35,7 @@ def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None) -> Report
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     styles = styles_of.resolve_plan(model, plan, filter_fn)
     heads = _split_heads(model, styles, ctx)
+    empty = any(parameter.is_meta for parameter in model.parameters())
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for name, style in styles.items():
         if style in styles_of.SPLIT:
@@ -47,9 +48,10 @@ def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None) -> Report
     for name, split in heads.items():
         set_local_heads(model.get_submodule(name), split)
     model.requires_grad_(False)
-    if not any(parameter.is_meta for parameter in model.parameters() if parameter is not None):
-        model.to(ctx.device)
     retie(model)
+    if not empty:
+        model.to(ctx.device)
+        retie(model)  # a move copies a view
     if plan == "auto" and filter_fn is None and hasattr(model, "tp_plan"):
         model._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
     agree_on_samples(model, ctx)
