@@ -7,6 +7,7 @@ through which a failed wait reaches the host.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 import os
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from . import platform, tensors
 from .device import sync
 from .device.context import HEADER, pack
-from .errors import ArgumentError, CaptureError, ClosedError, PeerLostError, PlatformError
+from .errors import ArgumentError, CaptureError, ClosedError, IrisError, PeerLostError, PlatformError
 from .group import Ranks
 from .heap import Heap
 from .log import rank_logger
@@ -43,8 +44,6 @@ class Iris(tensors.TensorMethods):
     """One rank's handle on the symmetric heap. Use it as a context manager, or call `close()`."""
 
     def __init__(self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> None:
-        if isinstance(heap_size, bool) or not isinstance(heap_size, int) or not 0 < heap_size <= _MAX_HEAP:
-            raise ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
         self._closed = True  # until it is built
         self._ranks = Ranks(group)
         self.cur_rank, self.num_ranks = self._ranks.rank, self._ranks.size
@@ -53,10 +52,10 @@ class Iris(tensors.TensorMethods):
         self._log = rank_logger(self.cur_rank, self.num_ranks)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        told = self._ranks.all_gather((os.getpid(), heap_size, self._device_name()))
-        _agree(told)
-
         allocator = os.environ.get("IRIS_ALLOCATOR", allocator_type)
+        refusal = _refusal(heap_size, self.device)
+        told = self._ranks.all_gather(_Told(os.getpid(), self._device_name(), str(heap_size), str(allocator), refusal))
+        _agree(told)
         self._segment = map_segment(allocator, heap_size, self.device, self._ranks)
         self._heap = Heap(self._segment)
         self.heap_size = heap_size
@@ -66,7 +65,7 @@ class Iris(tensors.TensorMethods):
         words = pack(
             self.cur_rank,
             self._segment.bases,
-            [pid for pid, _, _ in told],
+            [rank.pid for rank in told],
             self._status.data_ptr(),
             self._record.data_ptr(),
             platform.timeout_ticks(self.device),
@@ -205,11 +204,36 @@ class Iris(tensors.TensorMethods):
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
 
-def _agree(told: list[tuple[int, int, str | None]]) -> None:
-    """Raises on every rank alike when the ranks' heap sizes differ or two ranks share a GPU."""
-    sizes = [size for _, size, _ in told]
-    if len(set(sizes)) > 1:
-        raise ArgumentError(f"heap_size differs between ranks: {sizes}; expected the same on all")
-    names = [name for _, _, name in told if name]
-    if len(set(names)) < len(names):
-        raise PlatformError(f"two ranks use the same GPU: {names}; start one rank a GPU (torchrun sets LOCAL_RANK)")
+@dataclass(frozen=True)
+class _Told:
+    """What the ranks tell each other before anything is allocated."""
+
+    pid: int
+    gpu: str | None
+    heap_size: str
+    allocator: str
+    refusal: IrisError | None
+
+
+def _refusal(heap_size: Any, device: torch.device) -> IrisError | None:
+    """What is wrong with this rank's arguments and environment: told to all ranks, so that none waits for it."""
+    if isinstance(heap_size, bool) or not isinstance(heap_size, int) or not 0 < heap_size <= _MAX_HEAP:
+        return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
+    try:
+        platform.timeout_s(device)
+    except PlatformError as error:
+        return error
+    return None
+
+
+def _agree(told: list[_Told]) -> None:
+    """Raises on every rank alike when one of them cannot go on or two contradict each other."""
+    for refusal in filter(None, (rank.refusal for rank in told)):
+        raise refusal
+    for name in ("heap_size", "allocator"):
+        values = [getattr(rank, name) for rank in told]
+        if len(set(values)) > 1:
+            raise ArgumentError(f"{name} differs between ranks: {', '.join(values)}; expected the same on all")
+    gpus = [rank.gpu for rank in told if rank.gpu]
+    if len(set(gpus)) < len(gpus):
+        raise PlatformError(f"two ranks use the same GPU: {gpus}; start one rank a GPU (torchrun sets LOCAL_RANK)")

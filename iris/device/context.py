@@ -82,9 +82,7 @@ class DeviceContext:
         volatile: tl.constexpr = False,
     ):
         """Returns what stands at `pointer` on `from_rank`."""
-        return rma.load(
-            pointer, self.rank, from_rank, self.heap_bases(), mask, other, cache_modifier, volatile
-        )
+        return rma.load(pointer, self.rank, from_rank, self.heap_bases(), mask, other, cache_modifier, volatile)
 
     @triton.jit
     def store(self, pointer, value, to_rank, mask=None, cache_modifier: tl.constexpr = None):

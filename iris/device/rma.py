@@ -101,9 +101,7 @@ def copy(
 
 
 @triton.jit
-def atomic_cas(
-    pointer, cmp, val, from_rank, to_rank, heap_bases, sem: tl.constexpr = None, scope: tl.constexpr = None
-):
+def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem: tl.constexpr = None, scope: tl.constexpr = None):
     """Stores `val` at `pointer` on `to_rank` if `cmp` stands there; returns what stood there.
 
     `sem`: "acquire", "release", "acq_rel" (default) or "relaxed". `scope`: "sys" (default), "gpu" or "cta"; only "sys"
@@ -182,4 +180,3 @@ def atomic_max(
     remote = translate(pointer, from_rank, to_rank, heap_bases)
     reach: tl.constexpr = "sys" if scope is None else scope
     return tl.atomic_max(remote, val, mask=mask, sem=sem, scope=reach)
-

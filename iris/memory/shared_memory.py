@@ -30,8 +30,13 @@ class SharedMemorySegment:
                 failure = str(error)
             agree_on_success(failure, size, ranks)
             told = ranks.all_gather((os.getpid(), fd, os.fstat(fd).st_ino))
-            self._maps = [mine if r == ranks.rank else _map_peer(r, size, *told[r]) for r in range(ranks.size)]
-            ranks.all_gather(None)  # a peer's descriptor must stay open until everyone has opened it
+            self._maps = []
+            try:
+                self._maps = [mine if r == ranks.rank else _map_peer(r, size, *told[r]) for r in range(ranks.size)]
+            except OSError as error:
+                failure = str(error)
+            # and a peer's descriptor must stay open until everyone has opened it
+            agree_on_success(failure, size, ranks)
         finally:
             os.close(fd)
         self.bases = [base for _, base in self._maps]
