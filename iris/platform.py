@@ -91,8 +91,8 @@ def timeout_s(dev: torch.device) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not value > 0:
-        raise PlatformError(f"{ENV_TIMEOUT} is {text!r}; expected a number of seconds greater than 0")
+    if not 0 < value <= 1e9:  # its ticks fit into int64
+        raise PlatformError(f"{ENV_TIMEOUT} is {text!r}; expected seconds, greater than 0 and at most 1e9")
     return value
 
 

@@ -1,0 +1,160 @@
+"""What goes wrong outside: ranks that die or do not come, memory that is not there, environments that do not fit."""
+
+import os
+from pathlib import Path
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import iris
+from iris import context, errors, platform
+import pytest
+import torch
+
+from tests.harness import ROOT, UNDER_TORCHRUN, run_fresh
+
+pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts processes of its own")
+
+WAITS = {
+    "device_barrier": lambda ctx: ctx.device_barrier(),
+    "barrier": lambda ctx: ctx.barrier(),
+    "broadcast": lambda ctx: ctx.broadcast(ctx.cur_rank, 0),
+    "close": lambda ctx: ctx.close(),
+}
+
+
+def _wait_for_the_dead(rank, world_size, victim, wait, how):
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    if rank == victim:
+        time.sleep(0.3)  # the others wait by now
+        if how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    begin = time.monotonic()
+    with pytest.raises(errors.PeerLostError, match=rf"rank {rank} lost rank {victim}: device_barrier") as caught:
+        WAITS[wait](ctx)
+    took = time.monotonic() - begin
+    with pytest.raises(errors.ClosedError if wait == "close" else errors.PeerLostError):  # and so does all that follows
+        ctx.zeros(1)
+    ctx.close()
+    with pytest.raises(errors.ClosedError):
+        ctx.zeros(1)
+    return took, str(caught.value)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("world_size, victim, how", [(2, 0, "SIGKILL"), (4, 2, "SIGKILL"), (3, 1, "exit")])
+def test_a_lost_rank_is_named_on_all_others_within_ten_seconds(world_size, victim, how, wait):
+    shared = sorted(os.listdir("/dev/shm"))
+    begin = time.monotonic()
+    ended = run_fresh(world_size, _wait_for_the_dead, victim, wait, how)
+    assert time.monotonic() - begin < 20
+    assert ended[victim].exitcode == (-signal.SIGKILL if how == "SIGKILL" else 0)
+    for rank, end in enumerate(ended):
+        if rank != victim:
+            assert end.exitcode == 0, end.traceback
+            assert end.result[0] < 10
+    assert sorted(os.listdir("/dev/shm")) == shared
+
+
+def _wait_for_the_late(rank, world_size):
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    if rank == 1:
+        time.sleep(6)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(errors.PeerLostError, match=r"rank 0 lost rank 1.*1.5 s \(IRIS_TIMEOUT\)"):
+        ctx.device_barrier()
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_does_not_come_is_an_error_after_the_time_out():
+    ended = run_fresh(2, _wait_for_the_late, env={"IRIS_TIMEOUT": "1.5"})
+    assert [end.exitcode for end in ended] == [0, 0], ended[0].traceback
+    assert 1.5 <= ended[0].result < 5
+
+
+def _bad_time_out(rank, world_size):
+    for text in ("soon", "0", "-1", "nan", "inf", "", "1e30"):
+        if rank == world_size - 1:  # only there: the others learn of it
+            os.environ["IRIS_TIMEOUT"] = text
+        with pytest.raises(errors.PlatformError, match=f"IRIS_TIMEOUT is '{text}'"):
+            iris.iris(1 << 20)
+    os.environ["IRIS_TIMEOUT"] = "7.5"
+    with iris.iris(1 << 20) as ctx:
+        ctx.barrier()
+
+
+def _bad_heap_on_one_rank(rank, world_size):
+    with pytest.raises(errors.ArgumentError, match="heap_size is -5"):
+        iris.iris(-5 if rank == 1 else 1 << 20)
+    with iris.iris(1 << 20) as ctx:
+        ctx.barrier()
+
+
+@pytest.mark.parametrize("body", [_bad_time_out, _bad_heap_on_one_rank])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_wrong_on_one_rank_raises_on_all(world_size, body):
+    for end in run_fresh(world_size, body):
+        assert end.exitcode == 0, end.traceback
+
+
+def _too_large(rank, world_size, limited):
+    if rank in limited:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), -1))
+    with pytest.raises(errors.HeapExhausted, match="heap_size is .* could not be allocated"):
+        iris.iris(8 << 30 if limited else 1 << 46)
+    with iris.iris(1 << 20) as ctx:
+        ctx.zeros(10)
+        ctx.barrier()
+
+
+@pytest.mark.parametrize("limited", [[], [1], [0, 1, 2]], ids=str)
+def test_memory_that_one_rank_cannot_have_raises_on_all(limited):
+    for end in run_fresh(3, _too_large, limited):
+        assert end.exitcode == 0, end.traceback
+
+
+def _python(code: str, **env: str) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if name != platform.ENV_INTERPRET}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=inherited | {"PYTHONPATH": path} | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+def test_triton_imported_before_iris_is_an_error_that_says_what_to_do():
+    late = _python("import triton; import iris")
+    assert late.returncode == 1
+    assert "iris.errors.PlatformError: triton was imported before iris" in late.stderr
+    assert "Import iris first, or set TRITON_INTERPRET=1" in late.stderr
+    works = "import iris; ctx = iris.iris(1 << 20); ctx.barrier(); print(ctx.ones(2).sum().item())"
+    for first, env in (("", {}), ("import triton; ", {"TRITON_INTERPRET": "1"}), ("import torch; ", {})):
+        done = _python(first + works, **env)
+        assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr
+
+
+def test_fewer_gpus_than_ranks_is_an_error(monkeypatch):
+    monkeypatch.setattr(platform, "name", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert platform.device(1, 2) == torch.device("cuda", 1)
+    for rank, world_size in ((2, 3), (0, 3)):
+        with pytest.raises(errors.PlatformError, match=f"{world_size} ranks on this host but 2 GPUs"):
+            platform.device(rank, world_size)
+
+
+def test_two_ranks_on_one_gpu_are_refused():
+    told = [context._Told(pid, "gpu-a", "1", "torch", None) for pid in (1, 2)]
+    with pytest.raises(errors.PlatformError, match="two ranks use the same GPU"):
+        context._agree(told)
