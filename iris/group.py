@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 import io
 import os
 import pickle
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from . import platform
-from .errors import ArgumentError
+from .errors import ArgumentError, PeerLostError
 
 
 class Ranks:
@@ -27,7 +29,8 @@ class Ranks:
         if self.group is None:
             return [value]
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, value, self.group)
+        with _peers_answer():
+            dist.all_gather_object(everyone, value, self.group)
         return everyone
 
     def broadcast(self, value: Any, src: int) -> Any:
@@ -40,7 +43,8 @@ class Ranks:
                 box = [(_pickled(value), None)]
             except Exception as error:
                 box = [(None, f"value is a {type(value).__name__}, which cannot be pickled: {error}")]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, src), group=self.group)
+        with _peers_answer():
+            dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, src), group=self.group)
         data, failure = box[0]
         if failure:
             raise ArgumentError(f"{failure}; expected a tensor, an array, numbers or another picklable object")
@@ -51,7 +55,7 @@ class Ranks:
         if group is None:
             return list(range(self.size))
         if isinstance(group, (list, tuple)):
-            ranks = [int(rank) for rank in group]
+            ranks = [rank if isinstance(rank, int) else -1 for rank in group]
         else:
             inside = {self._global(rank): rank for rank in range(self.size)}
             ranks = [inside.get(rank, -1) for rank in dist.get_process_group_ranks(_resolve(group))]
@@ -63,6 +67,14 @@ class Ranks:
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank) if self.group else rank
+
+
+@contextmanager
+def _peers_answer() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"a rank ended or did not answer: {str(error).splitlines()[0]}") from None
 
 
 class _Pickler(pickle.Pickler):

@@ -8,12 +8,11 @@ result has the same bits on all ranks. Movers wait for no data, and tiles wait f
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, next_tile, signal, wait
+import triton
+import triton.language as tl
 
 from .tiles import Matrix, add_bias, grouped, multiply
 
@@ -36,7 +35,10 @@ def _push_part(
     COMM_PROGRAMS: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    """Pushes `own` [part_rows, cols], zero beyond its edges, to its place in every peer's `gathered` and signals each block of BLOCK_M rows."""
+    """Pushes `own` [part_rows, cols], zero beyond its edges, to its place in every peer's `gathered`.
+
+    Signals each block of BLOCK_M rows, one block later.
+    """
     # wide enough that a program has tens of KiB under way
     COPY_K: tl.constexpr = min(4 * BLOCK_K, max(BLOCK_K, 32768 // BLOCK_M))
     blocks = tl.cdiv(part_rows, BLOCK_M)

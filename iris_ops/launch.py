@@ -1,15 +1,14 @@
-"""From a problem and its configuration to a kernel launch: one small launcher an op."""
+"""From a problem and its configuration to a kernel launch: one small function an op that names the arguments."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from iris import platform
+from iris.device.sync import WAITERS
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from iris import platform
-from iris.device.sync import WAITERS
 
 from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from iris.context import Iris
 
     from .workspace import Workspace
+
+# A kernel, its grid and its arguments by name.
+Launch = tuple[triton.JITFunction, tuple[int], dict]
 
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
 # reports an illegal instruction for a tile that begins elsewhere).
@@ -141,15 +143,13 @@ def _common(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConf
         GROUP_M=config.group_m,
         WORLD_SIZE=problem.world_size,
         WAITER=WAITERS.index(problem.op),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
     )
 
 
-def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> None:
+def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     rows, cols, chunks = _owned(problem, config)
     tiles = _tiles(rows, cols, config) * chunks * problem.world_size
-    reduce_scatter_kernel[_grid(ctx.device, config, tiles)](
+    args = dict(
         staging=workspace.staging.view(problem.dtype),
         flags=workspace.flags,
         M=problem.M,
@@ -162,12 +162,13 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> None:
         **_product(A, B, bias, config, n_step=cols if problem.form == "cols" else 0),
         **_common(ctx, workspace, problem, config, out),
     )
+    return reduce_scatter_kernel, _grid(ctx.device, config, tiles), args
 
 
-def _all_reduce(ctx, workspace, problem, config, out, A, B, bias) -> None:
+def _all_reduce(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     if config.algorithm == "two_shot":
         return _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias)
-    one_shot_kernel[_grid(ctx.device, config, _tiles(problem.M, problem.N, config))](
+    args = dict(
         staging=workspace.staging.view(problem.dtype),
         flags=workspace.flags,
         M=problem.M,
@@ -175,12 +176,13 @@ def _all_reduce(ctx, workspace, problem, config, out, A, B, bias) -> None:
         **_product(A, B, bias, config),
         **_common(ctx, workspace, problem, config, out),
     )
+    return one_shot_kernel, _grid(ctx.device, config, _tiles(problem.M, problem.N, config)), args
 
 
-def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> None:
+def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     w, by_cols = problem.world_size, problem.form == "cols"
     rows, cols = problem.part_rows, problem.part_cols
-    matmul_all_gather_kernel[_grid(ctx.device, config, _tiles(rows, cols, config))](
+    args = dict(
         M=problem.M if by_cols else part_of(problem.M, w, ctx.cur_rank),
         N=part_of(problem.N, w, ctx.cur_rank) if by_cols else problem.N,
         row_step=0 if by_cols else rows,
@@ -188,9 +190,10 @@ def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> None:
         **_product(A, B, bias, config),
         **_common(ctx, workspace, problem, config, out),
     )
+    return matmul_all_gather_kernel, _grid(ctx.device, config, _tiles(rows, cols, config)), args
 
 
-def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> None:
+def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     w, by_k = problem.world_size, problem.form == "k"
     rows, cols, ld = _gathered_part(problem)
     gathered = workspace.staging.view(problem.dtype)[: w * rows * ld].view(w * rows, ld)[:, :cols]
@@ -200,7 +203,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> None:
     tiles = _tiles(rows, problem.N, config) * (1 if by_k else w)
     movers = 0 if w == 1 else triton.cdiv(rows, config.block_m) * (w - 1)
     grid = _grid(ctx.device, config, max(tiles, movers))
-    all_gather_matmul_kernel[grid](
+    args = dict(
         a_tile=product.pop("a"),
         a=A,
         a_rows=A.shape[0],
@@ -219,11 +222,36 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> None:
         **product,
         **_common(ctx, workspace, problem, config, out),
     )
+    return all_gather_matmul_kernel, grid, args
 
 
-LAUNCHERS = {
+_LAUNCHES = {
     ALL_REDUCE: _all_reduce,
     GATHER_MATMUL: _gather_matmul,
     MATMUL_GATHER: _matmul_gather,
     REDUCE_SCATTER: _reduce_scatter,
 }
+
+
+def launch(kernels: dict, ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, *tensors) -> None:
+    """Launches the kernel of `problem` on `tensors` (out, A, B, bias) in the current stream.
+
+    `kernels` keeps what was compiled, by all that Triton specialises a kernel on, so that later calls skip Triton's
+    own look-up, which costs several times the launch itself.
+    """
+    kernel, grid, args = _LAUNCHES[problem.op](ctx, workspace, problem, config, *tensors)
+    key = (kernel, problem.dtype, config.num_warps, config.num_stages, *map(_specialization, args.values()))
+    known = kernels.get(key)
+    if known is None:
+        compiled = kernel[grid](**args, num_warps=config.num_warps, num_stages=config.num_stages)
+        if compiled is not None:  # the interpreter compiles nothing
+            kernels[key] = compiled, kernel.arg_names
+    else:
+        compiled, names = known
+        compiled[grid](*[args[name] for name in names])
+
+
+def _specialization(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr() % _TMA_ALIGNMENT == 0
+    return "descriptor" if isinstance(value, TensorDescriptor) else value

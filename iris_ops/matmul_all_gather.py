@@ -6,12 +6,11 @@ and the kernel ends when every rank's last program has done so.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave
+import triton
+import triton.language as tl
 
 from .tiles import Matrix, add_bias, grouped, multiply
 

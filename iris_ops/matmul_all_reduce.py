@@ -7,12 +7,11 @@ order, so all ranks hold the same bits after one hop. Two shots, for large ones:
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, signal, wait
+import triton
+import triton.language as tl
 
 from .tiles import Matrix, add_bias, grouped, multiply, packed
 

@@ -10,12 +10,11 @@ earlier in the same order on the peers, so no wait can be circular, with any num
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, signal, wait
+import triton
+import triton.language as tl
 
 from .tiles import Matrix, add_bias, grouped, multiply, packed
 

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from iris import platform
 from iris.errors import ArgumentError
+import torch
 
 from . import launch
 from .config import FusedConfig
@@ -63,6 +62,7 @@ class Ops:
         self._ctx = ctx
         self._workspace = Workspace(ctx)
         self._prepared: dict[tuple, _Prepared] = {}
+        self._kernels: dict[tuple, object] = {}
         self._side: torch.cuda.Stream | None = None
         self._pending: torch.cuda.Event | None = None
 
@@ -121,11 +121,15 @@ class Ops:
         ctx = self._ctx
         ctx.check()
         check_tensors(op, out, A, B, bias, ctx.device)
+        if config is not None and not isinstance(config, FusedConfig):
+            raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         key = (op, out.shape, A.shape, B.shape, A.dtype, config)
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepared[key] = self._prepare(op, out, A, B, config)
         check_bias(op, bias, B)
+        if bias is not None and bias.stride(0) != 1:
+            bias = bias.contiguous()
         if workspace is None:
             workspace = self._workspace
         elif not isinstance(workspace, Workspace) or workspace.ctx is not ctx:
@@ -142,7 +146,7 @@ class Ops:
             target = out
             if not direct:
                 target = workspace.staging[prepared.nbytes : nbytes].view(out.dtype).view(out.shape)
-            launch.LAUNCHERS[op](ctx, workspace, prepared.problem, prepared.config, target, A, B, bias)
+            launch.launch(self._kernels, ctx, workspace, problem, prepared.config, target, A, B, bias)
             if not direct:
                 out.copy_(target)
 
@@ -155,8 +159,6 @@ class Ops:
         return workspace
 
     def _prepare(self, op: str, out, A, B, config: FusedConfig | None) -> _Prepared:
-        if config is not None and not isinstance(config, FusedConfig):
-            raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
         chosen = config or self._plan(problem)
         num_flags, nbytes = launch.workspace_size(problem, chosen)

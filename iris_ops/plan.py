@@ -78,7 +78,9 @@ def plan(problem: Problem, machine: Machine) -> FusedConfig:
 
 @lru_cache(maxsize=4096)
 def _plan(problem: Problem, machine: Machine) -> FusedConfig:
-    reasons = [f"{problem.op} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype} on {machine.name}"]
+    reasons = [
+        f"{problem.op} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype} on {machine.name}"
+    ]
     scored = []
     for candidate in _candidates(problem, machine):
         objection = _objection(problem, candidate)
@@ -87,8 +89,10 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
             reasons.append(f"rejected {label}: {objection}")
             continue
         prediction = predict(problem, candidate, machine)
-        reasons.append(f"{label}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
-                       f"together {prediction.total_us:.1f} us")
+        reasons.append(
+            f"{label}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
+            f"together {prediction.total_us:.1f} us"
+        )
         scored.append((prediction.total_us, len(scored), replace(candidate, prediction=prediction)))
     chosen = min(scored)[2]
     reasons.append(f"chosen {chosen.block_m}x{chosen.block_n}x{chosen.block_k} {_variant(problem, chosen)}".rstrip())
@@ -116,7 +120,7 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
 def _powers(size: int) -> list[int]:
     """The powers of two worth trying for a dimension in the interpreter, where few large blocks are best."""
     whole = max(16, 1 << max(0, size - 1).bit_length())
-    return [block for block in (whole, whole // 2, whole // 4) if 16 <= block <= 1024]or [1024]
+    return [block for block in (whole, whole // 2, whole // 4) if 16 <= block <= 1024] or [1024]
 
 
 def _objection(problem: Problem, config: FusedConfig) -> str | None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+import torch
 
 ALL_REDUCE = "matmul_all_reduce"
 GATHER_MATMUL = "all_gather_matmul"
@@ -51,7 +50,8 @@ class Problem:
 
     @property
     def empty(self) -> bool:
-        return self.M == 0 or self.N == 0
+        """Whether no rank has anything to compute. In `all_gather_matmul` N may differ by rank, so only M tells."""
+        return self.M == 0 or (self.N == 0 and self.op != GATHER_MATMUL)
 
     @property
     def part_rows(self) -> int:
@@ -101,7 +101,7 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
     elif op == GATHER_MATMUL:
         found = fits("rows", rows, n, kb, A=(part(rows), kb), out=(rows, n))
         found = found or fits("k", rows, n, kb, A=(rows, part(kb)), out=(rows, n))
-        if found and found.form == "k" and rows == kb == 1:
+        if found and found.form == "k" and rows == 1 and kb <= 1:
             found = Problem(op, "rows", rows, n, kb, w, A.dtype)
         wanted = "A (M/w,K) or (M,K/w), B (K,N), out (M,N)"
     elif op == MATMUL_GATHER:
@@ -145,7 +145,9 @@ def check_tensors(
         if any(size > _MAX_SIZE for size in t.shape):
             raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes below 2**31")
         if t.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()")
+            raise ArgumentError(
+                f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()"
+            )
     for name, t in (("A", A), ("B", B), ("bias", bias)):
         if t is not None and _overlap(out, t):
             raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")

@@ -1,11 +1,10 @@
 """What all fused kernels share: matrices, tile order, the product of one tile, and packed tiles in staging memory."""
 
+from iris.device import arch
+from iris.device.context import aggregate
 import triton
 import triton.language as tl
 from triton.language.core import base_value
-
-from iris.device import arch
-from iris.device.context import aggregate
 
 
 @triton.constexpr_function

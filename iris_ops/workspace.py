@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from iris import platform
 from iris.device.sync import sync_words
 from iris.errors import CaptureError
+import torch
 
 if TYPE_CHECKING:
     from iris.context import Iris

@@ -175,7 +175,7 @@ def test_sequence_parallel_needs_the_number_of_tokens_only_if_uneven(world_size:
 
 
 def even_body(ctx) -> None:
-    column = ColumnParallelLinear.from_linear(whole_linear(17, 8), sequence_parallel=True, ctx=ctx)
+    column = ColumnParallelLinear.from_linear(whole_linear(17, 5), sequence_parallel=True, ctx=ctx)
     assert column(torch.zeros(2, 17, device=ctx.device)).shape[0] == 2 * ctx.num_ranks
     with pytest.raises(ShapeError, match="tokens"):
         column(torch.zeros(2, 17, device=ctx.device), tokens=2 * ctx.num_ranks + 7)
