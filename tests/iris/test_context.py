@@ -82,7 +82,13 @@ def _barrier_in_pairs(ctx):
         ctx.barrier()
         ctx.barrier(group=[rank])
         ctx.barrier(group=list(reversed(range(world))))
-    for bad, text in (([world], "distinct ranks"), ([rank, rank], "distinct ranks"), ([], "this rank"), ("tp", "str")):
+    for bad, text in (
+        ([world], "distinct ranks"),
+        ([rank, rank], "distinct ranks"),
+        ([], "this rank"),
+        (["0"], "distinct"),
+        ("tp", "str"),
+    ):
         with pytest.raises(errors.ArgumentError, match=text):
             ctx.barrier(group=bad)
     if world > 1:

@@ -12,6 +12,7 @@ import iris
 from iris import context, errors, platform
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.harness import ROOT, UNDER_TORCHRUN, run_fresh
 
@@ -58,6 +59,19 @@ def test_a_lost_rank_is_named_on_all_others_within_ten_seconds(world_size, victi
             assert end.exitcode == 0, end.traceback
             assert end.result[0] < 10
     assert sorted(os.listdir("/dev/shm")) == shared
+
+
+def _never_made(rank, world_size):
+    dist.init_process_group("gloo")
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(errors.PeerLostError, match="ended or did not answer"):
+        iris.iris(1 << 20)
+
+
+def test_a_rank_that_ends_before_its_context_is_made_is_an_error_on_the_others():
+    for end in run_fresh(3, _never_made):
+        assert end.exitcode == 0, end.traceback
 
 
 def _wait_for_the_late(rank, world_size):
