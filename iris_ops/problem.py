@@ -93,8 +93,8 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
     def part(size: int) -> int:
         return part_of(size, w, rank)
 
-    # The order decides where both forms fit, which is only so when the whole is one element wide: it lies on rank 0
-    # in either form, and the other ranks, whose part is empty, come to "rows" as well.
+    # The order decides where both forms fit, which is only so when the whole is at most one element wide: it lies on
+    # rank 0 in either form, and the other ranks, whose part is empty, come to "rows" as well.
     if op == ALL_REDUCE:
         found = fits("", m, n, k, B=(k, n), out=(m, n))
         wanted = "A (M,K), B (K,N), out (M,N)"

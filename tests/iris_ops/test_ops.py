@@ -1,0 +1,180 @@
+"""Every op in every form, dtype and layout against float64, on every number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from iris_ops import FusedConfig
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
+import pytest
+import torch
+
+from tests.harness import WORLDS, both, run_ranks
+from tests.iris_ops.calls import Call, assert_same_bits, bits, check_cases
+from tests.reference import FORMS, Case
+
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
+
+# All-reduce by its algorithms, the others by what is gathered or scattered.
+VARIANTS = [(ALL_REDUCE, "", "one_shot"), *((op, form, "two_shot") for op, form in FORMS)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Sizes that nothing divides, that blocks and ranks divide, a long and a wide one.
+SHAPES = [(37, 29, 19), (32, 48, 32), (67, 17, 24), (5, 67, 38)]
+# Several tiles and rounds in small matrices; on GPUs a few programs, so that each has several tiles.
+SMALL = [
+    FusedConfig(16, 16, 16, group_m=2, num_warps=4, num_stages=2, num_programs=3, comm_programs=2, owner_blocks=1),
+    FusedConfig(16, 32, 16, group_m=3, num_warps=4, num_stages=3, num_programs=5, comm_programs=1, owner_blocks=2),
+]
+
+
+def cases(op: str, form: str, algorithm: str, dtype: torch.dtype) -> list[Case]:
+    """Both layouts of B with and without bias; shape, place of out, row strides and blocks in rotation."""
+    shift = VARIANTS.index((op, form, algorithm)) + DTYPES.index(dtype)
+    found = []
+    for index, (transposed, bias) in enumerate(product([True, False], [True, False])):
+        turn = index + shift
+        found.append(
+            Case(
+                op,
+                form,
+                *SHAPES[turn % len(SHAPES)],
+                dtype=dtype,
+                bias=bias,
+                transposed=transposed,
+                on_heap=turn % 3 != 0,
+                pad=(0, 3, 8)[turn % 3],
+                config=replace(SMALL[index % 2], algorithm=algorithm),
+                seed=turn,
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op, form, algorithm", VARIANTS)
+def test_op_is_right_with_given_blocks(world_size: int, op: str, form: str, algorithm: str, dtype: torch.dtype) -> None:
+    called = cases(op, form, algorithm, dtype)
+    assert_same_bits(called, run_ranks(world_size, check_cases, called))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op, form", FORMS)
+def test_op_is_right_as_planned(world_size: int, op: str, form: str, dtype: torch.dtype) -> None:
+    called = [replace(case, config=None) for case in cases(op, form, "two_shot", dtype)[::3]]
+    assert_same_bits(called, run_ranks(world_size, check_cases, called))
+
+
+@pytest.mark.parametrize("on_heap", [True, False])
+@pytest.mark.parametrize("op, form", FORMS)
+def test_out_may_lie_anywhere(world_size: int, op: str, form: str, on_heap: bool) -> None:
+    called = [Case(op, form, 40, 56, 24, on_heap=on_heap, pad=pad, seed=pad) for pad in (0, 5, 8)]
+    assert_same_bits(called, run_ranks(world_size, check_cases, called))
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_ranks_may_differ_in_depth(world_size: int, algorithm: str) -> None:
+    """K split unevenly over the ranks, down to a rank with nothing to multiply."""
+    config = replace(SMALL[0], algorithm=algorithm)
+    called = [Case(ALL_REDUCE, "", 20, 36, k, split_k=True, config=config, seed=k) for k in (67, 33, 5, 2, 1)]
+    called += [Case(REDUCE_SCATTER, form, 20, 36, 33, split_k=True, config=config) for form in ("rows", "cols")]
+    assert_same_bits(called, run_ranks(world_size, check_cases, called))
+
+
+@pytest.mark.parametrize("op, form", FORMS)
+def test_a_product_of_depth_zero_is_the_bias(world_size: int, op: str, form: str) -> None:
+    called = [Case(op, form, m, 20, 0, bias=bias) for m in (1, 19) for bias in (True, False)]
+    assert_same_bits(called, run_ranks(world_size, check_cases, called))
+
+
+def unusual_strides(ctx) -> None:
+    """Operands that are views: A transposed, expanded; bias every second element or one for all columns; B sliced."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(ctx.device)
+
+    w, config = ctx.num_ranks, SMALL[0]
+    A, B, bias = draw(24, 20).t(), draw(48, 70)[::2, 1::2], draw(70)[::2]
+    columns = draw(20, 40)
+    for a in (A, A[:1].expand(20, 24)):
+        for c in (bias, bias[:1].expand(35)):
+            wide = columns.clone().fill_(float("nan"))
+            for out in (wide[:, 1:36], torch.full((35, 20), float("nan"), device=ctx.device).t()):
+                ctx.ops.matmul_all_reduce(out, a, B, c, config=config)
+                torch.testing.assert_close(out, w * (a @ B) + c, rtol=1e-5, atol=1e-4)
+            assert wide[:, :1].isnan().all() and wide[:, 36:].isnan().all()
+
+
+def test_operands_may_be_any_views(world_size: int) -> None:
+    run_ranks(world_size, unusual_strides)
+
+
+def in_turn(ctx, called: list[Case]) -> None:
+    """Asynchronous calls, each awaited through its workspace, and a call that follows without a wait."""
+    for case in called:
+        call = Call(ctx, case)
+        workspace = call.run(async_op=True)
+        workspace.wait()
+        call.check()
+    first, second = (Call(ctx, case) for case in called[:2])
+    workspace = first.run(async_op=True)
+    second.run()
+    workspace.wait()
+    first.check()
+    second.check()
+
+
+def test_async_op_is_right_after_wait(world_size: int) -> None:
+    run_ranks(world_size, in_turn, [Case(op, form, 33, 40, 24, seed=i) for i, (op, form) in enumerate(FORMS)])
+
+
+def two_workspaces(ctx) -> None:
+    """A workspace of another ops object of this context serves too; both keep their own epochs."""
+    case = Case(ALL_REDUCE, "", 20, 24, 16, config=SMALL[0])
+    first = Call(ctx, case)
+    workspace = first.run()
+    ctx._ops = None
+    second = Call(ctx, replace(case, seed=1))
+    other = second.run()
+    assert other is not workspace
+    for call, used in ((first, workspace), (second, other), (first, other), (second, workspace)):
+        call.out.fill_(float("nan"))
+        assert call.run(used) is used
+        call.check()
+
+
+def test_workspace_can_be_passed_back(world_size: int) -> None:
+    run_ranks(world_size, two_workspaces)
+
+
+def broken(ctx) -> None:
+    """The result of another rank count, of a bias added by each rank, of a missing last column of A."""
+    case = Case(ALL_REDUCE, "", 20, 24, 17, dtype=torch.float32)
+    call = Call(ctx, case)
+    call.run()
+    good = call.check()
+    for wrong in (good + call.bias, good * 0.999, good - call.A[:, -1:] * call.B[-1:, :]):
+        call.out.copy_(wrong)
+        with pytest.raises(AssertionError, match="error"):
+            call.check()
+    call.out.copy_(good)
+    call.guarded.buffer[0] = 0
+    with pytest.raises(AssertionError, match="guard"):
+        call.check()
+
+
+def test_the_check_sees_wrong_results(world_size: int) -> None:
+    run_ranks(world_size, broken)
+
+
+def test_bits_tell_results_apart(world_size: int) -> None:
+    zero = torch.zeros(3, 2)
+    assert bits(zero) != bits(-zero) and bits(zero) == bits(zero.clone())
+    for op, differ in ((MATMUL_GATHER, True), (GATHER_MATMUL, False)):
+        case = Case(op, "rows", 1, 1, 1)
+        if differ:
+            with pytest.raises(AssertionError, match="different bits"):
+                assert_same_bits([case], [["a"], ["b"]])
+        else:
+            assert_same_bits([case], [["a"], ["b"]])
