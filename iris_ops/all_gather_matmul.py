@@ -1,9 +1,9 @@
 """`out = gather over ranks of A, by rows or along K, @ B + bias`: parts of A arrive while others are multiplied.
 
-The first programs of the grid push this rank's A into every peer's staging memory, block of rows by block of rows,
-and signal each block; then they join the others, which take tiles from a common count. By rows, the own part comes
-first and the others in the order of their arrival. Along K, every tile sums the ranks' parts in rank order, so the
-result has the same bits on all ranks. Movers wait for no data, and tiles wait for movers only: no wait is circular.
+The first programs of the grid push this rank's A into every peer's staging memory and signal it piece by piece; then
+they join the others, which take tiles from a common count. By rows, the own part comes first and the others in the
+order of their arrival. Along K, every tile sums the ranks' parts in rank order, so the result has the same bits on all
+ranks. Movers wait for no data, and tiles wait for movers only: no wait is circular.
 """
 
 from __future__ import annotations
@@ -33,38 +33,41 @@ def _push_part(
     WORLD_SIZE: tl.constexpr,
     BY_K: tl.constexpr,
     COMM_PROGRAMS: tl.constexpr,
+    SPLITS: tl.constexpr,
     WAITER: tl.constexpr,
 ):
     """Pushes `own` [part_rows, cols], zero beyond its edges, to its place in every peer's `gathered`.
 
-    Signals each block of BLOCK_M rows, one block later.
+    In pieces of BLOCK_M rows by a SPLITS-th of the columns; each is signalled one piece later.
     """
     # wide enough that a program has tens of KiB under way
     COPY_K: tl.constexpr = min(4 * BLOCK_K, max(BLOCK_K, 32768 // BLOCK_M))
     blocks = tl.cdiv(part_rows, BLOCK_M)
+    width = tl.cdiv(tl.cdiv(cols, COPY_K), SPLITS) * COPY_K  # columns of a unit
+    target = Matrix(gathered, part_rows * (ctx.rank + 1), cols, ld, 1, False)
     ok = await_entered(ctx, sync, epoch, WAITER)
     pending = -1
     pending_peer = 0
-    for unit in range(tl.program_id(0), blocks * (WORLD_SIZE - 1), COMM_PROGRAMS):
+    for unit in range(tl.program_id(0), blocks * SPLITS * (WORLD_SIZE - 1), COMM_PROGRAMS):
         if BY_K:  # every tile needs a block from everyone
-            block, step = unit // (WORLD_SIZE - 1), unit % (WORLD_SIZE - 1)
+            piece, step = unit // (WORLD_SIZE - 1), unit % (WORLD_SIZE - 1)
         else:  # a peer works through one rank's part after the other
-            block, step = unit % blocks, unit // blocks
+            piece, step = unit % (blocks * SPLITS), unit // (blocks * SPLITS)
+        row, first = piece // SPLITS * BLOCK_M, piece % SPLITS * width
         peer = (ctx.rank + 1 + step) % WORLD_SIZE
-        target = Matrix(gathered, part_rows * (ctx.rank + 1), cols, ld, 1, False)
         if ok:
-            for k in range(0, cols, COPY_K):
+            for k in range(first, min(first + width, cols), COPY_K):
                 # read with this rank's own edges, so that what lies beyond its last column arrives as zero
-                values = own.load(block * BLOCK_M, k, BLOCK_M, COPY_K)
-                places, mask = target.pointers(ctx.rank * part_rows + block * BLOCK_M, k, BLOCK_M, COPY_K)
+                values = own.load(row, k, BLOCK_M, COPY_K)
+                places, mask = target.pointers(ctx.rank * part_rows + row, k, BLOCK_M, COPY_K)
                 tl.store(ctx.remote(places, peer), values, mask=mask)
             if pending >= 0:
-                signal(ctx, flags + ctx.rank * blocks + pending, epoch, pending_peer)
-        pending = block
+                signal(ctx, flags + ctx.rank * blocks * SPLITS + pending, epoch, pending_peer)
+        pending = piece
         pending_peer = peer
     if pending >= 0:
         if ok:
-            signal(ctx, flags + ctx.rank * blocks + pending, epoch, pending_peer)
+            signal(ctx, flags + ctx.rank * blocks * SPLITS + pending, epoch, pending_peer)
     return ok
 
 
@@ -100,6 +103,7 @@ def all_gather_matmul_kernel(
     GROUP_M: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     COMM_PROGRAMS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BY_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TMA_A: tl.constexpr,
@@ -109,7 +113,7 @@ def all_gather_matmul_kernel(
     WAITER: tl.constexpr,
 ):
     # a: [a_rows, a_cols], this rank's part of A; gathered: [source rank, part_rows, part_cols], rows of ld elements;
-    # flags: [source rank, row block]. a_tile and gathered_tile are descriptors of the two where TMA can serve.
+    # flags: [source rank, row block, split]. a_tile and gathered_tile are descriptors of the two where TMA can serve.
     ctx = own_context(words, WORLD_SIZE)
     own = Matrix(a, a_rows, a_cols, stride_am, stride_ak, False)
     own_tile = Matrix(a_tile, a_rows, a_cols, stride_am, stride_ak, TMA_A)
@@ -133,6 +137,7 @@ def all_gather_matmul_kernel(
             WORLD_SIZE,
             BY_K,
             COMM_PROGRAMS,
+            SPLITS,
             WAITER,
         )
 
@@ -155,7 +160,9 @@ def all_gather_matmul_kernel(
                 # Two loops of which one is empty, not two branches: so they share their pipeline's shared memory.
                 own_depth, depth = a_cols, 0
                 if source != ctx.rank:
-                    ok = wait(ctx, flags + source * num_m + tile_m, epoch, source, WAITER, exact=True) and ok
+                    for split in range(SPLITS):
+                        flag = flags + (source * num_m + tile_m) * SPLITS + split
+                        ok = wait(ctx, flag, epoch, source, WAITER, exact=True) and ok
                     arch.fence_async_proxy()
                     own_depth, depth = 0, min(part_cols, K - k0)
                 acc = multiply(own_tile, B, row, col, k0, own_depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)

@@ -53,7 +53,7 @@ def workspace_size(problem: Problem, config: FusedConfig) -> tuple[int, int]:
         return 0, 0
     if problem.op == GATHER_MATMUL:
         rows, _, ld = _gathered_part(problem)
-        return w * triton.cdiv(rows, config.block_m), w * rows * ld * itemsize
+        return w * triton.cdiv(rows, config.block_m) * _splits(problem, config), w * rows * ld * itemsize
     if problem.op == ALL_REDUCE and config.algorithm == "one_shot":
         tiles = _tiles(problem.M, problem.N, config)
     else:
@@ -80,6 +80,12 @@ def _gathered_part(problem: Problem) -> tuple[int, int, int]:
     cols = -(-problem.K // problem.world_size) if problem.form == "k" else problem.K
     granule = _TMA_ALIGNMENT // problem.dtype.itemsize
     return rows, cols, -(-cols // granule) * granule
+
+
+def _splits(problem: Problem, config: FusedConfig) -> int:
+    """Into how many pieces a block of gathered rows is cut, so that every mover has one."""
+    blocks = triton.cdiv(problem.part_rows, config.block_m) * max(1, problem.world_size - 1)
+    return triton.cdiv(config.comm_programs, blocks)
 
 
 def _grid(device: torch.device, config: FusedConfig, tiles: int) -> tuple[int]:
@@ -201,8 +207,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     gathered_tile, tma_g = _operand(gathered, tile)
     product = _product(A, B, bias, config, k_step=cols if by_k else 0)
     tiles = _tiles(rows, problem.N, config) * (1 if by_k else w)
-    movers = 0 if w == 1 else triton.cdiv(rows, config.block_m) * (w - 1)
-    grid = _grid(ctx.device, config, max(tiles, movers))
+    grid = _grid(ctx.device, config, max(tiles, config.comm_programs))
     args = dict(
         a_tile=product.pop("a"),
         a=A,
@@ -217,6 +222,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         part_cols=cols,
         ld=ld,
         COMM_PROGRAMS=min(config.comm_programs, grid[0]),
+        SPLITS=_splits(problem, config),
         BY_K=by_k,
         TMA_G=tma_g,
         **product,

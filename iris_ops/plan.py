@@ -102,7 +102,9 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
 
 
 def _variant(problem: Problem, config: FusedConfig) -> str:
-    return config.algorithm if problem.op == ALL_REDUCE else ""
+    if problem.op != ALL_REDUCE:
+        return ""
+    return config.algorithm if config.algorithm == "one_shot" else f"two_shot, {config.owner_blocks} blocks an owner"
 
 
 def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
@@ -110,10 +112,13 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         tiles = [(m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm))]
     else:
         tiles = list(_FP32_TILES if problem.dtype == torch.float32 else _GPU_TILES)
-    algorithms = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("two_shot",)
+    reductions = [("two_shot", 2)]
+    if problem.op == ALL_REDUCE:
+        reductions = [("one_shot", 1), ("two_shot", 2), ("two_shot", 1)]
+    comm = 1 if machine.name == INTERPRETER else FusedConfig.comm_programs
     return [
-        FusedConfig(m, n, k, num_warps=warps, num_stages=stages, algorithm=algorithm)
-        for (m, n, k, warps, stages), algorithm in product(tiles, algorithms)
+        FusedConfig(m, n, k, num_warps=w, num_stages=s, algorithm=algorithm, owner_blocks=blocks, comm_programs=comm)
+        for (m, n, k, w, s), (algorithm, blocks) in product(tiles, reductions)
     ]
 
 
@@ -137,6 +142,11 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     gemm = _gemm_us(problem, config, machine)
     w, nbytes = problem.world_size, problem.link_bytes
     hops = 0 if w == 1 else 1
+    if problem.op == ALL_REDUCE and config.algorithm == "two_shot":
+        # the rank that owns most rows receives, sums and sends most
+        turn = config.block_m * config.owner_blocks * w
+        owned = problem.M // turn * config.block_m * config.owner_blocks + min(problem.M % turn, turn // w)
+        nbytes *= owned * w / max(1, problem.M)
     if problem.op == ALL_REDUCE and config.algorithm == "one_shot":
         result = problem.M * problem.N * problem.dtype.itemsize
         link = (w - 1) * result / (machine.link_gbs * 1e3)
@@ -150,7 +160,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
 
 
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
-_EXPOSED = {ALL_REDUCE: 0.5, REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.2, MATMUL_GATHER: 0.3}
+_EXPOSED = {ALL_REDUCE: 0.6, REDUCE_SCATTER: 0.4, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
 
 
 def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
