@@ -45,6 +45,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 
 UNDER_TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+ON_GPU = UNDER_TORCHRUN and torch.cuda.is_available()
 # The world sizes that a test can have here: `@pytest.mark.parametrize("world_size", WORLDS)`.
 WORLDS = [int(os.environ["WORLD_SIZE"])] if UNDER_TORCHRUN else [1, 2, 3, 4]
 # The mark of a module whose tests run on CPU workers and, under torchrun, on GPUs.
@@ -406,7 +407,7 @@ def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ..
     if world_size != WORLDS[0]:
         pytest.skip(f"needs {world_size} ranks, torchrun started {WORLDS[0]}")
     if "control" not in _session:
-        os.environ.setdefault("IRIS_TIMEOUT", "30")
+        os.environ.setdefault("IRIS_TIMEOUT", "60")
         if not dist.is_initialized():
             if torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

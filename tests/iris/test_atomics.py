@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.harness import ON_GPU, WORLDS, both, run_ranks
 
 pytestmark = both
 
 INTEGERS = [torch.int32, torch.int64]
 FLOATS = [torch.float32, torch.float64]
 # Between processes the interpreter loses updates of fp16, and has none of bf16.
-NARROW = [torch.float16, torch.bfloat16] if UNDER_TORCHRUN else []
+NARROW = [torch.float16, torch.bfloat16] if ON_GPU else []
 N, INSIDE = 8, 5
 ROUNDS = 6
 
@@ -94,8 +94,10 @@ def _supported(op: str, dtype: torch.dtype) -> bool:
         return True
     if dtype in NARROW:
         return op == "add"
+    if ON_GPU:
+        return op in ("add", "xchg", "min", "max")
     # The interpreter cannot exchange floats, and orders negative fp64 values wrongly.
-    return op == "add" or UNDER_TORCHRUN and op == "xchg" or op in ("min", "max") and dtype == torch.float32
+    return op == "add" or op in ("min", "max") and dtype == torch.float32
 
 
 SUPPORTED = [(op, dtype) for op in MEANING for dtype in INTEGERS + FLOATS + NARROW if _supported(op, dtype)]
@@ -124,7 +126,7 @@ def _meanings(ctx, cases):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_what_each_atomic_leaves_and_returns(world_size):
     run_ranks(world_size, _meanings, SUPPORTED)
-    if UNDER_TORCHRUN or world_size == 2:
+    if ON_GPU or world_size == 2:
         run_ranks(world_size, _meanings, SUPPORTED[1:] + SUPPORTED[:1])  # each by the other spelling
 
 

@@ -14,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import ROOT, UNDER_TORCHRUN, run_fresh
-
-pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts processes of its own")
+from tests.harness import ROOT, run_fresh
 
 WAITS = {
     "device_barrier": lambda ctx: ctx.device_barrier(),

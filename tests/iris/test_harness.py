@@ -7,9 +7,7 @@ import time
 import pytest
 import torch
 
-from tests.harness import WORLDS, assert_close_to_reference, both, guarded, run_fresh, run_ranks
-
-cpu_only = pytest.mark.skipif(bool(both), reason="about worker processes")
+from tests.harness import WORLDS, assert_close_to_reference, guarded, run_fresh, run_ranks
 
 
 def _rank_and_bytes(ctx):

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.harness import WORLDS, both, run_ranks
+from tests.harness import ON_GPU, WORLDS, both, run_ranks
 
 pytestmark = both
 
@@ -27,7 +27,7 @@ CASES = [
     (world_size, dtype)
     for world_size in WORLDS
     for dtype in DTYPES
-    if both or world_size == 2 or dtype in (torch.bfloat16, torch.int64)
+    if ON_GPU or world_size == 2 or dtype in (torch.bfloat16, torch.int64)
 ]
 BLOCK = 32
 UNTOUCHED, OTHER = 77, 55  # bool takes both as True; its patterns are mostly False
@@ -116,7 +116,7 @@ def test_moves_between_all_pairs_of_ranks(world_size, dtype):
 def _modifiers_kernel(src, dst, rank, peer, words, N: tl.constexpr, WORLD: tl.constexpr):
     ctx = iris.DeviceContext.initialize(words, rank, WORLD)
     i = tl.arange(0, N)
-    value = ctx.load(src + i, peer, cache_modifier=".cg", volatile=True)
+    value = ctx.load(src + i, peer, cache_modifier=".cg") * 0 + ctx.load(src + i, peer, volatile=True)
     ctx.store(dst + i, value, peer, cache_modifier=".wt")
     ctx.get(src + i, dst + N + i, peer, load_cache_modifier=".cv", store_cache_modifier=".cs")
     ctx.put(src + i, dst + 2 * N + i, peer, load_cache_modifier=".ca", store_cache_modifier=".wb")
