@@ -49,7 +49,7 @@ def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
 def workspace_size(problem: Problem, config: FusedConfig) -> tuple[int, int]:
     """(flags, bytes of staging) that a call needs."""
     w, itemsize = problem.world_size, problem.dtype.itemsize
-    if problem.op == MATMUL_GATHER:
+    if problem.op == MATMUL_GATHER or problem.empty:
         return 0, 0
     if problem.op == GATHER_MATMUL:
         rows, _, ld = _gathered_part(problem)
