@@ -44,10 +44,15 @@ def _wait_for_the_dead(rank, world_size, victim, wait, how):
     return took, str(caught.value)
 
 
+def _shared_memory() -> set[str]:
+    """What lies in shared memory, without the semaphores that other programs' worker pools come and go with."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("world_size, victim, how", [(2, 0, "SIGKILL"), (4, 2, "SIGKILL"), (3, 1, "exit")])
 def test_a_lost_rank_is_named_on_all_others_within_ten_seconds(world_size, victim, how, wait):
-    shared = sorted(os.listdir("/dev/shm"))
+    shared = _shared_memory()
     begin = time.monotonic()
     ended = run_fresh(world_size, _wait_for_the_dead, victim, wait, how)
     assert time.monotonic() - begin < 20
@@ -56,7 +61,7 @@ def test_a_lost_rank_is_named_on_all_others_within_ten_seconds(world_size, victi
         if rank != victim:
             assert end.exitcode == 0, end.traceback
             assert end.result[0] < 10
-    assert sorted(os.listdir("/dev/shm")) == shared
+    assert _shared_memory() <= shared
 
 
 def _never_made(rank, world_size):
