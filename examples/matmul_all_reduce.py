@@ -18,8 +18,9 @@ def rank_main(M: int = 128, N: int = 256, K: int = 192) -> None:
         A = torch.randn(ctx.num_ranks, M, K, generator=generator).to(ctx.device, dtype)
         B = torch.randn(ctx.num_ranks, K, N, generator=generator).to(ctx.device, dtype)
 
+        plan = ctx.ops.plan("matmul_all_reduce", M, N, K, dtype)
         if ctx.cur_rank == 0:
-            print(ctx.ops.plan("matmul_all_reduce", M, N, K, dtype))
+            print(plan)
         out = ctx.empty(M, N, dtype=dtype)  # on the heap, so that peers write it directly
         ctx.ops.matmul_all_reduce(out, A[ctx.cur_rank], B[ctx.cur_rank])
 

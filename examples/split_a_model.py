@@ -15,8 +15,8 @@ def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=96,
+        intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=3,
