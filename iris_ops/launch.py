@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .workspace import Workspace
 
 # A kernel, its grid and its arguments by name.
-Launch = tuple[triton.JITFunction, tuple[int], dict]
+Launch = tuple[triton.JITFunction, tuple[int, int, int], dict]
 
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
 # reports an illegal instruction for a tile that begins elsewhere).
@@ -88,10 +88,10 @@ def _splits(problem: Problem, config: FusedConfig) -> int:
     return triton.cdiv(config.comm_programs, blocks)
 
 
-def _grid(device: torch.device, config: FusedConfig, tiles: int) -> tuple[int]:
+def _grid(device: torch.device, config: FusedConfig, tiles: int) -> tuple[int, int, int]:
     """At most one program a multiprocessor: all of them are resident, so they may wait for peers."""
     limit = platform.num_programs(device)
-    return (max(1, min(tiles, config.num_programs or limit, limit)),)
+    return max(1, min(tiles, config.num_programs or limit, limit)), 1, 1
 
 
 def _operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[object, bool]:
