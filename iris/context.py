@@ -161,7 +161,7 @@ class Iris(tensors.TensorMethods):
         if self._closed:
             raise ClosedError("this context was closed; make a new one with iris.iris()")
         if self._record_view[0]:
-            _, waiter, _, rank, peer, expected, seen, _ = (int(word) for word in self._record_view)
+            _, waiter, rank, peer, expected, seen = (int(word) for word in self._record_view)
             raise PeerLostError(
                 f"rank {rank} lost rank {peer}: {sync.WAITERS[waiter]} waited for its signal {expected} and saw {seen} "
                 f"until the process ended or {platform.timeout_s(self.device):g} s (IRIS_TIMEOUT) had passed. Results "

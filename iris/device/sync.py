@@ -20,8 +20,8 @@ WAITERS = (
     "matmul_all_gather",
     "matmul_reduce_scatter",
 )
-# A failure record is int64: [written, waiter, epoch, rank, peer, expected, seen, 0].
-RECORD_WORDS = 8
+# A failure record is int64: [written, waiter, rank, peer, expected, seen]; what is expected is an epoch or a count.
+RECORD_WORDS = 6
 
 # The sync block of a communicator, int32 on the heap:
 # [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size]].
@@ -100,10 +100,10 @@ def _report(ctx, waiter: tl.constexpr, expected, peer, seen):
     if tl.atomic_cas(_status(ctx), 0, 1) == 0:
         record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
         tl.store(record + 1, waiter)
-        tl.store(record + 3, ctx.rank.to(tl.int64))
-        tl.store(record + 4, tl.cast(peer, tl.int64))
-        tl.store(record + 5, tl.cast(expected, tl.int64))
-        tl.store(record + 6, seen.to(tl.int64))
+        tl.store(record + 2, ctx.rank.to(tl.int64))
+        tl.store(record + 3, tl.cast(peer, tl.int64))
+        tl.store(record + 4, tl.cast(expected, tl.int64))
+        tl.store(record + 5, seen.to(tl.int64))
         tl.debug_barrier()
         tl.atomic_xchg(record, 1, sem="release", scope="sys")
 
@@ -143,7 +143,8 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
     """Ends a call: the last program of the grid to come here advances the epoch.
 
     `TOGETHER`: that program also tells the peers that all of this rank's stores are done, and waits until theirs are,
-    so the kernel ends with everything in place. `complete`: whether this program did all of its work; a rank that
+    so the kernel ends with everything in place. Some program of this rank must have awaited the peers' entry, so that
+    none still waits here in an earlier call, and flags can be compared exactly however long they rested. `complete`: whether this program did all of its work; a rank that
     skipped some tells nobody.
     """
     arch.drain_stores()
@@ -157,7 +158,7 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
                     signal(ctx, completed + ctx.rank, epoch, (ctx.rank + i) % ctx.world_size)
                 for i in tl.static_range(1, ctx.world_size):
                     peer = (ctx.rank + i) % ctx.world_size
-                    wait(ctx, completed + peer, epoch, peer, waiter)
+                    wait(ctx, completed + peer, epoch, peer, waiter, exact=True)
         tl.store(sync + _FINISHED, 0)
         tl.store(sync + _NEXT_TILE, 0)
         tl.store(sync, epoch)
