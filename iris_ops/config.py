@@ -52,6 +52,8 @@ class FusedConfig:
             least = 0 if f.name == "num_programs" else 1
             if f.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ArgumentError(f"FusedConfig.{f.name} is {value!r}; expected an integer from {least}")
+        if self.num_warps & (self.num_warps - 1):
+            raise ArgumentError(f"FusedConfig.num_warps is {self.num_warps}; expected a power of two")
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(f"FusedConfig.algorithm is {self.algorithm!r}; expected one of {ALGORITHMS}")
 

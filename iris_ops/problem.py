@@ -128,7 +128,7 @@ def check_tensors(
     op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, device: torch.device
 ) -> None:
     """Raises a typed error for a tensor of the wrong kind, dimension, dtype, device or size."""
-    for name, t in (("out", out), ("A", A), ("B", B), ("bias", bias)):
+    for name, t in (("A", A), ("B", B), ("bias", bias), ("out", out)):
         if t is None and name == "bias":
             continue
         if not isinstance(t, torch.Tensor):
@@ -148,6 +148,8 @@ def check_tensors(
             raise ArgumentError(
                 f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()"
             )
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
     for name, t in (("A", A), ("B", B), ("bias", bias)):
         if t is not None and _overlap(out, t):
             raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")

@@ -144,8 +144,8 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
 
     `TOGETHER`: that program also tells the peers that all of this rank's stores are done, and waits until theirs are,
     so the kernel ends with everything in place. Some program of this rank must have awaited the peers' entry, so that
-    none still waits here in an earlier call, and flags can be compared exactly however long they rested. `complete`: whether this program did all of its work; a rank that
-    skipped some tells nobody.
+    none still waits here in an earlier call, and flags can be compared exactly however long they rested. `complete`:
+    whether this program did all of its work; a rank that skipped some tells nobody.
     """
     arch.drain_stores()
     tl.debug_barrier()

@@ -1,0 +1,220 @@
+"""Arguments that an op refuses: the typed error on every rank, naming the argument, and a good call afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import iris
+from iris.errors import ArgumentError, ClosedError, DeviceError, DtypeError, HeapExhausted, IrisError, ShapeError
+from iris_ops import FusedConfig
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER
+import pytest
+import torch
+
+from tests.harness import WORLDS, both, run_ranks
+from tests.iris_ops.calls import Call, check_case
+from tests.reference import FORMS, Case
+
+pytestmark = both
+
+M, N, K = 20, 24, 16
+
+
+def good_case(op: str) -> Case:
+    return Case(op, dict(FORMS)[op], M, N, K)
+
+
+# name of the argument -> what is wrong: (what to put in its place, error, what the message says of it)
+Change = tuple[str, Callable[[iris.Iris, torch.Tensor], Any], type[IrisError], str]
+CHANGES: dict[str, Change] = {
+    "a vector A": ("A", lambda ctx, t: t[0], ShapeError, r"A has 1 dimensions \(\d+,\); expected 2"),
+    "a batch B": ("B", lambda ctx, t: t[None], ShapeError, r"B has 3 dimensions \(1, \d+, \d+\); expected 2"),
+    "a vector out": ("out", lambda ctx, t: t[0], ShapeError, r"out has 1 dimensions \(\d+,\); expected 2"),
+    "a matrix bias": ("bias", lambda ctx, t: t[None], ShapeError, r"bias has 2 dimensions \(1, \d+\); expected 1"),
+    "a deeper A": ("A", lambda ctx, t: t.new_zeros(t.shape[0], 99), ShapeError, r"A is \(\d+, 99\).*expected A \(M"),
+    "a deeper B": ("B", lambda ctx, t: t.new_zeros(99, t.shape[1]), ShapeError, r"B is \(99, \d+\).*expected A \(M"),
+    "a wider out": ("out", lambda ctx, t: t.new_zeros(t.shape[0], 99), ShapeError, r"out is \(\d+, 99\).*out \(M"),
+    "a higher out": ("out", lambda ctx, t: t.new_zeros(99, t.shape[1]), ShapeError, r"out is \(99, \d+\).*out \(M"),
+    "a longer bias": ("bias", lambda ctx, t: t.new_zeros(99), ShapeError, r"bias has 99 elements; expected \d+"),
+    "an integer A": ("A", lambda ctx, t: t.int(), DtypeError, "A has dtype torch.int32"),
+    "a float64 B": ("B", lambda ctx, t: t.double(), DtypeError, "B has dtype torch.float64; expected one of"),
+    "an fp16 B": ("B", lambda ctx, t: t.half(), DtypeError, "B has dtype torch.float16 and A has torch.bfloat16"),
+    "an fp32 out": ("out", lambda ctx, t: t.float(), DtypeError, "out has dtype torch.float32 and A has"),
+    "an fp32 bias": ("bias", lambda ctx, t: t.float(), DtypeError, "bias has dtype torch.float32 and A has"),
+    "A elsewhere": ("A", lambda ctx, t: t.to("meta"), DeviceError, "A is on meta; expected"),
+    "B elsewhere": ("B", lambda ctx, t: t.to("meta"), DeviceError, "B is on meta; expected"),
+    "bias elsewhere": ("bias", lambda ctx, t: t.to("meta"), DeviceError, "bias is on meta; expected"),
+    "out elsewhere": ("out", lambda ctx, t: t.to("meta"), DeviceError, "out is on meta; expected"),
+    "no tensor A": ("A", lambda ctx, t: [[1.0]], ArgumentError, "A is list; expected a torch.Tensor"),
+    "no B": ("B", lambda ctx, t: None, ArgumentError, "B is NoneType; expected a torch.Tensor"),
+    "a number for bias": ("bias", lambda ctx, t: 1.0, ArgumentError, "bias is float; expected a torch.Tensor"),
+    "A with grad": ("A", lambda ctx, t: t.clone().requires_grad_(), ArgumentError, "A requires grad.*no_grad"),
+    "B with grad": ("B", lambda ctx, t: t.clone().requires_grad_(), ArgumentError, "B requires grad.*no_grad"),
+    "no config": ("config", lambda ctx, t: "fast", ArgumentError, "config is str; expected an iris_ops.FusedConfig"),
+    "a config as dict": ("config", lambda ctx, t: {}, ArgumentError, "config is dict; expected an iris_ops.FusedConf"),
+    "no workspace": ("workspace", lambda ctx, t: ctx, ArgumentError, "workspace is .*; expected one that an op"),
+}
+
+
+def arguments(call: Call) -> dict[str, Any]:
+    return dict(out=call.out, A=call.A, B=call.B, bias=call.bias, config=None, workspace=None)
+
+
+def refuse_each(ctx: iris.Iris, op: str) -> None:
+    call = Call(ctx, good_case(op))
+    function = getattr(ctx.ops, op)
+    for name, (argument, change, error, message) in CHANGES.items():
+        good = arguments(call)
+        with pytest.raises(error, match=f"{op}: .*{message}") as caught:
+            function(**{**good, argument: change(ctx, good[argument])})
+        assert isinstance(caught.value, IrisError), name
+        call.guarded.check()
+        assert call.out.isnan().all(), name
+    call.run()
+    call.check()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world_size", [size for size in WORLDS if size < 3] or WORLDS)
+def test_each_wrong_argument_is_named_and_the_next_call_works(world_size: int, op: str) -> None:
+    run_ranks(world_size, refuse_each, op)
+
+
+def refuse_overlaps(ctx: iris.Iris) -> None:
+    memory = ctx.zeros(3 * 16 * 16, dtype=torch.float32)
+    square = [memory[i * 256 : (i + 1) * 256].view(16, 16) for i in range(3)]
+    a, b, c = square
+    shifted = memory[255 : 255 + 256].view(16, 16)  # one element of a, the others of b
+    for out, A, B, bias, name in (
+        (a, a, b, None, "A"),
+        (a, b, a, None, "B"),
+        (a, b, a.t(), None, "B"),
+        (shifted, a, c, None, "A"),
+        (shifted, c, b, None, "B"),
+        (a, b, c, a[3], "bias"),
+    ):
+        with pytest.raises(ArgumentError, match=f"out overlaps {name} in memory"):
+            ctx.ops.matmul_all_reduce(out, A, B, bias)
+    ctx.ops.matmul_all_reduce(c, a, a, b[0])  # operands may overlap each other
+    with pytest.raises(ArgumentError, match="out"):  # rows of one memory: which of them should remain?
+        ctx.ops.matmul_all_reduce(c[:1].expand(16, 16), a, b)
+    check_case(ctx, good_case(ALL_REDUCE))
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:2])
+def test_out_may_not_overlap(world_size: int) -> None:
+    run_ranks(world_size, refuse_overlaps)
+
+
+def no_grad_serves(ctx: iris.Iris) -> None:
+    call = Call(ctx, good_case(REDUCE_SCATTER))
+    call.A.requires_grad_()
+    with torch.no_grad():
+        call.run()
+    call.check()
+
+
+def test_tensors_with_grad_pass_where_it_is_off() -> None:
+    run_ranks(WORLDS[-1], no_grad_serves)
+
+
+def foreign_workspace(ctx: iris.Iris) -> None:
+    call = Call(ctx, good_case(ALL_REDUCE))
+    with iris.iris(4 << 20) as other:
+        foreign = Call(other, good_case(ALL_REDUCE)).run()
+        with pytest.raises(ArgumentError, match="workspace is .*; expected one that an op of this context returned"):
+            call.run(foreign)
+    with pytest.raises(ClosedError):
+        other.ops  # noqa: B018
+    call.run()
+    call.check()
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:2])
+def test_a_workspace_of_another_context_is_refused(world_size: int) -> None:
+    run_ranks(world_size, foreign_workspace)
+
+
+def too_small_a_heap(ctx: iris.Iris, op: str, form: str) -> tuple[int, int]:
+    """A call whose staging memory has no room, twice; then calls that have. Returns what is taken from the heap."""
+    with iris.iris(4 << 20) as small:
+        check_case(small, Case(op, form, M, N, K))
+        large = Call(small, Case(op, form, 1 << 11, 1 << 11, 1 << 11, on_heap=False))
+        taken = []
+        for _ in range(2):
+            with pytest.raises(HeapExhausted, match="bytes.*are free. Make the heap larger"):
+                large.run()
+            taken.append(small._heap.used)
+        assert large.out.isnan().all()
+        check_case(small, Case(op, form, M, N, K, seed=1))
+    check_case(ctx, Case(op, form, M, N, K))
+    return taken
+
+
+@pytest.mark.parametrize("op, form", FORMS)
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_an_exhausted_heap_is_reported_and_smaller_calls_work(world_size: int, op: str, form: str) -> None:
+    taken = run_ranks(world_size, too_small_a_heap, op, form)
+    assert len(set(map(tuple, taken))) == 1, "offsets differ between ranks"
+    assert taken[0][0] == taken[0][1], "each attempt takes from the heap"
+
+
+# --- configurations and plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("block_m", 8),
+        ("block_n", 48),
+        ("block_k", 0),
+        ("block_k", -16),
+        ("block_m", 64.0),
+        ("block_n", "64"),
+        ("block_m", True),
+        ("group_m", 0),
+        ("num_warps", 0),
+        ("num_warps", 3),
+        ("num_stages", -1),
+        ("num_programs", -1),
+        ("num_programs", True),
+        ("comm_programs", 0),
+        ("owner_blocks", 0),
+        ("owner_blocks", 1.5),
+        ("algorithm", "three_shot"),
+        ("algorithm", None),
+    ],
+)
+def test_config_refuses_a_bad_value(name: str, value: object) -> None:
+    with pytest.raises(ArgumentError, match=f"FusedConfig.{name} is .*; expected"):
+        FusedConfig(**{name: value})
+    with pytest.raises(ArgumentError, match=name):
+        replace(FusedConfig(), **{name: value})
+
+
+def refuse_plans(ctx: iris.Iris) -> None:
+    good = dict(op=REDUCE_SCATTER, M=64, N=64, K=64, dtype=torch.bfloat16, form="rows")
+    assert isinstance(ctx.ops.plan(**good), FusedConfig)
+    for name, value in (
+        ("op", "matmul"),
+        ("op", None),
+        ("M", -1),
+        ("N", 2**31),
+        ("K", 1.5),
+        ("M", "64"),
+        ("dtype", torch.float64),
+        ("dtype", "bf16"),
+        ("form", "k"),
+        ("form", "diagonal"),
+    ):
+        with pytest.raises(ArgumentError, match=f"{name} is .*; expected"):
+            ctx.ops.plan(**{**good, name: value})
+    for op, form in ((ALL_REDUCE, "rows"), (GATHER_MATMUL, "cols"), (MATMUL_GATHER, "k")):
+        with pytest.raises(ArgumentError, match=f"form is '{form}'; expected one of .* for {op}"):
+            ctx.ops.plan(**{**good, "op": op, "form": form})
+
+
+def test_plan_refuses_bad_arguments() -> None:
+    run_ranks(WORLDS[0], refuse_plans)

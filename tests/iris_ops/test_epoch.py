@@ -1,0 +1,170 @@
+"""Calls after each other on one workspace: stale data, late ranks, epochs that wrap, a rank that dies in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+import os
+import random
+import signal
+import time
+
+import iris
+from iris.device import sync
+from iris.errors import PeerLostError
+from iris_ops import FusedConfig
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
+from iris_ops.workspace import Workspace
+import pytest
+import torch
+
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, poison, run_fresh, run_ranks
+from tests.iris_ops.calls import Call
+from tests.reference import Case
+
+pytestmark = both
+
+CALLS = 1000 if UNDER_TORCHRUN else 40
+BLOCKS = FusedConfig(16, 16, 16, num_warps=4, num_stages=2, comm_programs=2, owner_blocks=1)
+# Shapes that differ, so that each call finds in flags and staging what another one left there.
+CASES = [
+    Case(ALL_REDUCE, "", 18, 20, 16, config=BLOCKS),
+    Case(GATHER_MATMUL, "rows", 33, 16, 20, config=BLOCKS),
+    Case(ALL_REDUCE, "", 20, 33, 8, config=replace(BLOCKS, algorithm="one_shot")),
+    Case(MATMUL_GATHER, "cols", 16, 40, 8, config=BLOCKS),
+    Case(REDUCE_SCATTER, "rows", 40, 16, 16, config=BLOCKS),
+    Case(GATHER_MATMUL, "k", 16, 20, 40, config=BLOCKS),
+    Case(REDUCE_SCATTER, "cols", 16, 36, 16, config=BLOCKS),
+    Case(MATMUL_GATHER, "rows", 3, 16, 8, config=BLOCKS),  # with four ranks, one has nothing to send
+]
+
+
+class Known:
+    """A case's calls with two inputs, and the bits that each gives when nothing disturbs it."""
+
+    def __init__(self, ctx: iris.Iris, case: Case) -> None:
+        self.calls = [Call(ctx, replace(case, seed=seed)) for seed in (0, 1)]
+        self.results = []
+        for call in self.calls:
+            self.workspace = call.run()
+            ctx.barrier()
+            self.results.append(call.check())
+
+
+def late(step: int, ctx: iris.Iris, rng: random.Random) -> None:
+    """Every rank in its turn comes to the call up to 10 ms late."""
+    if step % ctx.num_ranks == ctx.cur_rank:
+        delay = rng.uniform(0, 0.01)
+        if ctx.device.type == "cuda" and step % 2:
+            torch.cuda._sleep(int(delay * 1e9))
+        else:
+            time.sleep(delay)
+
+
+def back_to_back(ctx: iris.Iris, count: int, epoch: int | None) -> int:
+    """`count` calls of all ops in random order; returns how many results were wrong. `epoch`: where they begin."""
+    known = [Known(ctx, case) for case in CASES]
+    if epoch is not None:
+        set_epoch(ctx, known[0].workspace, epoch)
+    shared, mine = random.Random(1), random.Random(ctx.cur_rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    for step in range(count):
+        of, seed = shared.choice(known), shared.randrange(2)
+        call = of.calls[seed]
+        poison(call.out)
+        late(step, ctx, mine)
+        call.run()
+        wrong += (call.out != of.results[seed]).any()
+    ctx.barrier()
+    for of in known:
+        for call in of.calls:
+            call.guarded.check()
+    return int(wrong)
+
+
+def set_epoch(ctx: iris.Iris, workspace: Workspace, epoch: int, completed: int | None = None) -> None:
+    """As if `epoch` calls had been made; `completed`: the last of them that ended together on all ranks."""
+    ctx.barrier()
+    w, entered = ctx.num_ranks, sync._ENTERED.value
+    workspace.sync[0] = as_int32(epoch)
+    workspace.sync[entered : entered + w] = as_int32(epoch)
+    workspace.sync[entered + w : entered + 2 * w] = as_int32(epoch if completed is None else completed)
+    workspace.flags.fill_(as_int32(epoch))
+    ctx.barrier()
+
+
+def as_int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_calls_after_each_other_with_late_ranks(world_size: int) -> None:
+    assert run_ranks(world_size, back_to_back, CALLS, None) == [0] * world_size
+
+
+@pytest.mark.parametrize("epoch", [2**31 - 9, 2**32 - 9])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_epochs_wrap(world_size: int, epoch: int) -> None:
+    assert run_ranks(world_size, back_to_back, CALLS // 2, epoch) == [0] * world_size
+
+
+def after_rest(ctx: iris.Iris, case: Case, epoch: int) -> None:
+    """`case` after so many calls of ops that do not end together that the last that did is a wrap away."""
+    call = Call(ctx, case)
+    set_epoch(ctx, call.run(), epoch, completed=1)
+    poison(call.guarded.tensor)
+    if ctx.cur_rank == 0:
+        time.sleep(0.2)
+    call.run()
+    call.check()
+
+
+@pytest.mark.parametrize("world_size", [size for size in WORLDS if size > 1])
+@pytest.mark.parametrize("op, form", [(ALL_REDUCE, ""), (MATMUL_GATHER, "rows"), (MATMUL_GATHER, "cols")])
+def test_flags_may_rest_for_half_a_wrap(world_size: int, op: str, form: str) -> None:
+    run_ranks(world_size, after_rest, Case(op, form, 33, 40, 24, config=BLOCKS), 2**31 + 5)
+
+
+# --- a rank that dies ------------------------------------------------------------------------------------------------
+
+cpu_only = pytest.mark.skipif(UNDER_TORCHRUN, reason="ends a rank's process")
+
+
+def lose_a_rank(rank: int, world_size: int, case: Case, dead: int, while_waiting: bool) -> tuple[str, float]:
+    """Rank `dead` is killed after a second: instead of its call, or in its call while that waits for rank 0.
+
+    Returns what the call raised, and how long after the kill.
+    """
+    ctx = iris.iris(64 << 20)
+    call = Call(ctx, case)
+    call.run()
+    call.check()
+    ctx.barrier()
+    killed = time.monotonic() + 1
+    if rank == dead:
+        if while_waiting:
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.alarm(1)
+        else:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif while_waiting and rank == 0:
+        time.sleep(2)
+    with pytest.raises(PeerLostError) as caught:
+        call.run()
+    with pytest.raises(PeerLostError):  # and so does every further call
+        call.run()
+    return str(caught.value), time.monotonic() - killed
+
+
+@cpu_only
+@pytest.mark.parametrize("world_size, while_waiting", [(3, False), (2, True)])
+@pytest.mark.parametrize("case", CASES[:5], ids=lambda case: f"{case.op}-{case.form}-{case.config.algorithm}")
+def test_a_killed_rank_is_named_within_ten_seconds(case: Case, world_size: int, while_waiting: bool) -> None:
+    dead = world_size - 1
+    started = time.monotonic()
+    ended = run_fresh(world_size, lose_a_rank, case, dead, while_waiting, env={"IRIS_TIMEOUT": "100"})
+    assert ended[dead].exitcode == -signal.SIGKILL
+    for rank, end in enumerate(ended[:dead]):
+        assert end.error is None and end.result, f"after {time.monotonic() - started} s: {end.traceback}"
+        message, seconds = end.result
+        assert f"rank {rank} lost rank {dead}: {case.op}" in message and seconds < 10
