@@ -4,7 +4,8 @@
 needs only `iris.iris()`. The first rank that fails ends the others, and `run` raises: nothing waits for a dead rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import os
 
 import torch
@@ -40,7 +41,24 @@ def run(rank_main: Callable[..., None], ranks: int | None = None, *args) -> None
     check_ranks(ranks)
     # The parent serves the ranks' rendezvous, as torchrun does: a port that is bound here cannot be taken by another.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    multiprocessing.spawn(_rank, args=(ranks, store.port, rank_main, args), nprocs=ranks)
+    with _threads(None if torch.cuda.is_available() else max(1, len(os.sched_getaffinity(0)) // ranks)):
+        context = multiprocessing.spawn(_rank, (ranks, store.port, rank_main, args), nprocs=ranks, join=False)
+    while not context.join():
+        pass
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Processes started meanwhile use `count` threads. The interpreter computes in numpy, which asks at import."""
+    name = "OMP_NUM_THREADS"
+    if count is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = str(count)
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _rank(rank: int, ranks: int, port: int, rank_main: Callable[..., None], args: tuple) -> None:
@@ -53,8 +71,6 @@ def _rank(rank: int, ranks: int, port: int, rank_main: Callable[..., None], args
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    if not torch.cuda.is_available():
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     rank_main(*args)
     if distributed.is_initialized():
         distributed.destroy_process_group()
