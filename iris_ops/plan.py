@@ -124,7 +124,7 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
 
 def _powers(size: int) -> list[int]:
     """The powers of two worth trying for a dimension in the interpreter, where few large blocks are best."""
-    whole = max(16, 1 << max(0, size - 1).bit_length())
+    whole = min(1024, max(16, 1 << max(0, size - 1).bit_length()))
     return [block for block in (whole, whole // 2, whole // 4) if 16 <= block <= 1024] or [1024]
 
 

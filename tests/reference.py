@@ -26,8 +26,8 @@ FORMS = [
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `M`, `N`, `K` are of the whole; for a reduction `K` is what each rank multiplies, or with `split_k`
-    what they multiply together, in uneven parts.
+    """One call. `M`, `N`, `K` are of the whole; what each rank has for itself, K of a reduction and N of
+    `all_gather_matmul`, is as large on every rank, or with `uneven` its part of that size.
     """
 
     op: str
@@ -44,7 +44,7 @@ class Case:
     pad: int = 0
     """Elements between the rows of A, of B and of out."""
     config: FusedConfig | None = None
-    split_k: bool = False
+    uneven: bool = False
     seed: int = 0
 
     @property
@@ -59,9 +59,10 @@ class Case:
 
         m, n, k = self.M, self.N, self.K
         if self.reduces:
-            k = part(k) if self.split_k else k
+            k = part(k) if self.uneven else k
             return (m, k), (k, n), self.part((m, n), part) if self.op == REDUCE_SCATTER else (m, n)
         if self.op == GATHER_MATMUL:
+            n = part(n) if self.uneven else n
             return self.part((m, k), part), (k, n), (m, n)
         return (part(m) if self.form == "rows" else m, k), (k, part(n) if self.form == "cols" else n), (m, n)
 
@@ -71,6 +72,8 @@ class Case:
 
     def largest_out(self, world_size: int) -> tuple[int, int]:
         """Of any rank's `out`."""
+        if self.op == GATHER_MATMUL and self.uneven:
+            return self.M, part_size(self.N, world_size)
         if self.op != REDUCE_SCATTER:
             return self.M, self.N
         return self.part((self.M, self.N), lambda size: part_size(size, world_size))

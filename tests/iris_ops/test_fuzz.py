@@ -47,7 +47,7 @@ def draw_case(rng: random.Random, world_size: int) -> Case:
         on_heap=rng.random() < 0.7,
         pad=rng.choice([0, 0, 1, 8]),
         config=draw_config(rng, M, N, K, world_size) if explicit else None,
-        split_k=explicit and rng.random() < 0.5,  # ranks of different depth plan differently
+        uneven=explicit and rng.random() < 0.5,  # ranks of different sizes plan differently
         seed=rng.randrange(1 << 30),
     )
 
@@ -95,7 +95,7 @@ def test_there_are_enough_calls_of_every_kind() -> None:
         lambda world_size, case: case.M == 0,
         lambda world_size, case: case.K == 0,
         lambda world_size, case: 0 < case.M < world_size and case.form == "rows",  # ranks with nothing
-        lambda world_size, case: case.split_k and 0 < case.K < world_size and case.op == ALL_REDUCE,
+        lambda world_size, case: case.uneven and 0 < case.K < world_size and case.op == ALL_REDUCE,
         lambda world_size, case: case.config is None and not case.on_heap,
     ):
         assert UNDER_TORCHRUN or any(kind(world_size, case) for world_size, case in cases)

@@ -73,11 +73,14 @@ def test_out_may_lie_anywhere(world_size: int, op: str, form: str, on_heap: bool
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_ranks_may_differ_in_depth(world_size: int, algorithm: str) -> None:
-    """K split unevenly over the ranks, down to a rank with nothing to multiply."""
+def test_ranks_may_differ_in_depth_or_columns(world_size: int, algorithm: str) -> None:
+    """K split unevenly over the ranks, down to a rank with nothing to multiply; of a gather, columns of B."""
     config = replace(SMALL[0], algorithm=algorithm)
-    called = [Case(ALL_REDUCE, "", 20, 16, k, split_k=True, config=config, seed=k) for k in (67, 5, 2, 1)]
-    called += [Case(REDUCE_SCATTER, form, 20, 36, 33, split_k=True, config=config) for form in ("rows", "cols")]
+    called = [Case(ALL_REDUCE, "", 20, 16, k, uneven=True, config=config, seed=k) for k in (67, 5, 2, 1)]
+    called += [Case(REDUCE_SCATTER, form, 20, 36, 33, uneven=True, config=config) for form in ("rows", "cols")]
+    called += [
+        Case(GATHER_MATMUL, form, 20, n, 33, uneven=True, config=config) for form in ("rows", "k") for n in (50, 5)
+    ]
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 

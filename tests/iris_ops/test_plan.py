@@ -1,0 +1,151 @@
+"""The plan: the same wherever it is made, with its reasons, and what it decides for decode and prefill sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import iris
+from iris_ops import FusedConfig
+from iris_ops.launch import workspace_size
+from iris_ops.plan import Machine, machine_named, plan, predict
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem
+import pytest
+import torch
+
+from tests.harness import WORLDS, both, run_ranks
+from tests.iris_ops.calls import Call
+from tests.reference import FORMS, Case
+
+pytestmark = both
+
+H200 = machine_named("NVIDIA H200", 132)
+INTERPRETER = machine_named("interpreter", 1)
+MACHINES = [H200, INTERPRETER, machine_named("AMD Instinct MI300X", 304), machine_named("some other GPU", 66)]
+SHAPES = [(1, 8192, 2048), (64, 4096, 1024), (2048, 8192, 7168), (8192, 8192, 2048), (1, 1, 1), (17, 129, 0)]
+
+
+def problem(op: str, form: str, M: int, N: int, K: int, w: int = 4, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    return Problem(op, form, M, N, K, w, dtype)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("op, form", FORMS)
+def test_every_plan_has_reasons_and_a_prediction(op: str, form: str, machine: Machine) -> None:
+    for shape in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            chosen = plan(problem(op, form, *shape, dtype=dtype), machine)
+            assert chosen.prediction.total_us >= max(chosen.prediction.gemm_us, chosen.prediction.link_us) > 0
+            blocks = f"{chosen.block_m}x{chosen.block_n}x{chosen.block_k}"
+            first, *_, last = chosen.explain().splitlines()
+            assert op in first and machine.name in first and f"M={shape[0]} N={shape[1]} K={shape[2]}" in first
+            assert any(line.startswith(f"chosen {blocks}") for line in chosen.reasons)
+            assert any(line.startswith(blocks) and "us" in line for line in chosen.reasons), "its own score"
+            flags, nbytes = workspace_size(problem(op, form, *shape, dtype=dtype), chosen)
+            assert flags >= 0 and nbytes >= 0
+
+
+@pytest.mark.parametrize("op, form", FORMS)
+def test_the_fastest_candidate_is_chosen(op: str, form: str) -> None:
+    for shape in SHAPES:
+        chosen = plan(problem(op, form, *shape), H200)
+        scores = [float(line.split("together ")[1].split()[0]) for line in chosen.reasons if "together " in line]
+        assert len(scores) > 1 and chosen.prediction.total_us == pytest.approx(min(scores), abs=0.1)
+
+
+def test_rejections_are_listed_with_their_reasons() -> None:
+    chosen = plan(problem(ALL_REDUCE, "", 8192, 8192, 7168), H200)
+    rejected = [line for line in chosen.reasons if line.startswith("rejected ")]
+    assert rejected and all("one_shot: every rank would hold all partial results" in line for line in rejected)
+    assert not any(line.startswith("rejected") for line in plan(problem(ALL_REDUCE, "", 1, 64, 64), H200).reasons)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_small_all_reduces_take_one_shot_and_large_ones_two(world_size: int) -> None:
+    for N, K in ((8192, 2048), (4096, 1024), (8192, 7168)):
+        assert plan(problem(ALL_REDUCE, "", 1, N, K, world_size), H200).algorithm == "one_shot"
+    for M in (2048, 8192):
+        assert plan(problem(ALL_REDUCE, "", M, 8192, 2048, world_size), H200).algorithm == "two_shot"
+
+
+def test_small_products_take_low_blocks() -> None:
+    assert plan(problem(ALL_REDUCE, "", 1, 8192, 2048), H200).block_m <= 32
+    assert plan(problem(REDUCE_SCATTER, "rows", 8192, 8192, 7168), H200).block_m == 128
+
+
+def test_predictions_grow_with_what_is_to_be_done() -> None:
+    config = FusedConfig(128, 256, 64)
+    for op, form in FORMS:
+        small, large = (predict(problem(op, form, M, 8192, 4096), config, H200) for M in (2048, 8192))
+        assert large.gemm_us > small.gemm_us and large.link_us > small.link_us and large.total_us > small.total_us
+        alone = predict(problem(op, form, 2048, 8192, 4096, w=1), config, H200)
+        assert alone.link_us == 0
+
+
+def test_that_out_is_better_on_the_heap_is_said() -> None:
+    for op, form in FORMS:
+        chosen = plan(problem(op, form, 8192, 8192, 2048), H200)
+        said = "out directly when it lies on the heap" in chosen.explain()
+        assert said == (op in (ALL_REDUCE, MATMUL_GATHER))
+
+
+def test_a_given_configuration_explains_itself_and_equals_its_like() -> None:
+    given = FusedConfig()
+    assert given.explain() == "given by the caller" and given.prediction is None
+    planned = plan(problem(GATHER_MATMUL, "rows", 512, 512, 512), H200)
+    assert planned == replace(planned, reasons=(), prediction=None) and hash(planned) == hash(replace(planned))
+
+
+def test_an_unknown_gpu_is_reckoned_by_its_multiprocessors() -> None:
+    half = machine_named("some other GPU", 66)
+    assert half.tflops == pytest.approx(H200.tflops / 2) and half.num_programs == 66
+    assert machine_named("NVIDIA H200", 1) is H200
+
+
+# --- as the ops use it -----------------------------------------------------------------------------------------------
+
+
+def plan_of(ctx: iris.Iris, *arguments) -> tuple[FusedConfig, tuple[str, ...], int]:
+    used = ctx._heap.used if ctx._ops else None
+    chosen = ctx.ops.plan(*arguments)
+    again = ctx.ops.plan(*arguments)
+    assert again == chosen and again.reasons == chosen.reasons
+    taken = ctx._heap.used
+    ctx.ops.plan(OPS[0], 4096, 4096, 4096, torch.float16)
+    assert ctx._heap.used == taken and used in (None, taken)
+    return chosen, chosen.reasons, chosen.prediction
+
+
+@pytest.mark.parametrize("op, form", FORMS)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_ranks_plan_the_same(world_size: int, op: str, form: str) -> None:
+    plans = run_ranks(world_size, plan_of, op, 130, 65, 33, torch.float16, form or None)
+    assert all(found == plans[0] for found in plans)
+
+
+def spy_on_launches(ctx: iris.Iris, case: Case) -> list[FusedConfig]:
+    from iris_ops import ops
+
+    seen, launch = [], ops.launch.launch
+
+    def spy(kernels, ctx, workspace, problem, config, *tensors):
+        seen.append(config)
+        launch(kernels, ctx, workspace, problem, config, *tensors)
+
+    ops.launch.launch = spy
+    try:
+        Call(ctx, case).run()
+    finally:
+        ops.launch.launch = launch
+    if case.config is None:
+        form = case.form or None
+        assert seen == [ctx.ops.plan(case.op, case.M, case.N, case.K, case.dtype, form)]
+    return seen
+
+
+@pytest.mark.parametrize("op, form", FORMS)
+def test_a_given_configuration_wins(op: str, form: str) -> None:
+    world_size = WORLDS[-1]
+    given = FusedConfig(32, 16, 64, num_warps=4, num_stages=2, algorithm="one_shot")
+    for config in (given, None):
+        for seen in run_ranks(world_size, spy_on_launches, Case(op, form, 33, 40, 48, config=config)):
+            assert len(seen) == 1 and (seen == [given]) == (config is not None)

@@ -1,0 +1,107 @@
+"""From shapes to a problem: forms, uneven and empty parts, what does not fit. No kernel runs."""
+
+from __future__ import annotations
+
+from iris.errors import ShapeError
+from iris_ops.problem import (
+    ALL_REDUCE,
+    GATHER_MATMUL,
+    MATMUL_GATHER,
+    OPS,
+    REDUCE_SCATTER,
+    Problem,
+    describe,
+    part_of,
+    part_size,
+)
+import pytest
+import torch
+
+from tests.reference import FORMS, Case
+
+SIZES = [0, 1, 2, 3, 5, 8, 17]
+
+
+def described(case: Case, rank: int, world_size: int) -> Problem:
+    a, b, out = (torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.shapes(world_size, rank))
+    return describe(case.op, out, a, b, rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 6, 7, 8, 100])
+def test_parts_are_those_of_torch_chunk(size: int, world_size: int) -> None:
+    chunks = torch.arange(size).chunk(world_size) if size else ()
+    parts = [part_of(size, world_size, rank) for rank in range(world_size)]
+    assert parts == [len(chunk) for chunk in chunks] + [0] * (world_size - len(chunks))
+    assert sum(parts) == size and max(parts) == part_size(size, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("op, form", FORMS)
+def test_all_ranks_find_the_same_problem(op: str, form: str, world_size: int) -> None:
+    """Also where parts are empty, and where a rank's shapes fit two forms."""
+    for M in SIZES:
+        for N in SIZES:
+            for K in SIZES:
+                case = Case(op, form, M, N, K)
+                found = {described(case, rank, world_size) for rank in range(world_size)}
+                if M == 0 or (N == 0 and op != GATHER_MATMUL):
+                    assert all(problem.empty for problem in found)
+                    continue
+                assert len(found) == 1, case
+                (problem,) = found
+                assert (problem.M, problem.N, problem.K) == (M, N, K) and not problem.empty
+                if world_size > 1 and min(M, N, K) > 1:
+                    assert problem.form == form
+
+
+def test_sizes_of_parts_and_products() -> None:
+    rows = Problem(REDUCE_SCATTER, "rows", 10, 6, 5, 4, torch.float32)
+    assert (rows.part_rows, rows.part_cols, rows.gemm) == (3, 6, (10, 6, 5))
+    cols = Problem(MATMUL_GATHER, "cols", 10, 6, 5, 4, torch.float32)
+    assert (cols.part_rows, cols.part_cols, cols.gemm) == (10, 2, (10, 2, 5))
+    assert Problem(MATMUL_GATHER, "rows", 10, 6, 5, 4, torch.float32).gemm == (3, 6, 5)
+    assert Problem(GATHER_MATMUL, "k", 10, 6, 5, 4, torch.float32).gemm == (10, 6, 5)
+
+
+@pytest.mark.parametrize(
+    "op, form, sent",
+    [
+        (ALL_REDUCE, "", 2 * 3 / 4 * 10 * 6 * 2),  # reduce-scatter, then all-gather
+        (REDUCE_SCATTER, "rows", 3 / 4 * 10 * 6 * 2),
+        (MATMUL_GATHER, "cols", 3 / 4 * 10 * 6 * 2),
+        (GATHER_MATMUL, "rows", 3 / 4 * 10 * 5 * 2),  # A, not the result
+        (GATHER_MATMUL, "k", 3 / 4 * 10 * 5 * 2),
+    ],
+)
+def test_link_bytes(op: str, form: str, sent: float) -> None:
+    assert Problem(op, form, 10, 6, 5, 4, torch.bfloat16).link_bytes == pytest.approx(sent)
+    assert Problem(op, form, 10, 6, 5, 4, torch.float32).link_bytes == pytest.approx(2 * sent)
+    assert Problem(op, form, 10, 6, 5, 1, torch.bfloat16).link_bytes == 0
+
+
+@pytest.mark.parametrize("which", ["A", "B", "out"])
+@pytest.mark.parametrize("op", OPS)
+def test_shapes_that_fit_no_form_are_refused(op: str, which: str) -> None:
+    shapes = dict(zip(("A", "B", "out"), Case(op, dict(FORMS)[op], 20, 24, 16).shapes(2, 1), strict=True))
+    for dim in (0, 1):
+        wrong = {**shapes, which: tuple(size + 7 if i == dim else size for i, size in enumerate(shapes[which]))}
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in wrong.items()}
+        with pytest.raises(ShapeError, match="on rank 1; expected A .* with w = 2 ranks") as caught:
+            describe(op, tensors["out"], tensors["A"], tensors["B"], 1, 2)
+        assert f"{which} is {wrong[which]}" in str(caught.value)
+
+
+def test_a_part_of_another_rank_is_refused() -> None:
+    """10 rows on 4 ranks are 3, 3, 3 and 1."""
+    b = torch.empty(16, 24, device="meta")
+    out = torch.empty(10, 24, device="meta")
+    for rank in range(4):
+        own = 3 if rank < 3 else 1
+        for rows in (1, 2, 3):
+            a = torch.empty(rows, 16, device="meta")
+            if rows == own:
+                assert describe(GATHER_MATMUL, out, a, b, rank, 4).form == "rows"
+            else:
+                with pytest.raises(ShapeError, match="torch.chunk"):
+                    describe(GATHER_MATMUL, out, a, b, rank, 4)
