@@ -185,7 +185,7 @@ def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     compute = waves * (2.0 * bm * bn * max(k, bk) / (rate * 1e6) + 1.5)
     # a program alone cannot draw its share of HBM when few of them run
     stream = (m * k + k * n) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
-    stream *= max(1.0, 0.9 * programs / min(tiles, programs))
+    stream *= max(1.0, 0.9 * programs / max(1, min(tiles, programs)))
     return max(compute, stream)
 
 

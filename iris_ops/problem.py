@@ -148,7 +148,7 @@ def check_tensors(
             raise ArgumentError(
                 f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()"
             )
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
     for name, t in (("A", A), ("B", B), ("bias", bias)):
         if t is not None and _overlap(out, t):
