@@ -18,10 +18,11 @@ from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
 from iris_ops.matmul_all_reduce import one_shot_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
-from tests import rma_kernels  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+
+from tests import rma_kernels  # noqa: E402
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -43,9 +44,11 @@ class _Driver:
 
 def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16", **constants):
     """The compiled kernel, for tensors of `dtype` whose sizes and addresses are multiples of 16."""
-    tma = {name for flag, name in _DESCRIBED.items() if constants.get(flag)}
+    parameters = list(inspect.signature(kernel.fn).parameters)
+    described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
+    tma = {name for flag, name in described.items() if constants.get(flag)}
     signature, attrs = {}, {}
-    for index, name in enumerate(inspect.signature(kernel.fn).parameters):
+    for index, name in enumerate(parameters):
         if name in constants:
             signature[name] = "constexpr"
         elif name in tma:
@@ -61,9 +64,6 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     triton.runtime.driver.set_active(_Driver(target))
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
     return triton.compile(source, target=target, options=options)
-
-
-_DESCRIBED = {"TMA_A": "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
 
 
 def _block(name: str, constants: dict) -> str:
@@ -89,8 +89,11 @@ def variants(target: GPUTarget):
         yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads}
         for by_k in (False, True):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
-            flags = dict(BY_K=by_k, COMM_PROGRAMS=16, TMA_G=tma, TMA_A=False, TMA_B=tma)
+            flags = dict(BY_K=by_k, COMM_PROGRAMS=16, TMA_G=tma, **loads)
             yield name, all_gather_matmul_kernel, options, {**common, **flags}
+    small = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=128)  # what decode takes
+    loads = dict(TMA_A=cuda, TMA_B=cuda)
+    yield "one_shot_decode", one_shot_kernel, dict(num_warps=4, num_stages=2), {**common, **loads, **small}
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)

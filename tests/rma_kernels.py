@@ -1,10 +1,9 @@
-"""Kernels that use the RMA functions as a user would; compiled and inspected by test_codegen.py."""
-
-import triton
-import triton.language as tl
+"""Kernels that use the RMA functions as a user would, and broken ones; compiled and inspected by test_codegen.py."""
 
 import iris
-from iris.device import sync
+from iris.device import arch, sync
+import triton
+import triton.language as tl
 
 
 @triton.jit
@@ -30,4 +29,57 @@ def put_and_signal_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.
     sync.wait(ctx, flags + tl.program_id(0), 1, peer, 0)
 
 
-ALL = {"rma_store": store_kernel, "rma_load": load_kernel, "rma_put_and_signal": put_and_signal_kernel}
+# --- each lacks one thing that test_codegen.py looks for -------------------------------------------------------------
+
+
+@triton.jit
+def no_barrier_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(words, rank, WORLD_SIZE)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ctx.put(src + offsets, dst + offsets, peer, mask=offsets < n)
+    ctx.atomic_xchg(flags, 1, peer, sem="release")
+
+
+@triton.jit
+def late_store_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(words, rank, WORLD_SIZE)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    data = tl.load(src + offsets, mask=offsets < n)
+    arch.drain_stores()
+    tl.debug_barrier()
+    ctx.store(dst + offsets, data, peer)
+    ctx.atomic_xchg(flags, 1, peer, sem="release")
+
+
+@triton.jit
+def gpu_scope_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(words, rank, WORLD_SIZE)
+    arch.drain_stores()
+    tl.debug_barrier()
+    ctx.atomic_xchg(flags, 1, peer, sem="release", scope="gpu")
+
+
+@triton.jit
+def endless_wait_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    while tl.atomic_add(flags, 0, sem="acquire", scope="sys") == 0:
+        pass
+
+
+@triton.jit
+def narrow_store_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    base = tl.load(words + 8 + peer) - tl.load(words + 8 + rank)
+    remote = ((dst + offsets).to(tl.int64, bitcast=True) + base).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    tl.store(remote, tl.load(src + offsets, mask=offsets < n), mask=offsets < n)
+
+
+ALL = {
+    "rma_store": store_kernel,
+    "rma_load": load_kernel,
+    "rma_put_and_signal": put_and_signal_kernel,
+    "broken_no_barrier": no_barrier_kernel,
+    "broken_late_store": late_store_kernel,
+    "broken_gpu_scope": gpu_scope_kernel,
+    "broken_endless_wait": endless_wait_kernel,
+    "broken_narrow_store": narrow_store_kernel,
+}
