@@ -20,7 +20,8 @@ import torch
 
 from examples import _launch, _smollm2
 
-PROMPT = "List the months of the year."
+# Every token of the answer, an end included, leads the next best by 0.7 or more, which bfloat16 does not blur.
+PROMPT = "Name the first six months of the year."
 
 
 @dataclass(frozen=True)
