@@ -403,9 +403,17 @@ def _free_port() -> int:
 _session: dict[str, Any] = {}
 
 
-def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-    if world_size != WORLDS[0]:
-        pytest.skip(f"needs {world_size} ranks, torchrun started {WORLDS[0]}")
+def agreed(value: Any) -> Any:
+    """Rank 0's `value` on every rank under torchrun, once all have come here; elsewhere there is one process a test."""
+    if not UNDER_TORCHRUN:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=_control())
+    return box[0]
+
+
+def _control() -> Any:
+    """The group through which the ranks of torchrun tell each other about tests."""
     if "control" not in _session:
         os.environ.setdefault("IRIS_TIMEOUT", "60")
         if not dist.is_initialized():
@@ -413,9 +421,16 @@ def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ..
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group(iris.platform.backend())
         _session["control"] = dist.new_group(backend="gloo")
+    return _session["control"]
+
+
+def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    if world_size != WORLDS[0]:
+        pytest.skip(f"needs {world_size} ranks, torchrun started {WORLDS[0]}")
+    _control()  # before the context, which takes the default group
     if "renewable" not in _session:
         _session["renewable"] = _Renewable(iris.iris(_GPU_HEAP if torch.cuda.is_available() else _CPU_HEAP))
-    renewable, control = _session["renewable"], _session["control"]
+    renewable, control = _session["renewable"], _control()
     renewable.renew()
     _synchronize()
     dist.barrier(control)
@@ -428,6 +443,9 @@ def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ..
     if any(isinstance(outcome, _Failure) for outcome in outcomes):
         # the ranks stand at different places: no barrier of this context can be right again
         spoilt = _session.pop("renewable").ctx
+        with contextlib.suppress(RuntimeError):
+            _synchronize()
+        dist.barrier(control)  # no kernel of a peer writes here any more
         spoilt._closed = True
         spoilt._segment.close()
     _raise_first(outcomes)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import torch
 from torch import nn
 
-from tests.harness import WORLDS, both, run_ranks
+from tests.harness import WORLDS, agreed, both, run_ranks
 from tests.layers import models
 
 pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
@@ -28,8 +28,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
     def save(name: str) -> Path:
         if name not in folders:
-            folders[name] = tmp_path_factory.mktemp(name)
-            models.build(name).save_pretrained(folders[name], max_shard_size="20KB")
+            folders[name] = agreed(tmp_path_factory.mktemp(name))
+            models.build(name).save_pretrained(folders[name], max_shard_size="20KB")  # of several ranks, rank 0 writes
+            agreed(None)
             assert len(list(folders[name].glob("*.safetensors"))) > 1
         return folders[name]
 
