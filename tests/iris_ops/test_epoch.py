@@ -102,7 +102,7 @@ def test_calls_after_each_other_with_late_ranks(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("epoch", [2**31 - 9, 2**32 - 9])
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [size for size in WORLDS if size != 3])
 def test_epochs_wrap(world_size: int, epoch: int) -> None:
     assert run_ranks(world_size, back_to_back, CALLS // 2, epoch) == [0] * world_size
 

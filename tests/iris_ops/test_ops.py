@@ -68,7 +68,7 @@ def test_op_is_right_as_planned(world_size: int, op: str, form: str, dtype: torc
 @pytest.mark.parametrize("on_heap", [True, False])
 @pytest.mark.parametrize("op, form", FORMS)
 def test_out_may_lie_anywhere(world_size: int, op: str, form: str, on_heap: bool) -> None:
-    called = [Case(op, form, 20, 56, 24, on_heap=on_heap, pad=pad, seed=pad) for pad in (0, 5, 8)]
+    called = [Case(op, form, 20, 56, 24, on_heap=on_heap, pad=pad, seed=pad) for pad in (0, 5)]
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
