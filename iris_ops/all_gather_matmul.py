@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from iris.device import arch
 from iris.device.context import own_context
+from iris.device.function import device_function
 from iris.device.sync import await_entered, enter, leave, next_tile, signal, wait
 import triton
 import triton.language as tl
@@ -17,7 +18,7 @@ import triton.language as tl
 from .tiles import Matrix, add_bias, grouped, multiply
 
 
-@triton.jit
+@device_function
 def _push_part(
     ctx,
     own,

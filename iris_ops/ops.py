@@ -51,7 +51,7 @@ class Ops:
     `out`, `A`, `B`, `bias`: device tensors of one dtype (bf16, fp16, fp32); sums are kept in fp32 in a fixed order, so
     results are the same bits on all ranks and in each run. `bias` is added once. B may be contiguous or the transpose
     of a contiguous tensor. `async_op`: runs on a side stream; `workspace.wait()` joins it. `config`: a `FusedConfig`,
-    the same on all ranks; None chooses by shapes. Ranks whose depth K differs (uneven splits) must pass one.
+    the same on all ranks; None chooses by shapes. Ranks whose K (or, in a gather, N) differs must pass one.
     `workspace`: what an earlier call returned. w is the number of ranks; parts are split as `torch.chunk` does.
 
     Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` when the
@@ -60,7 +60,7 @@ class Ops:
 
     def __init__(self, ctx: Iris) -> None:
         self._ctx = ctx
-        self._workspace = Workspace(ctx)
+        self._workspace: Workspace | None = None
         self._prepared: dict[tuple, _Prepared] = {}
         self._kernels: dict[tuple, object] = {}
         self._side: torch.cuda.Stream | None = None
@@ -131,6 +131,8 @@ class Ops:
         if bias is not None and bias.stride(0) != 1:
             bias = bias.contiguous()
         if workspace is None:
+            if self._workspace is None:
+                self._workspace = Workspace(ctx)
             workspace = self._workspace
         elif not isinstance(workspace, Workspace) or workspace.ctx is not ctx:
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")

@@ -1,10 +1,10 @@
 """What all fused kernels share: matrices, tile order, the product of one tile, and packed tiles in staging memory."""
 
 from iris.device import arch
-from iris.device.context import aggregate
+from iris.device.function import device_function
 import triton
 import triton.language as tl
-from triton.language.core import base_value
+from triton.language.core import _aggregate, base_value
 
 
 @triton.constexpr_function
@@ -13,7 +13,7 @@ def _value(x):
     return tl.constexpr(x) if isinstance(x, int) else x
 
 
-@aggregate
+@_aggregate
 class Matrix:
     """A matrix [rows, cols] in memory, read by tiles; what lies beyond its edges reads as zero.
 
@@ -39,7 +39,7 @@ class Matrix:
         self.TMA = tl.constexpr(getattr(TMA, "value", TMA))
         self.TRANSPOSED = tl.constexpr(getattr(TRANSPOSED, "value", TRANSPOSED))
 
-    @triton.jit
+    @device_function
     def load(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
         """The tile [ROWS, COLS] at (row, col)."""
         if self.TMA:
@@ -53,7 +53,7 @@ class Matrix:
             pointers = self.data + (r.to(tl.int64) * self.stride_row)[:, None] + (c.to(tl.int64) * self.stride_col)
             return tl.load(pointers, mask=(r < self.rows)[:, None] & (c < self.cols)[None, :], other=0.0)
 
-    @triton.jit
+    @device_function
     def pointers(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
         """Addresses of the tile at (row, col), and which of them lie inside; not for descriptors."""
         r = row + tl.arange(0, ROWS)
@@ -62,7 +62,7 @@ class Matrix:
         return addresses, (r < self.rows)[:, None] & (c < self.cols)[None, :]
 
 
-@triton.jit
+@device_function
 def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
     """(row block, column block) of a tile: GROUP_M row blocks at a time, so that neighbours share A and B in L2."""
     per_group = GROUP_M * num_n
@@ -72,7 +72,7 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
     return first + inside % height, inside // height
 
 
-@triton.jit
+@device_function
 def multiply(a, b, row, col, k0, depth, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """`acc + a[row:, :depth] @ b[k0:k0+depth, col:]` for one tile, in fp32."""
     for k in range(0, depth, BLOCK_K):
@@ -82,14 +82,14 @@ def multiply(a, b, row, col, k0, depth, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     return acc
 
 
-@triton.jit
+@device_function
 def add_bias(acc, bias, col, cols, BLOCK_N: tl.constexpr):
     """`acc + bias[col:]`, columns beyond `cols` as zero."""
     c = col + tl.arange(0, BLOCK_N)
     return acc + tl.load(bias + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit
+@device_function
 def packed(staging, slot, rows, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Addresses of staged tile number `slot`, and the mask of its first `rows` rows.
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import platform
+from .function import device_function
 
 INTERPRET = tl.constexpr(platform.interpreting())
 
@@ -51,7 +52,7 @@ for _function in (_host_clock, _host_peer_gone, _host_pause):
     _function.__triton_builtin__ = True
 
 
-@triton.jit
+@device_function
 def clock():
     """A device-wide clock: int64 ticks (1 ns on cuda and cpu, 10 ns on hip)."""
     if INTERPRET:
@@ -64,14 +65,14 @@ def clock():
         )
 
 
-@triton.jit
+@device_function
 def pause():
     """Between two polls: lets other ranks run where ranks share cores."""
     if INTERPRET:
         _host_pause()
 
 
-@triton.jit
+@device_function
 def peer_gone(pid):
     """Whether a peer's process has ended; only known where kernels run on the host."""
     if INTERPRET:
@@ -80,7 +81,7 @@ def peer_gone(pid):
         return False
 
 
-@triton.jit
+@device_function
 def drain_stores():
     """This thread's earlier stores have left for memory. AMD's barrier does not wait for them; NVIDIA's fence does."""
     if is_hip():
@@ -89,7 +90,7 @@ def drain_stores():
         )
 
 
-@triton.jit
+@device_function
 def fence_async_proxy():
     """Data that peers stored is visible to this thread's following TMA loads."""
     if is_cuda():
@@ -98,7 +99,7 @@ def fence_async_proxy():
         )
 
 
-@triton.jit
+@device_function
 def dot(a, b, acc):
     """`acc + a @ b` in fp32. fp32 operands are multiplied exactly as torch does by default, not as tf32."""
     if INTERPRET:
@@ -106,7 +107,7 @@ def dot(a, b, acc):
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
-@triton.jit
+@device_function
 def round_to(x, dtype: tl.constexpr):
     """fp32 `x` rounded to nearest even in `dtype`; the interpreter would truncate to bf16."""
     if INTERPRET and dtype == tl.bfloat16:

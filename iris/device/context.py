@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.core import _aggregate
 
-from .. import platform
 from . import rma
+from .function import device_function
 
 HEADER = tl.constexpr(8)
 
@@ -19,23 +19,7 @@ def pack(rank: int, bases: list[int], pids: list[int], status: int, record: int,
     return [rank, len(bases), status, record, timeout_ticks, 0, 0, 0, *bases, *pids]
 
 
-def aggregate(cls):
-    """Triton's aggregate, whose methods work under the interpreter too (triton 3.6 drops interpreted ones)."""
-    built = _aggregate(cls)
-    if platform.interpreting():
-        for name, member in vars(cls).items():
-            static = isinstance(member, staticmethod)
-            function = member.__func__ if static else member
-            if type(function).__name__ == "InterpretedFunction":
-                setattr(built, name, staticmethod(function) if static else _bind(function))
-    return built
-
-
-def _bind(function):
-    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
-
-
-@aggregate
+@_aggregate
 class DeviceContext:
     """This rank's view of the heap inside a kernel. Make it with `DeviceContext.initialize`."""
 
@@ -50,28 +34,28 @@ class DeviceContext:
         self.words = words
 
     @staticmethod
-    @triton.jit
+    @device_function
     def initialize(context_tensor, rank, world_size: tl.constexpr, tracing: tl.constexpr = False):
         """From `Iris.get_device_context()`, the caller's rank and the number of ranks."""
         tl.static_assert(not tracing, "tracing is not available in this version")
         return DeviceContext(tl.cast(rank, tl.int32), world_size, context_tensor)
 
-    @triton.jit
+    @device_function
     def heap_bases(self):
         """Pointer to the heap base of every rank, int64."""
         return self.words + HEADER
 
-    @triton.jit
+    @device_function
     def pid(self, rank):
         """Process id of a rank, int64."""
         return tl.load(self.words + HEADER + self.world_size + rank)
 
-    @triton.jit
+    @device_function
     def remote(self, pointer, to_rank):
         """The address at `to_rank` of what this rank calls `pointer`."""
         return rma.translate(pointer, self.rank, to_rank, self.heap_bases())
 
-    @triton.jit
+    @device_function
     def load(
         self,
         pointer,
@@ -84,12 +68,12 @@ class DeviceContext:
         """Returns what stands at `pointer` on `from_rank`."""
         return rma.load(pointer, self.rank, from_rank, self.heap_bases(), mask, other, cache_modifier, volatile)
 
-    @triton.jit
+    @device_function
     def store(self, pointer, value, to_rank, mask=None, cache_modifier: tl.constexpr = None):
         """Stores `value` at `pointer` on `to_rank`."""
         rma.store(pointer, value, self.rank, to_rank, self.heap_bases(), mask, cache_modifier)
 
-    @triton.jit
+    @device_function
     def get(
         self,
         from_ptr,
@@ -113,7 +97,7 @@ class DeviceContext:
             store_cache_modifier,
         )
 
-    @triton.jit
+    @device_function
     def put(
         self,
         from_ptr,
@@ -137,7 +121,7 @@ class DeviceContext:
             store_cache_modifier,
         )
 
-    @triton.jit
+    @device_function
     def copy(
         self,
         src_ptr,
@@ -163,48 +147,48 @@ class DeviceContext:
             store_cache_modifier,
         )
 
-    @triton.jit
+    @device_function
     def atomic_cas(self, pointer, cmp, val, to_rank, sem: tl.constexpr = None, scope: tl.constexpr = None):
         """`iris.atomic_cas` at `to_rank`."""
         return rma.atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases(), sem, scope)
 
-    @triton.jit
+    @device_function
     def atomic_add(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
         """`iris.atomic_add` at `to_rank`."""
         return rma.atomic_add(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
 
-    @triton.jit
+    @device_function
     def atomic_xchg(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
         """`iris.atomic_xchg` at `to_rank`."""
         return rma.atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
 
-    @triton.jit
+    @device_function
     def atomic_xor(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
         """`iris.atomic_xor` at `to_rank`."""
         return rma.atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
 
-    @triton.jit
+    @device_function
     def atomic_and(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
         """`iris.atomic_and` at `to_rank`."""
         return rma.atomic_and(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
 
-    @triton.jit
+    @device_function
     def atomic_or(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
         """`iris.atomic_or` at `to_rank`."""
         return rma.atomic_or(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
 
-    @triton.jit
+    @device_function
     def atomic_min(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
         """`iris.atomic_min` at `to_rank`."""
         return rma.atomic_min(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
 
-    @triton.jit
+    @device_function
     def atomic_max(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
         """`iris.atomic_max` at `to_rank`."""
         return rma.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
 
 
-@triton.jit
+@device_function
 def own_context(words, world_size: tl.constexpr):
     """The device context with the rank as the context tensor has it, so that all ranks share one compiled kernel."""
     return DeviceContext.initialize(words, tl.load(words).to(tl.int32), world_size)

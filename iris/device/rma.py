@@ -5,14 +5,15 @@ difference of two heap bases is the peer's. `pointer` arguments are always the c
 block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered unless an atomic's `sem` orders them.
 """
 
-import triton
 import triton.language as tl
+
+from .function import device_function
 
 # 2 MiB, the alignment of every heap base (iris/memory/base.py).
 _BASE_ALIGNMENT = tl.constexpr(2 << 20)
 
 
-@triton.jit
+@device_function
 def translate(pointer, from_rank, to_rank, heap_bases):
     """`from_rank`'s address `pointer`, scalar or block, as the address of the same bytes at `to_rank`."""
     # One scalar, added once: casting a block of pointers through int64 would lose contiguity and alignment.
@@ -22,7 +23,7 @@ def translate(pointer, from_rank, to_rank, heap_bases):
     return pointer + elements
 
 
-@triton.jit
+@device_function
 def load(
     pointer,
     to_rank,
@@ -38,13 +39,13 @@ def load(
     return tl.load(remote, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
 
 
-@triton.jit
+@device_function
 def store(pointer, value, from_rank, to_rank, heap_bases, mask=None, cache_modifier: tl.constexpr = None):
     """Stores `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
     tl.store(translate(pointer, from_rank, to_rank, heap_bases), value, mask=mask, cache_modifier=cache_modifier)
 
 
-@triton.jit
+@device_function
 def get(
     from_ptr,
     to_ptr,
@@ -62,7 +63,7 @@ def get(
     tl.store(to_ptr, data, mask=mask, cache_modifier=store_cache_modifier)
 
 
-@triton.jit
+@device_function
 def put(
     from_ptr,
     to_ptr,
@@ -80,7 +81,7 @@ def put(
     tl.store(remote, data, mask=mask, cache_modifier=store_cache_modifier)
 
 
-@triton.jit
+@device_function
 def copy(
     src_ptr,
     dst_ptr,
@@ -100,7 +101,7 @@ def copy(
     tl.store(remote, data, mask=mask, cache_modifier=store_cache_modifier)
 
 
-@triton.jit
+@device_function
 def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem: tl.constexpr = None, scope: tl.constexpr = None):
     """Stores `val` at `pointer` on `to_rank` if `cmp` stands there; returns what stood there.
 
@@ -112,7 +113,7 @@ def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem: tl.conste
     return tl.atomic_cas(remote, cmp, val, sem=sem, scope=reach)
 
 
-@triton.jit
+@device_function
 def atomic_add(
     pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
 ):
@@ -122,7 +123,7 @@ def atomic_add(
     return tl.atomic_add(remote, val, mask=mask, sem=sem, scope=reach)
 
 
-@triton.jit
+@device_function
 def atomic_xchg(
     pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
 ):
@@ -132,7 +133,7 @@ def atomic_xchg(
     return tl.atomic_xchg(remote, val, mask=mask, sem=sem, scope=reach)
 
 
-@triton.jit
+@device_function
 def atomic_xor(
     pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
 ):
@@ -142,7 +143,7 @@ def atomic_xor(
     return tl.atomic_xor(remote, val, mask=mask, sem=sem, scope=reach)
 
 
-@triton.jit
+@device_function
 def atomic_and(
     pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
 ):
@@ -152,7 +153,7 @@ def atomic_and(
     return tl.atomic_and(remote, val, mask=mask, sem=sem, scope=reach)
 
 
-@triton.jit
+@device_function
 def atomic_or(
     pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
 ):
@@ -162,7 +163,7 @@ def atomic_or(
     return tl.atomic_or(remote, val, mask=mask, sem=sem, scope=reach)
 
 
-@triton.jit
+@device_function
 def atomic_min(
     pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
 ):
@@ -172,7 +173,7 @@ def atomic_min(
     return tl.atomic_min(remote, val, mask=mask, sem=sem, scope=reach)
 
 
-@triton.jit
+@device_function
 def atomic_max(
     pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
 ):

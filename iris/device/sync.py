@@ -11,6 +11,7 @@ import triton.language as tl
 
 from . import arch, rma
 from .context import own_context
+from .function import device_function
 
 # Who waits, by the number that a failure record carries.
 WAITERS = (
@@ -35,18 +36,18 @@ def sync_words(world_size: int) -> int:
     return _ENTERED.value + 2 * world_size
 
 
-@triton.jit
+@device_function
 def _status(ctx):
     return tl.load(ctx.words + 2).to(tl.pointer_type(tl.int32))
 
 
-@triton.jit
+@device_function
 def healthy(ctx):
     """Whether no wait of this rank has failed so far."""
     return tl.load(_status(ctx), volatile=True) == 0
 
 
-@triton.jit
+@device_function
 def signal(ctx, flag, value, to_rank):
     """All of this program's earlier stores, then `value` in `flag` at `to_rank`: who sees the flag sees the stores."""
     arch.drain_stores()
@@ -54,7 +55,7 @@ def signal(ctx, flag, value, to_rank):
     rma.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")
 
 
-@triton.jit
+@device_function
 def wait(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr = False):
     """Waits until this rank's `flag` has reached `expected`; what `peer` stored before it signalled is then visible.
 
@@ -68,7 +69,7 @@ def wait(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr = 
     return arrived
 
 
-@triton.jit
+@device_function
 def _reached(seen, expected, exact: tl.constexpr):
     if exact:
         return seen == expected
@@ -76,7 +77,7 @@ def _reached(seen, expected, exact: tl.constexpr):
         return (seen - expected) >= 0  # the difference wraps where the values do
 
 
-@triton.jit
+@device_function
 def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
     limit = tl.load(ctx.words + 4)
     pid = ctx.pid(peer)
@@ -95,7 +96,7 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
     return arrived
 
 
-@triton.jit
+@device_function
 def _report(ctx, waiter: tl.constexpr, expected, peer, seen):
     if tl.atomic_cas(_status(ctx), 0, 1) == 0:
         record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
@@ -108,7 +109,7 @@ def _report(ctx, waiter: tl.constexpr, expected, peer, seen):
         tl.atomic_xchg(record, 1, sem="release", scope="sys")
 
 
-@triton.jit
+@device_function
 def enter(ctx, sync):
     """Begins a call: tells the peers that this rank is in it, and returns the call's epoch.
 
@@ -122,7 +123,7 @@ def enter(ctx, sync):
     return epoch
 
 
-@triton.jit
+@device_function
 def await_entered(ctx, sync, epoch, waiter: tl.constexpr):
     """Waits until every peer has entered this call. Returns whether they did."""
     entered = True
@@ -132,13 +133,13 @@ def await_entered(ctx, sync, epoch, waiter: tl.constexpr):
     return entered
 
 
-@triton.jit
+@device_function
 def next_tile(sync):
     """The next number of a count from 0 that all programs of the grid share; `leave` starts it again."""
     return tl.atomic_add(sync + _NEXT_TILE, 1, sem="relaxed", scope="gpu")
 
 
-@triton.jit
+@device_function
 def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constexpr = False):
     """Ends a call: the last program of the grid to come here advances the epoch.
 

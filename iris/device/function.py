@@ -1,0 +1,17 @@
+"""`device_function`: what kernels call is marked with it; kernels themselves are `@triton.jit`.
+
+Compiled, the two are the same. In the interpreter, triton 3.6 looks through the whole language again at each call of a
+jit function inside a kernel, which is most of the time of a kernel on small tensors, and its aggregates lose methods
+that are jit functions. The rewritten function alone, which runs in the language as its kernel has set it up, has
+neither trouble.
+"""
+
+import triton
+
+from .. import platform
+
+
+def device_function(fn):
+    """A function for kernels and other device functions to call."""
+    jitted = triton.jit(fn)
+    return jitted.rewrite() if platform.interpreting() else jitted
