@@ -36,7 +36,7 @@ class Machine:
 
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
-    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.0, 5.0),
+    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.0, 6.5),
     # Data sheet values scaled by what the H200 reaches of its own; not measured.
     "NVIDIA H100": Machine("NVIDIA H100", 132, 700.0, 3000.0, 380.0, 3.0, 5.0),
     "AMD Instinct MI300X": Machine("AMD Instinct MI300X", 304, 600.0, 4000.0, 300.0, 5.0, 6.0),
@@ -154,11 +154,13 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         total = gemm + link + hops * machine.hop_us + w * result / (machine.hbm_gbs * 1e3)
     else:
         link = nbytes / (machine.link_gbs * 1e3)
-        hops = {ALL_REDUCE: 3, MATMUL_GATHER: 2}.get(problem.op, 1) * hops
+        hops = _HOPS[problem.op] * hops
         total = max(gemm, link) + _EXPOSED[problem.op] * min(gemm, link) + hops * machine.hop_us
     return Prediction(gemm, link, total + machine.launch_us)
 
 
+# Hops that nothing hides: the entry, then what the last tiles wait for.
+_HOPS = {ALL_REDUCE: 3, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
 _EXPOSED = {ALL_REDUCE: 0.6, REDUCE_SCATTER: 0.4, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
 
@@ -183,8 +185,8 @@ def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     programs = min(config.num_programs or machine.num_programs, machine.num_programs)
     waves = -(-tiles // programs)
     compute = waves * (2.0 * bm * bn * max(k, bk) / (rate * 1e6) + 1.5)
-    # a program alone cannot draw its share of HBM when few of them run
     stream = (m * k + k * n) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
+    # a program alone cannot draw its share of HBM when few of them run
     stream *= max(1.0, 0.9 * programs / max(1, min(tiles, programs)))
     return max(compute, stream)
 

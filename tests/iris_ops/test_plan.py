@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+import json
+from pathlib import Path
 
 import iris
 from iris_ops import FusedConfig
@@ -12,6 +14,7 @@ from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDU
 import pytest
 import torch
 
+from benchmarks.shapes import CALLS
 from tests.harness import WORLDS, both, run_ranks
 from tests.iris_ops.calls import Call
 from tests.reference import FORMS, Case
@@ -149,3 +152,25 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
     for config in (given, None):
         for seen in run_ranks(world_size, spy_on_launches, Case(op, form, 33, 40, 48, config=config)):
             assert len(seen) == 1 and (seen == [given]) == (config is not None)
+
+
+RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/ops_*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path) -> None:
+    """The committed results are what the plan of today chooses, and its times are those that were measured."""
+    report = json.loads(path.read_text())
+    misses = []
+    for row in report["rows"]:
+        op = CALLS[row["op"]]
+        chosen = plan(
+            problem(op, "" if op == ALL_REDUCE else "rows", row["M"], row["N"], row["K"], report["world"]),
+            machine_named(report["gpu"], 132),
+        )
+        ours = next(result for result in row["results"] if result["name"] == "ours")
+        measured = {name: value for name, value in ours["plan"].items() if name != "prediction"}
+        assert chosen == FusedConfig(**measured), f"{op} {row['M']}, {row['N']}, {row['K']}: measured with {measured}"
+        if abs(chosen.prediction.total_us / ours["graph_us"] - 1) > 0.2:
+            misses.append((op, row["M"], row["N"], row["K"], chosen.prediction.total_us, ours["graph_us"]))
+    assert len(misses) <= len(report["rows"]) / 10, misses
