@@ -28,7 +28,7 @@ def play_kernel(ctx_words, ball, flag, n, passes, RANK: tl.constexpr, WORLD_SIZE
             ctx.put(ball + offsets, ball + offsets, other, mask=mask)
             sync.signal(ctx, flag, i, other)
         else:
-            sync.wait(ctx, flag, i, other, 0)
+            sync.wait(ctx, flag, i, other)
 
 
 def rank_main(passes: int = 6, n: int = 1000) -> None:

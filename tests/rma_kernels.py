@@ -26,7 +26,7 @@ def put_and_signal_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ctx.put(src + offsets, dst + offsets, peer, mask=offsets < n)
     sync.signal(ctx, flags + tl.program_id(0), 1, peer)
-    sync.wait(ctx, flags + tl.program_id(0), 1, peer, 0)
+    sync.wait(ctx, flags + tl.program_id(0), 1, peer)
 
 
 # --- each lacks one thing that test_codegen.py looks for -------------------------------------------------------------

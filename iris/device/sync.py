@@ -15,12 +15,15 @@ from .function import device_function
 
 # Who waits, by the number that a failure record carries.
 WAITERS = (
+    "a kernel",
     "device_barrier",
     "matmul_all_reduce",
     "all_gather_matmul",
     "matmul_all_gather",
     "matmul_reduce_scatter",
 )
+_USER = tl.constexpr(WAITERS.index("a kernel"))
+_BARRIER = tl.constexpr(WAITERS.index("device_barrier"))
 # A failure record is int64: [written, waiter, rank, peer, expected, seen]; what is expected is an epoch or a count.
 RECORD_WORDS = 6
 
@@ -56,7 +59,7 @@ def signal(ctx, flag, value, to_rank):
 
 
 @device_function
-def wait(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr = False):
+def wait(ctx, flag, expected, peer, waiter: tl.constexpr = _USER, exact: tl.constexpr = False):
     """Waits until this rank's `flag` has reached `expected`; what `peer` stored before it signalled is then visible.
 
     `exact`: until it equals `expected`, for flags that may have rested for more than 2^31 epochs; the peer must be
@@ -179,4 +182,4 @@ def device_barrier_kernel(words, members, num_members, sent, arrived, WORLD_SIZE
         signal(ctx, arrived + ctx.rank, count, peer)
     for i in range(num_members):
         peer = tl.load(members + i)
-        wait(ctx, arrived + peer, tl.load(sent + peer), peer, 0)
+        wait(ctx, arrived + peer, tl.load(sent + peer), peer, _BARRIER)
