@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from tests.harness import WORLDS, assert_close_to_reference, guarded, run_fresh, run_ranks
+from tests.checks import assert_close_to_reference, guarded
+from tests.harness import WORLDS, run_fresh, run_ranks
 
 
 def _rank_and_bytes(ctx):

@@ -10,7 +10,7 @@ import iris
 from iris_ops.workspace import Workspace
 import torch
 
-from tests.harness import Guarded, assert_close_to_reference, poison
+from tests.checks import Guarded, assert_close_to_reference, poison
 from tests.reference import Case, Inputs
 
 

@@ -17,7 +17,8 @@ from iris_ops.workspace import Workspace
 import pytest
 import torch
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, poison, run_fresh, run_ranks
+from tests.checks import poison
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
 from tests.iris_ops.calls import Call
 from tests.reference import Case
 

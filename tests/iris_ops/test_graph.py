@@ -13,7 +13,8 @@ from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER
 import pytest
 import torch
 
-from tests.harness import WORLDS, poison, run_ranks
+from tests.checks import poison
+from tests.harness import WORLDS, run_ranks
 from tests.iris_ops.calls import Call
 from tests.reference import FORMS, Case
 

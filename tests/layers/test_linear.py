@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 import torch
 from torch import nn
 
-from tests.harness import WORLDS, assert_close_to_reference, both, run_ranks
+from tests.checks import assert_close_to_reference
+from tests.harness import WORLDS, both, run_ranks
 
 pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
 
