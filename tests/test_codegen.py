@@ -83,8 +83,13 @@ def all_complaints(kernels: list[Kernel], check: Callable[[Kernel], list[str]]) 
 
 # --- PTX -------------------------------------------------------------------------------------------------------------
 
-# Between programs of one GPU: the next tile of a common count; and which thread of this rank reports a failed wait.
-LOCAL = ("atom.global.gpu.relaxed.add.u32", "atom.global.acq_rel.gpu.cas.b32")
+# Between programs of one GPU: the next tile of a common count; which program reports a failed wait; that one failed.
+LOCAL = (
+    "atom.global.gpu.relaxed.add.u32",
+    "atom.global.acq_rel.gpu.cas.b32",
+    "atom.global.relaxed.gpu.cas.b32",
+    "ld.global.gpu.relaxed.b32",
+)
 ORDERED = re.compile(r"\b(?:atom|red|ld|st)\.[a-z0-9_.]*(?:release|acquire|acq_rel|relaxed)[a-z0-9_.]*")
 BLOCK_BORDER = re.compile(r"\$L__BB\S*:|.*\bbra\b")
 

@@ -32,6 +32,8 @@ RECORD_WORDS = 6
 _FINISHED = tl.constexpr(1)
 _NEXT_TILE = tl.constexpr(2)
 _ENTERED = tl.constexpr(16)
+# Polls of a flag between two looks at the rank's status, which would double the time of each.
+_POLLS_A_CHECK = tl.constexpr(16)
 
 
 def sync_words(world_size: int) -> int:
@@ -46,8 +48,15 @@ def _status(ctx):
 
 @device_function
 def healthy(ctx):
-    """Whether no wait of this rank has failed so far."""
-    return tl.load(_status(ctx), volatile=True) == 0
+    """Whether no wait of this rank has failed so far; the same answer for all threads of a program."""
+    return _mark(ctx) == 0
+
+
+@device_function
+def _mark(ctx):
+    # An atomic is done by one thread and its result given to all. Each thread's own load could differ from the next
+    # one's, and threads that part company around a barrier hang the program.
+    return tl.atomic_add(_status(ctx), 0, sem="relaxed", scope="gpu")
 
 
 @device_function
@@ -84,24 +93,32 @@ def _reached(seen, expected, exact: tl.constexpr):
 def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
     limit = tl.load(ctx.words + 4)
     pid = ctx.pid(peer)
+    own_mark = tl.program_id(0) + 1
     start = arch.clock()
+    polls = 0
     arrived = False
     waiting = True
     while waiting:
         arch.pause()
-        # gone before the flag is read: a signal sent just before the end still counts
-        lost = arch.peer_gone(pid) or (arch.clock() - start > limit)
+        # before the flag is read: a signal sent just before the end still counts
+        late = (arch.clock() - start > limit) | arch.peer_gone(pid)
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         arrived = _reached(seen, expected, exact)
-        waiting = not arrived and not lost and healthy(ctx)
-        if lost and not arrived:
-            _report(ctx, waiter, expected, peer, seen)
+        waiting = not arrived
+        polls += 1
+        if polls % _POLLS_A_CHECK == 0:
+            # Threads read the clock at different times. One of them marks this rank, and all go by the mark.
+            tl.atomic_cas(_status(ctx), 0, tl.where(late & (not arrived), own_mark, 0), sem="relaxed", scope="gpu")
+            mark = _mark(ctx)
+            if mark == own_mark:
+                _report(ctx, own_mark, waiter, expected, peer, seen)
+            waiting = waiting and mark == 0
     return arrived
 
 
 @device_function
-def _report(ctx, waiter: tl.constexpr, expected, peer, seen):
-    if tl.atomic_cas(_status(ctx), 0, 1) == 0:
+def _report(ctx, own_mark, waiter: tl.constexpr, expected, peer, seen):
+    if tl.atomic_cas(_status(ctx), own_mark, -1) == own_mark:  # once, however many waits of this program follow
         record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
         tl.store(record + 1, waiter)
         tl.store(record + 2, ctx.rank.to(tl.int64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 import os
 import random
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from tests.checks import poison
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
 from tests.iris_ops.calls import Call
 from tests.reference import Case
 
@@ -169,3 +170,38 @@ def test_a_killed_rank_is_named_within_ten_seconds(case: Case, world_size: int, 
         assert end.error is None and end.result, f"after {time.monotonic() - started} s: {end.traceback}"
         message, seconds = end.result
         assert f"rank {rank} lost rank {dead}: {case.op}" in message and seconds < 10
+
+
+def miss_a_rank(outer: iris.Iris, case: Case) -> str | None:
+    """Every rank but 0 makes a call that rank 0 leaves out, several times over, each in a context of its own."""
+    said = None
+    for _ in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("IRIS_TIMEOUT", "0.3")
+            ctx = iris.iris(64 << 20)
+        call = Call(ctx, case)
+        call.run()
+        call.check()
+        ctx.barrier()
+        if ctx.cur_rank:
+            for _ in range(3):  # the later ones find a rank that has given up
+                call.run()
+            if ctx.device.type == "cuda":
+                torch.cuda.synchronize()
+            with pytest.raises(PeerLostError) as caught:
+                ctx.check()
+            said = str(caught.value)
+        outer.barrier()
+        with contextlib.suppress(PeerLostError):
+            ctx.close()
+    return said
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on CPUs the call itself raises; see above")
+@pytest.mark.parametrize("world_size", [size for size in WORLDS if size > 1])
+@pytest.mark.parametrize("case", CASES[:5], ids=lambda case: f"{case.op}-{case.form}-{case.config.algorithm}")
+def test_threads_of_a_program_give_up_together(case: Case, world_size: int) -> None:
+    """Threads read the clock at different times. If one gave up before the others, the kernel would never end."""
+    case = replace(case, config=replace(case.config, num_warps=8))
+    said = run_ranks(world_size, miss_a_rank, case)
+    assert all("lost rank" in message and case.op in message for message in said[1:]), said
