@@ -98,7 +98,12 @@ def timeout_s(dev: torch.device) -> float:
 
 def timeout_ticks(dev: torch.device) -> int:
     """`timeout_s` in ticks of the device clock."""
-    return int(timeout_s(dev) * _CLOCK_HZ[name()])
+    return ticks(timeout_s(dev))
+
+
+def ticks(seconds: float) -> int:
+    """A time in ticks of the device clock that kernels read."""
+    return int(seconds * _CLOCK_HZ[name()])
 
 
 def is_capturing(dev: torch.device) -> bool:

@@ -39,7 +39,7 @@ def _push_part(
 ):
     """Pushes `own` [part_rows, cols], zero beyond its edges, to its place in every peer's `gathered`.
 
-    In pieces of BLOCK_M rows by a SPLITS-th of the columns; each is signalled one piece later.
+    In pieces of BLOCK_M rows by a SPLITS-th of the columns, each with its signal.
     """
     # wide enough that a program has tens of KiB under way
     COPY_K: tl.constexpr = min(4 * BLOCK_K, max(BLOCK_K, 32768 // BLOCK_M))
@@ -47,8 +47,6 @@ def _push_part(
     width = tl.cdiv(tl.cdiv(cols, COPY_K), SPLITS) * COPY_K  # columns of a unit
     target = Matrix(gathered, part_rows * (ctx.rank + 1), cols, ld, 1, False)
     ok = await_entered(ctx, sync, epoch, WAITER)
-    pending = -1
-    pending_peer = 0
     for unit in range(tl.program_id(0), blocks * SPLITS * (WORLD_SIZE - 1), COMM_PROGRAMS):
         if BY_K:  # every tile needs a block from everyone
             piece, step = unit // (WORLD_SIZE - 1), unit % (WORLD_SIZE - 1)
@@ -62,13 +60,7 @@ def _push_part(
                 values = own.load(row, k, BLOCK_M, COPY_K)
                 places, mask = target.pointers(ctx.rank * part_rows + row, k, BLOCK_M, COPY_K)
                 tl.store(ctx.remote(places, peer), values, mask=mask)
-            if pending >= 0:
-                signal(ctx, flags + ctx.rank * blocks * SPLITS + pending, epoch, pending_peer)
-        pending = piece
-        pending_peer = peer
-    if pending >= 0:
-        if ok:
-            signal(ctx, flags + ctx.rank * blocks * SPLITS + pending, epoch, pending_peer)
+            signal(ctx, flags + ctx.rank * blocks * SPLITS + piece, epoch, peer)
     return ok
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from iris.errors import ArgumentError
 
-ALGORITHMS = ("one_shot", "two_shot")
+ALGORITHMS = ("one_shot", "two_shot", "overlapped")
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class FusedConfig:
 
     `block_m`, `block_n`, `block_k`: the tile of the product, powers of two. `group_m`: row blocks that neighbouring
     programs share, for the L2 cache. `num_programs`: size of the persistent grid, at most the chip's multiprocessors;
-    0 takes them all. `comm_programs`: all_gather_matmul only, programs that first move data. `owner_blocks`:
-    two-shot all-reduce only, row blocks in a row that one rank sums. `algorithm`: all-reduce only, "one_shot" (every
-    rank sums everything) or "two_shot" (each rank sums its tiles and sends the sums).
+    0 takes them all. `comm_programs`: all_gather_matmul only, programs that first move data. `stagger_us`:
+    matmul_all_gather only, over what time the programs start, so that they do not all push at once. `algorithm`:
+    all-reduce only, "one_shot" (every rank sums everything), "two_shot" (each rank sums some rows of each tile and
+    sends the sums) or "overlapped" (large results: each rank sums a part, others' parts travel during the product).
     """
 
     block_m: int = 128
@@ -37,8 +38,8 @@ class FusedConfig:
     num_stages: int = 3
     num_programs: int = 0
     comm_programs: int = 16
-    owner_blocks: int = 2
-    algorithm: str = "two_shot"
+    stagger_us: int = 0
+    algorithm: str = "overlapped"
     prediction: Prediction | None = field(default=None, compare=False)
     reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
@@ -49,7 +50,7 @@ class FusedConfig:
                 raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a power of two from 16")
         for f in fields(self):
             value = getattr(self, f.name)
-            least = 0 if f.name == "num_programs" else 1
+            least = 0 if f.name in ("num_programs", "stagger_us") else 1
             if f.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ArgumentError(f"FusedConfig.{f.name} is {value!r}; expected an integer from {least}")
         if self.num_warps & (self.num_warps - 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from iris import platform
@@ -10,13 +11,14 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import repeat
 from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
 from .matmul_all_gather import matmul_all_gather_kernel
-from .matmul_all_reduce import one_shot_kernel
+from .matmul_all_reduce import exchange_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .plan import Machine, machine_named
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, part_of
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -29,6 +31,8 @@ Launch = tuple[triton.JITFunction, tuple[int, int, int], dict]
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
 # reports an illegal instruction for a tile that begins elsewhere).
 _TMA_ALIGNMENT = 16
+# What a mover of all_gather_matmul pushes before it signals: long against the signal, short against a tile's product.
+_PIECE_BYTES = 1 << 19
 
 
 def machine(device: torch.device) -> Machine:
@@ -42,36 +46,36 @@ def machine(device: torch.device) -> Machine:
 def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
     """Whether the op stores into the peers' `out`, which must then lie on the heap."""
     if problem.op == ALL_REDUCE:
-        return config.algorithm == "two_shot"
+        return config.algorithm == "overlapped"
     return problem.op == MATMUL_GATHER
 
 
-def workspace_size(problem: Problem, config: FusedConfig) -> tuple[int, int]:
-    """(flags, bytes of staging) that a call needs."""
+def workspace_size(problem: Problem, config: FusedConfig) -> tuple[int, int, int]:
+    """(flags, bytes of staging, bytes of exchange) that a call needs."""
     w, itemsize = problem.world_size, problem.dtype.itemsize
     if problem.op == MATMUL_GATHER or problem.empty:
-        return 0, 0
+        return 0, 0, 0
     if problem.op == GATHER_MATMUL:
         rows, _, ld = _gathered_part(problem)
-        return w * triton.cdiv(rows, config.block_m) * _splits(problem, config), w * rows * ld * itemsize
-    if problem.op == ALL_REDUCE and config.algorithm == "one_shot":
-        tiles = _tiles(problem.M, problem.N, config)
-    else:
-        rows, cols, chunks = _owned(problem, config)
-        tiles = _tiles(rows, cols, config) * chunks
-    return w * tiles, w * tiles * config.block_m * config.block_n * itemsize
+        return w * triton.cdiv(rows, config.block_m) * _splits(problem, config), w * rows * ld * itemsize, 0
+    if problem.op == ALL_REDUCE and config.algorithm != "overlapped":
+        return 0, 0, 2 * (w + _shots(config) - 1) * problem.M * _exchange_ld(problem) * itemsize
+    rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
+    tiles = _tiles(rows, cols, config)
+    return w * tiles, w * tiles * config.block_m * config.block_n * itemsize, 0
+
+
+def _shots(config: FusedConfig) -> int:
+    return 2 if config.algorithm == "two_shot" else 1
+
+
+def _exchange_ld(problem: Problem) -> int:
+    """Words of a row in the exchange area: whole vectors, also where N is odd."""
+    return -(-problem.N // 16) * 16
 
 
 def _tiles(rows: int, cols: int, config: FusedConfig) -> int:
     return triton.cdiv(rows, config.block_m) * triton.cdiv(cols, config.block_n)
-
-
-def _owned(problem: Problem, config: FusedConfig) -> tuple[int, int, int]:
-    """(rows, columns) that a rank owns in one chunk, and how many chunks there are."""
-    if problem.op == REDUCE_SCATTER:
-        return problem.part_rows, problem.part_cols, 1
-    rows = config.block_m * config.owner_blocks
-    return rows, problem.N, triton.cdiv(problem.M, rows * problem.world_size)
 
 
 def _gathered_part(problem: Problem) -> tuple[int, int, int]:
@@ -83,9 +87,11 @@ def _gathered_part(problem: Problem) -> tuple[int, int, int]:
 
 
 def _splits(problem: Problem, config: FusedConfig) -> int:
-    """Into how many pieces a block of gathered rows is cut, so that every mover has one."""
-    blocks = triton.cdiv(problem.part_rows, config.block_m) * max(1, problem.world_size - 1)
-    return triton.cdiv(config.comm_programs, blocks)
+    """Into how many pieces a block of gathered rows is cut: every mover has one, and none is long under way."""
+    rows, _, ld = _gathered_part(problem)
+    blocks = triton.cdiv(rows, config.block_m) * max(1, problem.world_size - 1)
+    nbytes = min(rows, config.block_m) * ld * problem.dtype.itemsize
+    return max(triton.cdiv(config.comm_programs, blocks), nbytes // _PIECE_BYTES)
 
 
 def _grid(device: torch.device, config: FusedConfig, tiles: int) -> tuple[int, int, int]:
@@ -153,8 +159,8 @@ def _common(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConf
 
 
 def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
-    rows, cols, chunks = _owned(problem, config)
-    tiles = _tiles(rows, cols, config) * chunks * problem.world_size
+    rows, cols, by_cols = owned_part(problem, config.block_m, config.block_n)
+    tiles = _tiles(rows, cols, config) * problem.world_size
     args = dict(
         staging=workspace.staging.view(problem.dtype),
         flags=workspace.flags,
@@ -162,27 +168,31 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         N=problem.N,
         part_rows=rows,
         part_cols=cols,
-        num_chunks=chunks,
-        BY_COLS=problem.form == "cols",
+        BY_COLS=by_cols,
         ALL_REDUCE=problem.op == ALL_REDUCE,
-        **_product(A, B, bias, config, n_step=cols if problem.form == "cols" else 0),
+        **_product(A, B, bias, config, n_step=cols if by_cols else 0),
         **_common(ctx, workspace, problem, config, out),
     )
     return reduce_scatter_kernel, _grid(ctx.device, config, tiles), args
 
 
 def _all_reduce(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
-    if config.algorithm == "two_shot":
+    if config.algorithm == "overlapped":
         return _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias)
+    words = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
     args = dict(
-        staging=workspace.staging.view(problem.dtype),
-        flags=workspace.flags,
+        staging=words,
         M=problem.M,
         N=problem.N,
+        ld=_exchange_ld(problem),
+        slot_words=words.numel() // 2,
+        SHOTS=_shots(config),
         **_product(A, B, bias, config),
         **_common(ctx, workspace, problem, config, out),
     )
-    return one_shot_kernel, _grid(ctx.device, config, _tiles(problem.M, problem.N, config)), args
+    args["sync"] = workspace.exchange_sync
+    del args["GROUP_M"]
+    return exchange_kernel, _grid(ctx.device, config, _tiles(problem.M, problem.N, config)), args
 
 
 def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
@@ -193,6 +203,7 @@ def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         N=part_of(problem.N, w, ctx.cur_rank) if by_cols else problem.N,
         row_step=0 if by_cols else rows,
         col_step=cols if by_cols else 0,
+        stagger=platform.ticks(config.stagger_us * 1e-6),
         **_product(A, B, bias, config),
         **_common(ctx, workspace, problem, config, out),
     )
@@ -239,22 +250,28 @@ _LAUNCHES = {
 }
 
 
-def launch(kernels: dict, ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, *tensors) -> None:
+def launch(
+    kernels: dict, ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, *tensors
+) -> Callable[[], bool] | None:
     """Launches the kernel of `problem` on `tensors` (out, A, B, bias) in the current stream.
 
     `kernels` keeps what was compiled, by all that Triton specialises a kernel on, so that later calls skip Triton's
-    own look-up, which costs several times the launch itself.
+    own look-up, which costs several times the launch itself. Returns a function that launches the same once more at a
+    tenth of the host's time, or None where there is none.
     """
     kernel, grid, args = _LAUNCHES[problem.op](ctx, workspace, problem, config, *tensors)
     key = (kernel, problem.dtype, config.num_warps, config.num_stages, *map(_specialization, args.values()))
     known = kernels.get(key)
     if known is None:
         compiled = kernel[grid](**args, num_warps=config.num_warps, num_stages=config.num_stages)
-        if compiled is not None:  # the interpreter compiles nothing
-            kernels[key] = compiled, kernel.arg_names
+        if compiled is None:  # the interpreter compiles nothing
+            return None
+        known = kernels[key] = compiled, kernel.arg_names
     else:
         compiled, names = known
         compiled[grid](*[args[name] for name in names])
+    compiled, names = known
+    return repeat.prepare(compiled, grid, [args[name] for name in names], ctx.device)
 
 
 def _specialization(value: object) -> object:

@@ -2,17 +2,29 @@
 
 Nobody consumes a tile inside the kernel, so no tile is signalled: the last program of a rank vouches for all of them,
 and the kernel ends when every rank's last program has done so.
+
+Programs that start together finish their tiles together, and then all push at once while nobody multiplies. So they
+start one after the other, over `stagger` ticks: while some push, the others multiply.
 """
 
 from __future__ import annotations
 
 from iris.device import arch
 from iris.device.context import own_context
+from iris.device.function import device_function
 from iris.device.sync import await_entered, enter, leave
 import triton
 import triton.language as tl
 
 from .tiles import Matrix, add_bias, grouped, multiply
+
+
+@device_function
+def _start_in_turn(stagger):
+    if not arch.INTERPRET:
+        begin = arch.clock()
+        while arch.clock() - begin < stagger * tl.program_id(0) // tl.num_programs(0):
+            pass
 
 
 @triton.jit
@@ -34,6 +46,7 @@ def matmul_all_gather_kernel(
     stride_on,
     row_step,
     col_step,
+    stagger,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -54,6 +67,7 @@ def matmul_all_gather_kernel(
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     epoch = enter(ctx, sync)
+    _start_in_turn(stagger)
 
     ok = True
     entered = False

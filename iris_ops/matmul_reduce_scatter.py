@@ -5,7 +5,7 @@ the owner's staging memory. A tile is signalled one tile later, when its stores 
 arrived to its own tile in fp32, in rank order from its own on, and stores the part. A wait looks at tiles that come
 earlier in the same order on the peers, so no wait can be circular, with any number of programs.
 
-`matmul_all_reduce` in two shots is this kernel with owners interleaved by row blocks, whose sums go to everyone.
+`matmul_all_reduce` in two shots is this kernel with owners whose sums go to everyone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def reduce_scatter_kernel(
     stride_on,
     part_rows,
     part_cols,
-    num_chunks,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -62,8 +61,7 @@ def reduce_scatter_kernel(
 
     num_m = tl.cdiv(part_rows, BLOCK_M)
     num_n = tl.cdiv(part_cols, BLOCK_N)
-    per_part = num_m * num_n
-    owned = per_part * num_chunks
+    owned = num_m * num_n
     epoch = enter(ctx, sync)
 
     ok = True  # nothing has been missed so far
@@ -71,18 +69,15 @@ def reduce_scatter_kernel(
     pending = -1  # the slot that was pushed last and not yet signalled
     pending_owner = 0
     for t in range(tl.program_id(0), owned * WORLD_SIZE, tl.num_programs(0)):
-        # order: chunk by chunk; in a chunk the next rank's part first, our own last
-        chunk = t // (per_part * WORLD_SIZE)
-        owner = (ctx.rank + 1 + (t // per_part) % WORLD_SIZE) % WORLD_SIZE
-        tile_m, tile_n = grouped(t % per_part, num_m, num_n, GROUP_M)
-        slot = chunk * per_part + tile_m * num_n + tile_n
+        owner = (ctx.rank + 1 + t // owned) % WORLD_SIZE  # the next rank first, this one last
+        tile_m, tile_n = grouped(t % owned, num_m, num_n, GROUP_M)
+        slot = tile_m * num_n + tile_n
         if BY_COLS:
             row, col = tile_m * BLOCK_M, owner * part_cols + tile_n * BLOCK_N
             rows, cols = M, min(N, (owner + 1) * part_cols)
         else:
-            first = (chunk * WORLD_SIZE + owner) * part_rows
-            row, col = first + tile_m * BLOCK_M, tile_n * BLOCK_N
-            rows, cols = min(M, first + part_rows), N
+            row, col = owner * part_rows + tile_m * BLOCK_M, tile_n * BLOCK_N
+            rows, cols = min(M, (owner + 1) * part_rows), N
 
         if (row < rows) & (col < cols):
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

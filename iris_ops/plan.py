@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from .config import FusedConfig, Prediction
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,17 @@ class Machine:
     launch_us: float
     hop_us: float
     """Store, signal and poll between two devices."""
+    exchange_us: float
+    """Data that says itself that it has arrived (`iris/device/exchange.py`): store and poll."""
 
 
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
-    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.0, 6.5),
+    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 6.5, 1.6),
     # Data sheet values scaled by what the H200 reaches of its own; not measured.
-    "NVIDIA H100": Machine("NVIDIA H100", 132, 700.0, 3000.0, 380.0, 3.0, 5.0),
-    "AMD Instinct MI300X": Machine("AMD Instinct MI300X", 304, 600.0, 4000.0, 300.0, 5.0, 6.0),
-    "AMD Instinct MI350X": Machine("AMD Instinct MI350X", 256, 1000.0, 6000.0, 350.0, 5.0, 6.0),
+    "NVIDIA H100": Machine("NVIDIA H100", 132, 700.0, 3000.0, 380.0, 3.2, 6.5, 1.6),
+    "AMD Instinct MI300X": Machine("AMD Instinct MI300X", 304, 600.0, 4000.0, 300.0, 5.0, 6.0, 3.0),
+    "AMD Instinct MI350X": Machine("AMD Instinct MI350X", 256, 1000.0, 6000.0, 350.0, 5.0, 6.0, 3.0),
 }
 INTERPRETER = "interpreter"
 
@@ -50,9 +52,9 @@ def machine_named(name: str, num_programs: int) -> Machine:
     if name in _MACHINES:
         return _MACHINES[name]
     if name == INTERPRETER:
-        return Machine(INTERPRETER, 1, 0.05, 1.0, 1.0, 2000.0, 5000.0)
+        return Machine(INTERPRETER, 1, 0.05, 1.0, 1.0, 2000.0, 5000.0, 5000.0)
     scale = num_programs / 132
-    return Machine(name, num_programs, 740.0 * scale, 4300.0 * scale, 380.0, 3.0, 5.0)
+    return Machine(name, num_programs, 740.0 * scale, 4300.0 * scale, 380.0, 3.2, 6.5, 1.6)
 
 
 # (block_m, block_n, block_k, warps, stages): share of the chip's rate that a full wave of such tiles reaches, bf16.
@@ -66,6 +68,9 @@ _GPU_TILES = {
     (16, 64, 128, 4, 5): 0.12,
     (16, 128, 128, 4, 4): 0.14,
 }
+# For all-reduces of few rows: enough weights under way for the memory's full rate; measured on H200s.
+_EXCHANGE_TILES = {(16, 64, 256, 4, 4): 0.25, (32, 64, 128, 4, 6): 0.32, (64, 64, 128, 8, 6): 0.53}
+_EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 _FP32_TILES = {(64, 128, 32, 8, 2): 1.0, (64, 64, 32, 4, 3): 0.9, (32, 64, 32, 4, 3): 0.7, (16, 64, 64, 4, 3): 0.4}
 _FP32_SHARE = 0.05
@@ -88,6 +93,7 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
         if objection:
             reasons.append(f"rejected {label}: {objection}")
             continue
+        candidate = replace(candidate, stagger_us=_stagger_us(problem, candidate, machine))
         prediction = predict(problem, candidate, machine)
         reasons.append(
             f"{label}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
@@ -96,7 +102,7 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
         scored.append((prediction.total_us, len(scored), replace(candidate, prediction=prediction)))
     chosen = min(scored)[2]
     reasons.append(f"chosen {chosen.block_m}x{chosen.block_n}x{chosen.block_k} {_variant(problem, chosen)}".rstrip())
-    if problem.op == MATMUL_GATHER or (problem.op == ALL_REDUCE and chosen.algorithm == "two_shot"):
+    if problem.op == MATMUL_GATHER or (problem.op == ALL_REDUCE and chosen.algorithm == "overlapped"):
         reasons.append("peers write out directly when it lies on the heap; otherwise it is staged and copied once more")
     return replace(chosen, reasons=tuple(reasons))
 
@@ -104,7 +110,10 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
 def _variant(problem: Problem, config: FusedConfig) -> str:
     if problem.op != ALL_REDUCE:
         return ""
-    return config.algorithm if config.algorithm == "one_shot" else f"two_shot, {config.owner_blocks} blocks an owner"
+    if config.algorithm != "overlapped":
+        return config.algorithm
+    by_cols = owned_part(problem, config.block_m, config.block_n)[2]
+    return f"overlapped, each rank sums {'columns' if by_cols else 'rows'}"
 
 
 def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
@@ -112,13 +121,14 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         tiles = [(m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm))]
     else:
         tiles = list(_FP32_TILES if problem.dtype == torch.float32 else _GPU_TILES)
-    reductions = [("two_shot", 2)]
+    kinds = [(tile, "overlapped") for tile in tiles]
     if problem.op == ALL_REDUCE:
-        reductions = [("one_shot", 1), ("two_shot", 2), ("two_shot", 1)]
+        few_rows = tiles if machine.name == INTERPRETER or problem.dtype == torch.float32 else list(_EXCHANGE_TILES)
+        kinds = [*product(few_rows, ("one_shot", "two_shot")), *kinds]
     comm = 1 if machine.name == INTERPRETER else FusedConfig.comm_programs
     return [
-        FusedConfig(m, n, k, num_warps=w, num_stages=s, algorithm=algorithm, owner_blocks=blocks, comm_programs=comm)
-        for (m, n, k, w, s), (algorithm, blocks) in product(tiles, reductions)
+        FusedConfig(m, n, k, num_warps=w, num_stages=s, algorithm=algorithm, comm_programs=comm)
+        for (m, n, k, w, s), algorithm in kinds
     ]
 
 
@@ -132,8 +142,8 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     m, n, _ = problem.gemm
     if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
         return "a block has more than half a million elements"
-    if config.algorithm == "one_shot" and problem.op == ALL_REDUCE and m * n > 1 << 24:
-        return "every rank would hold all partial results"
+    if config.algorithm != "overlapped" and problem.op == ALL_REDUCE and m * n > 1 << 21:
+        return "nothing would hide the exchange of so large a result"
     return None
 
 
@@ -142,16 +152,27 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     gemm = _gemm_us(problem, config, machine)
     w, nbytes = problem.world_size, problem.link_bytes
     hops = 0 if w == 1 else 1
-    if problem.op == ALL_REDUCE and config.algorithm == "two_shot":
-        # the rank that owns most rows receives, sums and sends most
-        turn = config.block_m * config.owner_blocks * w
-        owned = problem.M // turn * config.block_m * config.owner_blocks + min(problem.M % turn, turn // w)
-        nbytes *= owned * w / max(1, problem.M)
-    if problem.op == ALL_REDUCE and config.algorithm == "one_shot":
+    if problem.op == ALL_REDUCE and config.algorithm != "overlapped":
+        shots = 2 if config.algorithm == "two_shot" else 1
         result = problem.M * problem.N * problem.dtype.itemsize
-        link = (w - 1) * result / (machine.link_gbs * 1e3)
-        # nothing hides behind the product of a single wave: push, hop, then read every rank's tile
-        total = gemm + link + hops * machine.hop_us + w * result / (machine.hbm_gbs * 1e3)
+        link = (w - 1) * result * (1 if shots == 1 else 2 / w) / (machine.link_gbs * 1e3)
+        # nothing hides behind the product of a single wave
+        total = gemm + link + hops * shots * machine.exchange_us
+    elif config.stagger_us:
+        link = nbytes / (machine.link_gbs * 1e3)
+        tiles, programs = _gemm_tiles(problem, config), _programs(config, machine)
+        waves = -(-tiles // programs)
+        # of the programs with most tiles the last starts latest, and each pushes without the others' company
+        late = config.stagger_us * (tiles - (waves - 1) * programs) / programs
+        push = waves * (w - 1) * config.block_m * config.block_n * problem.dtype.itemsize / (_PUSH_GBS * 1e3)
+        total = max(gemm + late + push, link + gemm / waves) + hops * machine.hop_us
+    elif problem.op == ALL_REDUCE:
+        rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
+        # the rank that owns most receives, sums and sends most
+        link = nbytes / (machine.link_gbs * 1e3) * min(rows * cols * w / max(1, problem.M * problem.N), w)
+        # others' tiles are pushed while theirs and then our own are multiplied, the sums while our own are
+        total = max(gemm * (w - 1) / w, link / 2) + max(gemm / w, link / 2)
+        total += min(link, _LAST_WAVE_US * (w - 1)) + _HOPS[problem.op] * hops * machine.hop_us
     else:
         link = nbytes / (machine.link_gbs * 1e3)
         hops = _HOPS[problem.op] * hops
@@ -160,35 +181,71 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
 
 
 # Hops that nothing hides: the entry, then what the last tiles wait for.
-_HOPS = {ALL_REDUCE: 3, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
+_HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
-_EXPOSED = {ALL_REDUCE: 0.6, REDUCE_SCATTER: 0.4, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
+_EXPOSED = {REDUCE_SCATTER: 0.4, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
+# How long the last tiles' sums are under way to each peer, when all programs push them at once.
+_LAST_WAVE_US = 20.0
+# What one program stores to its peers, GB/s, while few others do.
+_PUSH_GBS = 43.0
+
+
+def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
+    """Over what time the programs of matmul_all_gather start.
+
+    Best is, by measurement, a third more than all of them take to push a tile at once; with more than a tile's product
+    the last would push with the first again. Programs that have one tile each gain nothing.
+    """
+    programs = _programs(config, machine)
+    if problem.op != MATMUL_GATHER or problem.world_size == 1 or machine.name == INTERPRETER:
+        return 0
+    if _gemm_tiles(problem, config) <= programs:
+        return 0
+    wave = (problem.world_size - 1) * programs * config.block_m * config.block_n * problem.dtype.itemsize
+    return int(min(1.35 * wave / (machine.link_gbs * 1e3), _tile_us(problem, config, machine)))
 
 
 def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     m, n, k = problem.gemm
-    w = problem.world_size
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    if problem.op == REDUCE_SCATTER:  # tiles do not cross the owners' borders
-        tiles = w * _tiles(problem.part_rows, problem.part_cols, bm, bn)
-    elif problem.op == GATHER_MATMUL and problem.form == "rows":
-        tiles = w * _tiles(problem.part_rows, n, bm, bn)
-    else:
-        tiles = _tiles(m, n, bm, bn)
+    tiles = _gemm_tiles(problem, config)
     steps = -(-k // bk)
     if machine.name == INTERPRETER:
         elements = bm * bk + bk * bn
         return tiles * (4000.0 + steps * (1500.0 + elements * 0.02 + bm * bn * bk * 2e-5))
-    fp32 = problem.dtype == torch.float32
-    share = (_FP32_TILES if fp32 else _GPU_TILES).get((bm, bn, bk, config.num_warps, config.num_stages), 0.3)
-    rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
-    programs = min(config.num_programs or machine.num_programs, machine.num_programs)
-    waves = -(-tiles // programs)
-    compute = waves * (2.0 * bm * bn * max(k, bk) / (rate * 1e6) + 1.5)
+    programs = _programs(config, machine)
+    compute = -(-tiles // programs) * _tile_us(problem, config, machine)
     stream = (m * k + k * n) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
-    stream *= max(1.0, 0.9 * programs / max(1, min(tiles, programs)))
+    exchange = problem.op == ALL_REDUCE and config.algorithm != "overlapped"
+    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if exchange else 0.9 * programs
+    stream *= max(1.0, enough / max(1, min(tiles, programs)))
     return max(compute, stream)
+
+
+def _tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
+    """The product of one tile in one program."""
+    fp32 = problem.dtype == torch.float32
+    bm, bn, bk = config.block_m, config.block_n, config.block_k
+    shares = _FP32_TILES if fp32 else _GPU_TILES | _EXCHANGE_TILES
+    share = shares.get((bm, bn, bk, config.num_warps, config.num_stages), 0.3)
+    rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
+    return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5
+
+
+def _programs(config: FusedConfig, machine: Machine) -> int:
+    return min(config.num_programs or machine.num_programs, machine.num_programs)
+
+
+def _gemm_tiles(problem: Problem, config: FusedConfig) -> int:
+    """Tiles of one rank's product; they do not cross the borders of the ranks' parts."""
+    m, n, _ = problem.gemm
+    if problem.op == REDUCE_SCATTER or (problem.op == ALL_REDUCE and config.algorithm == "overlapped"):
+        rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
+        return problem.world_size * _tiles(rows, cols, config.block_m, config.block_n)
+    if problem.op == GATHER_MATMUL and problem.form == "rows":
+        return problem.world_size * _tiles(problem.part_rows, n, config.block_m, config.block_n)
+    return _tiles(m, n, config.block_m, config.block_n)
 
 
 def _tiles(rows: int, cols: int, block_m: int, block_n: int) -> int:

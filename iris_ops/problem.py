@@ -77,6 +77,19 @@ class Problem:
         return size * others * (2 if self.op == ALL_REDUCE else 1)
 
 
+def owned_part(problem: Problem, block_m: int, block_n: int) -> tuple[int, int, bool]:
+    """(rows, columns) of the sum that one rank owns, at most, and whether the ranks' parts lie side by side.
+
+    A reduce-scatter's parts are given. An all-reduce's are whole blocks, along the dimension that shares them out more
+    evenly; where both do alike, by rows.
+    """
+    if problem.op == REDUCE_SCATTER:
+        return problem.part_rows, problem.part_cols, problem.form == "cols"
+    rows = -(-problem.M // (problem.world_size * block_m)) * block_m
+    cols = -(-problem.N // (problem.world_size * block_n)) * block_n
+    return (rows, problem.N, False) if rows * problem.N <= problem.M * cols else (problem.M, cols, True)
+
+
 def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int) -> Problem:
     """The problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
     m, k = A.shape

@@ -26,12 +26,18 @@ class Workspace:
         self.ctx = ctx
         self.sync = ctx._heap.allocate((sync_words(ctx.num_ranks),), torch.int32)
         self.sync.zero_()
-        self.flags = self.staging = torch.empty(0, dtype=torch.int32, device=ctx.device)
+        self.flags = self.staging = self.exchange = torch.empty(0, dtype=torch.int32, device=ctx.device)
+        # [epoch, programs that finished] of the calls that use the exchange area (`iris/device/exchange.py`)
+        self.exchange_sync = torch.zeros(2, dtype=torch.int32, device=ctx.device)
         self._done: torch.cuda.Event | None = None
         ctx.device_barrier()  # no peer signals here before this rank's words are zero
 
-    def reserve(self, num_flags: int, nbytes: int) -> None:
-        """Makes room for a problem: `num_flags` int32 flags and `nbytes` of staging. The same on all ranks."""
+    def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> bool:
+        """Makes room for a problem: int32 flags, bytes of staging, bytes of exchange. The same on all ranks.
+
+        Returns whether there was less before.
+        """
+        before = self.flags, self.staging, self.exchange
         if num_flags > self.flags.numel():
             _refuse_capture(self.ctx)
             flags = self.ctx._heap.allocate((_grown(num_flags),), torch.int32)
@@ -40,6 +46,11 @@ class Workspace:
         if nbytes > self.staging.numel() * self.staging.element_size():
             _refuse_capture(self.ctx)
             self.staging = self.ctx._heap.allocate((_grown(nbytes),), torch.uint8)
+        if exchange > self.exchange.numel() * self.exchange.element_size():
+            _refuse_capture(self.ctx)
+            self.exchange = self.ctx._heap.allocate((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
+            self.ctx.device_barrier()  # on every rank, before a peer's words arrive
+        return any(old is not new for old, new in zip(before, (self.flags, self.staging, self.exchange), strict=True))
 
     def wait(self) -> None:
         """Makes the current stream wait for the last call that ran with `async_op=True`."""

@@ -16,7 +16,7 @@ import iris  # noqa: E402, F401
 from iris.device import sync  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
-from iris_ops.matmul_all_reduce import one_shot_kernel  # noqa: E402
+from iris_ops.matmul_all_reduce import exchange_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -59,7 +59,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             attrs[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "i32"
-            if name not in ("rank", "peer", "num_chunks", "num_members"):
+            if name not in ("rank", "peer", "num_members"):
                 attrs[(index,)] = [["tt.divisibility", 16]]
     triton.runtime.driver.set_active(_Driver(target))
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
@@ -81,7 +81,6 @@ def variants(target: GPUTarget):
     for tma in (True, False) if cuda else (False,):
         kind = "tma" if tma else "pointers"
         loads = dict(TMA_A=tma, TMA_B=tma)
-        yield f"one_shot_{kind}", one_shot_kernel, options, {**common, **loads}
         for all_reduce in (False, True):
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_{kind}"
             flags = dict(BY_COLS=False, ALL_REDUCE=all_reduce)
@@ -91,9 +90,11 @@ def variants(target: GPUTarget):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
             flags = dict(BY_K=by_k, COMM_PROGRAMS=16, TMA_G=tma, **loads)
             yield name, all_gather_matmul_kernel, options, {**common, **flags}
-    small = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=128)  # what decode takes
-    loads = dict(TMA_A=cuda, TMA_B=cuda)
-    yield "one_shot_decode", one_shot_kernel, dict(num_warps=4, num_stages=2), {**common, **loads, **small}
+    for shots, (m, k, warps, stages) in {1: (16, 256, 4, 4), 2: (64, 128, 8, 6)}.items():
+        small = dict(BLOCK_M=m, BLOCK_N=64, BLOCK_K=k, TMA_A=cuda, TMA_B=cuda, SHOTS=shots)
+        constants = {name: value for name, value in common.items() if name != "GROUP_M"} | small
+        options = dict(num_warps=warps, num_stages=stages if cuda else 2)
+        yield f"exchange_{shots}", exchange_kernel, options, constants
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)

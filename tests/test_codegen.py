@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compile
 
 SHARED_LIMIT = {"sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
-FUSED = ("one_shot", "reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
+FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
 WORLD_SIZE = 4  # of compile_kernels.py
 
 
@@ -171,7 +171,7 @@ def test_ptx_accesses_peers_by_16_bytes(compiled, target: str) -> None:
     assert not all_complaints(stores, narrow_stores)
     for kernel in stores:
         assert kernel.count(r"\bst\.global\.v4\.b32"), kernel.name
-    for name in ("one_shot_tma", "one_shot_decode", "all_reduce_tma", "matmul_all_gather_tma"):
+    for name in ("all_reduce_tma", "matmul_all_gather_tma"):
         # each value goes to every peer
         assert kernels[name].count(r"\bst\.global\.v4\.b32") >= WORLD_SIZE, name
     for name in ("rma_load", "rma_put_and_signal"):
@@ -183,8 +183,7 @@ def test_ptx_accesses_peers_by_16_bytes(compiled, target: str) -> None:
 def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     product = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "sm_100": r"tcgen05\.mma\S*kind::f16"}[target]
     for kernel in fused(compiled(target)):
-        low = kernel.name.endswith("decode")  # rows too few for a warp group's instruction
-        assert kernel.count(r"mma\.sync\S*\.f32\.bf16\.bf16\.f32|tcgen05\.mma" if low else product), kernel.name
+        assert kernel.count(product), kernel.name
         assert bool(kernel.count(r"cp\.async\.bulk\.tensor")) != kernel.name.endswith("pointers"), kernel.name
 
 
@@ -193,6 +192,26 @@ def test_ptx_fences_tma_loads_of_what_peers_stored(compiled, target: str) -> Non
     gathers = [compiled(target)[f"all_gather_matmul_{form}_tma"] for form in ("rows", "k")]
     assert not all_complaints(gathers, unfenced_loads)
     assert [kernel.count(r"fence\.proxy\.async\.global") >= 1 for kernel in gathers] == [True, True]
+
+
+EXCHANGES = ("exchange_1", "exchange_2")
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> None:
+    """Sealed words go out written through and are read as volatile, 16 bytes at a time; no release, no acquire."""
+    for name in EXCHANGES:
+        kernel = compiled(target)[name]
+        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") >= WORLD_SIZE, name
+        assert not kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32)"), name  # 8 bytes where a share has few rows
+        assert kernel.count(r"\bld\.volatile\.global\.v[24]\.b32") >= 2 * WORLD_SIZE, name
+        peers = [line for line in kernel.lines if "release" in line and ".sys" in line]
+        assert len(peers) == kernel.count(LOCAL[1].replace(".", r"\.")), (name, peers)  # only failure records
+        assert not kernel.count(r"sys\.acquire"), name
+        looks, clocks = kernel.count(LOCAL[2].replace(".", r"\.")), kernel.count(r"%globaltimer;")
+        assert clocks >= 2 and looks >= 1, (name, looks, clocks)  # what is polled is bounded
+        assert not narrow_scopes(kernel)
+        assert kernel.count({"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync"}[target]), name
 
 
 # --- AMD -------------------------------------------------------------------------------------------------------------

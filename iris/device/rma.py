@@ -10,7 +10,7 @@ import triton.language as tl
 from .function import device_function
 
 # 2 MiB, the alignment of every heap base (iris/memory/base.py).
-_BASE_ALIGNMENT = tl.constexpr(2 << 20)
+BASE_ALIGNMENT = tl.constexpr(2 << 20)
 
 
 @device_function
@@ -19,7 +19,7 @@ def translate(pointer, from_rank, to_rank, heap_bases):
     # One scalar, added once: casting a block of pointers through int64 would lose contiguity and alignment.
     distance = (tl.load(heap_bases + to_rank).to(tl.int64)) - (tl.load(heap_bases + from_rank).to(tl.int64))
     nbytes: tl.constexpr = max(1, pointer.dtype.scalar.element_ty.primitive_bitwidth // 8)
-    elements = tl.multiple_of(distance // nbytes, _BASE_ALIGNMENT // nbytes)
+    elements = tl.multiple_of(distance // nbytes, BASE_ALIGNMENT // nbytes)
     return pointer + elements
 
 

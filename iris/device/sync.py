@@ -33,7 +33,7 @@ _FINISHED = tl.constexpr(1)
 _NEXT_TILE = tl.constexpr(2)
 _ENTERED = tl.constexpr(16)
 # Polls of a flag between two looks at the rank's status, which would double the time of each.
-_POLLS_A_CHECK = tl.constexpr(16)
+POLLS_A_CHECK = tl.constexpr(16)
 
 
 def sync_words(world_size: int) -> int:
@@ -106,25 +106,33 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
         arrived = _reached(seen, expected, exact)
         waiting = not arrived
         polls += 1
-        if polls % _POLLS_A_CHECK == 0:
-            # Threads read the clock at different times. One of them marks this rank, and all go by the mark.
-            tl.atomic_cas(_status(ctx), 0, tl.where(late & (not arrived), own_mark, 0), sem="relaxed", scope="gpu")
-            mark = _mark(ctx)
+        if polls % POLLS_A_CHECK == 0:
+            mark = mark_if(ctx, late & (not arrived), own_mark)
             if mark == own_mark:
-                _report(ctx, own_mark, waiter, expected, peer, seen)
+                report(ctx, own_mark, waiter, expected, peer, seen)
             waiting = waiting and mark == 0
     return arrived
 
 
 @device_function
-def _report(ctx, own_mark, waiter: tl.constexpr, expected, peer, seen):
+def mark_if(ctx, late, own_mark):
+    """Marks this rank as one whose wait has failed if it is `late`. Returns the mark that it has, the same for all
+    threads, though they read the clock at different times: one of them marks, and all go by the mark.
+    """
+    tl.atomic_cas(_status(ctx), 0, tl.where(late, own_mark, 0), sem="relaxed", scope="gpu")
+    return _mark(ctx)
+
+
+@device_function
+def report(ctx, own_mark, waiter: tl.constexpr, expected, peer, seen):
+    """Writes the failure record that the host raises from, for the program that has marked this rank."""
     if tl.atomic_cas(_status(ctx), own_mark, -1) == own_mark:  # once, however many waits of this program follow
         record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
         tl.store(record + 1, waiter)
         tl.store(record + 2, ctx.rank.to(tl.int64))
         tl.store(record + 3, tl.cast(peer, tl.int64))
         tl.store(record + 4, tl.cast(expected, tl.int64))
-        tl.store(record + 5, seen.to(tl.int64))
+        tl.store(record + 5, tl.cast(seen, tl.int64))
         tl.debug_barrier()
         tl.atomic_xchg(record, 1, sem="release", scope="sys")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from iris_ops import FusedConfig
+from iris_ops.config import ALGORITHMS
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
 import pytest
 import torch
@@ -17,14 +18,18 @@ from tests.reference import FORMS, Case
 pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
 
 # All-reduce by its algorithms, the others by what is gathered or scattered.
-VARIANTS = [(ALL_REDUCE, "", "one_shot"), *((op, form, "two_shot") for op, form in FORMS)]
+VARIANTS = [
+    (ALL_REDUCE, "", "one_shot"),
+    (ALL_REDUCE, "", "two_shot"),
+    *((op, form, "overlapped") for op, form in FORMS),
+]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Sizes that nothing divides, that blocks and ranks divide, a long and a wide one.
 SHAPES = [(19, 29, 19), (32, 32, 32), (35, 17, 24), (5, 33, 38)]
 # Several tiles and rounds in small matrices; on GPUs a few programs, so that each has several tiles.
 SMALL = [
-    FusedConfig(16, 16, 16, group_m=2, num_warps=4, num_stages=2, num_programs=3, comm_programs=2, owner_blocks=1),
-    FusedConfig(16, 32, 16, group_m=3, num_warps=4, num_stages=3, num_programs=5, comm_programs=1, owner_blocks=2),
+    FusedConfig(16, 16, 16, group_m=2, num_warps=4, num_stages=2, num_programs=3, comm_programs=2),
+    FusedConfig(16, 32, 16, group_m=3, num_warps=4, num_stages=3, num_programs=5, comm_programs=1, stagger_us=3),
 ]
 
 
@@ -61,7 +66,7 @@ def test_op_is_right_with_given_blocks(world_size: int, op: str, form: str, algo
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op, form", FORMS)
 def test_op_is_right_as_planned(world_size: int, op: str, form: str, dtype: torch.dtype) -> None:
-    called = [replace(case, config=None) for case in cases(op, form, "two_shot", dtype)[::3]]
+    called = [replace(case, config=None) for case in cases(op, form, "overlapped", dtype)[::3]]
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
@@ -72,7 +77,7 @@ def test_out_may_lie_anywhere(world_size: int, op: str, form: str, on_heap: bool
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_ranks_may_differ_in_depth_or_columns(world_size: int, algorithm: str) -> None:
     """K split unevenly over the ranks, down to a rank with nothing to multiply; of a gather, columns of B."""
     config = replace(SMALL[0], algorithm=algorithm)

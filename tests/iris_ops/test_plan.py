@@ -43,8 +43,7 @@ def test_every_plan_has_reasons_and_a_prediction(op: str, form: str, machine: Ma
             assert op in first and machine.name in first and f"M={shape[0]} N={shape[1]} K={shape[2]}" in first
             assert any(line.startswith(f"chosen {blocks}") for line in chosen.reasons)
             assert any(line.startswith(blocks) and "us" in line for line in chosen.reasons), "its own score"
-            flags, nbytes = workspace_size(problem(op, form, *shape, dtype=dtype), chosen)
-            assert flags >= 0 and nbytes >= 0
+            assert min(workspace_size(problem(op, form, *shape, dtype=dtype), chosen)) >= 0
 
 
 @pytest.mark.parametrize("op, form", FORMS)
@@ -58,16 +57,16 @@ def test_the_fastest_candidate_is_chosen(op: str, form: str) -> None:
 def test_rejections_are_listed_with_their_reasons() -> None:
     chosen = plan(problem(ALL_REDUCE, "", 8192, 8192, 7168), H200)
     rejected = [line for line in chosen.reasons if line.startswith("rejected ")]
-    assert rejected and all("one_shot: every rank would hold all partial results" in line for line in rejected)
+    assert rejected and all("nothing would hide the exchange of so large a result" in line for line in rejected)
     assert not any(line.startswith("rejected") for line in plan(problem(ALL_REDUCE, "", 1, 64, 64), H200).reasons)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_small_all_reduces_take_one_shot_and_large_ones_two(world_size: int) -> None:
+def test_small_all_reduces_take_one_shot_and_large_ones_overlap(world_size: int) -> None:
     for N, K in ((8192, 2048), (4096, 1024), (8192, 7168)):
         assert plan(problem(ALL_REDUCE, "", 1, N, K, world_size), H200).algorithm == "one_shot"
     for M in (2048, 8192):
-        assert plan(problem(ALL_REDUCE, "", M, 8192, 2048, world_size), H200).algorithm == "two_shot"
+        assert plan(problem(ALL_REDUCE, "", M, 8192, 2048, world_size), H200).algorithm == "overlapped"
 
 
 def test_small_products_take_low_blocks() -> None:

@@ -1,0 +1,139 @@
+"""Data that says itself whether it has arrived: one hop between ranks, with no fence, no flag and no hand-shake.
+
+Staging words are as wide as the data. A word of all ones is empty: that bit pattern is a NaN which no conversion or sum
+makes, and `seal` turns one that was loaded into another NaN. The receiver polls the words themselves and leaves them
+empty. Each word is stored at once (16 or 32 bits), so a word that is not empty is whole, whatever the order in which
+words arrive.
+
+Two slots by the parity of an epoch that only these exchanges advance are enough: who stores for call e + 2 has finished
+e + 1, so it has everyone's words of e + 1; who sent those had finished call e, with all its words emptied.
+"""
+
+import triton.language as tl
+
+from . import arch
+from .context import HEADER
+from .function import device_function
+from .rma import BASE_ALIGNMENT
+from .sync import POLLS_A_CHECK, mark_if, report
+
+EMPTY = tl.constexpr(-1)
+
+
+@device_function
+def seal(x, dtype: tl.constexpr):
+    """fp32 `x`, rounded to `dtype`, as integer words that are never empty."""
+    rounded = arch.round_to(x, dtype)
+    if dtype == tl.float32:
+        words = rounded.to(tl.int32, bitcast=True)
+        return tl.where(words == EMPTY, 0x7FFFFFFF, words)
+    else:
+        words = rounded.to(tl.int16, bitcast=True)
+        return tl.where(words == EMPTY, tl.full((), 0x7FFF, tl.int16), words)
+
+
+@device_function
+def take(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr):
+    """Waits for COUNT blocks of sealed words, `step` words apart, the first at the pointers `first`; empties them.
+
+    `source`: which rank each word of the first block comes from; those of block i come from the i-th after it. Returns
+    (the blocks' sum in fp32, in order; whether all came in time).
+    """
+    total, missing = _look(first, step, mask, dtype, COUNT)
+    if missing:
+        total, missing = _poll(ctx, first, step, mask, source, epoch, waiter, dtype, COUNT)
+    # `_look` ends with a barrier: no thread still looks
+    empty = tl.full(mask.shape, -1, first.dtype.element_ty)
+    for i in tl.static_range(COUNT):
+        tl.store(first + i * step, empty, mask=mask)
+    return total, not missing
+
+
+@device_function
+def _look(first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr):
+    total = tl.zeros(mask.shape, dtype=tl.float32)
+    missing = tl.zeros(mask.shape, dtype=tl.int32)
+    for i in tl.static_range(COUNT):
+        words = tl.load(first + i * step, mask=mask, other=0, volatile=True)
+        missing |= (words == EMPTY).to(tl.int32)
+        total += words.to(dtype, bitcast=True).to(tl.float32)
+    # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than there
+    # are threads makes one answer of all their answers.
+    return total, tl.max(tl.zeros((2048,), tl.int32) + tl.max(missing)) != 0
+
+
+@device_function
+def _poll(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr):
+    limit = tl.load(ctx.words + 4)
+    own_mark = tl.program_id(0) + 1
+    start = arch.clock()
+    polls = 0
+    total = tl.zeros(mask.shape, dtype=tl.float32)
+    missing = True
+    waiting = True
+    while waiting:
+        arch.pause()
+        late = arch.clock() - start > limit
+        for i in tl.static_range(ctx.world_size):
+            late = late | arch.peer_gone(ctx.pid(i))
+        total, missing = _look(first, step, mask, dtype, COUNT)
+        waiting = missing
+        polls += 1
+        if polls % POLLS_A_CHECK == 0:
+            mark = mark_if(ctx, late & missing, own_mark)
+            if mark == own_mark:
+                peer = -1
+                for i in tl.static_range(COUNT):
+                    words = tl.load(first + i * step, mask=mask, other=0, volatile=True)
+                    peer = tl.maximum(peer, tl.max(tl.where(words == EMPTY, source + i, -1)))
+                report(ctx, own_mark, waiter, epoch, peer, epoch - 1)
+            waiting = waiting and mark == 0
+    return total, missing
+
+
+# A program that computes before it sends would wait for the addresses of the peers' heaps at the end of its product,
+# one after the other. It loads them at its start, and `settled` keeps the compiler from waiting for them there.
+
+
+@device_function
+def load_bases(words, WORLD_SIZE: tl.constexpr):
+    """The heap bases of all ranks, a tuple, on their way."""
+    bases = ()
+    for i in tl.static_range(WORLD_SIZE):
+        bases += (tl.load(words + HEADER + i),)
+    return bases
+
+
+@device_function
+def settled(values):
+    """The same values, which the compiler must not touch before it comes here."""
+    after = ()
+    for i in tl.static_range(len(values)):
+        after += (_opaque(values[i]),)
+    return after
+
+
+@device_function
+def _opaque(x):
+    if not arch.is_cuda():
+        return x
+    elif x.dtype.primitive_bitwidth == 64:
+        return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=tl.int64, is_pure=False, pack=1)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@device_function
+def remote(ctx, pointer, bases, to_rank):
+    """`DeviceContext.remote` by the heap bases that `load_bases` gave."""
+    nbytes: tl.constexpr = pointer.dtype.scalar.element_ty.primitive_bitwidth // 8
+    distance = _chosen(bases, to_rank) - _chosen(bases, ctx.rank)
+    return pointer + tl.multiple_of(distance // nbytes, BASE_ALIGNMENT // nbytes)
+
+
+@device_function
+def _chosen(values, index):
+    value = values[0]
+    for i in tl.static_range(1, len(values)):
+        value = tl.where(index == i, values[i], value)
+    return value

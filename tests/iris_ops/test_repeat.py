@@ -1,0 +1,86 @@
+"""Calls that repeat an earlier one: recognised by all that matters, and by nothing less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import iris
+from iris.errors import ArgumentError
+from iris_ops import FusedConfig, ops
+from iris_ops.problem import MATMUL_GATHER
+from iris_ops.workspace import Workspace
+import pytest
+import torch
+
+from tests.harness import WORLDS, both, run_ranks
+from tests.iris_ops.calls import Call
+from tests.reference import FORMS, Case
+
+pytestmark = both
+
+BLOCKS = FusedConfig(16, 16, 16, num_warps=4, num_stages=2, comm_programs=1)
+
+
+class Repeats:
+    """Counts the calls that find themselves among earlier ones; they are then made in full all the same."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        launch = ops.launch.launch
+
+        def launch_and_keep(*args):
+            launch(*args)
+            return self.found
+
+        monkeypatch.setattr(ops.launch, "launch", launch_and_keep)
+
+    def found(self) -> bool:
+        self.count += 1
+        return False
+
+    def of(self, call) -> int:
+        before = self.count
+        call()
+        return self.count - before
+
+
+def vary(ctx: iris.Iris, case: Case) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        repeats = Repeats(monkeypatch)
+        call, other = Call(ctx, case), Call(ctx, replace(case, seed=1))
+        op = getattr(ctx.ops, case.op)
+        out, A, B, bias = call.out, call.A, call.B, call.bias
+        workspace = call.run()
+        call.run()  # the key of the first call was made before there was a workspace
+        for given in (None, workspace):
+            assert repeats.of(lambda given=given: call.run(given)) == 1
+        # the same memory under other Python objects
+        assert repeats.of(lambda: op(out[:], A[:], B[:], bias[:], config=case.config)) == 1
+        different = [
+            lambda: op(other.out, A, B, bias, config=case.config),
+            lambda: op(out, other.A, B, bias, config=case.config),
+            lambda: op(out, A, other.B, bias, config=case.config),
+            lambda: op(out, A, B, other.bias, config=case.config),
+            lambda: op(out, A, B, None, config=case.config),
+            lambda: op(out, A, B.contiguous() if case.transposed else B.t().contiguous().t(), bias, config=case.config),
+            lambda: op(out, A, B, bias, config=replace(case.config, group_m=1)),
+            lambda: op(out, A, B, bias, config=case.config, workspace=Workspace(ctx)),
+        ]
+        for index, changed in enumerate(different):
+            assert repeats.of(changed) == 0, index
+        with torch.enable_grad(), pytest.raises(ArgumentError, match="requires grad"):
+            op(out, A.detach().requires_grad_(), B, bias, config=case.config)
+        # larger than all before: the workspace grows, and what was kept belongs to the old one
+        ctx.barrier()
+        large = Call(ctx, Case(case.op, case.form, 96, 128, 64, config=replace(BLOCKS, block_m=32, block_n=32)))
+        call.run()
+        large.run()
+        large.check()
+        assert repeats.of(call.run) == (case.op == MATMUL_GATHER)  # which needs no workspace
+        ctx.barrier()
+
+
+@pytest.mark.parametrize("op, form", FORMS)
+@pytest.mark.parametrize("world_size", [WORLDS[-1]])
+def test_only_the_same_call_is_repeated(world_size: int, op: str, form: str) -> None:
+    run_ranks(world_size, vary, Case(op, form, 24, 40, 32, bias=True, transposed=True, config=BLOCKS))
