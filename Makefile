@@ -29,14 +29,13 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 
 bench: $(STAMP)
-	@$(call have,matplotlib) || $(PIP_INSTALL) -e '.[bench]'
 	$(PY) -m benchmarks.ops
 
 PIP_INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 have = $(PY) -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(1)
 GPU_SITE = $(PYTHON) -c 'import os, torch; torch.cuda.is_available() or exit(1); print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null
 SITE = $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest ruff
+NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest ruff matplotlib
 
 # With a GPU, .venv sees torch and the packages beside it, pip too, through a .pth file: --system-site-packages does not
 # see those of a virtual environment. Only if one is missing is anything installed.

@@ -141,10 +141,10 @@ def _product(A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) 
     )
 
 
-def _common(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
+def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
     return dict(
         out=out,
-        sync=workspace.sync,
+        sync=sync,
         words=ctx.get_device_context(),
         K=problem.K,
         stride_om=out.stride(0),
@@ -152,7 +152,6 @@ def _common(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConf
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
         WORLD_SIZE=problem.world_size,
         WAITER=WAITERS.index(problem.op),
     )
@@ -171,7 +170,8 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         BY_COLS=by_cols,
         ALL_REDUCE=problem.op == ALL_REDUCE,
         **_product(A, B, bias, config, n_step=cols if by_cols else 0),
-        **_common(ctx, workspace, problem, config, out),
+        GROUP_M=config.group_m,
+        **_common(ctx, workspace.sync, problem, config, out),
     )
     return reduce_scatter_kernel, _grid(ctx.device, config, tiles), args
 
@@ -188,10 +188,8 @@ def _all_reduce(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         slot_words=words.numel() // 2,
         SHOTS=_shots(config),
         **_product(A, B, bias, config),
-        **_common(ctx, workspace, problem, config, out),
+        **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
-    args["sync"] = workspace.exchange_sync
-    del args["GROUP_M"]
     return exchange_kernel, _grid(ctx.device, config, _tiles(problem.M, problem.N, config)), args
 
 
@@ -205,7 +203,8 @@ def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         col_step=cols if by_cols else 0,
         stagger=platform.ticks(config.stagger_us * 1e-6),
         **_product(A, B, bias, config),
-        **_common(ctx, workspace, problem, config, out),
+        GROUP_M=config.group_m,
+        **_common(ctx, workspace.sync, problem, config, out),
     )
     return matmul_all_gather_kernel, _grid(ctx.device, config, _tiles(rows, cols, config)), args
 
@@ -237,7 +236,8 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         BY_K=by_k,
         TMA_G=tma_g,
         **product,
-        **_common(ctx, workspace, problem, config, out),
+        GROUP_M=config.group_m,
+        **_common(ctx, workspace.sync, problem, config, out),
     )
     return all_gather_matmul_kernel, grid, args
 

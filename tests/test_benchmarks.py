@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
-from benchmarks import ops, rivals, shapes, table  # noqa: E402
+from benchmarks import ops, plots, rivals, shapes, table  # noqa: E402
 from benchmarks.inputs import Inputs  # noqa: E402
 from benchmarks.launch import Team, describe  # noqa: E402
 from benchmarks.shapes import Row  # noqa: E402
@@ -178,3 +179,27 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
             assert results[name]["eager_us"] > 0
     assert str(tmp_path) not in json.dumps(report)
     assert table.render(report, ["eager"]) in done.stdout.replace("\r", "")
+
+
+def test_pictures_show_every_contender_and_stay_the_same(tmp_path):
+    measured = ROOT / "benchmarks" / "results" / "ops_h200_x4.json"
+    written = plots.draw(measured, tmp_path / "one")
+    assert [path.stem.rpartition("_")[2] for path in written] == [*shapes.CALLS, "rows"]
+    again = plots.draw(measured, tmp_path / "two")
+    report = json.loads(measured.read_text())
+    for path, other in zip(written, again, strict=True):
+        assert path.read_bytes() == other.read_bytes()
+        shown = "".join(ElementTree.parse(path).getroot().itertext())
+        op = path.stem.rpartition("_")[2]
+        for row in report["rows"]:
+            if row["op"] == op:
+                assert all(result["name"] in shown for result in row["results"] if result["kind"] != "gemm")
+                assert f"{row['M']}, {row['N']}, {row['K']}" in shown
+        assert report["gpu"] in shown and "µs" in shown
+
+
+def test_pictures_of_what_was_not_measured_are_left_out(tmp_path):
+    report = json.loads((ROOT / "benchmarks" / "results" / "ops_h200_x4.json").read_text())
+    report["rows"] = [row for row in report["rows"] if row["op"] == "rs"]
+    (tmp_path / "some.json").write_text(json.dumps(report))
+    assert [path.name for path in plots.draw(tmp_path / "some.json", tmp_path)] == ["some_rs.svg"]
