@@ -91,6 +91,15 @@ def drain_stores():
 
 
 @device_function
+def load_fresh(pointer, mask):
+    """What stands in memory now, past all caches, zero where masked out: `volatile`, which Triton drops for AMD."""
+    if is_hip():
+        return tl.load(pointer, mask=mask, other=0, cache_modifier=".cv")
+    else:
+        return tl.load(pointer, mask=mask, other=0, volatile=True)
+
+
+@device_function
 def fence_async_proxy():
     """Data that peers stored is visible to this thread's following TMA loads."""
     if is_cuda():

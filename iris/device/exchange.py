@@ -54,7 +54,7 @@ def _look(first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr):
     total = tl.zeros(mask.shape, dtype=tl.float32)
     missing = tl.zeros(mask.shape, dtype=tl.int32)
     for i in tl.static_range(COUNT):
-        words = tl.load(first + i * step, mask=mask, other=0, volatile=True)
+        words = arch.load_fresh(first + i * step, mask)
         missing |= (words == EMPTY).to(tl.int32)
         total += words.to(dtype, bitcast=True).to(tl.float32)
     # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than there
@@ -84,7 +84,7 @@ def _poll(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl
             if mark == own_mark:
                 peer = -1
                 for i in tl.static_range(COUNT):
-                    words = tl.load(first + i * step, mask=mask, other=0, volatile=True)
+                    words = arch.load_fresh(first + i * step, mask)
                     peer = tl.maximum(peer, tl.max(tl.where(words == EMPTY, source + i, -1)))
                 report(ctx, own_mark, waiter, epoch, peer, epoch - 1)
             waiting = waiting and mark == 0
