@@ -21,53 +21,80 @@ Call = Callable[[int], torch.Tensor]  # runs the op on copy i, gives its output
 
 
 class Inputs:
-    def __init__(self, row: Row, team: Team, dtype: torch.dtype) -> None:
+    """`copies`: by default as many as the L2 cache asks for."""
+
+    def __init__(self, row: Row, team: Team, dtype: torch.dtype, copies: int | None = None) -> None:
         self.row, self.team, self.dtype = row, team, dtype
-        self.copies = self._copies()
+        self.copies = copies or self._copies()
         generator = torch.Generator(team.device).manual_seed(hash((row.M, row.N, row.K, team.rank)) % 2**31)
         random = {"generator": generator, "device": team.device, "dtype": dtype}
-        self.A = [torch.randn(row.a_shape(team.world), **random) for _ in range(self.copies)]
-        self.W = [torch.randn(row.N, row.K, **random).mul_(row.K**-0.5) for _ in range(self.copies)]
+        rows, columns = row.a_shape(team.rank, team.world)
+        # The rows that a short part lacks are there in memory: collectives that want equal parts send them too.
+        self.padded = [torch.randn(row.a_shape(0, team.world), **random) for _ in range(self.copies)]
+        self.A = [padded[:rows] for padded in self.padded]
+        self.W = [torch.randn(row.w_shape(team.world), **random).mul_(row.K**-0.5) for _ in range(self.copies)]
         self.B = [weight.t() for weight in self.W]
-        self._expected: dict[int, torch.Tensor] = {}
+        self._expected: dict[tuple[int, bool], torch.Tensor] = {}
 
     def _copies(self) -> int:
         """Enough for their weights to exceed the L2 cache twice; two at least, so that a stale result is seen."""
         cache = torch.cuda.get_device_properties(self.team.device).L2_cache_size if self.team.cuda else 0
-        return max(2, math.ceil(2 * cache / (self.row.N * self.row.K * self.dtype.itemsize)))
+        return max(2, math.ceil(2 * cache / (math.prod(self.row.w_shape(self.team.world)) * self.dtype.itemsize)))
 
-    def new_out(self) -> torch.Tensor:
-        return torch.empty(self.row.out_shape(self.team.world), device=self.team.device, dtype=self.dtype)
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        return self.row.out_shape(self.team.rank, self.team.world)
+
+    def new(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.team.device, dtype=self.dtype)
+
+    def whole_A(self, copy: int) -> torch.Tensor:
+        """A as the product sees it: in `all_gather_matmul`, of all ranks."""
+        row = self.row
+        if row.op != "ag":
+            return self.A[copy]
+        return self.gather_columns(self.A[copy]) if row.form == "k" else self.gather(self.padded[copy])[: row.M]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Every rank's part, along rows."""
+        """Every rank's part, of the same size, along rows."""
         full = torch.empty(part.shape[0] * self.team.world, *part.shape[1:], device=part.device, dtype=part.dtype)
-        dist.all_gather_into_tensor(full, part)
+        dist.all_gather_into_tensor(full, part.contiguous())
         return full
 
-    def expected(self, copy: int) -> torch.Tensor:
-        """What this rank's output has to be; collective on first use."""
-        if copy not in self._expected:
-            wide = torch.float32 if self.team.cuda and self.dtype != torch.float32 else torch.float64
-            A, B = self.A[copy].to(wide), self.W[copy].to(wide).t()
-            if self.row.op == "ag":
-                A = self.gather(A)
-            result = A @ B
-            if self.row.op == "ga":
-                result = self.gather(result)
-            if self.row.op in ("ar", "rs"):
-                dist.all_reduce(result)
-            if self.row.op == "rs":
-                result = result.chunk(self.team.world)[self.team.rank].clone()
-            self._expected[copy] = result
-        return self._expected[copy]
+    def gather_columns(self, part: torch.Tensor) -> torch.Tensor:
+        return side_by_side(self.gather(part), self.team.world)
 
-    def check(self, call: Call) -> float:
+    def expected(self, copy: int, alone: bool = False) -> torch.Tensor:
+        """What this rank's output has to be; `alone`: without the collective that follows. Collective on first use."""
+        if (copy, alone) not in self._expected:
+            wide = torch.float32 if self.team.cuda and self.dtype != torch.float32 else torch.float64
+            B = self.W[copy].to(wide).t()
+            if self.row.op == "ga" and self.row.form == "rows" and not alone:
+                result = self.gather(self.padded[copy].to(wide) @ B)[: self.row.M]
+            else:
+                result = self.whole_A(copy).to(wide) @ B
+                result = result if alone else self._exchanged(result)
+            self._expected[copy, alone] = result
+        return self._expected[copy, alone]
+
+    def _exchanged(self, result: torch.Tensor) -> torch.Tensor:
+        row, world, rank = self.row, self.team.world, self.team.rank
+        if row.op == "ga":
+            return self.gather_columns(result)
+        if row.op in ("ar", "rs"):
+            dist.all_reduce(result)
+        if row.op != "rs":
+            return result
+        dim = 1 if row.form == "cols" else 0
+        start = rank * (row.N // world if dim else row.part_rows(world))
+        return result.narrow(dim, min(start, result.shape[dim]), self.out_shape[dim]).clone()
+
+    def check(self, call: Call, alone: bool = False) -> float:
         """Runs the first and the last copy into poisoned output; this rank's larger error, 1 being the limit."""
         worst = 0.0
         for copy in (0, self.copies - 1):
             self.poison(call(copy))  # the first call also compiles and allocates
-            worst = max(worst, self.error(call(copy), copy))
+            worst = max(worst, self.error(call(copy), copy, alone))
         return worst
 
     def poison(self, out: torch.Tensor) -> None:
@@ -79,7 +106,7 @@ class Inputs:
         self.team.barrier()
         self.team.synchronize()
 
-    def error(self, out: torch.Tensor, copy: int) -> float:
+    def error(self, out: torch.Tensor, copy: int, alone: bool = False) -> float:
         """The error of `out` over what is allowed: 1 is the limit.
 
         Allowed is one eps of the dtype in the norm and sixteen at any element, both relative to the expected
@@ -87,7 +114,7 @@ class Inputs:
         once has a fifth of the first; NCCL, which rounds at every hop, at most half. A tile that lacks one block of
         K breaks the second.
         """
-        expected = self.expected(copy)
+        expected = self.expected(copy, alone)
         difference = (out.to(expected.dtype) - expected).abs()
         if not difference.numel():
             return 0.0
@@ -97,3 +124,14 @@ class Inputs:
         at_most = difference.max() / scale / (16 * eps)
         worst = torch.maximum(in_norm, at_most).item()
         return worst if math.isfinite(worst) else math.inf
+
+
+def side_by_side(stacked: torch.Tensor, world: int) -> torch.Tensor:
+    """The ranks' parts, one below the other, as columns of one tensor: (w * M, n) to (M, w * n). Copies if M > 1."""
+    return stacked.view(world, -1, stacked.shape[1]).movedim(0, 1).reshape(stacked.shape[0] // world, -1)
+
+
+def stacked(columns: torch.Tensor, world: int) -> torch.Tensor:
+    """The way back: (M, w * n) to (w * M, n)."""
+    rows = columns.shape[0]
+    return columns.view(rows, world, -1).transpose(0, 1).reshape(world * rows, -1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import matplotlib
 
-from benchmarks.shapes import CALLS
+from benchmarks.shapes import CALLS, label
 from benchmarks.table import headline
 
 matplotlib.use("svg")
@@ -33,7 +33,7 @@ def over_floor(report: dict, op: str) -> plt.Figure | None:
     rows.sort(key=lambda row: (-row["M"], -row["N"], -row["K"]))
     if not rows:
         return None
-    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(max(10, 0.3 * len(rows)), 4.5), layout="constrained")
     for name, values in _series(rows, lambda row, us: us / row["floor_us"]).items():
         style = dict(OURS, marker="o", markersize=8) if name == "ours" else dict(marker="_", markersize=12)
         places, heights = zip(*((rows.index(row), value) for row, value in values), strict=True)
@@ -41,7 +41,7 @@ def over_floor(report: dict, op: str) -> plt.Figure | None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.set_xticks(range(len(rows)), [f"{row['M']}, {row['N']}, {row['K']}" for row in rows], rotation=60, ha="right")
+    axes.set_xticks(range(len(rows)), map(label, rows), rotation=60, ha="right")
     axes.set(xlabel="M, N, K", ylabel="time / floor (log scale)", title=f"{CALLS[op]}, CUDA graphs")
     return _finished(figure, axes, report, legend_beside=True)
 
@@ -83,7 +83,7 @@ def _series(rows: list[dict], value, everyone: bool = False) -> dict[str, list[t
 def _finished(figure: plt.Figure, axes: plt.Axes, report: dict, legend_beside: bool = False) -> plt.Figure:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, **(dict(loc="upper left", bbox_to_anchor=(1, 1)) if legend_beside else {}))
-    figure.text(0.01, -0.01, headline(report).replace("`", ""), fontsize=7, va="top")
+    figure.text(0.01, -0.01, f"{headline(report)} µs per call: median, slowest rank.", fontsize=7, va="top")
     return figure
 
 

@@ -1,18 +1,27 @@
 """The rows that are measured, as data.
 
-M, N, K are the sizes of one call, whatever the number of ranks:
+M, N, K are the sizes of one call. `form` is the dimension along which the op scatters or gathers; w ranks:
 
-    op   call                  A on a rank   W on a rank   out on a rank   product on a rank
-    ar   matmul_all_reduce     (M, K)        (N, K)        (M, N)          M x N x K
-    rs   matmul_reduce_scatter (M, K)        (N, K)        (M/w, N)        M x N x K
-    ag   all_gather_matmul     (M/w, K)      (N, K)        (M, N)          M x N x K
-    ga   matmul_all_gather     (M/w, K)      (N, K)        (M, N)          M/w x N x K
+    op   call                  form   A on a rank   W on a rank   out on a rank   product on a rank
+    ar   matmul_all_reduce            (M, K)        (N, K)        (M, N)          M x N x K
+    rs   matmul_reduce_scatter rows   (M, K)        (N, K)        (M/w, N)        M x N x K
+                               cols   (M, K)        (N, K)        (M, N/w)        M x N x K
+    ag   all_gather_matmul     rows   (M/w, K)      (N, K)        (M, N)          M x N x K
+                               k      (M, K/w)      (N, K)        (M, N)          M x N x K
+    ga   matmul_all_gather     rows   (M/w, K)      (N, K)        (M, N)          M/w x N x K
+                               cols   (M, K)        (N/w, K)      (M, N)          M x N/w x K
+
+Rows need not be divisible by w: parts are those of `torch.chunk`, the last ones short or empty.
 
 The floor is the longer of the product alone and the bytes that a rank must send, at the rate of its link. No
 schedule can beat it: at best one hides the other completely.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from benchmarks import models
+from benchmarks.models import part
 
 CALLS = {
     "ar": "matmul_all_reduce",
@@ -29,20 +38,41 @@ class Row:
     M: int
     N: int
     K: int
+    form: str = "rows"
 
-    def divides(self, world: int) -> bool:
-        """Whether every rank's part has the same size, which the rivals' collectives need."""
-        return self.op == "ar" or self.M % world == 0
+    def serves(self, world: int) -> bool:
+        """Whether the row exists for so many ranks: columns are divided evenly or not at all."""
+        size = {"cols": self.N, "k": self.K}.get(self.form, 0)
+        return size % world == 0
 
-    def a_shape(self, world: int) -> tuple[int, int]:
-        return (self.M // world if self.op in ("ag", "ga") else self.M, self.K)
+    def even(self, world: int) -> bool:
+        """Whether every rank's part has the same size, which most rivals need."""
+        return self.op == "ar" or self.form != "rows" or self.M % world == 0
 
-    def out_shape(self, world: int) -> tuple[int, int]:
-        return (self.M // world if self.op == "rs" else self.M, self.N)
+    def part_rows(self, world: int) -> int:
+        """Rows of the largest part."""
+        return part(self.M, world)
+
+    def rows_of(self, rank: int, world: int) -> int:
+        return max(0, min(self.part_rows(world), self.M - rank * self.part_rows(world)))
+
+    def a_shape(self, rank: int, world: int) -> tuple[int, int]:
+        if self.op in ("ag", "ga") and self.form == "rows":
+            return self.rows_of(rank, world), self.K
+        return self.M, self.K // world if self.form == "k" else self.K
+
+    def w_shape(self, world: int) -> tuple[int, int]:
+        return (self.N // world if self.op == "ga" and self.form == "cols" else self.N, self.K)
+
+    def out_shape(self, rank: int, world: int) -> tuple[int, int]:
+        if self.op != "rs":
+            return self.M, self.N
+        return (self.M, self.N // world) if self.form == "cols" else (self.rows_of(rank, world), self.N)
 
     def gemm(self, world: int) -> tuple[int, int, int]:
-        """The product that one rank computes."""
-        return (self.M // world if self.op == "ga" else self.M, self.N, self.K)
+        """The largest product that one rank computes."""
+        rows = self.part_rows(world) if self.op == "ga" and self.form == "rows" else self.M
+        return rows, *self.w_shape(world)
 
     def link_bytes(self, world: int, itemsize: int = 2) -> float:
         """The fewest bytes that a rank sends: each part of what is gathered or reduced goes to w - 1 peers, once."""
@@ -62,15 +92,23 @@ class Row:
         return max(gemm_us, self.link_us(world, itemsize))
 
     def __str__(self) -> str:
-        return f"{self.op} {self.M}, {self.N}, {self.K}"
+        return f"{self.op} {label(vars(self))}"
 
 
-def _rows(ops: str, *sizes: tuple[int, int, int]) -> list[Row]:
-    return [Row(op, *size) for op in ops.split() for size in sizes]
+def label(row: dict) -> str:
+    """How a row is called in tables and pictures."""
+    form = row.get("form", "rows")
+    return f"{row['M']}, {row['N']}, {row['K']}" + (f" ({form})" if form != "rows" else "")
 
+
+def _rows(ops: str, *sizes: tuple[int, int, int], form: str = "rows") -> list[Row]:
+    return [Row(op, *size, form) for op in ops.split() for size in sizes]
+
+
+# What was measured from the start, in `facts`: the sizes of 4 ranks, on any number.
 
 SQUARE = (8192, 8192, 7168)
-PREFILL = (
+REDUCED = (
     SQUARE,
     (8192, 8192, 2048),
     (2048, 8192, 7168),
@@ -80,7 +118,7 @@ PREFILL = (
     (4096, 4096, 3584),
     (128, 4096, 3584),
 )
-DECODE = (
+FEW_ROWS = (
     (64, 8192, 7168),
     (64, 8192, 2048),
     (1, 8192, 7168),
@@ -96,7 +134,7 @@ DECODE = (
     (1, 4096, 3584),
     (1, 4096, 1024),
 )
-COLUMN = (
+GATHERED = (
     SQUARE,
     (8192, 14336, 8192),
     (8192, 2560, 8192),
@@ -106,17 +144,127 @@ COLUMN = (
     (512, 2560, 8192),
 )
 
-SETS = {
-    "facts": _rows("ar", *PREFILL, *DECODE) + _rows("rs", *PREFILL) + _rows("ag ga", *COLUMN),
-    "quick": _rows("ar rs ag ga", SQUARE, (512, 8192, 2048)),
-    "tiny": _rows("ar rs ag ga", (16, 48, 32), (32, 32, 64)),  # for machines without a GPU
+# The models' layers, whose sizes depend on the number of ranks.
+
+PREFILL_M = (512, 1024, 2048, 4096, 8192, 16384)
+RAGGED_M = (1000, 3001, 5120)
+DECODE_M = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def _prefill_layers(world: int) -> dict[tuple[str, str], list[tuple[int, int]]]:
+    """(N, K) of every layer, by op and form. Gathered outputs are q, k and v, N being that of the whole."""
+    reduced = _once(shape for model in models.PREFILL for shape in model.row_linears(world))
+    gathered = _once(shape for model in models.PREFILL for shape in model.column_linears(world))
+    outputs = _once((model.qkv, model.hidden) for model in models.PREFILL if model.kv)
+    return {("ar", "rows"): reduced, ("rs", "rows"): reduced, ("ag", "rows"): gathered, ("ga", "cols"): outputs}
+
+
+def _ragged(world: int) -> list[Row]:
+    """Rows of tiles and of ranks' parts that do not come out even, on one layer an op."""
+    model = models.LLAMA_70B
+    down, gate_up = model.row_linears(world)[1], model.column_linears(world)[1]
+    layers = {("ar", "rows"): down, ("rs", "rows"): down, ("ag", "rows"): gate_up, ("ga", "cols"): (model.qkv, 8192)}
+    return [Row(op, M, *layer, form) for (op, form), layer in layers.items() for M in RAGGED_M]
+
+
+def _lm_heads(rows: Iterable[int], served: Iterable[models.Model]) -> list[Row]:
+    return [Row("ga", M, model.vocab, model.hidden, "cols") for model in served if model.vocab for M in rows]
+
+
+def prefill(world: int) -> list[Row]:
+    layers = _prefill_layers(world).items()
+    rows = [Row(op, M, *layer, form) for (op, form), shapes in layers for layer in shapes for M in PREFILL_M]
+    return _once([*rows, *_ragged(world), *_lm_heads(PREFILL_M[:2], models.PREFILL)])
+
+
+def prefill_sample(world: int) -> list[Row]:
+    """Each layer once an op, M taking turns; then some that are ragged."""
+    rows = [
+        Row(op, PREFILL_M[(turn + start) % len(PREFILL_M)], *layer, form)
+        for start, ((op, form), shapes) in enumerate(_prefill_layers(world).items())
+        for turn, layer in enumerate(shapes)
+    ]
+    ragged = [row for i, row in enumerate(_ragged(world)) if i in (1, 3, 8)]
+    return _once([*rows, *ragged, *_lm_heads((512,), [models.LLAMA_8B])])
+
+
+def _decode_layers(world: int) -> list[tuple[int, int]]:
+    return _once(shape for model in models.DECODE for shape in model.row_linears(world))
+
+
+def _decode_of_others(world: int, rows: Iterable[int]) -> list[Row]:
+    """The ops that are rarer at few rows: by rows, where parts are short or empty, and by columns."""
+    model = models.LLAMA_70B
+    layers = (
+        [("rs", "rows", layer) for layer in model.row_linears(world)]
+        + [("ag", "rows", layer) for layer in model.column_linears(world)]
+        + [("rs", "cols", model.row_linears(world)[0]), ("ag", "k", model.column_linears(world)[0])]
+    )
+    return [Row(op, M, *layer, form) for op, form, layer in layers for M in rows]
+
+
+def decode(world: int) -> list[Row]:
+    reduced = [Row("ar", M, *layer) for layer in _decode_layers(world) for M in DECODE_M]
+    heads = _lm_heads(DECODE_M, [models.LLAMA_8B, models.LLAMA_70B])
+    return _once([*reduced, *_decode_of_others(world, DECODE_M), *heads])
+
+
+def decode_sample(world: int) -> list[Row]:
+    """One layer at every M, for the picture; the others once, M taking turns; then some of each other op."""
+    sweep = [Row("ar", M, *models.LLAMA_70B.row_linears(world)[0]) for M in DECODE_M]
+    others = [Row("ar", DECODE_M[4 * i % 9], *layer) for i, layer in enumerate(_decode_layers(world))]
+    rest = _decode_of_others(world, (1, 32))
+    return _once([*sweep, *others, *rest, *_lm_heads((1, 16, 64, 256), [models.LLAMA_70B])])
+
+
+def stress(world: int) -> list[Row]:
+    """Small, of every algorithm, even and uneven: what `benchmarks.stress` shuffles."""
+    reduced = ((1, 4096, 1024), (5, 5120, 520), (16, 8192, 512), (64, 2048, 1024), (200, 1536, 256), (700, 2048, 512))
+    parts = ((1, 1024, 512), (37, 1536, 256), (256, 2048, 1024), (1000, 1032, 520))
+    return [
+        *_rows("ar", *reduced, (1024, 2048, 1024)),
+        *_rows("rs ag ga", *parts),
+        *_rows("rs ga", (3, 128 * world, 512), (130, 512 * world, 256), form="cols"),
+        *_rows("ag", (3, 1024, 64 * world), (130, 512, 256 * world), form="k"),
+    ]
+
+
+def _once(items: Iterable) -> list:
+    """Models share layers."""
+    return list(dict.fromkeys(items))
+
+
+SETS: dict[str, Callable[[int], list[Row]]] = {
+    "facts": lambda world: _rows("ar", *REDUCED, *FEW_ROWS) + _rows("rs", *REDUCED) + _rows("ag ga", *GATHERED),
+    "prefill": prefill,
+    "prefill-sample": prefill_sample,
+    "decode": decode,
+    "decode-sample": decode_sample,
+    "stress": stress,
+    "quick": lambda world: _rows("ar rs ag ga", SQUARE, (512, 8192, 2048)),
+    "tiny": lambda world: _rows("ar rs ag ga", (16, 48, 32), (32, 32, 64)),  # for machines without a GPU
+    "tiny-forms": lambda world: [  # the same, by columns, and with uneven parts
+        *_rows("rs ga", (5, 16 * world, 32), form="cols"),
+        *_rows("ag", (5, 32, 16 * world), form="k"),
+        *_rows("rs ag ga", (5, 32, 16)),
+    ],
+    "given": lambda world: [],  # the sizes of --rows and no others
 }
 
 
-def select(name: str, ops: list[str], sizes: str | None = None) -> list[Row]:
-    """The rows of a set that belong to `ops`; `sizes` as "8192,8192,7168;512,8192,2048" keeps those sizes only."""
+def select(names: str, ops: list[str], world: int, sizes: str | None = None) -> list[Row]:
+    """The rows of some sets, as "facts,decode", that belong to `ops`.
+
+    `sizes` as "8192,8192,7168;512,8192,2048" keeps those sizes only; of the set "given" they are the rows.
+    """
+    unknown = [name for name in names.split(",") if name not in SETS]
+    if unknown:
+        raise ValueError(f"no set of rows is called {unknown[0]!r}; there are {', '.join(SETS)}")
     wanted = [tuple(int(size) for size in part.split(",")) for part in sizes.split(";")] if sizes else None
-    rows = [row for row in SETS[name] if row.op in ops and (wanted is None or (row.M, row.N, row.K) in wanted)]
+    rows = _once(row for name in names.split(",") for row in SETS[name](world))
+    if wanted and names == "given":
+        rows = [Row(op, *size) for op in CALLS for size in wanted]
+    rows = [row for row in rows if row.op in ops and (wanted is None or (row.M, row.N, row.K) in wanted)]
     if not rows:
-        raise ValueError(f"no row of set {name!r} has ops {ops} and sizes {sizes}; see benchmarks/shapes.py")
+        raise ValueError(f"no row of {names!r} has ops {ops} and sizes {sizes}; see benchmarks/shapes.py")
     return rows

@@ -2,7 +2,8 @@
 
     python -m benchmarks.table benchmarks/results/ops_h200_x4.json [--modes graph]
 
-A rival's cell is its time and how many times ours it takes. The last line has the geometric means.
+A rival's cell is its time and how many times ours it takes, blank where it does not serve the row. The last line has
+the geometric means. Below, what an eager call costs the host.
 """
 
 import argparse
@@ -10,30 +11,26 @@ from collections.abc import Iterable
 import json
 import math
 from pathlib import Path
+import statistics
 
-from benchmarks.shapes import CALLS
+from benchmarks.report import headline
+from benchmarks.shapes import CALLS, label
 
 MODES = {"graph": "CUDA graph", "eager": "eager"}
 
 
 def render(report: dict, modes: Iterable[str]) -> str:
     """The whole report; `modes` are "graph" and "eager"."""
-    parts = [headline(report)]
+    parts = [f"{headline(report)} µs per call: median, slowest rank. `{report['command']}`"]
     for op in CALLS:
         rows = [row for row in report["rows"] if row["op"] == op]
         for mode in modes:
             if any(result.get(f"{mode}_us") for row in rows for result in row["results"]):
                 parts += [f"#### `{CALLS[op]}`, {MODES[mode]}", op_table(rows, mode)]
+        if "eager" in modes and any("eager_host_us" in result for row in rows for result in row["results"]):
+            parts += [f"#### `{CALLS[op]}`, host time of an eager call", host_table(rows)]
         parts += ["\n".join(f"- {note}" for note in notes(rows))] if notes(rows) else []
     return "\n\n".join(parts)
-
-
-def headline(report: dict) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
-    return (
-        f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}; {versions}. "
-        f"µs per call: median, slowest rank. `{report['command']}`"
-    )
 
 
 def op_table(rows: list[dict], mode: str) -> str:
@@ -49,7 +46,7 @@ def op_table(rows: list[dict], mode: str) -> str:
         ratio = ours_us / floor_us if ours_us and floor_us else None
         if ratio:
             over_floor.append(ratio)
-        line = [f"{row['M']}, {row['N']}, {row['K']}", _us(row["gemm_us"]), _us(floor_us)]
+        line = [label(row), _us(row["gemm_us"]), _us(floor_us)]
         line += [_cell(ours, mode), f"{ratio:.2f}" if ratio else "-"]
         for name in rivals:
             rival = results.get(name, {})
@@ -64,15 +61,26 @@ def op_table(rows: list[dict], mode: str) -> str:
     return markdown(head, lines)
 
 
+def host_table(rows: list[dict]) -> str:
+    """How long issuing an eager call keeps the host busy, over the rows."""
+    taken: dict[str, list[float]] = {}
+    for result in (result for row in rows for result in row["results"]):
+        if "eager_host_us" in result:
+            taken.setdefault(result["name"], []).append(result["eager_host_us"])
+    head = ["µs", *taken]
+    figures = {"median": statistics.median, "most": max}
+    return markdown(head, [[name, *(_us(figure(us)) for us in taken.values())] for name, figure in figures.items()])
+
+
 def notes(rows: list[dict]) -> list[str]:
     """What is missing from the tables and why, each reason once with the rows that it concerns."""
     where: dict[str, list[str]] = {}
     for row in rows:
         for result in row["results"]:
             for note in result["notes"]:
-                where.setdefault(f"{result['name']}: {note}", []).append(f"{row['M']}, {row['N']}, {row['K']}")
+                where.setdefault(f"{result['name']}: {note}", []).append(label(row))
         for note in row.get("notes", []):
-            where.setdefault(note, []).append(f"{row['M']}, {row['N']}, {row['K']}")
+            where.setdefault(note, []).append(label(row))
     return [f"{note} [{'all rows' if len(found) == len(rows) else '; '.join(found)}]" for note, found in where.items()]
 
 
@@ -100,7 +108,7 @@ def _us(value: float | None) -> str:
 
 
 def _cell(result: dict, mode: str) -> str:
-    status = result.get("status", "n/a")
+    status = result.get("status", "")
     return _us(result.get(f"{mode}_us")) if status == "ok" else status
 
 

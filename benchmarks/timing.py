@@ -23,16 +23,20 @@ LEAD_CYCLES = 250_000  # about 130 µs on an H200: longer than the launch of a g
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a contender is measured: batches of about `batch_ms`, for about `measure_ms` in all."""
+    """How long a contender is measured: batches of about `batch_ms`, for about `measure_ms` in all.
+
+    A batch has `calls` from..to, but where calls are long, no more than fit into `longest_ms`.
+    """
 
     batch_ms: float = 1.5
+    longest_ms: float = 20.0
     measure_ms: float = 80.0
     calls: tuple[int, int] = (10, 60)
     repeats: tuple[int, int] = (5, 25)
 
     def calls_for(self, call_us: float, inputs: int) -> int:
         """Calls of one batch: whole turns through the inputs."""
-        calls = _clamp(self.batch_ms * 1e3 / call_us, self.calls)
+        calls = min(_clamp(self.batch_ms * 1e3 / call_us, self.calls), max(1, int(self.longest_ms * 1e3 / call_us)))
         return -(-calls // inputs) * inputs
 
     def repeats_for(self, round_us: float, contenders: int) -> int:

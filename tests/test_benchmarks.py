@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are 
 from benchmarks import ops, plots, rivals, shapes, table  # noqa: E402
 from benchmarks.inputs import Inputs  # noqa: E402
 from benchmarks.launch import Team, describe  # noqa: E402
+from benchmarks.report import command  # noqa: E402
 from benchmarks.shapes import Row  # noqa: E402
 
 # Four H200s: product alone, then the floor with its collective, µs.
@@ -68,15 +69,15 @@ def test_link_bytes_by_hand():
 
 
 def test_select_keeps_what_was_asked():
-    rows = shapes.select("facts", ["ar", "ga"], "8192,8192,7168;1,8192,2048")
+    rows = shapes.select("facts", ["ar", "ga"], 4, "8192,8192,7168;1,8192,2048")
     assert [str(row) for row in rows] == ["ar 8192, 8192, 7168", "ar 1, 8192, 2048", "ga 8192, 8192, 7168"]
     with pytest.raises(ValueError, match="no row"):
-        shapes.select("facts", ["rs"], "1,1,1")
+        shapes.select("facts", ["rs"], 4, "1,1,1")
 
 
 def test_command_and_reasons_name_no_folder():
-    assert ops.command(["--ranks", "4", "--out", "/a/b", "--quick"]) == "python -m benchmarks.ops --ranks 4 --quick"
-    assert ops.command(["--rows", "1,2,3;4,5,6"]) == "python -m benchmarks.ops --rows '1,2,3;4,5,6'"
+    assert command("ops", ["--ranks", "4", "--out", "/a/b", "--quick"]) == "python -m benchmarks.ops --ranks 4 --quick"
+    assert command("ops", ["--rows", "1,2,3;4,5,6"]) == "python -m benchmarks.ops --rows '1,2,3;4,5,6'"
     assert describe(OSError("cannot open /a/b/c.so\nmore")) == "OSError: cannot open c.so"
 
 
@@ -119,17 +120,17 @@ def alone():
 
 
 def right(inputs: Inputs):
-    out = inputs.new_out()
+    out = inputs.new(*inputs.out_shape)
     return lambda i: torch.matmul(inputs.A[i], inputs.B[i], out=out)
 
 
 def lacks_a_block_of_k(inputs: Inputs):
-    out = inputs.new_out()
+    out = inputs.new(*inputs.out_shape)
     return lambda i: torch.matmul(inputs.A[i][:, 16:], inputs.B[i][16:], out=out)
 
 
 def leaves_an_element(inputs: Inputs):
-    out = inputs.new_out()
+    out = inputs.new(*inputs.out_shape)
 
     def call(i):
         out.view(-1)[:-1] = (inputs.A[i] @ inputs.B[i]).view(-1)[:-1]
@@ -139,7 +140,7 @@ def leaves_an_element(inputs: Inputs):
 
 
 def always_reads_the_first_copy(inputs: Inputs):
-    out = inputs.new_out()
+    out = inputs.new(*inputs.out_shape)
     return lambda i: torch.matmul(inputs.A[0], inputs.B[0], out=out)
 
 
@@ -179,6 +180,25 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
             assert results[name]["eager_us"] > 0
     assert str(tmp_path) not in json.dumps(report)
     assert table.render(report, ["eager"]) in done.stdout.replace("\r", "")
+
+
+def test_other_forms_and_uneven_parts_on_three_cpu_ranks(tmp_path):
+    line = [sys.executable, "-m", "benchmarks.ops", "--device", "cpu", "--ranks", "3", "--shapes", "tiny-forms"]
+    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "ops_cpu_x3.json").read_text())
+    assert len(report["rows"]) == len(shapes.select("tiny-forms", list(shapes.CALLS), 3))
+    for row in report["rows"]:
+        assert [r["status"] for r in row["results"]] == ["ok"] * len(row["results"]), row
+
+
+def test_stress_on_two_cpu_ranks_sees_no_mismatch(tmp_path):
+    counts = ["--calls", "60", "--replays", "2", "--graph-calls", "12", "--delay-every", "10"]
+    line = [sys.executable, "-m", "benchmarks.stress", "--device", "cpu", "--ranks", "2", *counts]
+    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "stress_cpu_x2.json").read_text())
+    assert report["calls"]["done"] == 60 and report["replays"]["done"] == 2 and not report["deviating"]
 
 
 def test_pictures_show_every_contender_and_stay_the_same(tmp_path):

@@ -1,0 +1,92 @@
+"""What a run leaves behind: who ran what, where, with which versions; figures as JSON."""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+from pathlib import Path
+import platform
+import re
+import subprocess
+import sys
+
+import torch
+
+from benchmarks.launch import Team
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark asks for: ranks, device, memory, where the results go."""
+    parser.add_argument("--ranks", type=int, help="default: all GPUs, or two CPU ranks")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--heap-gib", type=float, help="symmetric heap of a rank; default 8, on CPUs 0.25")
+    parser.add_argument("--time-limit", type=float, default=400, help="seconds after which nothing new starts")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--name", help="of the JSON file; default: benchmark, GPU and ranks")
+
+
+def settle(args: argparse.Namespace, argv: list[str] | None, benchmark: str) -> None:
+    """Fills in the defaults that depend on the device."""
+    gpu = args.device == "cuda"
+    args.ranks = args.ranks or (torch.cuda.device_count() if gpu else 2)
+    args.heap_gib = args.heap_gib or (8 if gpu else 0.25)
+    args.benchmark = benchmark
+    args.command = command(benchmark, sys.argv[1:] if argv is None else argv)
+
+
+def command(benchmark: str, argv: list[str]) -> str:
+    """The command line as anybody can repeat it: without this machine's output folder."""
+    line = " ".join(f"'{word}'" if re.search(r"[\s;]", word) else word for word in argv)
+    return re.sub(r" ?--out[ =]\S+", "", f"python -m benchmarks.{benchmark} {line}").strip()
+
+
+def describe_run(team: Team, args: argparse.Namespace) -> dict:
+    gpu = torch.cuda.get_device_name() if team.cuda else "CPU"
+    versions = {"torch": torch.__version__, "triton": importlib.metadata.version("triton")}
+    if team.cuda:
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["CUDA"] = torch.version.cuda
+        versions["driver"] = driver_version()
+    versions["Python"] = platform.python_version()
+    return {
+        "benchmark": args.benchmark,
+        "command": args.command,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "gpu": gpu,
+        "world": team.world,
+        "dtype": args.dtype,
+        "versions": versions,
+    }
+
+
+def driver_version() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def headline(report: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    return f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}; {versions}."
+
+
+def write(report: dict, args: argparse.Namespace) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    gpu = re.sub(r"[^a-z0-9]+", "-", report["gpu"].lower().removeprefix("nvidia")).strip("-")
+    name = args.name or f"{report['benchmark']}_{gpu}_x{report['world']}"
+    text = json.dumps(rounded(report), indent=1, allow_nan=False)
+    (args.out / f"{name}.json").write_text(text + "\n")
+
+
+def rounded(value):
+    """Figures to three decimals; what is not finite as text, which JSON can hold."""
+    if isinstance(value, float):
+        return round(value, 3) if abs(value) < float("inf") else str(value)
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
