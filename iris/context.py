@@ -22,6 +22,7 @@ from .group import Ranks
 from .heap import Heap
 from .log import rank_logger
 from .memory import map_segment
+from .tracing import Tracing
 
 _MAX_HEAP = 1 << 46
 
@@ -75,6 +76,7 @@ class Iris(tensors.TensorMethods):
         self._barrier_counts = self._heap.allocate((2, self.num_ranks), torch.int32)
         self._barrier_members: dict[tuple[int, ...], torch.Tensor] = {}
         self._ops = None
+        self._tracing: Tracing | None = None
         platform.synchronize(self.device)
         self._ranks.all_gather(None)  # every heap is mapped and zeroed before anyone writes to a peer's
         self._closed = False
@@ -156,6 +158,14 @@ class Iris(tensors.TensorMethods):
             self._ops = Ops(self)
         return self._ops
 
+    @property
+    def tracing(self) -> Tracing:
+        """Records what programs do inside kernels, and writes it as a timeline (`iris/tracing.py`)."""
+        self.check()
+        if self._tracing is None:
+            self._tracing = Tracing(self)
+        return self._tracing
+
     def check(self) -> None:
         """Raises `ClosedError` after `close()`, `PeerLostError` once a wait in a kernel has failed. No device sync."""
         if self._closed:
@@ -177,7 +187,7 @@ class Iris(tensors.TensorMethods):
                 self.barrier()  # no peer may still be writing here
         finally:
             self._closed = True
-            self._ops = self._barrier_counts = None  # they hold heap memory
+            self._ops = self._tracing = self._barrier_counts = None  # they hold heap memory
             self._segment.close()
 
     def __enter__(self) -> Iris:

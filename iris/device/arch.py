@@ -66,6 +66,25 @@ def clock():
 
 
 @device_function
+def multiprocessor():
+    """Which multiprocessor (compute unit) the program runs on; 0 in the interpreter."""
+    if INTERPRET:
+        return 0
+    elif is_cuda():
+        return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        die, unit = tl.inline_asm_elementwise(
+            "s_getreg_b32 $0, hwreg(HW_REG_XCC_ID, 0, 4)\ns_getreg_b32 $1, hwreg(HW_REG_HW_ID, 8, 8)",
+            "=s,=s",
+            [],
+            dtype=(tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+        return die * 256 + unit  # shader engine, array and compute unit on that die
+
+
+@device_function
 def pause():
     """Between two polls: lets other ranks run where ranks share cores."""
     if INTERPRET:

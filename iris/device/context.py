@@ -1,7 +1,8 @@
 """`DeviceContext`: the RMA functions without the arguments that a kernel would repeat at every call.
 
 The context tensor is int64, one a rank, built by `pack` on the host and read here:
-`[rank, world_size, status address, record address, time-out in ticks, 0, 0, 0, heap bases ..., process ids ...]`.
+`[rank, world_size, status address, record address, time-out in ticks, event buffer address, its capacity in events, 0,
+heap bases ..., process ids ...]`.
 """
 
 import triton
@@ -10,8 +11,10 @@ from triton.language.core import _aggregate
 
 from . import rma
 from .function import device_function
+from .tracing import DeviceTracing, device_tracing
 
 HEADER = tl.constexpr(8)
+TRACING_WORDS = slice(5, 7)
 
 
 def pack(rank: int, bases: list[int], pids: list[int], status: int, record: int, timeout_ticks: int) -> list[int]:
@@ -26,19 +29,25 @@ class DeviceContext:
     rank: tl.tensor
     world_size: tl.constexpr
     words: tl.tensor
+    tracing: DeviceTracing
 
     @triton.constexpr_function
-    def __init__(self, rank, world_size, words):
+    def __init__(self, rank, world_size, words, tracing):
         self.rank = rank
         self.world_size = tl.constexpr(getattr(world_size, "value", world_size))
         self.words = words
+        self.tracing = tracing
 
     @staticmethod
     @device_function
     def initialize(context_tensor, rank, world_size: tl.constexpr, tracing: tl.constexpr = False):
-        """From `Iris.get_device_context()`, the caller's rank and the number of ranks."""
-        tl.static_assert(not tracing, "tracing is not available in this version")
-        return DeviceContext(tl.cast(rank, tl.int32), world_size, context_tensor)
+        """From `Iris.get_device_context()`, the caller's rank and the number of ranks.
+
+        `tracing`: whether `tracing.record_event_start` and `_end` record; if not, they leave no instruction.
+        """
+        return DeviceContext(
+            tl.cast(rank, tl.int32), world_size, context_tensor, device_tracing(context_tensor, tracing)
+        )
 
     @device_function
     def heap_bases(self):
@@ -189,6 +198,6 @@ class DeviceContext:
 
 
 @device_function
-def own_context(words, world_size: tl.constexpr):
+def own_context(words, world_size: tl.constexpr, tracing: tl.constexpr = False):
     """The device context with the rank as the context tensor has it, so that all ranks share one compiled kernel."""
-    return DeviceContext.initialize(words, tl.load(words).to(tl.int32), world_size)
+    return DeviceContext.initialize(words, tl.load(words).to(tl.int32), world_size, tracing)

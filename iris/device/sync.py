@@ -12,6 +12,7 @@ import triton.language as tl
 from . import arch, rma
 from .context import own_context
 from .function import device_function
+from .tracing import SIGNAL, WAIT
 
 # Who waits, by the number that a failure record carries.
 WAITERS = (
@@ -62,9 +63,11 @@ def _mark(ctx):
 @device_function
 def signal(ctx, flag, value, to_rank):
     """All of this program's earlier stores, then `value` in `flag` at `to_rank`: who sees the flag sees the stores."""
+    span = ctx.tracing.record_event_start(SIGNAL, to_rank, flag)
     arch.drain_stores()
     tl.debug_barrier()  # a release covers one thread; the barrier brings every thread's stores before it
     rma.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")
+    ctx.tracing.record_event_end(span)
 
 
 @device_function
@@ -77,7 +80,9 @@ def wait(ctx, flag, expected, peer, waiter: tl.constexpr = _USER, exact: tl.cons
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     arrived = _reached(seen, expected, exact)
     if not arrived:
+        span = ctx.tracing.record_event_start(WAIT, peer, flag)
         arrived = _poll(ctx, flag, expected, peer, waiter, exact)
+        ctx.tracing.record_event_end(span)
     return arrived
 
 

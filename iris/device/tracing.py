@@ -1,0 +1,117 @@
+"""Events recorded inside kernels: what a program did, for whom, from when to when.
+
+`handle = ctx.tracing.record_event_start(...)`, the work, `ctx.tracing.record_event_end(handle)`. The buffer is local
+memory that `Iris.tracing.enable` sets up: int64 `[events so far, 0 ...]`, then one `EVENT_WORDS` record an event. A
+common counter gives each event its record; one beyond the capacity is counted and stored nowhere. Without the
+constexpr flag of `DeviceContext.initialize` nothing of it is compiled.
+
+The clock is read last at a start and first at an end, so a span holds the work alone. Taking a record is an atomic
+whose result the program awaits, about a microsecond, just before the span.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.core import _aggregate, base_value
+
+from . import arch
+from .function import device_function
+
+HEADER_WORDS = tl.constexpr(8)
+EVENT_WORDS = tl.constexpr(8)
+
+# Event ids; a user's own begin at USER.
+LOAD = tl.constexpr(0)
+STORE = tl.constexpr(1)
+GET = tl.constexpr(2)
+PUT = tl.constexpr(3)
+COPY = tl.constexpr(4)
+ATOMIC = tl.constexpr(5)
+WAIT = tl.constexpr(6)
+PRODUCT = tl.constexpr(7)
+PUSH = tl.constexpr(8)
+SUM = tl.constexpr(9)
+SIGNAL = tl.constexpr(10)
+USER = tl.constexpr(64)
+NAMES = ("load", "store", "get", "put", "copy", "atomic", "wait", "product", "push", "sum", "signal")
+
+
+@_aggregate
+class DeviceTracing:
+    """`DeviceContext.tracing`."""
+
+    buffer: base_value
+    capacity: base_value
+    ENABLED: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, buffer, capacity, ENABLED):
+        self.buffer = buffer
+        self.capacity = capacity
+        self.ENABLED = tl.constexpr(getattr(ENABLED, "value", ENABLED))
+
+    @device_function
+    def record_event_start(self, event_id, target_rank, address, pid_m=0, pid_n=0, mask=None, nbytes=None):
+        """Begins a span; returns its handle.
+
+        `address`: a pointer, or a block of them, of which the lowest is kept. `pid_m`, `pid_n`: the tile. `nbytes`: the
+        payload; by default as many bytes as `address`, under `mask`, has.
+        """
+        if self.ENABLED:
+            slot = tl.atomic_add(self.buffer, 1, mask=self.capacity > 0, sem="relaxed", scope="gpu")
+            kept = (slot >= 0) & (slot < self.capacity)
+            record = self.buffer + HEADER_WORDS + slot * EVENT_WORDS
+            halves = record.to(tl.pointer_type(tl.int32))
+            program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+            tl.store(record + 1, 0, mask=kept)
+            tl.store(halves + 4, event_id, mask=kept)
+            tl.store(halves + 5, arch.multiprocessor(), mask=kept)
+            tl.store(halves + 6, program, mask=kept)
+            tl.store(halves + 7, target_rank, mask=kept)
+            tl.store(record + 4, _lowest(address, mask), mask=kept)
+            tl.store(halves + 10, pid_m, mask=kept)
+            tl.store(halves + 11, pid_n, mask=kept)
+            tl.store(record + 6, _payload(address, mask) if nbytes is None else nbytes, mask=kept)
+            tl.store(record, arch.clock(), mask=kept)
+            return tl.where(kept, slot, -1)
+        else:
+            return -1
+
+    @device_function
+    def record_event_end(self, handle):
+        """Ends the span of `handle`."""
+        if self.ENABLED:
+            now = arch.clock()
+            tl.store(self.buffer + HEADER_WORDS + handle * EVENT_WORDS + 1, now, mask=handle >= 0)
+
+
+@device_function
+def device_tracing(words, enabled: tl.constexpr):
+    """The tracing of a context tensor, whose words 5 and 6 say where its buffer is and how many events it holds."""
+    if enabled:
+        return DeviceTracing(tl.load(words + 5).to(tl.pointer_type(tl.int64)), tl.load(words + 6), True)
+    else:
+        return DeviceTracing(words, words, False)  # neither is read
+
+
+@device_function
+def _lowest(address, mask):
+    places = address.to(tl.int64)
+    if mask is not None:
+        places = tl.where(mask, places, 2**63 - 1)
+    if places.type.is_block():
+        return tl.min(places)
+    else:
+        return places
+
+
+@device_function
+def _payload(address, mask):
+    nbytes: tl.constexpr = max(1, address.dtype.scalar.element_ty.primitive_bitwidth // 8)
+    if mask is None:
+        return nbytes * address.numel
+    else:
+        inside = (tl.where(mask, address.to(tl.int64), 0) != 0).to(tl.int64)
+        if inside.type.is_block():
+            return nbytes * tl.sum(inside)
+        else:
+            return nbytes * inside

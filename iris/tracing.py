@@ -1,0 +1,303 @@
+"""`ctx.tracing`: what programs did inside kernels, as a timeline of all ranks.
+
+    ctx.tracing.enable()                      # the fused ops now launch variants that record
+    ctx.ops.matmul_reduce_scatter(out, A, B)
+    ctx.tracing.export("trace.json", merge=True)  # for chrome://tracing or ui.perfetto.dev
+
+Own kernels record by `DeviceContext.initialize(words, rank, world_size, tracing=True)` (`iris/device/tracing.py`).
+
+Each GPU has a clock of its own. Rank 0 measures how far the others' are from its by messages to and fro: a peer reads
+its clock half-way, so the shortest of many round trips gives the difference within half of that trip. It is measured
+when recording begins and at the export, and what lies between is interpolated, because clocks also drift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from . import platform
+from .device import arch
+from .device.context import TRACING_WORDS, own_context
+from .device.sync import signal, wait
+from .device.tracing import EVENT_WORDS, HEADER_WORDS, NAMES
+from .errors import ArgumentError, CaptureError
+
+if TYPE_CHECKING:
+    from .context import Iris
+
+_MOST_EVENTS = 1 << 28
+_ROUND_TRIPS = 64
+EVENT = np.dtype(
+    [
+        ("begin", "<i8"),  # ticks of the rank's own clock
+        ("end", "<i8"),  # 0: the span was not ended
+        ("event", "<i4"),
+        ("multiprocessor", "<i4"),
+        ("program", "<i4"),
+        ("target_rank", "<i4"),
+        ("address", "<i8"),
+        ("pid_m", "<i4"),
+        ("pid_n", "<i4"),
+        ("bytes", "<i8"),
+        ("unused", "<i8"),
+    ]
+)
+assert EVENT.itemsize == 8 * EVENT_WORDS.value
+
+
+@triton.jit
+def clock_offset_kernel(words, flags, times, count, results, rounds, WORLD_SIZE: tl.constexpr):
+    """results: int64 [world, 3], at rank 0, for each rank: its clock minus rank 0's, round trip, when; in ticks.
+
+    flags: int32 [world], by source; times: int64 [world], where ranks leave their reading at rank 0; count: int32, the
+    round trips of earlier calls. One program.
+    """
+    ctx = own_context(words, WORLD_SIZE)
+    first = tl.load(count) + 1
+    if ctx.rank == 0:
+        for peer in range(1, WORLD_SIZE):
+            shortest = tl.cast(2**62, tl.int64)
+            for i in range(rounds):
+                begin = arch.clock()
+                signal(ctx, flags, first + i, peer)
+                ok = wait(ctx, flags + peer, first + i, peer)
+                end = arch.clock()
+                theirs = tl.load(times + peer, volatile=True)
+                if ok and end - begin < shortest:
+                    shortest = end - begin
+                    tl.store(results + 3 * peer, theirs - (begin + shortest // 2))
+                    tl.store(results + 3 * peer + 1, shortest)
+                    tl.store(results + 3 * peer + 2, end)
+    else:
+        for i in range(rounds):
+            if wait(ctx, flags, first + i, 0):
+                ctx.store(times + ctx.rank, arch.clock(), 0)
+                signal(ctx, flags + ctx.rank, first + i, 0)
+    tl.store(count, first - 1 + rounds)
+
+
+@dataclass(frozen=True)
+class Offset:
+    """How far a rank's clock was from rank 0's, in ticks, and when by rank 0's clock; true within `error` ticks."""
+
+    ticks: int
+    error: int
+    at: int
+
+
+class Tracing:
+    """Records events of kernels on this rank's device. All methods are collective."""
+
+    def __init__(self, ctx: Iris) -> None:
+        self._ctx = ctx
+        self.enabled = False
+        self.names = dict(enumerate(NAMES))  # of event ids; add your own
+        self._buffer: torch.Tensor | None = None
+        self._clock: tuple[torch.Tensor, ...] | None = None
+        self._began: list[Offset] = []
+
+    def enable(self, max_events: int = 1 << 20) -> None:
+        """Begins to record, at most `max_events` (64 bytes each) on this rank; forgets what was recorded.
+
+        The fused ops launch variants that record from here on until `disable()`; a captured graph stays as it was.
+        """
+        self._check()
+        sound = isinstance(max_events, int) and not isinstance(max_events, bool) and 0 < max_events <= _MOST_EVENTS
+        for given, fine in self._ctx._ranks.all_gather((repr(max_events), sound)):
+            if not fine:
+                raise ArgumentError(f"max_events is {given}; expected an integer from 1 to {_MOST_EVENTS}")
+        if self._clock is None:
+            self._clock = self._clock_memory()
+        if self._buffer is None or self._capacity != max_events:
+            # not zeroed: only the records of counted events are read
+            size = HEADER_WORDS.value + max_events * EVENT_WORDS.value
+            self._buffer = torch.empty(size, dtype=torch.int64, device=self._ctx.device)
+        self._announce(self._buffer.data_ptr(), max_events)
+        self.enabled = True
+        self.reset()
+
+    def disable(self) -> None:
+        """Stops recording; what was recorded can still be exported."""
+        self._check()
+        self._announce(0, 0)
+        self.enabled = False
+
+    def reset(self) -> None:
+        """Forgets all events so far."""
+        self._recorded()[: HEADER_WORDS.value].zero_()
+        self._began = self._measure_clocks()
+
+    @property
+    def dropped(self) -> int:
+        """Events of this rank beyond `max_events` since the last reset. Waits for the device."""
+        return max(0, self._count() - self._capacity)
+
+    def events(self) -> np.ndarray:
+        """This rank's events, `EVENT` records in no particular order. Waits for the device."""
+        count = min(self._count(), self._capacity)
+        first = HEADER_WORDS.value
+        return self._buffer[first : first + count * EVENT_WORDS.value].cpu().numpy().view(EVENT)
+
+    def aligned(self) -> np.ndarray:
+        """This rank's events as `events()` has them, times in ns on rank 0's clock."""
+        return self._aligned(self._measure_clocks())
+
+    def export(self, path: str | Path, merge: bool = False) -> Path:
+        """Writes Chrome's trace format, for ui.perfetto.dev: a process is a rank, a thread a multiprocessor.
+
+        One file a rank, `trace_rank0.json` and so on for "trace.json", or with `merge` one for all, by rank 0.
+        Returns the file's path. Raises `ArgumentError` on all ranks if one cannot write.
+        """
+        clocks = self._measure_clocks()
+        aligned, path, rank = self._aligned(clocks), Path(path), self._ctx.cur_rank
+        start = min(self._ctx._ranks.all_gather(int(aligned["begin"].min(initial=2**62))))
+        part = _Part(rank, _device_name(self._ctx.device), aligned, self.dropped, _nanoseconds(clocks[rank].error))
+        parts = self._ctx._ranks.all_gather(part) if merge else [part]
+        target = path if merge else path.with_name(f"{path.stem}_rank{rank}{path.suffix}")
+        refusal = None
+        if not merge or rank == 0:
+            try:
+                target.write_text(json.dumps(chrome_trace(parts, self.names, start)))
+            except OSError as error:
+                refusal = f"path is {str(path)!r}, which cannot be written: {error.strerror}"
+        for failure in filter(None, self._ctx._ranks.all_gather(refusal)):
+            raise ArgumentError(f"{failure}; expected a file name in a folder that exists")
+        return target
+
+    @property
+    def _capacity(self) -> int:
+        return (self._buffer.numel() - HEADER_WORDS.value) // EVENT_WORDS.value
+
+    def _check(self) -> None:
+        self._ctx.check()
+        if platform.is_capturing(self._ctx.device):
+            raise CaptureError("tracing is set up and read by the host and cannot be captured; do it before or after")
+
+    def _recorded(self) -> torch.Tensor:
+        self._check()
+        if self._buffer is None:
+            raise ArgumentError("nothing was recorded: call ctx.tracing.enable() first")
+        return self._buffer
+
+    def _count(self) -> int:
+        return int(self._recorded()[0])
+
+    def _announce(self, address: int, capacity: int) -> None:
+        words = torch.tensor([address, capacity], dtype=torch.int64)
+        self._ctx.get_device_context()[TRACING_WORDS].copy_(words)
+
+    def _clock_memory(self) -> tuple[torch.Tensor, ...]:
+        world, device = self._ctx.num_ranks, self._ctx.device
+        flags, times = (self._ctx._heap.allocate((world,), dtype).zero_() for dtype in (torch.int32, torch.int64))
+        count = torch.zeros(1, dtype=torch.int32, device=device)
+        results = torch.zeros(world, 3, dtype=torch.int64, device=device)
+        self._ctx.device_barrier()  # no peer signals before the flags are zero
+        return flags, times, count, results
+
+    def _measure_clocks(self) -> list[Offset]:
+        """Every rank's clock against rank 0's, as rank 0 found it."""
+        self._recorded()
+        ctx = self._ctx
+        ctx.barrier()  # also: all that is recorded has been
+        clock_offset_kernel[(1,)](
+            ctx.get_device_context(), *self._clock, _ROUND_TRIPS, WORLD_SIZE=ctx.num_ranks, num_warps=1
+        )
+        found = self._clock[-1].tolist()
+        ctx.check()
+        return ctx._ranks.all_gather([Offset(ticks, trip // 2, at) for ticks, trip, at in found])[0]
+
+    def _aligned(self, clocks: list[Offset]) -> np.ndarray:
+        rank = self._ctx.cur_rank
+        return align(self.events(), self._began[rank], clocks[rank])
+
+
+def align(events: np.ndarray, before: Offset, after: Offset) -> np.ndarray:
+    """`events` in order of time, in ns on rank 0's clock, from the offsets measured before and after them."""
+    aligned = events[np.lexsort((-events["end"], events["begin"]))]
+    drift = (after.ticks - before.ticks) / max(1, after.at - before.at)
+    begin = aligned["begin"] - before.ticks
+    begin = begin - np.rint(drift * (begin - before.at)).astype(np.int64)
+    lasted = aligned["end"] - aligned["begin"]  # as the rank's own clock says
+    aligned["end"] = np.where(aligned["end"] == 0, 0, _nanoseconds(begin + lasted))
+    aligned["begin"] = _nanoseconds(begin)
+    return aligned
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+
+
+def _nanoseconds(ticks):
+    return ticks * (10**9 // platform.ticks(1))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank contributes to a trace."""
+
+    rank: int
+    device: str
+    events: np.ndarray
+    dropped: int
+    clock_error_ns: int
+
+
+def chrome_trace(parts: list[_Part], names: dict[int, str], start: int) -> dict[str, Any]:
+    """Chrome's trace format of several ranks' aligned events; time 0 is `start` ns."""
+    written: list[dict] = []
+    for part in parts:
+        label = {"name": f"rank {part.rank}: {part.device}"}
+        written.append({"ph": "M", "name": "process_name", "pid": part.rank, "args": label})
+        threads: dict[tuple[int, int], int] = {}
+        for event, lane in zip(part.events, lanes(part.events), strict=True):
+            line = int(event["multiprocessor"]), int(lane)
+            if line not in threads:
+                threads[line] = line[0] * 64 + line[1]
+                text = f"multiprocessor {line[0]}" + (f", program {line[1] + 1}" if line[1] else "")
+                title = {"ph": "M", "name": "thread_name", "pid": part.rank, "tid": threads[line]}
+                written.append({**title, "args": {"name": text}})
+            written.append(_span(event, part.rank, threads[line], names, start))
+    dropped = {f"rank {part.rank}": part.dropped for part in parts}
+    error = {f"rank {part.rank}": part.clock_error_ns / 1e3 for part in parts}
+    return {"traceEvents": written, "otherData": {"events dropped": dropped, "clock offset within us": error}}
+
+
+def _span(event: np.void, rank: int, thread: int, names: dict[int, str], start: int) -> dict[str, Any]:
+    args = {name: int(event[name]) for name in ("program", "target_rank", "pid_m", "pid_n", "bytes")}
+    args["address"] = hex(int(event["address"]))
+    if not event["end"]:
+        args["unfinished"] = True
+    nanoseconds = int(event["end"] - event["begin"]) if event["end"] else 0
+    return {
+        "ph": "X",
+        "name": names.get(int(event["event"]), f"event {event['event']}"),
+        "pid": rank,
+        "tid": thread,
+        "ts": (int(event["begin"]) - start) / 1e3,
+        "dur": nanoseconds / 1e3,
+        "args": args,
+    }
+
+
+def lanes(events: np.ndarray) -> list[int]:
+    """For each event, in order of time, a line of its multiprocessor: programs that run there together get others."""
+    busy: dict[int, list[tuple[int, int]]] = {}  # of each multiprocessor's lines: whose the last event is, until when
+    chosen = []
+    for event in events:
+        program, begin = int(event["program"]), int(event["begin"])
+        lines = busy.setdefault(int(event["multiprocessor"]), [])
+        inside = (i for i, (owner, until) in enumerate(lines) if owner == program and until > begin)
+        free = (i for i, (_, until) in enumerate(lines) if until <= begin)
+        line = next(inside, next(free, len(lines)))
+        until = max(begin, int(event["end"]), lines[line][1] if line < len(lines) else 0)
+        lines[line : line + 1] = [(program, until)]
+        chosen.append(line)
+    return chosen
