@@ -5,9 +5,10 @@
     report = layers.parallelize(model, ctx)                    # or: split a model that is already in memory
 
 Reading order: `shard` (which part is whose), `sharded` and `linear` (the layers), `plan`, `attention`, `parallelize`
-(a model's own plan, carried out), `generation`, `pretrained`, `report`.
+(a model's own plan, carried out), `generation`, `engine`, `pretrained`, `report`.
 """
 
+from .engine import Engine
 from .generation import share_rng
 from .linear import (
     ColumnParallelLinear,
@@ -21,6 +22,7 @@ from .report import Report
 
 __all__ = [
     "ColumnParallelLinear",
+    "Engine",
     "MergedColumnParallelLinear",
     "QKVParallelLinear",
     "Report",

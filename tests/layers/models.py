@@ -42,6 +42,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "two_heads": ("Llama", {"num_attention_heads": 2, "num_key_value_heads": 2}),
     "qk_norm": ("Qwen3", {"num_key_value_heads": 2}),
     "fused": ("Phi3", {"num_key_value_heads": 2, "hidden_size": 32}),
+    "sliding": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 4}),
     "gathered_qkv": ("Olmo2", {"num_key_value_heads": 2, "hidden_size": 32}),
 }
 

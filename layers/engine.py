@@ -1,0 +1,218 @@
+"""Generation with a static cache and captured steps, thin enough to read: `Engine(model, ctx).generate(prompts)`.
+
+Drives a split Hugging Face model as it is. The prompts run once through the model, left-padded to one length and filling
+a cache of fixed size. Then each step makes one token a row. A step reads and writes the engine's own tensors only (the
+last tokens, their positions, what was generated, how much), so on a GPU it is captured once in a CUDA graph and
+replayed: no Python and no host synchronisation between tokens. On CPUs the same step runs eagerly.
+
+Ranks agree on every token without a word. Logits are gathered by an op that gives every rank the same bits, and the
+noise that a sample is drawn with comes from a generator of the engine's own, seeded alike on all ranks. Where to stop
+is read from the same tokens.
+
+Layers with a sliding window get a cache of full length too: the mask alone keeps the window, so a step stays the same
+whatever the position. Not a server: one batch at a time, all rows to the end of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from iris.errors import ArgumentError
+import torch
+from torch import nn
+
+_LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
+
+
+class Engine:
+    """Generates with `model`, split over the ranks of `ctx`: up to `batch_size` rows of up to `max_length` tokens.
+
+    `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ctx,
+        batch_size: int = 1,
+        max_length: int = 2048,
+        *,
+        graphs: bool | None = None,
+        cache=None,
+    ):
+        _positive(batch_size=batch_size, max_length=max_length)
+        device = torch.device(ctx.device)
+        self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
+        self.graphs = device.type == "cuda" if graphs is None else graphs
+        if self.graphs and device.type != "cuda":
+            raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
+        self.cache = static_cache(model.config, max_length) if cache is None else cache
+        like = {"dtype": torch.long, "device": device}
+        self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
+        self.positions = torch.zeros(batch_size, 1, **like)
+        self.mask = torch.ones(batch_size, max_length, dtype=torch.bool, device=device)  # False: padding on the left
+        self.output = torch.zeros(batch_size, max_length, **like)  # what was generated ...
+        self.count = torch.zeros(1, **like)  # ... and how many of each row
+        self.temperature = torch.ones((), device=device)
+        self.top_p = torch.ones((), device=device)
+        self._greedy = True
+        self._random = torch.Generator(device)
+        self._captured: dict[bool, torch.cuda.CUDAGraph] = {}
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: torch.Tensor | Sequence[Sequence[int]],
+        max_new_tokens: int = 32,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: int | Iterable[int] = (),
+    ) -> list[list[int]]:
+        """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
+
+        `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
+        the probability, by rank 0's `seed`.
+        """
+        _positive(max_new_tokens=max_new_tokens)
+        if not temperature >= 0 or not 0 < top_p <= 1:
+            raise ArgumentError(
+                f"temperature, top_p are {temperature}, {top_p}: expected 0 or more, and 0 < top_p <= 1"
+            )
+        rows, mask = self._padded(prompts, max_new_tokens)
+        ends = {stop} if isinstance(stop, int) else set(stop)
+        self._greedy = temperature == 0
+        if not self._greedy:
+            self.temperature.fill_(temperature)
+            self.top_p.fill_(top_p)
+            self._random.manual_seed(self.ctx.broadcast(torch.seed() % 2**63 if seed is None else seed))
+        self.reset()
+        self.accept(self.prefill(rows, mask))
+        made = 1
+        while made < max_new_tokens and not (ends and self._ended(made, ends, len(prompts))):
+            steps = min(max_new_tokens - made, _LOOK_EVERY if ends else max_new_tokens)
+            self.decode(steps)
+            made += steps
+        return [_until(row, ends) for row in self.output[: len(prompts), :made].tolist()]
+
+    def reset(self) -> None:
+        """Forgets the batch."""
+        self.cache.reset()
+        self.count.zero_()
+        self.mask.fill_(True)
+
+    @torch.no_grad()
+    def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where they are padding."""
+        length = prompts.shape[1]
+        positions = torch.arange(length, device=prompts.device).expand(len(prompts), length)
+        if mask is not None:
+            self.mask[:, :length] = mask
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        self.positions.copy_(positions[:, -1:] + 1)
+        return self._logits(prompts, mask, positions)
+
+    @torch.no_grad()
+    def accept(self, logits: torch.Tensor) -> None:
+        """Chooses the next token of each row."""
+        self.tokens.copy_(self._choose(logits))
+        self.output.index_copy_(1, self.count, self.tokens)
+        self.count += 1
+
+    @torch.no_grad()
+    def decode(self, steps: int = 1) -> None:
+        """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and then it is captured."""
+        for _ in range(steps):
+            if not self.graphs:
+                self.step()
+            elif self._greedy in self._captured:
+                self._captured[self._greedy].replay()
+            else:
+                self.step()  # compiles and allocates whatever a capture could not
+                self._captured[self._greedy] = self._capture()
+
+    def step(self) -> torch.Tensor:
+        """One token a row, eagerly, on the engine's own tensors; the logits that they were chosen from."""
+        logits = self._logits(self.tokens, self.mask, self.positions)
+        self.positions += 1
+        self.accept(logits)
+        return logits
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        if not self._greedy:
+            graph.register_generator_state(self._random)
+        torch.cuda.synchronize(self.ctx.device)
+        # Thread-local: other threads (NCCL's watchdog) may use the device meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.logits = self.step()
+        return graph
+
+    def _logits(self, tokens, mask, positions) -> torch.Tensor:
+        """Of the last token only: the head's product is the largest there is."""
+        result = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return result.logits[:, -1]
+
+    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._greedy:
+            return logits.argmax(-1, keepdim=True)
+        likeliest, order = (logits.float() / self.temperature).softmax(-1).sort(descending=True, stable=True)
+        before = likeliest.cumsum(-1) - likeliest
+        kept = likeliest.masked_fill(before >= self.top_p, 0)
+        # Of independent exponential arrivals with these rates, each is first with the probability of its rate.
+        arrivals = torch.empty_like(kept).exponential_(generator=self._random)
+        return order.gather(-1, (kept / arrivals).argmax(-1, keepdim=True))
+
+    def _padded(self, prompts, new: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The prompts as one tensor of `batch_size` rows, and where they are no padding (None: everywhere)."""
+        rows = prompts.tolist() if isinstance(prompts, torch.Tensor) else [list(prompt) for prompt in prompts]
+        lengths = [len(row) if isinstance(row, list) else 0 for row in rows] or [0]
+        longest = max(lengths)
+        if not 0 < len(rows) <= self.batch_size or not min(lengths):
+            raise ArgumentError(
+                f"prompts are {len(rows)} of {lengths} tokens: expected 1 to {self.batch_size}, none empty"
+            )
+        if longest + new > self.max_length:
+            raise ArgumentError(
+                f"prompts of {longest} tokens and max_new_tokens of {new} need {longest + new}: expected at most"
+                f" {self.max_length}, the engine's max_length"
+            )
+        rows += rows[:1] * (self.batch_size - len(rows))
+        padded = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
+        return padded.to(self.ctx.device), None if mask.all() else mask.to(self.ctx.device)
+
+    def _ended(self, made: int, ends: set[int], rows: int) -> bool:
+        return all(ends.intersection(row) for row in self.output[:rows, :made].tolist())
+
+
+def static_cache(config, max_length: int):
+    """A cache of `max_length` tokens in every layer, allocated at first use with the heads that are here then."""
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+    cache = StaticCache(config, max_length)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+            raise ArgumentError(f"model has a cache layer of {type(layer).__name__}: expected attention layers only")
+        cache.layers[index] = StaticLayer(max_length)
+    return cache
+
+
+def _until(row: list[int], ends: set[int]) -> list[int]:
+    at = next((i for i, token in enumerate(row) if token in ends), len(row))
+    return row[: at + 1]
+
+
+def _positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{name} is {value!r}: expected a positive integer")

@@ -1,0 +1,115 @@
+"""The engine against Hugging Face's own generate() on the unsplit model: greedy, padded, sliding, sampled, stopped."""
+
+from __future__ import annotations
+
+from iris.errors import ArgumentError
+import layers
+import pytest
+import torch
+
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers import models
+
+pytestmark = both
+
+
+def on(ranks: int):
+    """One world of ranks is enough: the engine itself does not ask how many there are."""
+    return pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [ranks])
+
+
+def greedy_body(ctx, name: str) -> list:
+    model = models.build(name)
+    layers.parallelize(model, ctx)
+    engine = layers.Engine(model, ctx, batch_size=3, max_length=16)
+    prompts = models.prompt().tolist()
+    return [
+        engine.generate(prompts, 5),  # a row is left over
+        engine.generate([prompts[0], prompts[1][2:]], 5),  # two tokens of padding
+        engine.generate(models.prompt(), 5),  # the padding is forgotten
+        engine.generate(prompts, 4, stop=7),
+    ]
+
+
+@on(3)
+@pytest.mark.parametrize("name", ["kv2", "tied", "gathered_qkv", "sliding"])
+def test_greedy_tokens_are_those_of_the_unsplit_model(world_size: int, name: str) -> None:
+    whole, padded = (models.generate(models.build(name), padded=padded)[:, 7:].tolist() for padded in (False, True))
+    for plain, shorter, again, stopped in run_ranks(world_size, greedy_body, name):
+        assert plain == again == whole
+        assert shorter == padded
+        for row, expected in zip(stopped, whole, strict=True):
+            end = expected.index(7) + 1 if 7 in expected else 4
+            assert row == expected[: min(end, 4)]
+
+
+def sampled_body(ctx) -> list:
+    model = models.build("kv2")
+    layers.parallelize(model, ctx)
+    engine = layers.Engine(model, ctx, batch_size=2, max_length=13)
+    torch.manual_seed(100 + ctx.cur_rank)
+    options = [
+        {"temperature": 3.0, "seed": 5 + ctx.cur_rank},
+        {"temperature": 3.0, "seed": 5 + ctx.cur_rank},
+        {"temperature": 3.0, "seed": 6 + ctx.cur_rank},
+        {"temperature": 3.0, "top_p": 1e-6, "seed": 5},
+        {},
+        {"temperature": 3.0},  # each rank's own seed, of which rank 0's counts
+    ]
+    return [engine.generate(models.prompt(), 6, **each) for each in options]
+
+
+@on(2)
+def test_samples_agree_follow_rank_0s_seed_and_top_p(world_size: int) -> None:
+    results = run_ranks(world_size, sampled_body)
+    assert all(result == results[0] for result in results)
+    first, again, other, likeliest, greedy, _ = results[0]
+    assert first == again and first != other and first != greedy
+    assert likeliest == greedy, "among the likeliest that hold 1e-6 there is one"
+
+
+def distribution_body(ctx) -> torch.Tensor:
+    model = models.build("plain")
+    layers.parallelize(model, ctx)
+    engine = layers.Engine(model, ctx, batch_size=4000, max_length=2)
+    engine._greedy = False
+    engine.temperature.fill_(2.0)
+    engine.top_p.fill_(0.8)
+    engine._random.manual_seed(1)
+    logits = torch.tensor([5.0, 4.0, 3.0, -1.0], device=ctx.device)
+    return torch.bincount(engine._choose(logits.expand(4000, 4)).flatten(), minlength=4)
+
+
+@on(1)
+def test_samples_follow_the_probabilities(world_size: int) -> None:
+    # softmax([2.5, 2, 1.5, -0.5]) is [.493, .299, .181, .025]: the first three begin below 0.8
+    expected = 4000 * torch.tensor([0.5065, 0.3072, 0.1863, 0.0])
+    counts = run_ranks(world_size, distribution_body)[0].cpu()
+    assert ((counts - expected).abs() <= 4 * expected.sqrt()).all(), counts
+
+
+def refused_body(ctx) -> None:
+    model = models.build("plain")
+    layers.parallelize(model, ctx)
+    engine = layers.Engine(model, ctx, batch_size=2, max_length=8)
+    for arguments, words in [
+        (([[1]] * 3, 2), "prompts are 3"),
+        (([[1], []], 2), "none empty"),
+        (([[1, 2, 3, 4, 5]], 4), "need 9: expected at most 8"),
+        (([[1]], 0), "max_new_tokens is 0"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            engine.generate(*arguments)
+    with pytest.raises(ArgumentError, match="top_p"):
+        engine.generate([[1]], 2, top_p=0)
+    with pytest.raises(ArgumentError, match="batch_size is 0"):
+        layers.Engine(model, ctx, 0)
+    if not ON_GPU:
+        with pytest.raises(ArgumentError, match="graphs is True"):
+            layers.Engine(model, ctx, graphs=True)
+    assert len(engine.generate([[1]], 7)[0]) == 7
+
+
+@on(1)
+def test_bad_arguments(world_size: int) -> None:
+    run_ranks(world_size, refused_body)
