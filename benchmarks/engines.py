@@ -1,0 +1,203 @@
+"""Who generates: one model, served in several ways, each behind the same `layers.Engine`.
+
+    ours            the layers as they are: fused ops
+    cuBLAS + NCCL   the very same layers and weights, their ops exchanged for torch's product and NCCL's collective
+    transformers    transformers' own tensor parallelism by the same plan, on the same weights
+
+Weights are random unless the model is a folder. They are drawn on each rank's device, so that a 70B shape starts in
+seconds: split ones by the rank's own seed, whole ones by one seed for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+import torch.distributed as dist
+
+from benchmarks.launch import Team
+
+_LLAMA3 = dict(vocab_size=128256, num_key_value_heads=8, rope_theta=500000.0, rms_norm_eps=1e-5)
+# name: (architecture, sizes)
+SHAPES: dict[str, tuple[str, dict]] = {
+    "llama-3-8b": ("Llama", dict(_LLAMA3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                                 num_attention_heads=32)),
+    "llama-3-70b": ("Llama", dict(_LLAMA3, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                                  num_attention_heads=64)),
+    "qwen3-32b": ("Qwen3", dict(vocab_size=151936, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64,
+                                num_attention_heads=64, num_key_value_heads=8, head_dim=128, rope_theta=1e6)),
+    "tiny": ("Llama", dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                           num_attention_heads=4, num_key_value_heads=4)),
+}  # fmt: skip
+
+OURS, NCCL, TRANSFORMERS = "ours", "nccl", "transformers"
+NAMES = {OURS: "ours", NCCL: "cuBLAS + NCCL", TRANSFORMERS: "transformers"}
+
+
+@dataclass(frozen=True)
+class Contender:
+    key: str
+    model: nn.Module
+    prepare: Callable[[], None]  # to be called before the model runs: it may be shared with another contender
+    context: object = None  # what the layers ask for their ops
+    heap: Callable[[], int] = lambda: 0  # bytes in use beside torch's
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.key]
+
+
+class NcclOps:
+    """The ops of `ctx.ops` as torch and NCCL (on CPUs gloo) give them."""
+
+    def plan(self, *_: object) -> None:
+        """Nothing to choose."""
+
+    def matmul_all_reduce(self, out, A, B, bias=None, config=None) -> None:
+        torch.matmul(A, B, out=out)
+        dist.all_reduce(out)
+        if bias is not None:
+            out += bias
+
+    def matmul_all_gather(self, out, A, B, bias=None, config=None) -> None:
+        part = torch.matmul(A, B) if bias is None else torch.addmm(bias, A, B)
+        world = dist.get_world_size()
+        if part.shape[1] * world != out.shape[1]:
+            raise ValueError(f"{out.shape[1]} columns on {world} ranks: NCCL gathers equal parts")
+        parts = part.new_empty(world, *part.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), part)
+        out.view(len(part), world, part.shape[1]).copy_(parts.transpose(0, 1))
+
+    def all_gather_matmul(self, out, A, B, bias=None, config=None) -> None:
+        whole = A.new_empty(out.shape[0], A.shape[1])
+        dist.all_gather_into_tensor(whole, A)
+        torch.matmul(whole, B, out=out)
+        if bias is not None:
+            out += bias
+
+    def matmul_reduce_scatter(self, out, A, B, bias=None, config=None) -> None:
+        dist.reduce_scatter_tensor(out, torch.matmul(A, B))
+        if bias is not None:
+            out += bias
+
+
+def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
+    """Those of `wanted` that can be built on `model`, a split one, and why the others cannot."""
+    nccl = SimpleNamespace(ctx=ctx, device=ctx.device, cur_rank=ctx.cur_rank, num_ranks=ctx.num_ranks, ops=NcclOps())
+    makers = {
+        OURS: lambda: Contender(OURS, model, lambda: serve(model, ctx), ctx, lambda: ctx._heap.used),
+        NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
+        TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
+    }
+    built, failed = [], {}
+    for key in wanted:
+        contender, reason = team.attempt(makers[key])
+        if reason:
+            failed[key] = reason
+        else:
+            built.append(contender)
+    return built, failed
+
+
+def serve(model: nn.Module, ctx) -> None:
+    """Makes the split linears of `model` call the ops of `ctx`."""
+    from layers.sharded import ShardedLinear
+
+    for module in model.modules():
+        if isinstance(module, ShardedLinear):
+            module.ctx = ctx
+
+
+def config_of(name: str, depth: int | None = None):
+    """The configuration of a shape by name, or of a checkpoint's folder, with `depth` layers if given."""
+    import transformers
+
+    if name in SHAPES:
+        architecture, sizes = SHAPES[name]
+        longest = {"max_position_embeddings": 1 << 17, "eos_token_id": None}
+        config = getattr(transformers, f"{architecture}Config")(**longest, **sizes)
+    else:
+        config = transformers.AutoConfig.from_pretrained(name)
+    if depth:
+        config.num_hidden_layers = depth
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:depth]
+    return config
+
+
+def build(name: str, depth: int | None, ctx, dtype: torch.dtype) -> nn.Module:
+    """A split model: random weights for a shape, the checkpoint's for a folder."""
+    import layers
+    from layers.pretrained import _compute_buffers
+
+    if Path(name).is_dir():
+        if depth:
+            raise SystemExit("--layers goes with a model shape: a checkpoint is loaded whole")
+        return layers.from_pretrained(name, ctx, dtype=dtype)
+    model = empty_model(config_of(name, depth), dtype)
+    layers.parallelize(model, ctx)
+    draw(model, ctx)
+    _compute_buffers(model, ctx.device)
+    return model.eval()
+
+
+def empty_model(config, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+
+
+@torch.no_grad()
+def draw(model: nn.Module, ctx) -> None:
+    """Allocates and fills the parameters of an empty split model: matrices at random, norms with ones, biases zero."""
+    from layers.sharded import ShardedLinear
+
+    alike, own = (torch.Generator(ctx.device).manual_seed(seed) for seed in (1, 2 + ctx.cur_rank))
+    for module in model.modules():
+        split = isinstance(module, ShardedLinear)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            value = torch.empty_like(parameter, device=ctx.device)
+            if parameter.dim() < 2:
+                value.fill_(0 if name == "bias" else 1)
+            else:
+                value.normal_(std=0.02, generator=own if split else alike)
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+
+
+def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
+    """The same model by transformers' tensor parallelism; it shares its weights with `split`."""
+    from layers.pretrained import _compute_buffers
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed import tensor_parallel
+
+    model = empty_model(split.config, split.dtype)
+    mesh = init_device_mesh(team.device.type, (team.world,))
+    apply = tensor_parallel.apply_tensor_parallelism
+    plan = [model._expand_parallel_plan(model.tp_plan)] if len(inspect.signature(apply).parameters) > 2 else []
+    apply(model, mesh, *plan)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        value = part_of(split, name)
+        for dim, (have, want) in enumerate(zip(value.shape, local.shape, strict=True)):
+            if have == want * team.world:  # whole with us
+                value = value.chunk(team.world, dim)[team.rank]
+        if value.shape != local.shape:
+            raise ValueError(f"{name} is {tuple(local.shape)} with transformers, {tuple(value.shape)} with us")
+        if isinstance(parameter, DTensor):
+            value = DTensor.from_local(value, mesh, parameter.placements, run_check=False)
+        parent, _, key = name.rpartition(".")
+        model.get_submodule(parent)._parameters[key] = nn.Parameter(value, requires_grad=False)
+    _compute_buffers(model, team.device)
+    return model.eval()
+
+
+def part_of(split: nn.Module, name: str) -> torch.Tensor:
+    """This rank's part of the parameter that the unsplit model calls `name`."""
+    return split.get_parameter(name).detach()

@@ -1,0 +1,285 @@
+"""Tokens per second of a whole model, ours beside others: `python -m benchmarks.llm --model llama-3-8b --ranks 4`.
+
+For each row, a batch of prompts of one length: every contender is checked first (logits of the prompts' last tokens, of
+an eager step and of a replayed one, against cuBLAS + NCCL), then all are timed in turns: the time to first token, steps
+replayed from a CUDA graph, eager steps. Times are of the wall clock from a common start, the slowest rank counted, and
+medians over the rounds. A contender that raises or is wrong is named in the table and not timed.
+
+Rows: every `--batches` at the first of `--prompts`, and the first batch at every prompt. Prints the table and writes
+`llm_<model>_<gpu>_x<ranks>.json` after every row. `python -m benchmarks.plot_llm FILE` draws it.
+"""
+
+import argparse
+from collections.abc import Callable
+import statistics
+import sys
+import time
+
+import torch
+
+from benchmarks import engines, report
+from benchmarks.launch import Team, launch
+from benchmarks.table import markdown
+
+# Of the logits' root mean square. Rounding alone, through all layers, is some percent in bf16; a wrong head gives 100.
+TOLERANCE = {"bfloat16": 0.08, "float16": 0.02, "float32": 1e-3}
+EAGER_STEPS = 4
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_arguments(parser)
+    parser.add_argument("--model", help=f"one of {', '.join(engines.SHAPES)}, or a checkpoint's folder")
+    parser.add_argument("--layers", type=int, help="shortens the model to so many layers")
+    parser.add_argument("--batches", default="1,16,64", help="rows of prompts; default: %(default)s")
+    parser.add_argument("--prompts", default="128,8192", help="their lengths in tokens; default: %(default)s")
+    parser.add_argument("--output", type=int, default=33, help="tokens that follow; default: %(default)s")
+    parser.add_argument("--contenders", default="ours,nccl,transformers", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="one round, one batch, one prompt length")
+    args = parser.parse_args(argv)
+    report.settle(args, argv, "llm")
+    gpu = args.device == "cuda"
+    if not gpu:
+        args.dtype = "float32" if "--dtype" not in (argv or sys.argv) else args.dtype
+    args.model = args.model or ("llama-3-8b" if gpu else "tiny")
+    args.batches, args.prompts = ([int(n) for n in text.split(",")] for text in (args.batches, args.prompts))
+    if not gpu and args.model == "tiny":
+        args.prompts, args.output = [min(n, 16) for n in args.prompts], min(args.output, 5)
+    if args.quick:
+        args.rounds, args.batches, args.prompts = 1, args.batches[:1], args.prompts[:1]
+    args.contenders = args.contenders.split(",")
+    if unknown := set(args.contenders) - set(engines.NAMES):
+        parser.error(f"--contenders {','.join(sorted(unknown))}: expected some of {','.join(engines.NAMES)}")
+    shape = args.model.rstrip("/").rpartition("/")[2] + (f"-{args.layers}layers" if args.layers else "")
+    args.benchmark = f"llm_{shape}"
+    return args
+
+
+def rows_of(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """(batch, prompt length)."""
+    rows = [(batch, args.prompts[0]) for batch in args.batches]
+    return list(dict.fromkeys(rows + [(args.batches[0], prompt) for prompt in args.prompts]))
+
+
+def run(team: Team, args: argparse.Namespace) -> None:
+    import iris
+
+    begin = time.monotonic()
+
+    def say(text: str) -> None:
+        team.say(f"[{time.monotonic() - begin:4.0f} s] {text}")
+
+    ctx = iris.iris(int(args.heap_gib * 2**30))
+    model = engines.build(args.model, args.layers, ctx, getattr(torch, args.dtype))
+    config = model.config
+    team.synchronize()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    say(f"{args.model}, {config.num_hidden_layers} layers: {weights / 2**30:.2f} GiB of weights on each rank")
+    found, failed = engines.contenders(team, ctx, model, args.contenders)
+    measured = {
+        **report.describe_run(team, args),
+        "model": args.model,
+        "layers": config.num_hidden_layers,
+        "shortened": bool(args.layers),
+        "output": args.output,
+        "tolerance": TOLERANCE[args.dtype],
+        "weights_gib": weights / 2**30,
+        "notes": [f"{engines.NAMES[key]}: {reason}" for key, reason in failed.items()],
+        "rows": [],
+    }
+    rows = rows_of(args)
+    for number, (batch, prompt) in enumerate(rows, 1):
+        elapsed = team.slowest([time.monotonic() - begin])[0]
+        if elapsed > args.time_limit:
+            say(f"stopped: {len(rows) - number + 1} rows left out")
+            measured["left_out"] = [list(row) for row in rows[number - 1 :]]
+            break
+        results = run_row(team, ctx, found, batch, prompt, args, lambda: time.monotonic() - begin > args.time_limit)
+        measured["rows"].append({"batch": batch, "prompt": prompt, "results": results})
+        say(f"{number}/{len(rows)} batch {batch}, prompt {prompt}: " + " | ".join(map(summary, results)))
+        if team.rank == 0:
+            report.write(measured, args)
+    team.say("\n" + render(measured))
+    ctx.close()
+
+
+def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callable[[], bool]) -> list[dict]:
+    """One result a contender."""
+    from layers import Engine
+
+    length = prompt + args.output + 2 * EAGER_STEPS + 4
+    random = torch.Generator().manual_seed(7)
+    vocabulary = min(found[0].model.config.vocab_size, 30000) if found else 1
+    prompts = torch.randint(0, vocabulary, (batch, prompt), generator=random).to(team.device)
+    cache, reference = None, None
+    results, ready = [], []
+    ordered = sorted(found, key=lambda each: each.key != engines.NCCL)  # the others are compared with the first
+    for contender in ordered:
+        result = {"key": contender.key, "name": contender.name, "status": "ok", "notes": []}
+        results.append(result)
+        began, held = time.monotonic(), allocated(team)
+
+        def warm_up(contender=contender, cache=cache, reference=reference):
+            contender.prepare()
+            engine = Engine(contender.model, ctx, batch, length, cache=cache)
+            return engine, check(engine, prompts, reference)
+
+        outcome, reason = team.attempt(warm_up)
+        result["warm_up_s"] = team.slowest([time.monotonic() - began])[0]
+        if reason:
+            result.update(status="n/a", notes=[reason])
+            continue
+        engine, logits = outcome
+        cache = engine.cache
+        if reference is None:
+            reference = logits
+        result["errors"] = errors(team, logits, reference)
+        worst = max(result["errors"].values())
+        if not worst <= TOLERANCE[args.dtype]:
+            result.update(status="WRONG", notes=[f"logits differ by {worst:.2g} of their root mean square"])
+            continue
+        result["memory_gib"] = team.slowest([(allocated(team, peak=True) + contender.heap()) / 2**30])[0]
+        result["memory_above_start_gib"] = team.slowest([(allocated(team, peak=True) - held) / 2**30])[0]
+        ready.append((contender, engine, result, {}))
+    for _ in range(args.rounds):
+        for contender, engine, result, samples in ready:
+            if result["status"] != "ok":
+                continue
+            taken, reason = team.attempt(lambda c=contender, e=engine: time_once(team, c, e, prompts, args.output))
+            if reason:
+                result.update(status="n/a", notes=[*result["notes"], f"failed while timed ({reason})"])
+                continue
+            for name, seconds in taken.items():
+                samples.setdefault(name, []).append(seconds)
+        if team.slowest([float(late())])[0]:
+            break
+    for _, engine, result, samples in ready:
+        if result["status"] != "ok":
+            continue
+        medians = team.slowest([statistics.median(taken) for taken in samples.values()])
+        result.update({f"{name}_ms": 1e3 * value for name, value in zip(samples, medians, strict=True)})
+        best = min((result[key] for key in ("step_graph_ms", "step_eager_ms") if key in result), default=None)
+        result["tokens_per_s"] = best and 1e3 * batch / best
+        if not same_everywhere(team, engine):
+            result.update(status="WRONG", notes=[*result["notes"], "ranks made different tokens"])
+    return [results[ordered.index(contender)] for contender in found]
+
+
+def check(engine, prompts: torch.Tensor, reference: dict | None) -> dict[str, torch.Tensor]:
+    """Logits of the prompts, of an eager step and of a replayed one; the steps follow the reference's tokens."""
+    logits = {}
+    for kind in ("eager", "graph") if engine.graphs else ("eager",):
+        engine.reset()
+        logits["prompt"] = engine.prefill(prompts).float()
+        engine.accept((reference or logits)["prompt"])
+        if kind == "eager":
+            logits[kind] = engine.step().float()
+            engine.decode(2)  # captures, and replays once
+        else:
+            engine.decode(1)
+            logits[kind] = engine.logits.float()
+    return logits
+
+
+def errors(team: Team, logits: dict, reference: dict) -> dict[str, float]:
+    """Root mean square of the difference over that of the reference, the worst rank counted."""
+    found = {}
+    for name, value in logits.items():
+        expected = reference[name if name in reference else "eager"]
+        error = (value - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        found[name] = error.item()
+    return dict(zip(found, team.slowest(list(found.values())), strict=True))
+
+
+def time_once(team: Team, contender, engine, prompts: torch.Tensor, output: int) -> dict[str, float]:
+    """Seconds to the first token, and of one step, replayed and eager."""
+    contender.prepare()
+    engine.reset()
+    taken = {"first": clock(team, lambda: engine.accept(engine.prefill(prompts)))}
+    if engine.graphs:
+        taken["step_graph"] = clock(team, lambda: engine.decode(output - 1)) / (output - 1)
+    steps = EAGER_STEPS if engine.graphs else output - 1
+    engine.step()
+    taken["step_eager"] = clock(team, lambda: [engine.step() for _ in range(steps)]) / steps
+    return taken
+
+
+def clock(team: Team, work: Callable[[], object]) -> float:
+    """Seconds until the device has done `work`, begun by all ranks together."""
+    team.barrier()
+    team.synchronize()
+    start = time.perf_counter()
+    work()
+    team.synchronize()
+    return time.perf_counter() - start
+
+
+def same_everywhere(team: Team, engine) -> bool:
+    """Whether all ranks made the same tokens."""
+    made = engine.output.double()
+    places = torch.arange(1, made.numel() + 1, device=made.device).view_as(made)
+    digest = ((made * places) % 65521).sum().item()
+    highest, lowest = team.slowest([digest, -digest])
+    return highest == -lowest
+
+
+def allocated(team: Team, peak: bool = False) -> int:
+    if not team.cuda:
+        return 0
+    if peak:
+        return torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def summary(result: dict) -> str:
+    if result["status"] != "ok":
+        return f"{result['name']} {result['status']} ({result['notes'][-1]})"
+    step = result.get("step_graph_ms", result.get("step_eager_ms", 0))
+    return f"{result['name']} first {result['first_ms']:.1f} ms, step {step:.2f} ms"
+
+
+def render(measured: dict) -> str:
+    """The table: a line for each row and contender, with how many times ours each takes."""
+    depth = f"{measured['layers']} layers" + (" (SHORTENED)" if measured["shortened"] else "")
+    head = ["batch x prompt", "contender", "first token, ms", "step, ms", "eager step, ms", "tokens/s", "GiB", "error"]
+    lines = []
+    for row in measured["rows"]:
+        ours = next((each for each in row["results"] if each["key"] == engines.OURS), {})
+        for result in row["results"]:
+            line = [f"{row['batch']} x {row['prompt']}", result["name"]]
+            if result["status"] != "ok":
+                lines.append([*line, result["status"], *[""] * 5])
+                continue
+            line += [_cell(result, ours, f"{key}_ms") for key in ("first", "step_graph", "step_eager")]
+            line += [f"{result['tokens_per_s']:.0f}", f"{result['memory_gib']:.1f}"]
+            lines.append([*line, f"{max(result['errors'].values()):.1e}"])
+    notes = measured["notes"] + [
+        f"{row['batch']} x {row['prompt']}, {result['name']}: {note}"
+        for row in measured["rows"]
+        for result in row["results"]
+        for note in result["notes"]
+    ]
+    title = (
+        f"{measured['model']}, {depth}. {report.headline(measured)} Medians, slowest rank; in brackets how many times"
+        f" ours. error: of the logits, over their root mean square, at most {measured['tolerance']:g};"
+        f" `{measured['command']}`"
+    )
+    return "\n\n".join([title, markdown(head, lines), *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
+
+
+def _cell(result: dict, ours: dict, key: str) -> str:
+    if key not in result:
+        return "-"
+    ratio = f" ({result[key] / ours[key]:.2f}x)" if ours.get(key) and result is not ours else ""
+    return f"{result[key]:.2f}{ratio}"
+
+
+def main() -> None:
+    args = parse()
+    sys.exit(launch(run, args, limit_s=args.time_limit + 150))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Results of benchmarks.llm as bars: how fast each contender is, cuBLAS + NCCL being 1.
+
+    python -m benchmarks.plot_llm benchmarks/results/llm_llama-3-8b_h200_x4.json ...
+
+Writes docs/plots/NAME.svg, NAME being the result file's. Above: tokens per second in steps replayed from a CUDA graph
+(where there are none, eager); below: the inverse of the time to first token. Needs matplotlib.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from benchmarks.engines import NAMES, NCCL, OURS
+from benchmarks.plots import FOLDER, headline, plt
+
+PANELS = {
+    "decode": (("step_graph_ms", "step_eager_ms"), lambda row: f"batch {row['batch']}\nafter {row['prompt']}"),
+    "first token": (("first_ms",), lambda row: f"{row['batch']} x {row['prompt']}"),
+}
+
+
+def bars(report: dict) -> plt.Figure:
+    present = {result["key"] for row in report["rows"] for result in row["results"]}
+    keys = [key for key in NAMES if key in present]
+    figure, panels = plt.subplots(2, 1, figsize=(max(7, 1.3 * len(report["rows"])), 7), layout="constrained")
+    for axes, (title, (fields, label)) in zip(panels, PANELS.items(), strict=True):
+        for place, key in enumerate(keys):
+            found = [(number, speed(row, key, fields)) for number, row in enumerate(report["rows"])]
+            found = [(number, value) for number, value in found if value]
+            width = 0.8 / len(keys)
+            spots = [number + (place - (len(keys) - 1) / 2) * width for number, _ in found]
+            color = dict(color="tab:red") if key == OURS else {}
+            drawn = axes.bar(spots, [value for _, value in found], width, label=NAMES[key], **color)
+            axes.bar_label(drawn, fmt="%.2f", fontsize=7)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(report["rows"])), map(label, report["rows"]))
+        axes.set(ylabel=f"speed in {title}", title=f"{report['model']}, {report['layers']} layers: {title}")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.text(0.01, -0.01, f"{headline(report)} 1: {NAMES[NCCL]}.", fontsize=7, va="top")
+    return figure
+
+
+def speed(row: dict, key: str, fields: tuple[str, ...]) -> float | None:
+    """How many times as fast as cuBLAS + NCCL, by the first of `fields` that both have."""
+    results = {result["key"]: result for result in row["results"]}
+    for field in fields:
+        mine, base = (results.get(each, {}).get(field) for each in (key, NCCL))
+        if mine and base:
+            return base / mine
+    return None
+
+
+def draw(file: Path, folder: Path) -> Path:
+    figure = bars(json.loads(file.read_text()))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{file.stem}.svg"
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
+    args = parser.parse_args()
+    for file in args.files:
+        print(draw(file, args.out))
+
+
+if __name__ == "__main__":
+    main()
