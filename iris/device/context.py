@@ -22,32 +22,8 @@ def pack(rank: int, bases: list[int], pids: list[int], status: int, record: int,
     return [rank, len(bases), status, record, timeout_ticks, 0, 0, 0, *bases, *pids]
 
 
-@_aggregate
-class DeviceContext:
-    """This rank's view of the heap inside a kernel. Make it with `DeviceContext.initialize`."""
-
-    rank: tl.tensor
-    world_size: tl.constexpr
-    words: tl.tensor
-    tracing: DeviceTracing
-
-    @triton.constexpr_function
-    def __init__(self, rank, world_size, words, tracing):
-        self.rank = rank
-        self.world_size = tl.constexpr(getattr(world_size, "value", world_size))
-        self.words = words
-        self.tracing = tracing
-
-    @staticmethod
-    @device_function
-    def initialize(context_tensor, rank, world_size: tl.constexpr, tracing: tl.constexpr = False):
-        """From `Iris.get_device_context()`, the caller's rank and the number of ranks.
-
-        `tracing`: whether `tracing.record_event_start` and `_end` record; if not, they leave no instruction.
-        """
-        return DeviceContext(
-            tl.cast(rank, tl.int32), world_size, context_tensor, device_tracing(context_tensor, tracing)
-        )
+class RemoteAccess:
+    """The methods of a device context, by its rank and words."""
 
     @device_function
     def heap_bases(self):
@@ -195,6 +171,34 @@ class DeviceContext:
     def atomic_max(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
         """`iris.atomic_max` at `to_rank`."""
         return rma.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+
+
+@_aggregate
+class DeviceContext(RemoteAccess):
+    """This rank's view of the heap inside a kernel. Make it with `DeviceContext.initialize`."""
+
+    rank: tl.tensor
+    world_size: tl.constexpr
+    words: tl.tensor
+    tracing: DeviceTracing
+
+    @triton.constexpr_function
+    def __init__(self, rank, world_size, words, tracing):
+        self.rank = rank
+        self.world_size = tl.constexpr(getattr(world_size, "value", world_size))
+        self.words = words
+        self.tracing = tracing
+
+    @staticmethod
+    @device_function
+    def initialize(context_tensor, rank, world_size: tl.constexpr, tracing: tl.constexpr = False):
+        """From `Iris.get_device_context()`, the caller's rank and the number of ranks.
+
+        `tracing`: whether `tracing.record_event_start` and `_end` record; if not, they leave no instruction.
+        """
+        return DeviceContext(
+            tl.cast(rank, tl.int32), world_size, context_tensor, device_tracing(context_tensor, tracing)
+        )
 
 
 @device_function

@@ -1,0 +1,1 @@
+"""What may still change: device contexts for other languages than Triton."""

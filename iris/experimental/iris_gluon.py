@@ -1,0 +1,56 @@
+"""The device context for Gluon, Triton's language with explicit layouts.
+
+    import iris.experimental.iris_gluon as iris_gl
+
+    @gluon.jit
+    def kernel(context_tensor, x, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+        ctx = iris_gl.IrisDeviceCtx.initialize(context_tensor)
+        offsets = gl.arange(0, BLOCK, layout=LAYOUT)
+        ctx.put(x + offsets, x + offsets, (ctx.rank + 1) % ctx.world_size)
+
+    with iris_gl.iris(heap_size) as ctx:
+        kernel[(1,)](ctx.get_device_context(), x, BLOCK, LAYOUT)
+
+The methods are those of `iris.DeviceContext`, the very functions: Triton compiles a function in the language of its
+caller, and what they are made of means the same in both. A block of pointers brings its layout along, and what is
+loaded has it too; values and masks must have the pointers' layout. `signal` and `wait` of `iris.device.sync` work with
+this context as well.
+
+Gluon has no interpreter: kernels need a GPU, though they can be compiled ahead of time without.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.core import _aggregate
+
+from ..context import Iris, iris
+from ..device.context import RemoteAccess
+from ..device.function import device_function
+from ..device.tracing import DeviceTracing, device_tracing
+
+__all__ = ["Iris", "IrisDeviceCtx", "iris"]
+
+
+@_aggregate
+class IrisDeviceCtx(RemoteAccess):
+    """This rank's view of the heap inside a Gluon kernel. Make it with `IrisDeviceCtx.initialize`."""
+
+    rank: tl.tensor
+    world_size: tl.tensor
+    words: tl.tensor
+    tracing: DeviceTracing
+
+    @triton.constexpr_function
+    def __init__(self, rank, world_size, words, tracing):
+        self.rank = rank
+        self.world_size = world_size
+        self.words = words
+        self.tracing = tracing
+
+    @staticmethod
+    @device_function
+    def initialize(context_tensor, tracing: tl.constexpr = False):
+        """From `Iris.get_device_context()`, which says which rank this is of how many."""
+        rank = tl.load(context_tensor).to(tl.int32)
+        world_size = tl.load(context_tensor + 1).to(tl.int32)
+        return IrisDeviceCtx(rank, world_size, context_tensor, device_tracing(context_tensor, tracing))
