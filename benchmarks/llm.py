@@ -108,7 +108,7 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
     """One result a contender."""
     from layers import Engine
 
-    length = prompt + args.output + 2 * EAGER_STEPS + 4
+    length = -(-(prompt + args.output + 2 * EAGER_STEPS + 4) // 64) * 64  # masks want whole vectors
     random = torch.Generator().manual_seed(7)
     vocabulary = min(found[0].model.config.vocab_size, 30000) if found else 1
     prompts = torch.randint(0, vocabulary, (batch, prompt), generator=random).to(team.device)

@@ -1,6 +1,6 @@
 """Generation with a static cache and captured steps, thin enough to read: `Engine(model, ctx).generate(prompts)`.
 
-Drives a split Hugging Face model as it is. The prompts run once through the model, left-padded to one length and filling
+Drives a split Hugging Face model as it is. The prompts run once through the model, left-padded to one length, and fill
 a cache of fixed size. Then each step makes one token a row. A step reads and writes the engine's own tensors only (the
 last tokens, their positions, what was generated, how much), so on a GPU it is captured once in a CUDA graph and
 replayed: no Python and no host synchronisation between tokens. On CPUs the same step runs eagerly.
@@ -104,7 +104,7 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where they are padding."""
+        """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded."""
         length = prompts.shape[1]
         positions = torch.arange(length, device=prompts.device).expand(len(prompts), length)
         if mask is not None:

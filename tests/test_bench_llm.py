@@ -1,4 +1,4 @@
-"""The benchmark of whole models: it runs from end to end with every contender, and a wrong one is named and not timed."""
+"""The benchmark of whole models: it runs from end to end with every contender; a wrong one is named and not timed."""
 
 import argparse
 import json
