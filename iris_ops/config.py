@@ -24,10 +24,10 @@ class FusedConfig:
 
     `block_m`, `block_n`, `block_k`: the tile of the product, powers of two. `group_m`: row blocks that neighbouring
     programs share, for the L2 cache. `num_programs`: size of the persistent grid, at most the chip's multiprocessors;
-    0 takes them all. `comm_programs`: all_gather_matmul only, programs that first move data. `stagger_us`:
-    matmul_all_gather only, over what time the programs start, so that they do not all push at once. `algorithm`:
-    all-reduce only, "one_shot" (every rank sums everything), "two_shot" (each rank sums some rows of each tile and
-    sends the sums) or "overlapped" (large results: each rank sums a part, others' parts travel during the product).
+    0 takes them all. `comm_programs`: overlapped all_gather_matmul only, programs that first move data. `stagger_us`:
+    over what time the programs start, so that they do not all push at once. `algorithm`: for few rows "one_shot" (one
+    hop between the ranks, every weight read once) and, all-reduce only, "two_shot" (each rank sums some rows and sends
+    the sums); else "overlapped" (the ranks' parts travel during the product).
     """
 
     block_m: int = 128

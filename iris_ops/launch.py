@@ -14,11 +14,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import repeat
 from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
+from .few_rows import few_rows_kernel
+from .few_rows_gather import few_rows_gather_kernel
 from .matmul_all_gather import matmul_all_gather_kernel
-from .matmul_all_reduce import exchange_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .plan import Machine, machine_named
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of, part_size
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -31,6 +32,10 @@ Launch = tuple[triton.JITFunction, tuple[int, int, int], dict]
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
 # reports an illegal instruction for a tile that begins elsewhere).
 _TMA_ALIGNMENT = 16
+# Words of the exchange area: a row of them is a multiple.
+_EXCHANGE_GRANULE = 16
+# Columns of a piece of A that a program of the gather for few rows moves.
+_PIECE_K = 512
 # What a mover of all_gather_matmul pushes before it signals: long against the signal, short against a tile's product.
 _PIECE_BYTES = 1 << 19
 
@@ -45,33 +50,42 @@ def machine(device: torch.device) -> Machine:
 
 def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
     """Whether the op stores into the peers' `out`, which must then lie on the heap."""
-    if problem.op == ALL_REDUCE:
-        return config.algorithm == "overlapped"
-    return problem.op == MATMUL_GATHER
+    return problem.op in (ALL_REDUCE, MATMUL_GATHER) and config.algorithm == "overlapped"
 
 
 def workspace_size(problem: Problem, config: FusedConfig) -> tuple[int, int, int]:
     """(flags, bytes of staging, bytes of exchange) that a call needs."""
     w, itemsize = problem.world_size, problem.dtype.itemsize
-    if problem.op == MATMUL_GATHER or problem.empty:
+    if problem.empty:
+        return 0, 0, 0
+    if config.algorithm != "overlapped":
+        rows, cols = _exchanged_part(problem, config)
+        behind = rows * w * _exchange_ld(cols) if config.algorithm == "two_shot" else _EXCHANGE_GRANULE
+        words = w * rows * _exchange_ld(cols) + behind
+        gathered = problem.M * _exchange_ld(problem.K) if problem.op == GATHER_MATMUL else 0
+        return 0, gathered * itemsize, 2 * words * itemsize
+    if problem.op == MATMUL_GATHER:
         return 0, 0, 0
     if problem.op == GATHER_MATMUL:
         rows, _, ld = _gathered_part(problem)
         return w * triton.cdiv(rows, config.block_m) * _splits(problem, config), w * rows * ld * itemsize, 0
-    if problem.op == ALL_REDUCE and config.algorithm != "overlapped":
-        return 0, 0, 2 * (w + _shots(config) - 1) * problem.M * _exchange_ld(problem) * itemsize
     rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
     tiles = _tiles(rows, cols, config)
     return w * tiles, w * tiles * config.block_m * config.block_n * itemsize, 0
 
 
-def _shots(config: FusedConfig) -> int:
-    return 2 if config.algorithm == "two_shot" else 1
+def _exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
+    """(rows, columns) that one rank sends to another at most, in words."""
+    if problem.op == GATHER_MATMUL:
+        return _gathered_part(problem)[:2]
+    return part_size(
+        problem.M, problem.world_size
+    ) if config.algorithm == "two_shot" else problem.part_rows, problem.part_cols
 
 
-def _exchange_ld(problem: Problem) -> int:
-    """Words of a row in the exchange area: whole vectors, also where N is odd."""
-    return -(-problem.N // 16) * 16
+def _exchange_ld(cols: int) -> int:
+    """Words of a row in the exchange area: whole vectors, also where the columns are odd."""
+    return -(-cols // _EXCHANGE_GRANULE) * _EXCHANGE_GRANULE
 
 
 def _tiles(rows: int, cols: int, config: FusedConfig) -> int:
@@ -176,21 +190,65 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     return reduce_scatter_kernel, _grid(ctx.device, config, tiles), args
 
 
-def _all_reduce(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
-    if config.algorithm == "overlapped":
-        return _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias)
-    words = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
+def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
+    w, by_cols, gather = problem.world_size, problem.form == "cols", problem.op == MATMUL_GATHER
+    rows, cols = _exchanged_part(problem, config)
+    tile_rows, tile_cols = (rows, cols) if gather else (problem.M, problem.N)
     args = dict(
-        staging=words,
-        M=problem.M,
-        N=problem.N,
-        ld=_exchange_ld(problem),
-        slot_words=words.numel() // 2,
-        SHOTS=_shots(config),
+        **_exchange(workspace, problem, cols),
+        M=part_of(problem.M, w, ctx.cur_rank) if gather and not by_cols else problem.M,
+        N=part_of(problem.N, w, ctx.cur_rank) if gather and by_cols else problem.N,
+        whole=problem.N if by_cols else problem.M,
+        part_rows=rows,
+        part_cols=cols,
+        stagger=platform.ticks(config.stagger_us * 1e-6),
+        EXCHANGE={ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gather"}[problem.op]
+        if config.algorithm == "one_shot"
+        else "owners",
+        BY_COLS=by_cols,
         **_product(A, B, bias, config),
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
-    return exchange_kernel, _grid(ctx.device, config, _tiles(problem.M, problem.N, config)), args
+    return few_rows_kernel, _grid(ctx.device, config, _tiles(tile_rows, tile_cols, config)), args
+
+
+def _exchange(workspace: Workspace, problem: Problem, cols: int) -> dict:
+    words = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
+    return dict(staging=words, ld=_exchange_ld(cols), slot_words=words.numel() // 2)
+
+
+def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
+    rows, cols, _ = _gathered_part(problem)
+    ld = _exchange_ld(problem.K)
+    gathered = workspace.staging.view(problem.dtype)[: problem.M * ld].view(problem.M, ld)[:, : problem.K]
+    gathered_tile, tma_g = _operand(gathered, (config.block_m, config.block_k))
+    product = {name: value for name, value in _product(A, B, bias, config).items() if name not in ("a", "TMA_A")}
+    # pieces: about as many as programs, so that all move data at once
+    across = triton.cdiv(cols, _PIECE_K)
+    programs = config.num_programs or platform.num_programs(ctx.device)
+    piece_m = min(32, triton.next_power_of_2(triton.cdiv(rows * across, programs)))
+    pieces = triton.cdiv(rows, piece_m) * across
+    args = dict(
+        a=A,
+        a_rows=A.shape[0],
+        a_cols=A.shape[1],
+        gathered=gathered,
+        gathered_tile=gathered_tile,
+        gathered_ld=ld,
+        **_exchange(workspace, problem, cols),
+        M=problem.M,
+        N=problem.N,
+        part_rows=rows,
+        part_cols=cols,
+        PIECE_M=piece_m,
+        PIECE_K=_PIECE_K,
+        BY_K=problem.form == "k",
+        TMA_G=tma_g,
+        **product,
+        **_common(ctx, workspace.exchange_sync, problem, config, out),
+    )
+    grid = _grid(ctx.device, config, max(pieces, _tiles(problem.M, problem.N, config)))
+    return few_rows_gather_kernel, grid, args
 
 
 def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
@@ -242,8 +300,9 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     return all_gather_matmul_kernel, grid, args
 
 
-_LAUNCHES = {
-    ALL_REDUCE: _all_reduce,
+_FEW_ROWS = {GATHER_MATMUL: _few_rows_gather}
+_OVERLAPPED = {
+    ALL_REDUCE: _reduce_scatter,
     GATHER_MATMUL: _gather_matmul,
     MATMUL_GATHER: _matmul_gather,
     REDUCE_SCATTER: _reduce_scatter,
@@ -259,7 +318,8 @@ def launch(
     own look-up, which costs several times the launch itself. Returns a function that launches the same once more at a
     tenth of the host's time, or None where there is none.
     """
-    kernel, grid, args = _LAUNCHES[problem.op](ctx, workspace, problem, config, *tensors)
+    prepare = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
+    kernel, grid, args = prepare(ctx, workspace, problem, config, *tensors)
     key = (kernel, problem.dtype, config.num_warps, config.num_stages, *map(_specialization, args.values()))
     known = kernels.get(key)
     if known is None:

@@ -11,20 +11,11 @@ from __future__ import annotations
 
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.function import device_function
 from iris.device.sync import await_entered, enter, leave
 import triton
 import triton.language as tl
 
-from .tiles import Matrix, add_bias, grouped, multiply
-
-
-@device_function
-def _start_in_turn(stagger):
-    if not arch.INTERPRET:
-        begin = arch.clock()
-        while arch.clock() - begin < stagger * tl.program_id(0) // tl.num_programs(0):
-            pass
+from .tiles import Matrix, add_bias, grouped, multiply, start_in_turn
 
 
 @triton.jit
@@ -67,7 +58,7 @@ def matmul_all_gather_kernel(
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     epoch = enter(ctx, sync)
-    _start_in_turn(stagger)
+    start_in_turn(stagger)
 
     ok = True
     entered = False

@@ -192,6 +192,8 @@ class Ops:
     def _prepare(self, op: str, out, A, B, config: FusedConfig | None) -> _Prepared:
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
         chosen = config or self._plan(problem)
+        if chosen.algorithm == "two_shot" and op != ALL_REDUCE:
+            raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
         return _Prepared(problem, chosen, *launch.workspace_size(problem, chosen))
 
     def _on_side_stream(self, go: Callable[[], None], workspace: Workspace) -> None:

@@ -102,15 +102,13 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
         scored.append((prediction.total_us, len(scored), replace(candidate, prediction=prediction)))
     chosen = min(scored)[2]
     reasons.append(f"chosen {chosen.block_m}x{chosen.block_n}x{chosen.block_k} {_variant(problem, chosen)}".rstrip())
-    if problem.op == MATMUL_GATHER or (problem.op == ALL_REDUCE and chosen.algorithm == "overlapped"):
+    if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
         reasons.append("peers write out directly when it lies on the heap; otherwise it is staged and copied once more")
     return replace(chosen, reasons=tuple(reasons))
 
 
 def _variant(problem: Problem, config: FusedConfig) -> str:
-    if problem.op != ALL_REDUCE:
-        return ""
-    if config.algorithm != "overlapped":
+    if config.algorithm != "overlapped" or problem.op != ALL_REDUCE:
         return config.algorithm
     by_cols = owned_part(problem, config.block_m, config.block_n)[2]
     return f"overlapped, each rank sums {'columns' if by_cols else 'rows'}"
@@ -121,10 +119,9 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         tiles = [(m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm))]
     else:
         tiles = list(_FP32_TILES if problem.dtype == torch.float32 else _GPU_TILES)
-    kinds = [(tile, "overlapped") for tile in tiles]
-    if problem.op == ALL_REDUCE:
-        few_rows = tiles if machine.name == INTERPRETER or problem.dtype == torch.float32 else list(_EXCHANGE_TILES)
-        kinds = [*product(few_rows, ("one_shot", "two_shot")), *kinds]
+    few_rows = tiles if machine.name == INTERPRETER or problem.dtype == torch.float32 else list(_EXCHANGE_TILES)
+    shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ()
+    kinds = [*product(few_rows, shots), *((tile, "overlapped") for tile in tiles)]
     comm = 1 if machine.name == INTERPRETER else FusedConfig.comm_programs
     return [
         FusedConfig(m, n, k, num_warps=w, num_stages=s, algorithm=algorithm, comm_programs=comm)
@@ -142,7 +139,10 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     m, n, _ = problem.gemm
     if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
         return "a block has more than half a million elements"
-    if config.algorithm != "overlapped" and problem.op == ALL_REDUCE and m * n > 1 << 21:
+    if (
+        config.algorithm != "overlapped"
+        and problem.M * max(problem.N, problem.K if problem.op == GATHER_MATMUL else 0) > 1 << 21
+    ):
         return "nothing would hide the exchange of so large a result"
     return None
 
@@ -152,12 +152,15 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     gemm = _gemm_us(problem, config, machine)
     w, nbytes = problem.world_size, problem.link_bytes
     hops = 0 if w == 1 else 1
-    if problem.op == ALL_REDUCE and config.algorithm != "overlapped":
+    if config.algorithm != "overlapped":
+        # each word's way: in one shot of an all-reduce everyone gets everything
         shots = 2 if config.algorithm == "two_shot" else 1
-        result = problem.M * problem.N * problem.dtype.itemsize
-        link = (w - 1) * result * (1 if shots == 1 else 2 / w) / (machine.link_gbs * 1e3)
+        nbytes *= w / 2 if problem.op == ALL_REDUCE and shots == 1 else 1
+        link = nbytes / (machine.link_gbs * 1e3)
         # nothing hides behind the product of a single wave
         total = gemm + link + hops * shots * machine.exchange_us
+        if problem.op == GATHER_MATMUL:
+            total += hops * machine.exchange_us  # until all programs know that all have come
     elif config.stagger_us:
         link = nbytes / (machine.link_gbs * 1e3)
         tiles, programs = _gemm_tiles(problem, config), _programs(config, machine)
@@ -197,7 +200,9 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     the last would push with the first again. Programs that have one tile each gain nothing.
     """
     programs = _programs(config, machine)
-    if problem.op != MATMUL_GATHER or problem.world_size == 1 or machine.name == INTERPRETER:
+    if problem.op != MATMUL_GATHER or config.algorithm != "overlapped":
+        return 0
+    if problem.world_size == 1 or machine.name == INTERPRETER:
         return 0
     if _gemm_tiles(problem, config) <= programs:
         return 0
@@ -217,8 +222,8 @@ def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     compute = -(-tiles // programs) * _tile_us(problem, config, machine)
     stream = (m * k + k * n) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
-    exchange = problem.op == ALL_REDUCE and config.algorithm != "overlapped"
-    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if exchange else 0.9 * programs
+    few_rows = config.algorithm != "overlapped"
+    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if few_rows else 0.9 * programs
     stream *= max(1.0, enough / max(1, min(tiles, programs)))
     return max(compute, stream)
 
@@ -240,10 +245,10 @@ def _programs(config: FusedConfig, machine: Machine) -> int:
 def _gemm_tiles(problem: Problem, config: FusedConfig) -> int:
     """Tiles of one rank's product; they do not cross the borders of the ranks' parts."""
     m, n, _ = problem.gemm
-    if problem.op == REDUCE_SCATTER or (problem.op == ALL_REDUCE and config.algorithm == "overlapped"):
+    if config.algorithm == "overlapped" and problem.op in (REDUCE_SCATTER, ALL_REDUCE):
         rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
         return problem.world_size * _tiles(rows, cols, config.block_m, config.block_n)
-    if problem.op == GATHER_MATMUL and problem.form == "rows":
+    if config.algorithm == "overlapped" and problem.op == GATHER_MATMUL and problem.form == "rows":
         return problem.world_size * _tiles(problem.part_rows, n, config.block_m, config.block_n)
     return _tiles(m, n, config.block_m, config.block_n)
 

@@ -83,6 +83,26 @@ def multiply(a, b, row, col, k0, depth, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 
 @device_function
+def multiply_transposed(a, b, row, col, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`(a[row:] @ b[:, col:]).T` for one tile, in fp32: the tensor cores' rows are full however few rows A has."""
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = a.load(row, k, BLOCK_M, BLOCK_K)
+        y = b.load(k, col, BLOCK_K, BLOCK_N)
+        acc = arch.dot(y.T, x.T, acc)
+    return acc
+
+
+@device_function
+def start_in_turn(stagger):
+    """Waits so that the grid's programs start one after the other, over `stagger` ticks: so they end in turn."""
+    if not arch.INTERPRET:
+        begin = arch.clock()
+        while arch.clock() - begin < stagger * tl.program_id(0) // tl.num_programs(0):
+            pass
+
+
+@device_function
 def add_bias(acc, bias, col, cols, BLOCK_N: tl.constexpr):
     """`acc + bias[col:]`, columns beyond `cols` as zero."""
     c = col + tl.arange(0, BLOCK_N)

@@ -27,8 +27,8 @@ class Workspace:
         self.sync = ctx._heap.allocate((sync_words(ctx.num_ranks),), torch.int32)
         self.sync.zero_()
         self.flags = self.staging = self.exchange = torch.empty(0, dtype=torch.int32, device=ctx.device)
-        # [epoch, programs that finished] of the calls that use the exchange area (`iris/device/exchange.py`)
-        self.exchange_sync = torch.zeros(2, dtype=torch.int32, device=ctx.device)
+        # [epoch, programs that came so far, flag] of the calls that use the exchange area (`iris/device/exchange.py`)
+        self.exchange_sync = torch.zeros(4, dtype=torch.int32, device=ctx.device)
         self._done: torch.cuda.Event | None = None
         ctx.device_barrier()  # no peer signals here before this rank's words are zero
 

@@ -15,8 +15,9 @@ os.environ["TRITON_INTERPRET"] = "0"
 import iris  # noqa: E402, F401
 from iris.device import sync  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
+from iris_ops.few_rows import few_rows_kernel  # noqa: E402
+from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
-from iris_ops.matmul_all_reduce import exchange_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -31,6 +32,13 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 WORLD_SIZE = 4
+# By what follows the product: block_m, block_k, warps, stages.
+FEW_ROWS = {
+    "all": (16, 256, 4, 4),
+    "owners": (64, 128, 8, 6),
+    "scatter": (64, 128, 8, 6),
+    "gather": (16, 256, 4, 4),
+}
 _INT32 = {"flags", "sync", "members", "sent", "arrived"}
 _DATA = {"a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst"}
 
@@ -90,11 +98,22 @@ def variants(target: GPUTarget):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
             flags = dict(BY_K=by_k, COMM_PROGRAMS=16, TMA_G=tma, **loads)
             yield name, all_gather_matmul_kernel, options, {**common, **flags}
-    for shots, (m, k, warps, stages) in {1: (16, 256, 4, 4), 2: (64, 128, 8, 6)}.items():
-        small = dict(BLOCK_M=m, BLOCK_N=64, BLOCK_K=k, TMA_A=cuda, TMA_B=cuda, SHOTS=shots)
-        constants = {name: value for name, value in common.items() if name != "GROUP_M"} | small
-        options = dict(num_warps=warps, num_stages=stages if cuda else 2)
-        yield f"exchange_{shots}", exchange_kernel, options, constants
+    few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
+    for exchange, (m, k, warps, stages) in FEW_ROWS.items():
+        constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}
+        yield (
+            f"few_rows_{exchange}",
+            few_rows_kernel,
+            dict(num_warps=warps, num_stages=stages if cuda else 2),
+            constants,
+        )
+    flags = dict(BLOCK_M=16, BLOCK_K=128, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
+    yield (
+        "few_rows_gather_first",
+        few_rows_gather_kernel,
+        dict(num_warps=4, num_stages=4 if cuda else 2),
+        {**few, **flags},
+    )
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)

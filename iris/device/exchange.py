@@ -132,6 +132,12 @@ def remote(ctx, pointer, bases, to_rank):
 
 
 @device_function
+def put(ctx, pointer, words, mask, bases, to_rank):
+    """Sends sealed words to their place at `to_rank`."""
+    tl.store(remote(ctx, pointer, bases, to_rank), words, mask=mask, cache_modifier=".wt")
+
+
+@device_function
 def _chosen(values, index):
     value = values[0]
     for i in tl.static_range(1, len(values)):
