@@ -17,12 +17,12 @@ from iris.errors import ArgumentError
 from torch import nn
 
 from . import plan as styles_of
-from .attention import head_parts, head_split, is_attention, set_local_heads
+from .attention import head_parameters, head_parts, head_split, is_attention, set_local_heads
 from .generation import agree_on_samples
 from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from .report import Report, make_report
 from .shard import Shard
-from .sharded import ShardedLinear
+from .sharded import ShardedLinear, split_parameter
 
 
 def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None) -> Report:
@@ -34,17 +34,21 @@ def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None) -> Report
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     styles = styles_of.resolve_plan(model, plan, filter_fn)
-    heads = _split_heads(model, styles, ctx)
+    modules = dict(model.named_modules())
+    linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
+    heads = _split_heads(model, linears, ctx)
+    by_head = [of for name, split in heads.items() for of in head_parameters(name, model, styles, split)]
     empty = any(parameter.is_meta for parameter in model.parameters())
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    for name, style in styles.items():
-        if style in styles_of.SPLIT:
-            parent_name, _, child = name.rpartition(".")
-            parent = model.get_submodule(parent_name)
-            linear = getattr(parent, child)
-            linked = style in styles_of.LINKED and parent_name in heads
-            parts = head_parts(child, linear, style, heads[parent_name]) if linked else None
-            setattr(parent, child, _split(linear, style, parts, embeddings.get(id(linear.weight)), ctx))
+    for name, style in linears.items():
+        parent_name, _, child = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        linear = getattr(parent, child)
+        linked = style in styles_of.LINKED and parent_name in heads
+        parts = head_parts(child, linear, style, heads[parent_name]) if linked else None
+        setattr(parent, child, _split(linear, style, parts, embeddings.get(id(linear.weight)), ctx))
+    for owner, key, part in by_head:
+        split_parameter(owner, key, part)
     for name, split in heads.items():
         set_local_heads(model.get_submodule(name), split)
     model.requires_grad_(False)

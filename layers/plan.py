@@ -8,12 +8,13 @@ A plan maps names, with `*` for layer numbers, to the names of styles. The style
     rowwise                        RowParallelLinear
     rowwise_split_input, _rep      RowParallelLinear(input_is_parallel=False)
     replicate, replicated_...      left whole (the second sums gradients, of which there are none here)
+    local_params, and colwise      of an attention and its parameter of one entry a head: split with the heads
     embedding_rowwise, _colwise    left whole: a lookup has no product to fuse an exchange with, and a head that is tied
                                    to the embedding shares its memory
 
-Every other style (mixtures of experts, latent attention, sequence_parallel, ...) is refused by name, before anything is
-changed. `sequence_parallel` is refused because attention in Hugging Face models takes its shape from hidden states,
-which would then be a part of the sequence; the linears themselves have the option.
+Every other style (mixtures of experts, latent attention, sequence_parallel, ...) and every quantised model is refused
+by name, before anything is changed. `sequence_parallel` is refused because attention in Hugging Face models takes its
+shape from hidden states, which would then be a part of the sequence; the linears themselves have the option.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GATHERED = {"colwise_gather_output", "colwise_rep"}
 PACKED = {"packed_colwise"}
 ROW = {"rowwise"}
 ROW_SPLIT = {"rowwise_split_input", "rowwise_rep"}
-WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"}
+WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
 SPLIT = COLUMN | GATHERED | PACKED | ROW | ROW_SPLIT
 # Between these a split activation passes: splitting one without the others of its parent changes what they see.
 LINKED = COLUMN | PACKED | ROW
@@ -42,24 +43,38 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
         raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
     if not rules:
         raise StyleError(f"{type(model).__name__} has no tensor-parallel plan of its own: pass plan={{name: style}}")
+    _refuse_quantised(model)
     modules = dict(model.named_modules())
     names = list(modules) + [name for name, _ in model.named_parameters()]
     styles: dict[str, str] = {}
     for pattern, style in rules.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         found = [name for name in names if regex.fullmatch(name)]
-        if not found and not automatic:
+        if not found and not automatic:  # a model's own plan may name modules that this configuration does not have
             raise StyleError(f"{pattern!r} of the plan matches no module of {type(model).__name__}")
-        for name in found:  # a model's own plan may name modules that this configuration does not have
-            _check(name, style, modules)
-            styles[name] = style
+        styles.update(dict.fromkeys(found, style))
+    for name in sorted(styles, key=lambda name: styles[name] in SPLIT | WHOLE):  # first what no layer could serve
+        _check(name, styles, modules)
     return styles if filter_fn is None else _filtered(styles, modules, filter_fn)
 
 
-def _check(name: str, style: str, modules: dict[str, nn.Module]) -> None:
+def _refuse_quantised(model: nn.Module) -> None:
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is not None or getattr(model, "hf_quantizer", None) is not None:
+        method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+        raise StyleError(
+            f"{type(model).__name__} is quantised ({getattr(method, 'value', method)}): expected bfloat16, float16 or"
+            " float32 weights; load it dequantised"
+        )
+
+
+def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
+    style = styles[name]
     if style not in SPLIT | WHOLE:
-        raise StyleError(f"style {style!r} of {name} is not served: expected one of {sorted(SPLIT | WHOLE)}")
-    if style in WHOLE:
+        why = ", it is a mixture of experts" if "expert" in style else ""
+        raise StyleError(f"style {style!r} of {name} is not served{why}: expected one of {sorted(SPLIT | WHOLE)}")
+    by_head = style in COLUMN and name not in modules and styles.get(name.rpartition(".")[0]) == "local_params"
+    if style in WHOLE or by_head:
         return
     kind = type(modules[name]).__name__ if name in modules else "parameter, not a module"
     if name not in modules or type(modules[name]) is not nn.Linear:
@@ -69,10 +84,11 @@ def _check(name: str, style: str, modules: dict[str, nn.Module]) -> None:
 
 
 def _filtered(styles: dict[str, str], modules: dict[str, nn.Module], filter_fn) -> dict[str, str]:
-    kept = {name: style for name, style in styles.items() if name in modules and filter_fn(name, modules[name])}
+    kept = {name: style for name, style in styles.items() if name not in modules or filter_fn(name, modules[name])}
     for name, style in styles.items():
         parent = name.rpartition(".")[0]
-        mates = [other for other in kept if other.rpartition(".")[0] == parent and kept[other] in LINKED]
+        linked = [other for other in kept if other in modules and kept[other] in LINKED]
+        mates = [other for other in linked if other.rpartition(".")[0] == parent]
         if style in LINKED and name not in kept and mates:
             raise StyleError(
                 f"filter_fn drops {name} ({style}) and keeps {mates[0]}: a split activation passes between them, so"

@@ -21,7 +21,7 @@ from torch import nn
 
 from .checkpoint import Checkpoint
 from .parallelize import parallelize, retie
-from .sharded import ShardedLinear
+from .sharded import ShardedLinear, part_of
 
 
 def from_pretrained(path_or_id: str | Path, ctx, *, dtype: torch.dtype | None = None) -> nn.Module:
@@ -111,6 +111,10 @@ def _load(model: nn.Module, name: str, source: Any, device: torch.device) -> Non
     module = model.get_submodule(parent)
     if isinstance(module, ShardedLinear):
         module.load_shard(key, source)
+    elif part := part_of(module, key):
+        local = torch.empty_like(getattr(module, key), device=device)
+        part.fill(local, source, 0)
+        setattr(module, key, nn.Parameter(local, requires_grad=False))
     elif key in module._parameters:
         whole = source[:].to(device, getattr(module, key).dtype)
         setattr(module, key, nn.Parameter(whole, requires_grad=False))

@@ -135,6 +135,22 @@ class ShardedLinear(nn.Module):
         )
 
 
+@torch.no_grad()
+def split_parameter(module: nn.Module, key: str, part: Shard) -> None:
+    """Keeps `part` of the rows of a parameter that is no linear's; `part_of` then says which."""
+    whole = getattr(module, key)
+    local = torch.empty(part.size, *whole.shape[1:], dtype=whole.dtype, device=whole.device)
+    if not whole.is_meta:
+        part.fill(local, whole, 0)
+    setattr(module, key, nn.Parameter(local, requires_grad=False))
+    module._row_parts = {**getattr(module, "_row_parts", {}), key: part}
+
+
+def part_of(module: nn.Module, key: str) -> Shard | None:
+    """The rows that `split_parameter` left of a parameter; None if it is whole."""
+    return getattr(module, "_row_parts", {}).get(key)
+
+
 def positive(**sizes: int) -> None:
     """Raises unless each of the named sizes is a positive integer."""
     for name, value in sizes.items():
