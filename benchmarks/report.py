@@ -75,10 +75,14 @@ def headline(report: dict) -> str:
     return f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}; {versions}."
 
 
+def slug(gpu: str) -> str:
+    """A GPU's name as part of a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+
+
 def write(report: dict, args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
-    gpu = re.sub(r"[^a-z0-9]+", "-", report["gpu"].lower().removeprefix("nvidia")).strip("-")
-    name = args.name or f"{report['benchmark']}_{gpu}_x{report['world']}"
+    name = args.name or f"{report['benchmark']}_{slug(report['gpu'])}_x{report['world']}"
     text = json.dumps(rounded(report), indent=1, allow_nan=False)
     (args.out / f"{name}.json").write_text(text + "\n")
 

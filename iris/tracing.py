@@ -191,6 +191,8 @@ class Tracing:
         return int(self._recorded()[0])
 
     def _announce(self, address: int, capacity: int) -> None:
+        if self._ctx._ops is not None:
+            self._ctx._ops.forget_repeats()
         words = torch.tensor([address, capacity], dtype=torch.int64)
         self._ctx.get_device_context()[TRACING_WORDS].copy_(words)
 

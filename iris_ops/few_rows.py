@@ -21,6 +21,7 @@ from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.exchange import load_bases, put, seal, settled, take
 from iris.device.function import device_function
+from iris.device.tracing import PRODUCT, PUSH, SUM, device_tracing, tile_bytes
 import triton
 import triton.language as tl
 
@@ -68,6 +69,7 @@ def few_rows_kernel(
     TMA_B: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     WAITER: tl.constexpr,
+    TRACING: tl.constexpr = False,
 ):
     # M, N: of this rank's product. `whole`: rows, or columns, that are divided into the ranks' parts.
     # staging: [2 slots], each [source rank, part_rows, ld] words, then [M, ld] sums ("owners") or [source rank] a word
@@ -85,13 +87,16 @@ def few_rows_kernel(
     all_bases = load_bases(words, WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has a tile and learns them there
     start_in_turn(stagger)
+    tracing = device_tracing(words, TRACING)
 
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
+        span = tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
         product = multiply_transposed(A, B, row, col, K, BLOCK_M, BLOCK_N, BLOCK_K).T
+        tracing.record_event_end(span)
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(tl.int32), last_epoch + 1, settled(all_bases)
-        ctx = DeviceContext.initialize(words, rank, WORLD_SIZE)
+        ctx = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING)
         r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
         slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
         mine = slot + (rank * part_rows).to(tl.int64) * ld
@@ -103,6 +108,8 @@ def few_rows_kernel(
             target, mask = C.pointers(first_row + row, first_col + col, BLOCK_M, BLOCK_N)
             tl.store(target, arch.round_to(product, dtype), mask=mask)
         partial = seal(product, dtype)  # our own too: every rank sums the same numbers
+        nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, dtype) // (WORLD_SIZE if SUMS else 1)
+        span = tracing.record_event_start(PUSH, -1, staging, t % num_m, t // num_m, nbytes=nbytes)
         if SUMS:
             for i in tl.static_range(1, WORLD_SIZE + 1):
                 to = (rank + i) % WORLD_SIZE
@@ -119,8 +126,9 @@ def few_rows_kernel(
             place = mine + (r.to(tl.int64) * ld)[:, None] + c[None, :]
             for i in tl.static_range(1, WORLD_SIZE if EXCHANGE == "gather" else WORLD_SIZE + 1):
                 put(ctx, place, partial, mask, bases, (rank + i) % WORLD_SIZE)
+        tracing.record_event_end(span)
 
-    ctx = DeviceContext.initialize(words, rank, WORLD_SIZE)
+    ctx = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING)
     slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
     source_step = tl.cast(part_rows, tl.int64) * ld
     behind = slot + WORLD_SIZE * source_step  # the sums, or a word from everyone
@@ -149,15 +157,20 @@ def few_rows_kernel(
             r, c = row + tl.arange(0, SHARE), col + tl.arange(0, BLOCK_N)
             mask = (r < own_rows)[:, None] & (c < width)[None, :]
             place = (r.to(tl.int64) * ld)[:, None] + c[None, :]
+            span = tracing.record_event_start(SUM, rank, staging, t % shares, t // shares, nbytes=0)
             total, ok = take(ctx, slot + place, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE)
+            tracing.record_event_end(span)
             if HAS_BIAS:
                 total = add_bias(total, bias + first_col, col, own_cols, BLOCK_N)
             if EXCHANGE == "owners":
                 if ok:
                     sums = behind + (rank * part_rows).to(tl.int64) * ld + place
                     sealed = seal(total, dtype)
+                    nbytes = tile_bytes(own_rows - row, own_cols - col, SHARE, BLOCK_N, dtype)
+                    span = tracing.record_event_start(PUSH, -1, staging, t % shares, t // shares, nbytes=nbytes)
                     for i in tl.static_range(1, WORLD_SIZE + 1):
                         put(ctx, sums, sealed, mask, bases, (rank + i) % WORLD_SIZE)
+                    tracing.record_event_end(span)
             else:
                 C = Matrix(out, own_rows, own_cols, stride_om, stride_on, False)
                 target, inside = C.pointers(row, col, SHARE, BLOCK_N)
@@ -187,7 +200,9 @@ def few_rows_kernel(
                     owner = (r // part_rows)[:, None]
                     total, _ = take(ctx, behind + place, source_step, mask, owner, epoch, WAITER, dtype, 1)
                 else:
+                    span = tracing.record_event_start(SUM, rank, staging, t % num_m, t // num_m, nbytes=0)
                     total, _ = take(ctx, slot + place, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE)
+                    tracing.record_event_end(span)
                     if HAS_BIAS:
                         total = add_bias(total, bias, col, N, BLOCK_N)
                 C = Matrix(out, M, N, stride_om, stride_on, False)

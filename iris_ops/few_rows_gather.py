@@ -12,6 +12,7 @@ from iris.device import arch
 from iris.device.context import own_context
 from iris.device.exchange import load_bases, put, seal, take
 from iris.device.sync import wait
+from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
@@ -58,11 +59,12 @@ def few_rows_gather_kernel(
     TMA_B: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     WAITER: tl.constexpr,
+    TRACING: tl.constexpr = False,
 ):
     # a: [a_rows, a_cols], this rank's part; gathered: [M, K], rows of gathered_ld elements; gathered_tile: its
     # descriptor, where TMA can serve. staging: [2 slots], each [source rank, part_rows, ld] words, then a word from
     # each; sync: [epoch, programs that have moved their pieces, epoch in which all have]
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(words, WORLD_SIZE, TRACING)
     bases = load_bases(words, WORLD_SIZE)
     dtype: tl.constexpr = out.dtype.element_ty
     epoch = tl.load(sync) + 1
@@ -75,6 +77,8 @@ def few_rows_gather_kernel(
     down, across = tl.cdiv(part_rows, PIECE_M), tl.cdiv(part_cols, PIECE_K)
     for piece in range(tl.program_id(0), down * across, tl.num_programs(0)):
         row, col = (piece % down) * PIECE_M, (piece // down) * PIECE_K
+        nbytes = tile_bytes(a_rows - row, a_cols - col, PIECE_M, PIECE_K, dtype)
+        span = ctx.tracing.record_event_start(PUSH, -1, staging, piece % down, piece // down, nbytes=nbytes)
         values = own.load(row, col, PIECE_M, PIECE_K)
         r, c = row + tl.arange(0, PIECE_M), col + tl.arange(0, PIECE_K)
         mask = (r < a_rows)[:, None] & (c < tl.where(a_cols > 0, ld, 0))[None, :]
@@ -82,6 +86,7 @@ def few_rows_gather_kernel(
         sealed = seal(values.to(tl.float32), dtype)
         for i in tl.static_range(1, WORLD_SIZE):
             put(ctx, place, sealed, mask, bases, (ctx.rank + i) % WORLD_SIZE)
+        ctx.tracing.record_event_end(span)
         # where this piece stands in the whole
         first_row, first_col = (0, ctx.rank * part_cols) if BY_K else (ctx.rank * part_rows, 0)
         whole = Matrix(gathered, first_row + a_rows, first_col + a_cols, gathered_ld, 1, False)
@@ -131,7 +136,9 @@ def few_rows_gather_kernel(
         num_m = tl.cdiv(M, BLOCK_M)
         for t in range(tl.program_id(0), num_m * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
             row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
+            span = ctx.tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
             product = multiply_transposed(A, B, row, col, K, BLOCK_M, BLOCK_N, BLOCK_K).T
+            ctx.tracing.record_event_end(span)
             if HAS_BIAS:
                 product = add_bias(product, bias, col, N, BLOCK_N)
             target, mask = Matrix(out, M, N, stride_om, stride_on, False).pointers(row, col, BLOCK_M, BLOCK_N)

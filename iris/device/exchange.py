@@ -16,6 +16,7 @@ from .context import HEADER
 from .function import device_function
 from .rma import BASE_ALIGNMENT
 from .sync import POLLS_A_CHECK, mark_if, report
+from .tracing import WAIT
 
 EMPTY = tl.constexpr(-1)
 
@@ -41,7 +42,9 @@ def take(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.
     """
     total, missing = _look(first, step, mask, dtype, COUNT)
     if missing:
+        span = ctx.tracing.record_event_start(WAIT, -1, first, mask=mask)
         total, missing = _poll(ctx, first, step, mask, source, epoch, waiter, dtype, COUNT)
+        ctx.tracing.record_event_end(span)
     # `_look` ends with a barrier: no thread still looks
     empty = tl.full(mask.shape, -1, first.dtype.element_ty)
     for i in tl.static_range(COUNT):

@@ -85,6 +85,12 @@ class DeviceTracing:
 
 
 @device_function
+def tile_bytes(rows, cols, ROWS, COLS, dtype: tl.constexpr):
+    """Bytes of the part of a tile [ROWS, COLS] that lies within `rows` and `cols`, for `nbytes`."""
+    return max(0, min(rows, ROWS)) * max(0, min(cols, COLS)) * (dtype.primitive_bitwidth // 8)
+
+
+@device_function
 def device_tracing(words, enabled: tl.constexpr):
     """The tracing of a context tensor, whose words 5 and 6 say where its buffer is and how many events it holds."""
     if enabled:

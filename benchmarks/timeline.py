@@ -1,0 +1,148 @@
+"""What each multiprocessor does in a call of a fused op: `python -m benchmarks.timeline --op rs --rows 2048,8192,7168`
+
+The op is checked, timed as it is and timed while it records itself, so that the picture says what the recording costs.
+Then the ranks meet on the device, and one call is recorded. For each row, timeline_<op>_<M>x<N>x<K>_<gpu>_x<ranks> is
+written as .svg, the picture, and as .trace.json, for ui.perfetto.dev; and one JSON file has each rank's share of time
+in products, pushes, waits. Pictures need matplotlib (`pip install -e '.[bench]'`).
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks import report, rivals, shapes, timing
+from benchmarks.inputs import Inputs
+from benchmarks.launch import Team, launch
+from benchmarks.shapes import CALLS, Row
+
+ROWS = {"cuda": "2048,8192,7168;16,8192,2048", "cpu": "48,64,32"}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_arguments(parser)
+    parser.add_argument("--op", default="ar,rs,ag,ga", help="some of ar,rs,ag,ga")
+    parser.add_argument("--rows", help='sizes, as "2048,8192,7168;16,8192,2048"')
+    parser.add_argument("--max-events", type=int, default=1 << 20, help="recorded on a rank at most")
+    parser.add_argument("--quick", action="store_true", help="only the first of the rows")
+    args = parser.parse_args(argv)
+    report.settle(args, argv, "timeline")
+    args.rows = args.rows or ROWS[args.device]
+    if args.quick:
+        args.rows = args.rows.split(";")[0]
+    args.op = args.op.split(",")
+    shapes.select("given", args.op, args.ranks, args.rows)
+    return args
+
+
+def run(team: Team, args: argparse.Namespace) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False  # the reference is float32 proper
+    dtype = getattr(torch, args.dtype)
+    rows = shapes.select("given", args.op, team.world, args.rows)
+    heap, _ = rivals.heaps(team, rows, dtype, args.heap_gib)
+    measured = {**report.describe_run(team, args), "rows": []}
+    args.out.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        size = "x".join(map(str, (row.M, row.N, row.K)))
+        stem = args.out / f"timeline_{row.op}_{size}_{report.slug(measured['gpu'])}_x{team.world}"
+        found, ranks = record(row, team, heap, dtype, args.max_events, stem)
+        measured["rows"].append(found)
+        shown = ", ".join(f"{name} {share:.0%}" for name, share in found["shares"][0].items())
+        times = f"{found['plain_us']:.1f} us, {found['traced_us']:.1f} us while recorded"
+        team.say(f"{row}: {times}; rank 0: {shown}; {found['dropped']} events dropped")
+        if team.rank == 0:
+            from benchmarks import timeline_plot  # here, so that other ranks need no matplotlib
+
+            timeline_plot.draw(measured, found, ranks, Path(f"{stem}.svg"))
+            report.write(measured, args)
+    heap.close()
+
+
+def record(
+    row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_events: int, stem: Path
+) -> tuple[dict, list[np.ndarray]]:
+    """One call's figures, and its events of each rank, aligned and in order of time."""
+    inputs, ctx = Inputs(row, team, dtype), heap.ctx
+    out = heap.out(*inputs.out_shape)
+    op = getattr(ctx.ops, CALLS[row.op])
+
+    def call(i: int) -> torch.Tensor:
+        op(out, inputs.A[i], inputs.B[i])
+        return out
+
+    def measure() -> float:
+        """Microseconds of a call that gives the right result."""
+        error = team.slowest([inputs.check(call)])[0]
+        if error > 1:
+            raise RuntimeError(f"{row}: wrong result, {error:.3g} times the allowed error")
+        calls, repeats = (10, 5) if team.cuda else (1, 1)
+        timings, _ = timing.interleave(team, {"": timing.eager_batch(call, calls, inputs.copies)}, repeats)
+        return timings[""].call_us
+
+    plain_us = measure()
+    ctx.tracing.enable(max_events)
+    traced_us = measure()
+    ctx.tracing.reset()
+    if team.cuda:
+        torch.cuda._sleep(timing.LEAD_CYCLES)  # the host issues the call before the ranks meet
+    ctx.device_barrier()
+    call(0)
+    team.synchronize()
+    dropped, events = ctx.tracing.dropped, ctx.tracing.aligned()
+    ctx.tracing.export(f"{stem}.trace.json", merge=True)
+    names = dict(ctx.tracing.names)
+    ctx.tracing.disable()
+    ranks: list[np.ndarray] = [events] * team.world
+    dist.all_gather_object(ranks, events)
+    if not all(map(len, ranks)):
+        raise RuntimeError(f"{row}: a rank has recorded nothing")
+    found = {
+        **asdict(row),
+        "plain_us": plain_us,
+        "traced_us": traced_us,
+        "span_us": float(max(e["end"].max() for e in ranks) - min(e["begin"].min() for e in ranks)) / 1e3,
+        "events": sum(map(len, ranks)),
+        "dropped": int(team.slowest([dropped])[0]),
+        "plan": heap.plan(row),
+        "shares": [shares(events, names) for events in ranks],
+        "names": names,
+    }
+    return found, ranks
+
+
+def own_time(events: np.ndarray) -> np.ndarray:
+    """For each event, in order of time, ns without those of the events inside it."""
+    lasted = np.maximum(0, events["end"] - events["begin"])
+    own = lasted.copy()
+    open_: dict[tuple[int, int], list[int]] = {}  # of each program: the events that enclose what comes next
+    for i, event in enumerate(events):
+        stack = open_.setdefault((int(event["multiprocessor"]), int(event["program"])), [])
+        while stack and events["end"][stack[-1]] <= event["begin"]:
+            stack.pop()
+        if stack:
+            own[stack[-1]] -= lasted[i]
+        stack.append(i)
+    return own
+
+
+def shares(events: np.ndarray, names: dict[int, str]) -> dict[str, float]:
+    """Of the time from the first event to the last on all multiprocessors that have any, how much went into what."""
+    whole = np.ptp(np.concatenate([events["begin"], np.maximum(events["begin"], events["end"])]))
+    whole = max(1, int(whole)) * len(np.unique(events["multiprocessor"]))
+    own = own_time(events)
+    found = {names[int(kind)]: float(own[events["event"] == kind].sum() / whole) for kind in np.unique(events["event"])}
+    return dict(sorted(found.items(), key=lambda item: -item[1])) | {"nothing recorded": 1 - sum(found.values())}
+
+
+def main() -> None:
+    args = parse()
+    sys.exit(launch(run, args, limit_s=args.time_limit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The picture of one recorded call: a panel a rank, a line a multiprocessor, a colour an activity; below, the link."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from benchmarks.report import headline
+from benchmarks.shapes import CALLS, LINK_GB_S, label
+
+matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "iris"  # the same picture from the same figures
+matplotlib.rcParams["svg.fonttype"] = "none"
+
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.collections import PolyCollection  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
+
+COLOURS = {
+    "product": "#9ecae1",
+    "push": "tab:orange",
+    "sum": "tab:green",
+    "wait": "tab:red",
+    "signal": "black",
+}
+BINS = 240
+
+
+def draw(report: dict, row: dict, ranks: list[np.ndarray], file: Path) -> None:
+    """`row`: an entry of the report's rows; `ranks`: each one's events, aligned, in order of time."""
+    start = min(events["begin"].min() for events in ranks)
+    world = len(ranks)
+    figure, axes = plt.subplots(
+        world + 1,
+        1,
+        figsize=(10, 1.7 * world + 2),
+        sharex=True,
+        height_ratios=[*[1.7] * world, 1.2],
+        layout="constrained",
+    )
+    for rank, (events, panel) in enumerate(zip(ranks, axes, strict=False)):
+        _lines(panel, events, start, row["names"])
+        panel.set_ylabel(f"rank {rank}\nmultiprocessor")
+    _link(axes[-1], ranks, start, row["names"])
+    shares = row["shares"][0]
+    handles = [Patch(color=COLOURS.get(name, "grey"), label=f"{name} {share:.0%}") for name, share in shares.items()]
+    handles[-1].set_color("white")
+    axes[0].legend(handles=handles, title="of rank 0's time", loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes[0].set_title(f"{CALLS[row['op']]}, M, N, K = {label(row)}", loc="left")
+    axes[-1].set(xlabel="µs", xlim=(0, row["span_us"]))
+    text = (
+        f"{headline(report)} A call takes {row['plain_us']:.4g} µs, {row['traced_us']:.4g} µs while it records itself."
+    )
+    figure.text(0.01, -0.01, text, fontsize=7, va="top")
+    figure.savefig(file, bbox_inches="tight", metadata={"Date": None}, dpi=150)
+    plt.close(figure)
+
+
+def _lines(panel: plt.Axes, events: np.ndarray, start: int, names: dict[int, str]) -> None:
+    """One filled box an event; those inside others lie on top, because they come later."""
+    places = np.unique(events["multiprocessor"])
+    bottom = np.searchsorted(places, events["multiprocessor"]).astype(float)
+    begin, end = ((events[name] - start) / 1e3 for name in ("begin", "end"))
+    end = np.maximum(begin, end)
+    corners = np.stack([[begin, bottom], [end, bottom], [end, bottom + 1], [begin, bottom + 1]]).transpose(2, 0, 1)
+    colours = [COLOURS.get(names.get(int(kind), ""), "grey") for kind in events["event"]]
+    # as pixels: thousands of boxes would make the file megabytes large
+    panel.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0, antialiased=False, rasterized=True))
+    panel.set(ylim=(len(places), 0))
+
+
+def _link(panel: plt.Axes, ranks: list[np.ndarray], start: int, names: dict[int, str]) -> None:
+    """GB/s of payload that each rank's pushes hand to the link, over time."""
+    stop = max(events["end"].max() for events in ranks)
+    edges = np.linspace(start, stop, BINS + 1)
+    for rank, events in enumerate(ranks):
+        pushes = events[[names.get(int(kind)) == "push" for kind in events["event"]]]
+        nbytes = pushes["bytes"] * np.where(pushes["target_rank"] < 0, len(ranks) - 1, 1)  # -1: to every peer
+        lasted = np.maximum(1, pushes["end"] - pushes["begin"])
+        done = np.clip((edges[:, None] - pushes["begin"]) / lasted, 0, 1) @ nbytes
+        panel.stairs(np.diff(done) / np.diff(edges), (edges - start) / 1e3, label=f"rank {rank}")
+    panel.axhline(LINK_GB_S, color="black", linewidth=0.8, linestyle=":")
+    panel.set(ylabel="pushed, GB/s", ylim=0)
+    panel.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
