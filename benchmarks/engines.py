@@ -200,4 +200,5 @@ def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
 
 def part_of(split: nn.Module, name: str) -> torch.Tensor:
     """This rank's part of the parameter that the unsplit model calls `name`."""
-    return split.get_parameter(name).detach()
+    parent, _, key = name.rpartition(".")
+    return getattr(split.get_submodule(parent), key).detach()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .checkpoint import Checkpoint
+from .fused import Slice
 from .parallelize import parallelize, retie
 from .sharded import ShardedLinear, part_of
 
@@ -109,7 +110,7 @@ def _raise_together(problems: list[str], path: str | Path, ctx) -> None:
 def _load(model: nn.Module, name: str, source: Any, device: torch.device) -> None:
     parent, _, key = name.rpartition(".")
     module = model.get_submodule(parent)
-    if isinstance(module, ShardedLinear):
+    if isinstance(module, (ShardedLinear, Slice)):
         module.load_shard(key, source)
     elif part := part_of(module, key):
         local = torch.empty_like(getattr(module, key), device=device)

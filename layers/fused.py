@@ -1,0 +1,177 @@
+"""Several column-parallel linears of one input as one product: query, key and value; gate and up.
+
+The Hugging Face module keeps its forward. Before it runs, a hook replaces its input by the merged product of it; what
+were q_proj, k_proj and v_proj then take their columns of that. So nothing is remembered from one call to the next: any
+order of calls is right, an exception leaves nothing behind, and a compiler sees a product and three slices.
+
+    attention(hidden)  ->  forward(qkv_proj(hidden)):  q_proj(x) = x[..., :a]   k_proj(x) = x[..., a:b]   ...
+
+That is right only if forward does nothing else with its input than ask for its leading dimensions and hand it to those
+linears. Its source is looked at to be sure; where it does more, or cannot be read, the linears stay as they are.
+
+The weight is stored once, merged, rows in the order of the linears. A `Slice` loads its rows by slices of the
+checkpoint as its linear would, under its linear's name.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+import inspect
+import textwrap
+from typing import Any
+
+from iris.errors import ShapeError
+import torch
+from torch import nn
+
+from .linear import ColumnParallelLinear
+from .shard import Shard
+
+
+class Slice(nn.Module):
+    """One output of a merged linear: takes its columns of the merged product. `merged` holds the weight."""
+
+    dim = 0
+
+    def __init__(self, merged: ColumnParallelLinear, index: int):
+        super().__init__()
+        before = sum(part.size for part in merged.parts[:index])
+        part = merged.parts[index]
+        self.start, self.stop, self.width = before, before + part.size, merged.weight.shape[0]
+        self.index, self.parts, self.ctx = index, (part,), merged.ctx
+        self.in_features, self.out_features = merged.in_features, part.total
+        self._of = (merged,)  # in a tuple: the merged linear is a child of the module only
+
+    def forward(self, product: torch.Tensor) -> torch.Tensor:
+        if product.shape[-1] != self.width:
+            raise ShapeError(
+                f"input has shape {tuple(product.shape)}: expected [..., {self.width}], the merged product, which the"
+                " parent module's call prepares; call the parent, or its merged linear"
+            )
+        return product[..., self.start : self.stop]
+
+    @property
+    def merged(self) -> ColumnParallelLinear:
+        return self._of[0]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.merged.weight[self.start : self.stop]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self.merged.bias is None else self.merged.bias[self.start : self.stop]
+
+    def load_shard(self, name: str, source: Any) -> None:
+        """Fills this rank's rows of parameter `name` from the whole tensor, or from a safetensors slice of it."""
+        self.merged.load_shard(name, source, self.index)
+
+    def extra_repr(self) -> str:
+        return f"columns {self.start} to {self.stop} of the merged product"
+
+
+class _Product:
+    """The forward pre-hook: replaces the module's first argument by the merged product of it."""
+
+    def __init__(self, merged: ColumnParallelLinear, name: str):
+        self.merged, self.name = merged, name
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (self.merged(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, self.name: self.merged(kwargs[self.name])}
+
+
+def merge_siblings(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
+    """Merges the split linears of `model`, named in `styles`, that share an input; names and styles of the merged."""
+    families: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        parent, _, child = name.rpartition(".")
+        if style == "colwise":
+            families.setdefault(parent, []).append(child)
+    merged = {}
+    arguments: dict[type, tuple[str, set[str]] | None] = {}  # of each class, what its forward does with its input
+    for parent, children in families.items():
+        module = model.get_submodule(parent)
+        if type(module) not in arguments:
+            arguments[type(module)] = sole_use(type(module).forward)
+        used = arguments[type(module)]
+        linears = [getattr(module, child) for child in children]
+        name = _name(children)
+        if used and used[1] == set(children) and mergeable(linears) and not hasattr(module, name):
+            _merge(module, name, children, linears, used[0])
+            merged[f"{parent}.{name}"] = "colwise, merged from " + ", ".join(children)
+    return merged
+
+
+def mergeable(linears: Sequence[nn.Module]) -> bool:
+    """Whether one product can serve all of `linears`."""
+    kinds = {
+        (type(each), each.in_features, each.bias is None, each.weight.dtype, each.sequence_parallel)
+        if isinstance(each, ColumnParallelLinear)
+        else None
+        for each in linears
+    }
+    width = sum(each.weight.shape[0] for each in linears)
+    return (
+        len(linears) > 1
+        and len(kinds) == 1
+        and type(linears[0]) is ColumnParallelLinear
+        and not any(each.gather_output or hasattr(each, "tied_to") for each in linears)
+        # a product as wide as the input could not be told from it
+        and width != linears[0].in_features
+    )
+
+
+def sole_use(forward: Callable) -> tuple[str, set[str]] | None:
+    """The name of a forward's first argument, and of the children that it goes to, if that is all that it is used for.
+
+    Beside, its leading dimensions may be asked for (`x.shape[:-1]`), its dtype and its device. None if there is more.
+    """
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
+        name = function.args.args[1].arg
+    except (OSError, TypeError, SyntaxError, AttributeError, IndexError):
+        return None
+    parent_of = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+    children = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == name:
+            user = parent_of[node]
+            if isinstance(user, ast.Call) and user.args == [node] and not user.keywords and _is_child(user.func):
+                children.add(user.func.attr)
+            elif not (isinstance(user, ast.Attribute) and _is_leading(user, parent_of[user])):
+                return None
+    return name, children
+
+
+def _is_child(node: ast.AST) -> bool:
+    """`self.something`"""
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _is_leading(node: ast.Attribute, user: ast.AST) -> bool:
+    """`x.dtype`, `x.device`, or `x.shape[:-1]`"""
+    return node.attr in ("dtype", "device") or (node.attr == "shape" and ast.unparse(user).endswith(".shape[:-1]"))
+
+
+def _merge(module: nn.Module, name: str, children: list[str], linears: Sequence[ColumnParallelLinear], argument: str):
+    first = linears[0]
+    parts: tuple[Shard, ...] = sum((each.parts for each in linears), ())
+    sizes = (first.in_features, sum(each.out_features for each in linears))
+    merged = ColumnParallelLinear(*sizes, first.bias is not None, sequence_parallel=first.sequence_parallel,
+                                  ctx=first.ctx, dtype=first.weight.dtype, device="meta", parts=parts)  # fmt: skip
+    for key in ("weight",) if first.bias is None else ("weight", "bias"):
+        whole = torch.cat([getattr(each, key).detach() for each in linears])
+        setattr(merged, key, nn.Parameter(whole, requires_grad=False))
+    setattr(module, name, merged.train(first.training))
+    for index, child in enumerate(children):
+        setattr(module, child, Slice(merged, index).train(first.training))
+    module.register_forward_pre_hook(_Product(merged, argument), with_kwargs=True)
+
+
+def _name(children: list[str]) -> str:
+    """q_proj, k_proj, v_proj: qkv_proj; gate_proj, up_proj: gate_up_proj."""
+    stems = [child.removesuffix("_proj") for child in children]
+    return ("" if all(len(stem) == 1 for stem in stems) else "_").join(stems) + "_proj"

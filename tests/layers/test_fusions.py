@@ -1,0 +1,140 @@
+"""Linears that share an input, merged: the same model, called in whatever order, loaded under the old names."""
+
+from __future__ import annotations
+
+import copy
+
+from iris.errors import ShapeError
+import layers
+from layers.fused import Slice, sole_use
+from layers.parallelize import parallelize
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers import models
+
+pytestmark = both
+three = pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [3])
+
+
+def merged_body(ctx, name: str) -> tuple:
+    torch.manual_seed(ctx.cur_rank)
+    model = models.build(name)
+    apart = models.build(name)
+    parallelize(apart, ctx, merge=False)
+    report = parallelize(model, ctx)
+    attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    for split, others in ((attention, apart.model.layers[1].self_attn), (mlp, apart.model.layers[1].mlp)):
+        for child in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+            if hasattr(split, child):
+                piece, alone = getattr(split, child), getattr(others, child)
+                assert isinstance(piece, Slice) and not dict(piece.named_parameters())
+                for key in ("weight", "bias"):
+                    assert (getattr(alone, key) is None) == (getattr(piece, key) is None)
+                    if getattr(alone, key) is not None:
+                        assert torch.equal(getattr(alone, key), getattr(piece, key))
+                        source = torch.randn(piece.out_features, *([piece.in_features] if key == "weight" else []))
+                        backup = getattr(alone, key).clone()
+                        for each in (piece, alone):
+                            each.load_shard(key, source)
+                        assert torch.equal(getattr(alone, key), getattr(piece, key))
+                        assert not torch.equal(backup, getattr(piece, key))
+                        getattr(piece, key).copy_(backup)
+                hidden = torch.randn(2, 3, piece.in_features, device=ctx.device)
+                with pytest.raises(ShapeError, match="merged product"):
+                    piece(hidden)
+                product = getattr(split, "qkv_proj" if child[0] in "qkv" else "gate_up_proj")(hidden)
+                torch.testing.assert_close(piece(product), torch.nn.functional.linear(hidden, piece.weight, piece.bias))
+    logits = models.logits(model, ctx.device)
+    with pytest.raises(Exception, match="."):  # nothing of a failed call is left behind
+        attention(torch.zeros(1, 2, attention.q_proj.in_features, device=ctx.device))
+    assert torch.equal(models.logits(model, ctx.device), logits)
+    rows = {row.name: row for row in report.rows}
+    assert "model.layers.0.self_attn.q_proj" not in rows
+    return logits, models.generate(model, ctx.device).cpu(), rows["model.layers.0.self_attn.qkv_proj"].style
+
+
+@three
+@pytest.mark.parametrize("name", ["bias", "kv1", "nine_heads", "qk_norm"])
+def test_merged_linears_give_the_same_model(world_size: int, name: str) -> None:
+    for logits, tokens, style in run_ranks(world_size, merged_body, name):
+        models.assert_logits(logits, name)
+        assert torch.equal(tokens, models.expected(name)[2])
+        assert style == "colwise, merged from q_proj, k_proj, v_proj"
+
+
+def swapped_body(ctx) -> torch.Tensor:
+    model = models.build("kv2")
+    parallelize(model, ctx)
+    attention = model.model.layers[0].self_attn
+    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
+    return models.logits(model, ctx.device)
+
+
+@three
+def test_the_bound_on_logits_sees_slices_in_the_wrong_order(world_size: int) -> None:
+    for result in run_ranks(world_size, swapped_body):
+        with pytest.raises(AssertionError, match="unsplit"):
+            models.assert_logits(result, "kv2")
+
+
+def kept_apart_body(ctx) -> list[str]:
+    model = nn.Module()
+    model.block = More(12)
+    whole = copy.deepcopy(model.block).to(ctx.device)
+    plan = {"block.a": "colwise", "block.b": "colwise", "block.down": "rowwise"}
+    report = layers.parallelize(model, ctx, plan=plan)
+    x = torch.randn(4, 12, generator=torch.Generator().manual_seed(1)).to(ctx.device)
+    torch.testing.assert_close(model.block(x), whole(x))
+    return [row.name for row in report.rows]
+
+
+class More(nn.Module):
+    """Uses its input for something else too."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.down = (nn.Linear(size, size) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.a(x) * self.b(x))
+
+
+@three
+def test_a_module_that_uses_its_input_otherwise_is_left_alone(world_size: int) -> None:
+    for names in run_ranks(world_size, kept_apart_body):
+        assert names == ["block.a", "block.b", "block.down"]
+
+
+class Forwards:
+    def plain(self, x):
+        return self.a(x) + self.b(x)
+
+    def shaped(self, x, other=None):
+        return self.a(x).view(*x.shape[:-1], -1).to(x.dtype)
+
+    def replaced(self, x):
+        x = x * 2
+        return self.a(x)
+
+    def width(self, x):
+        return self.a(x).view(x.shape)
+
+    def scaled(self, x):
+        return self.a(x, 2)
+
+    def function(self, x):
+        return torch.nn.functional.silu(x) * self.a(x)
+
+    def inner(self, x):
+        return (lambda: x)() + self.a(x)
+
+
+def test_the_source_of_a_forward_tells_what_becomes_of_its_input() -> None:
+    assert sole_use(Forwards.plain) == ("x", {"a", "b"})
+    assert sole_use(Forwards.shaped) == ("x", {"a"})
+    for other in (Forwards.replaced, Forwards.width, Forwards.scaled, Forwards.function, Forwards.inner, len):
+        assert sole_use(other) is None, other
