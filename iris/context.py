@@ -22,6 +22,7 @@ from .group import Ranks
 from .heap import Heap
 from .log import rank_logger
 from .memory import map_segment
+from .streams import SideStream
 from .tracing import Tracing
 
 _MAX_HEAP = 1 << 46
@@ -75,8 +76,9 @@ class Iris(tensors.TensorMethods):
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._barrier_counts = self._heap.allocate((2, self.num_ranks), torch.int32)
         self._barrier_members: dict[tuple[int, ...], torch.Tensor] = {}
-        self._ops = None
+        self._ops = self._ccl = None
         self._tracing: Tracing | None = None
+        self._side = SideStream(self.device)
         platform.synchronize(self.device)
         self._ranks.all_gather(None)  # every heap is mapped and zeroed before anyone writes to a peer's
         self._closed = False
@@ -127,8 +129,7 @@ class Iris(tensors.TensorMethods):
             if platform.is_capturing(self.device):
                 raise CaptureError("call device_barrier() for this group once before capturing it")
             self._barrier_members[members] = torch.tensor(members, dtype=torch.int32, device=self.device)
-        if self._ops is not None:
-            self._ops.join()
+        self._join()
         sent, arrived = self._barrier_counts
         table = self._barrier_members[members]
         sync.device_barrier_kernel[(1,)](
@@ -159,12 +160,28 @@ class Iris(tensors.TensorMethods):
         return self._ops
 
     @property
+    def ccl(self):
+        """The collectives of `iris.ccl`."""
+        self.check()
+        if self._ccl is None:
+            from .ccl.collectives import Collectives
+
+            self._ccl = Collectives(self)
+        return self._ccl
+
+    @property
     def tracing(self) -> Tracing:
         """Records what programs do inside kernels, and writes it as a timeline (`iris/tracing.py`)."""
         self.check()
         if self._tracing is None:
             self._tracing = Tracing(self)
         return self._tracing
+
+    def _join(self) -> None:
+        """Makes the current stream wait for calls with `async_op=True`."""
+        self._side.join()
+        if self._ops is not None:
+            self._ops.join()
 
     def check(self) -> None:
         """Raises `ClosedError` after `close()`, `PeerLostError` once a wait in a kernel has failed. No device sync."""
@@ -187,7 +204,7 @@ class Iris(tensors.TensorMethods):
                 self.barrier()  # no peer may still be writing here
         finally:
             self._closed = True
-            self._ops = self._tracing = self._barrier_counts = None  # they hold heap memory
+            self._ops = self._ccl = self._tracing = self._barrier_counts = None  # they hold heap memory
             self._segment.close()
 
     def __enter__(self) -> Iris:

@@ -147,7 +147,7 @@ class _Renewable:
 
     def renew(self) -> None:
         """The heap as it was at first. Every rank has ended its body, and none begins the next before all are here."""
-        self.ctx._ops = self.ctx._tracing = None
+        self.ctx._ops = self.ctx._ccl = self.ctx._tracing = None
         begin, end = self._used, self.ctx._heap.used
         if end > begin:
             _zero(self.ctx._segment.local[begin:end])

@@ -1,14 +1,15 @@
 """Data that says itself whether it has arrived: one hop between ranks, with no fence, no flag and no hand-shake.
 
-Staging words are as wide as the data. A word of all ones is empty: that bit pattern is a NaN which no conversion or sum
-makes, and `seal` turns one that was loaded into another NaN. The receiver polls the words themselves and leaves them
-empty. Each word is stored at once (16 or 32 bits), so a word that is not empty is whole, whatever the order in which
-words arrive.
+A word of all ones is empty. Floating-point words are as wide as the data: that bit pattern is a NaN which no conversion
+or sum makes, and `seal` turns one that was loaded into another NaN. Where every bit pattern means something, as in
+integers, `widen` makes words of twice the width. The receiver polls the words themselves and leaves them empty. Each
+word is stored at once (16 to 64 bits), so a word that is not empty is whole, whatever the order in which words arrive.
 
 Two slots by the parity of an epoch that only these exchanges advance are enough: who stores for call e + 2 has finished
 e + 1, so it has everyone's words of e + 1; who sent those had finished call e, with all its words emptied.
 """
 
+import triton
 import triton.language as tl
 
 from . import arch
@@ -34,11 +35,36 @@ def seal(x, dtype: tl.constexpr):
 
 
 @device_function
+def widen(x):
+    """Integers of 8, 16 or 32 bits as words that are never empty."""
+    bits: tl.constexpr = x.dtype.primitive_bitwidth
+    unsigned: tl.constexpr = tl.core.get_int_dtype(bits, False)
+    return x.to(unsigned, bitcast=True).to(tl.core.get_int_dtype(2 * bits, True))
+
+
+@device_function
+def _unwrapped(words, dtype: tl.constexpr):
+    """What `seal`ed or `widen`ed words of `dtype` mean, in the type that sums are kept in."""
+    if words.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
+        return words.to(dtype, bitcast=True).to(sum_type(dtype))
+    else:
+        return words.to(dtype).to(sum_type(dtype))
+
+
+@triton.constexpr_function
+def sum_type(dtype):
+    """fp32 for floating-point numbers, else integers of 32 bits or of as many as `dtype` has."""
+    if dtype.is_floating():
+        return tl.float32
+    return tl.int64 if dtype.primitive_bitwidth == 64 else tl.int32
+
+
+@device_function
 def take(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr):
-    """Waits for COUNT blocks of sealed words, `step` words apart, the first at the pointers `first`; empties them.
+    """Waits for COUNT blocks of words of `dtype`, `step` words apart, the first at the pointers `first`; empties them.
 
     `source`: which rank each word of the first block comes from; those of block i come from the i-th after it. Returns
-    (the blocks' sum in fp32, in order; whether all came in time).
+    (the blocks' sum in `sum_type(dtype)`, in order; whether all came in time).
     """
     total, missing = _look(first, step, mask, dtype, COUNT)
     if missing:
@@ -54,12 +80,12 @@ def take(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.
 
 @device_function
 def _look(first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr):
-    total = tl.zeros(mask.shape, dtype=tl.float32)
+    total = tl.zeros(mask.shape, dtype=sum_type(dtype))
     missing = tl.zeros(mask.shape, dtype=tl.int32)
     for i in tl.static_range(COUNT):
         words = arch.load_fresh(first + i * step, mask)
         missing |= (words == EMPTY).to(tl.int32)
-        total += words.to(dtype, bitcast=True).to(tl.float32)
+        total += _unwrapped(words, dtype)
     # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than there
     # are threads makes one answer of all their answers.
     return total, tl.max(tl.zeros((2048,), tl.int32) + tl.max(missing)) != 0
@@ -71,7 +97,7 @@ def _poll(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl
     own_mark = tl.program_id(0) + 1
     start = arch.clock()
     polls = 0
-    total = tl.zeros(mask.shape, dtype=tl.float32)
+    total = tl.zeros(mask.shape, dtype=sum_type(dtype))
     missing = True
     waiting = True
     while waiting:

@@ -22,6 +22,10 @@ WAITERS = (
     "all_gather_matmul",
     "matmul_all_gather",
     "matmul_reduce_scatter",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
 )
 _USER = tl.constexpr(WAITERS.index("a kernel"))
 _BARRIER = tl.constexpr(WAITERS.index("device_barrier"))
@@ -195,6 +199,97 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
                     wait(ctx, completed + peer, epoch, peer, waiter, exact=True)
         tl.store(sync + _FINISHED, 0)
         tl.store(sync + _NEXT_TILE, 0)
+        tl.store(sync, epoch)
+
+
+# --- all other ranks at once -----------------------------------------------------------------------------------------
+
+
+@device_function
+def _others(ctx):
+    PADDED: tl.constexpr = triton.next_power_of_2(ctx.world_size)
+    ranks = tl.arange(0, PADDED)
+    return ranks, (ranks < ctx.world_size) & (ranks != ctx.rank)
+
+
+@device_function
+def signal_others(ctx, flag, value):
+    """`signal` to every other rank; on NVIDIA for the price of one, a lane each."""
+    if arch.is_hip():
+        for i in tl.static_range(1, ctx.world_size):
+            signal(ctx, flag, value, (ctx.rank + i) % ctx.world_size)
+    else:
+        ranks, others = _others(ctx)
+        bases = ctx.heap_bases()
+        distance = tl.load(bases + ranks, mask=others, other=0) - tl.load(bases + ctx.rank)
+        flags = flag + distance // 4
+        values = tl.zeros(flags.shape, tl.int32) + value
+        tl.debug_barrier()  # a release covers one thread; the barrier brings every thread's stores before it
+        tl.atomic_xchg(flags, values, mask=others, sem="release", scope="sys")
+
+
+@device_function
+def wait_others(ctx, flags, step, expected, waiter: tl.constexpr):
+    """Waits until the flag of every other rank r, at `flags + r * step`, equals `expected`: `wait`, exact, for all.
+
+    Returns whether all were seen in time.
+    """
+    missing = _missing(ctx, flags, step, expected)
+    if missing:
+        missing = _poll_others(ctx, flags, step, expected, waiter)
+    return not missing
+
+
+@device_function
+def _missing(ctx, flags, step, expected):
+    ranks, others = _others(ctx)
+    seen = tl.atomic_add(flags + ranks * step, tl.zeros(ranks.shape, tl.int32), mask=others, sem="acquire", scope="sys")
+    # An atomic on a flag is done by one lane and its result given to all threads, behind a barrier: they agree, and
+    # whatever they load later comes after what the flags vouch for.
+    return tl.max((others & (seen != expected)).to(tl.int32)) != 0
+
+
+@device_function
+def _poll_others(ctx, flags, step, expected, waiter: tl.constexpr):
+    limit = tl.load(ctx.words + 4)
+    own_mark = tl.program_id(0) + 1
+    start = arch.clock()
+    polls = 0
+    missing = True
+    waiting = True
+    while waiting:
+        arch.pause()
+        late = arch.clock() - start > limit
+        for i in tl.static_range(ctx.world_size):
+            late = late | arch.peer_gone(ctx.pid(i))
+        missing = _missing(ctx, flags, step, expected)
+        waiting = missing
+        polls += 1
+        if polls % POLLS_A_CHECK == 0:
+            mark = mark_if(ctx, late & missing, own_mark)
+            if mark == own_mark:
+                for i in tl.static_range(1, ctx.world_size):
+                    peer = (ctx.rank + i) % ctx.world_size
+                    seen = tl.load(flags + peer * step, volatile=True)
+                    if seen != expected:
+                        report(ctx, own_mark, waiter, expected, peer, seen)
+            waiting = waiting and mark == 0
+    return missing
+
+
+@device_function
+def next_epoch(sync):
+    """The epoch of this call. Never 0, which is what flags hold at first; odd and even ones take turns for ever."""
+    epoch = tl.load(sync) + 1
+    return epoch + 2 * (epoch == 0).to(tl.int32)
+
+
+@device_function
+def advance(sync, epoch):
+    """The last program of the grid to come here advances the epoch, which every program must have read."""
+    tl.debug_barrier()
+    if tl.atomic_add(sync + _FINISHED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(sync + _FINISHED, 0)
         tl.store(sync, epoch)
 
 

@@ -1,0 +1,208 @@
+"""Any collective of a large tensor: stores straight into the peers' memory, and a signal when many have been made.
+
+Program number p of every rank works on the same units of every part, its *lane*, so that it only ever waits for
+programs p of the peers. Without a sum it stores into the peers' `out`, once they have entered the call. With one
+(REDUCE), chunk after chunk, it pushes units into their owner's staging memory and signals; the owner sums the chunk
+before in fp32, in rank order, and with GATHER stores the sums into everyone's `out`. So the links are busy from the
+first chunk to the last, and rank r begins with destination r + 1, so that no link is everybody's.
+
+At the end each lane tells the peers that it is done, and waits for theirs: the kernel ends with everything in place.
+Without GATHER nothing is stored into a peer's `out`, and what arrived is known from the chunks' signals.
+
+Flags hold epochs and are compared exactly. None is set again before its wait has ended, and no staged data overwritten
+before it was read, because:
+  GATHER: who stores for call e + 1 has had all done signals of call e, which come after the lane's waits and reads.
+  REDUCE alone: two slots by parity. Who stores for e + 2 has finished e + 1, so it has everyone's chunks of e + 1;
+  who sent those had finished e.
+  No REDUCE: an entry or done flag of e + 1 is set by who has had all done signals of e, which come after the entry
+  waits; and the done flag after our entry into e + 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..device.context import DeviceContext
+from ..device.exchange import load_bases, remote, sum_type
+from ..device.function import device_function
+from ..device.sync import advance, next_epoch, signal_others, wait_others
+from .by_words import rounded
+from .view import View
+
+# Lanes of the fixed table of done flags: more than any chip has multiprocessors.
+LANES = tl.constexpr(512)
+
+
+@device_function
+def _push(ctx, bases, source, staging, first, end, units, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Units from `first` to `end` of every part into this rank's place in the owners' staging memory, its own too."""
+    lane = tl.arange(0, BLOCK)
+    mine = staging + tl.cast(ctx.rank, tl.int64) * units * BLOCK + lane
+    for unit in range(first, end):
+        for i in tl.static_range(1, WORLD_SIZE + 1):
+            owner = (ctx.rank + i) % WORLD_SIZE
+            pointers, mask = source.place(owner, unit, BLOCK, WORLD_SIZE)
+            value = tl.load(pointers, mask=mask)
+            tl.store(remote(ctx, mine + tl.cast(unit, tl.int64) * BLOCK, bases, owner), value, mask=mask)
+
+
+@device_function
+def _sum(
+    ctx,
+    bases,
+    source,
+    target,
+    staging,
+    first,
+    end,
+    units,
+    BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    GATHER: tl.constexpr,
+    ONE_OUT: tl.constexpr,
+):
+    """Units from `first` to `end` of this rank's part: their sums into `out`, with GATHER everyone's."""
+    dtype: tl.constexpr = staging.dtype.element_ty
+    lane = tl.arange(0, BLOCK)
+    for unit in range(first, end):
+        _, mask = source.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
+        total = tl.zeros((BLOCK,), sum_type(dtype))
+        for i in tl.static_range(WORLD_SIZE):
+            staged = staging + (tl.cast(i, tl.int64) * units + unit) * BLOCK + lane
+            total += tl.load(staged, mask=mask, other=0, cache_modifier=".cg").to(total.dtype)
+        result = rounded(total, dtype)
+        pointers, _ = target.place(0 if ONE_OUT else ctx.rank, unit, BLOCK, WORLD_SIZE)
+        if GATHER:
+            for i in tl.static_range(1, WORLD_SIZE + 1):
+                tl.store(remote(ctx, pointers, bases, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+        else:
+            tl.store(pointers, result, mask=mask)
+
+
+@device_function
+def _copy(ctx, bases, source, target, first, end, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr):
+    """Units from `first` to `end` into everyone's `out`, this rank's too."""
+    for unit in range(first, end):
+        pointers, mask = source.place(0, unit, BLOCK, WORLD_SIZE)
+        places, _ = target.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
+        if not SCATTER:
+            value = tl.load(pointers, mask=mask)
+            for i in tl.static_range(1, WORLD_SIZE + 1):
+                tl.store(remote(ctx, places, bases, (ctx.rank + i) % WORLD_SIZE), value, mask=mask)
+        else:
+            for i in tl.static_range(1, WORLD_SIZE + 1):
+                to = (ctx.rank + i) % WORLD_SIZE
+                pointers, mask = source.place(to, unit, BLOCK, WORLD_SIZE)
+                tl.store(remote(ctx, places, bases, to), tl.load(pointers, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["units", "chunk_units", "slot_flags"])
+def flags_kernel(
+    inp,
+    out,
+    staging,
+    flags,
+    sync,
+    words,
+    units,
+    chunk_units,
+    slot_elements,
+    slot_flags,
+    in_n,
+    in_cols,
+    stride_im,
+    stride_in,
+    in_share,
+    in_limit,
+    in_step,
+    out_n,
+    out_cols,
+    stride_om,
+    stride_on,
+    out_share,
+    out_limit,
+    out_step,
+    BLOCK: tl.constexpr,
+    IN_LAYOUT: tl.constexpr,
+    OUT_LAYOUT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SCATTER: tl.constexpr,
+    REDUCE: tl.constexpr,
+    GATHER: tl.constexpr,
+    ONE_OUT: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WAITER: tl.constexpr,
+):
+    # flags: entered [rank], done [rank, LANES], arrived [slot][source rank, lane, chunk];
+    # staging: [slot][source rank, unit, BLOCK].
+    # ONE_OUT: `out` has one part only, this rank's.
+    source = View(
+        inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step, IN_LAYOUT, INTERLEAVED, TILE_N, GROUP_M
+    )
+    target = View(
+        out,
+        out_n,
+        out_cols,
+        stride_om,
+        stride_on,
+        out_share,
+        out_limit,
+        out_step,
+        OUT_LAYOUT,
+        INTERLEAVED and not ONE_OUT,
+        TILE_N,
+        GROUP_M,
+    )
+    epoch = next_epoch(sync)
+    bases = load_bases(words, WORLD_SIZE)
+    ctx = DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    rank = ctx.rank
+    lane, lanes = tl.program_id(0), tl.num_programs(0)
+    done = flags + WORLD_SIZE
+    per_lane = tl.cdiv(units, lanes)
+    begin = lane * per_lane
+    end = min(begin + per_lane, units)
+    ok = True
+    if REDUCE:
+        advance(sync, epoch)
+        slot = 0 if GATHER else epoch & 1
+        staged = staging + tl.cast(slot, tl.int64) * slot_elements
+        chunks = tl.cdiv(per_lane, chunk_units)
+        arrived = done + WORLD_SIZE * LANES + slot * slot_flags + lane * chunks
+        for c in range(0, chunks + 1):
+            first = begin + c * chunk_units
+            if c < chunks:
+                if ok:
+                    _push(ctx, bases, source, staged, first, min(first + chunk_units, end), units, BLOCK, WORLD_SIZE)
+                    signal_others(ctx, arrived + rank * lanes * chunks + c, epoch)
+            if c > 0:
+                ok = wait_others(ctx, arrived + c - 1, lanes * chunks, epoch, WAITER) and ok
+                if ok:
+                    _sum(
+                        ctx,
+                        bases,
+                        source,
+                        target,
+                        staged,
+                        first - chunk_units,
+                        min(first, end),
+                        units,
+                        BLOCK,
+                        WORLD_SIZE,
+                        GATHER,
+                        ONE_OUT,
+                    )
+    else:
+        if lane == 0:
+            signal_others(ctx, flags + rank, epoch)
+        advance(sync, epoch)
+        ok = wait_others(ctx, flags, 1, epoch, WAITER)
+        if ok:
+            _copy(ctx, bases, source, target, begin, end, BLOCK, WORLD_SIZE, SCATTER)
+    if GATHER or not REDUCE:
+        if ok:
+            signal_others(ctx, done + rank * LANES + lane, epoch)
+        wait_others(ctx, done + lane, LANES, epoch, WAITER)

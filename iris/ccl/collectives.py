@@ -1,0 +1,212 @@
+"""`ctx.ccl`: checks, a plan, memory, one kernel.
+
+A call with tensors at addresses that were seen before takes a shortcut around all of it (`iris/repeat.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import platform, repeat
+from ..errors import ArgumentError
+from . import launch
+from .config import Config, ReduceOp
+from .group import Group, group_of
+from .plan import Plan, machine_of, plan
+from .problem import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Problem,
+    bits,
+    check_overlap,
+    check_tensors,
+    describe,
+)
+from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from ..context import Iris
+
+_REPEATS_KEPT = 4096
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the first call of a shape found out."""
+
+    problem: Problem
+    plan: Plan
+    room: launch.Room
+
+
+class Collectives:
+    """The collectives of one context. Every rank of the group makes the same calls in the same order.
+
+    `out`, `inp`: device tensors of one dtype, of any shape whose rows stand one stride apart; an `out` on the symmetric
+    heap must be the same allocation on all ranks, any other is right too but large calls copy once more. `group`: a
+    process group, one dimension of a DeviceMesh or a list of ranks; None: all ranks. `async_op`: runs on a side stream;
+    `workspace.wait()` joins it. `config`: a `Config`, the same on all ranks; None takes the fastest by size.
+    `workspace`: what an earlier call of the group returned. All return their workspace.
+
+    Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` when the
+    workspace does not fit, `PeerLostError` when a rank was lost in an earlier call.
+    """
+
+    def __init__(self, ctx: Iris) -> None:
+        self._ctx = ctx
+        self._machine = machine_of(ctx.device, platform.num_programs(ctx.device))
+        self._groups: dict[Any, Group] = {}
+        self._workspaces: dict[Any, Workspace] = {}
+        self._prepared: dict[tuple, _Prepared] = {}
+        self._kernels: dict[tuple, object] = {}
+        self._repeats: dict[tuple, tuple] = {}
+
+    def all_to_all(self, out, inp, group=None, async_op=False, config=None, workspace=None) -> Workspace:
+        """Columns j * N ... of `inp` (M, N * w) to rank j, whose columns i * N ... of `out` they are, from rank i."""
+        return self._call(ALL_TO_ALL, out, inp, None, group, async_op, config, workspace)
+
+    def all_gather(self, out, inp, group=None, async_op=False, config=None, workspace=None) -> Workspace:
+        """`out` (w * M, N): every rank's `inp` (M, N), in rank order. `inp` may be this rank's part of `out`."""
+        return self._call(ALL_GATHER, out, inp, None, group, async_op, config, workspace)
+
+    def all_reduce(self, out, inp, op=None, group=None, async_op=False, config=None, workspace=None) -> Workspace:
+        """`out`: the sum over ranks of `inp`, of any shape, kept in fp32 and rounded once; `out` may be `inp`.
+
+        The same bits on every rank and in each run, but for the variants "atomic" and "spinlock".
+        """
+        return self._call(ALL_REDUCE, out, inp, op, group, async_op, config, workspace)
+
+    def reduce_scatter(self, out, inp, op=None, group=None, async_op=False, config=None, workspace=None) -> Workspace:
+        """This rank's rows of the sum over ranks of `inp` (M, N), if `out` is (M/w, N), parts as torch.chunk splits.
+
+        If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`,
+        in turn (`all_reduce_distribution=0`) or in one range each (1, the default).
+        """
+        return self._call(REDUCE_SCATTER, out, inp, op, group, async_op, config, workspace)
+
+    def all_reduce_preamble(self, out, inp, config=None, workspace=None, group=None) -> Workspace:
+        """A workspace for `all_reduce` calls like this one, which can then be captured at once. Launches no sum."""
+        ctx = self._ctx
+        ctx.check()
+        check_tensors(ALL_REDUCE, out, inp, ctx.device)
+        _check_options(ALL_REDUCE, None, config)
+        members = self._group(group)
+        workspace = self._workspace_of(ALL_REDUCE, members, workspace, new=True)
+        if inp.numel():
+            self._reserve(workspace, self._prepare(ALL_REDUCE, out, inp, config or Config(), members), out)
+        return workspace
+
+    def plan(self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, group=None) -> Plan:
+        """What a call would do, and the time that it should take; launches nothing."""
+        check_tensors(op, out, inp, self._ctx.device)
+        return self._prepare(op, out, inp, config or Config(), self._group(group)).plan
+
+    def _call(self, op, out, inp, reduce_op, group, async_op, config, workspace) -> Workspace:
+        ctx = self._ctx
+        ctx.check()
+        key = None if async_op else self._key(op, out, inp, reduce_op, group, config, workspace)
+        if key in self._repeats:
+            again, target, known = self._repeats[key]
+            ctx._join()
+            if again():
+                if target is not None:
+                    out.copy_(target)
+                return known
+        check_tensors(op, out, inp, ctx.device)
+        _check_options(op, reduce_op, config)
+        members = self._group(group)
+        prepared = self._prepare(op, out, inp, config or Config(), members)
+        check_overlap(op, out, inp, members.rank)
+        workspace = self._workspace_of(op, members, workspace)
+        if not inp.numel():
+            return workspace
+        staged = self._reserve(workspace, prepared, out)
+
+        def go() -> None:
+            target = out if staged is None else staged
+            args = launch.arguments(
+                workspace,
+                prepared.problem,
+                prepared.plan,
+                bits(target, prepared.problem.reduces),
+                bits(inp, prepared.problem.reduces),
+            )
+            grid = prepared.plan.programs, 1, 1
+            kernel = launch.kernel_of(prepared.plan)
+            again = repeat.launch(self._kernels, ctx.device, kernel, grid, args, num_warps=prepared.plan.num_warps)
+            if staged is not None:
+                out.copy_(staged)
+            if again and key:
+                if len(self._repeats) >= _REPEATS_KEPT:
+                    self._repeats.clear()
+                self._repeats[key] = again, staged, workspace
+
+        if async_op and ctx.device.type == "cuda":
+            workspace._done = ctx._side.run(go)
+        else:
+            ctx._join()
+            go()
+        ctx.check()
+        return workspace
+
+    def _key(self, op, out, inp, reduce_op, group, config, workspace) -> tuple | None:
+        """What a call comes down to: one with the same key passes the same checks and launches the same."""
+        try:
+            addresses = repeat.address(out), repeat.address(inp)
+            key = op, addresses, reduce_op, group, config, workspace, torch.is_grad_enabled()
+            hash(key)
+        except (AttributeError, RuntimeError, TypeError):  # wrong arguments, or a list as group
+            return None
+        return key
+
+    def _prepare(self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config, members: Group) -> _Prepared:
+        key = op, out.shape, inp.shape, inp.dtype, config, members
+        if key not in self._prepared:
+            problem = describe(op, out, inp, members.rank, members.size)
+            if not inp.numel():
+                return _Prepared(problem, None, None)
+            chosen = plan(problem, config, self._machine)
+            self._prepared[key] = _Prepared(problem, chosen, launch.room(problem, chosen))
+        return self._prepared[key]
+
+    def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
+        """Makes room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
+        room = prepared.room
+        grown = workspace.reserve(room.area, room.flags, room.nbytes, room.fill)
+        staged = None
+        if launch.writes_to_peers(prepared.problem, prepared.plan) and not self._ctx.is_symmetric(out):
+            nbytes = out.numel() * out.element_size()
+            grown = workspace.reserve("results", 0, nbytes) or grown
+            staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)
+        if grown:
+            self._repeats.clear()  # they go to memory that graphs may use still, but calls no longer
+        return staged
+
+    def _group(self, group: Any) -> Group:
+        key = tuple(group) if isinstance(group, list) else group
+        if key not in self._groups:
+            self._groups[key] = group_of(self._ctx, group)
+        return self._groups[key]
+
+    def _workspace_of(self, op: str, members: Group, workspace: Workspace | None, new: bool = False) -> Workspace:
+        if workspace is None:
+            if new:
+                return Workspace(members)
+            if members not in self._workspaces:
+                self._workspaces[members] = Workspace(members)
+            return self._workspaces[members]
+        if not isinstance(workspace, Workspace) or workspace.group is not members:
+            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that a call of this group returned")
+        return workspace
+
+
+def _check_options(op: str, reduce_op: Any, config: Any) -> None:
+    if config is not None and not isinstance(config, Config):
+        raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris.ccl.Config")
+    if reduce_op is not None and reduce_op is not ReduceOp.SUM:
+        raise ArgumentError(f"{op}: op is {reduce_op!r}; expected ReduceOp.SUM")

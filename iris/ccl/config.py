@@ -1,0 +1,79 @@
+"""`Config`, how a collective is to be carried out, and `ReduceOp`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+from ..errors import ArgumentError
+
+ALL_REDUCE_VARIANTS = ("atomic", "ring", "one_shot", "two_shot", "spinlock")
+REDUCE_SCATTER_VARIANTS = ("two_shot",)
+PROTOCOLS = ("words", "flags")
+
+
+class ReduceOp(Enum):
+    """How elements of the ranks are combined."""
+
+    SUM = "sum"
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a collective is carried out; the same on all ranks. What is None is chosen by shape and machine.
+
+    `block_size_m`, `block_size_n`: powers of two. Their product is how many elements a program moves at once; they are
+    also the tile of a reduce-scatter whose `out` has the shape of its input. `swizzle_size`: row blocks of such tiles
+    that are numbered together. `comm_sms`: programs, at most the chip's multiprocessors. `all_reduce_variant`:
+    "one_shot" (everyone sums everything), "two_shot" (each rank sums a part and sends it to all), "ring", "atomic" or
+    "spinlock" (everyone adds into everyone's sum, in the order of arrival: results may differ in their last bits
+    between runs and ranks; all other variants give the same bits on every rank and in each run).
+    `all_reduce_distribution`: whose part is what: 0 block after block in turn, 1 one range each.
+    `all_reduce_num_rings`: into how many rings the data of "ring" is divided, every second one running the other way
+    round. `reduce_scatter_variant`: "two_shot".
+    `protocol`: how arrival is known: "words" (each word says it, for small tensors) or "flags" (for large ones).
+    """
+
+    block_size_m: int | None = None
+    block_size_n: int | None = None
+    swizzle_size: int | None = None
+    comm_sms: int | None = None
+    all_reduce_variant: str | None = None
+    all_reduce_distribution: int | None = None
+    all_reduce_num_rings: int | None = None
+    reduce_scatter_variant: str | None = None
+    protocol: str | None = None
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None:
+                continue
+            if f.type.startswith("int"):
+                least = 0 if f.name == "all_reduce_distribution" else 1
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                    raise ArgumentError(f"Config.{f.name} is {value!r}; expected an integer from {least}")
+        for name in ("block_size_m", "block_size_n"):
+            value = getattr(self, name)
+            if value is not None and (value & (value - 1) or value > 1 << 16):
+                raise ArgumentError(f"Config.{name} is {value}; expected a power of two up to 65536")
+        for name, allowed in (
+            ("all_reduce_variant", ALL_REDUCE_VARIANTS),
+            ("all_reduce_distribution", (0, 1)),
+            ("reduce_scatter_variant", REDUCE_SCATTER_VARIANTS),
+            ("protocol", PROTOCOLS),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ArgumentError(f"Config.{name} is {value!r}; expected one of {allowed}")
+
+    @property
+    def block(self) -> int | None:
+        """Elements that a program moves at once."""
+        if self.block_size_m is None and self.block_size_n is None:
+            return None
+        return self.tile[0] * self.tile[1]
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_size_m or 32, self.block_size_n or 64

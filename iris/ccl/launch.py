@@ -1,0 +1,145 @@
+"""From a problem and its plan to a kernel launch: areas of the workspace, and the arguments by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ..device.sync import WAITERS
+from .by_flags import LANES, flags_kernel
+from .by_words import words_kernel
+from .plan import Plan, part_of, units_of
+from .problem import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Problem, Rows, rows_of
+from .view import FLAT, ROWS, TILES
+from .workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a call needs of a workspace's area."""
+
+    area: str
+    flags: int = 0
+    nbytes: int = 0
+    fill: int = 0
+
+
+def room(problem: Problem, plan: Plan) -> Room:
+    w, units = problem.world_size, _units(problem, plan)
+    unit_bytes = plan.block * problem.dtype.itemsize
+    if plan.protocol == "words":
+        wide = 1 if problem.reduces and problem.dtype.is_floating_point else 2
+        shots = 2 if _gathers(problem, plan) else 1
+        return Room("words", 0, 2 * shots * w * units * unit_bytes * wide, 255)
+    table = w + w * LANES.value
+    if not problem.reduces:
+        return Room("copies", table)
+    chunks = triton.cdiv(triton.cdiv(units, plan.programs), plan.chunk)
+    slots = 1 if problem.op == ALL_REDUCE else 2
+    area = "sums" if problem.op == ALL_REDUCE else "parts"
+    return Room(area, table + slots * w * plan.programs * chunks, slots * w * units * unit_bytes)
+
+
+def writes_to_peers(problem: Problem, plan: Plan) -> bool:
+    """Whether the kernel stores into the peers' `out`, which must then lie on the heap."""
+    return problem.op != REDUCE_SCATTER and plan.protocol == "flags"
+
+
+def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> dict:
+    """Of the kernel of `plan.protocol`, by name."""
+    w, units = problem.world_size, _units(problem, plan)
+    area = workspace.areas[room(problem, plan).area]
+    shares = _shares(problem, plan, out, inp, units)
+    args = dict(
+        inp=inp,
+        out=out,
+        sync=area.sync,
+        words=workspace.group.words,
+        units=units,
+        **shares,
+        BLOCK=plan.block,
+        INTERLEAVED=plan.interleaved,
+        TILE_N=plan.tile_n or 1,
+        GROUP_M=plan.group_m,
+        SCATTER=problem.op != ALL_GATHER and plan.variant != "one_shot",
+        REDUCE=problem.reduces,
+        GATHER=_gathers(problem, plan),
+        ONE_OUT=problem.op == REDUCE_SCATTER and not problem.cols,
+        WORLD_SIZE=w,
+        WAITER=WAITERS.index(problem.op),
+    )
+    if plan.protocol == "words":
+        staging = area.staging.view(_word(problem))
+        return args | dict(staging=staging, slot_words=staging.numel() // 2)
+    # a kernel that only copies has no staging
+    staging = area.staging.view(problem.dtype) if problem.reduces else area.flags
+    table = w + w * LANES.value
+    return args | dict(
+        staging=staging,
+        flags=area.flags,
+        chunk_units=plan.chunk,
+        slot_elements=staging.numel() // 2,
+        slot_flags=(area.flags.numel() - table) // 2,
+    )
+
+
+def kernel_of(plan: Plan) -> triton.JITFunction:
+    return words_kernel if plan.protocol == "words" else flags_kernel
+
+
+def _units(problem: Problem, plan: Plan) -> int:
+    if plan.interleaved and not problem.cols:
+        return triton.cdiv(triton.cdiv(problem.n, plan.block), problem.world_size)
+    return units_of(problem, plan.variant, plan.block, plan.tile_n)
+
+
+def _gathers(problem: Problem, plan: Plan) -> bool:
+    return problem.op == ALL_REDUCE and plan.variant != "one_shot"
+
+
+def _word(problem: Problem) -> torch.dtype:
+    """The integers that words are."""
+    size = problem.dtype.itemsize
+    if not (problem.reduces and problem.dtype.is_floating_point):
+        size *= 2
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+
+
+def _shares(problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor, units: int) -> dict:
+    """How the two tensors are cut."""
+    op, w, n = problem.op, problem.world_size, problem.n
+    by_columns = op == ALL_TO_ALL or problem.cols > 0
+    source, target = (rows_of(op, name, t, by_columns) for name, t in (("inp", inp), ("out", out)))
+    if op == ALL_TO_ALL:
+        cut = dict(n=problem.part, share=0, limit=problem.part)
+        width = source.cols // w
+        return _view("in", source, width, step=width * source.stride_col, **cut) | _view(
+            "out", target, width, step=width * target.stride_col, **cut
+        )
+    if problem.cols:
+        cut = dict(n=n, share=units, limit=0, tiles=True)
+        return _view("in", source, **cut) | _view("out", target, **cut)
+    share = part_of(problem, plan.variant)
+    if op == ALL_GATHER:
+        return _view("in", source, n=n, share=0, limit=n) | _view("out", target, n=n * w, share=n, limit=n)
+    cut = dict(share=share, limit=share)
+    return _view("in", source, n=n, **cut) | _view("out", target, n=n if op == ALL_REDUCE else out.numel(), **cut)
+
+
+def _view(
+    name: str, rows: Rows, cols: int = 0, *, n: int, share: int, limit: int, step: int = 0, tiles: bool = False
+) -> dict:
+    letter = name[0]
+    layout = TILES if tiles else FLAT if rows.flat else ROWS
+    return {
+        f"{name}_n": n,
+        f"{name}_cols": cols or rows.cols,
+        f"stride_{letter}m": rows.stride_row,
+        f"stride_{letter}n": rows.stride_col,
+        f"{name}_share": share,
+        f"{name}_limit": limit,
+        f"{name}_step": step,
+        f"{name.upper()}_LAYOUT": layout.value,
+    }

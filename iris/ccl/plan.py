@@ -1,0 +1,187 @@
+"""How a collective is carried out: arithmetic on its size, the number of ranks and the machine's rates, no table.
+
+So it is the same on every rank without talking. `plan` fills in what a `Config` leaves open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..errors import ArgumentError
+from .config import Config
+from .problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Problem
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one device; measured on an H200 of an NVLink host."""
+
+    num_programs: int
+    """Programs that run at once."""
+    link_gbs: float = 363.0
+    """Stores to all peers together, each way."""
+    words_gbs: float = 250.0
+    """The same for words that are polled, read and emptied again."""
+    launch_us: float = 3.2
+    hop_us: float = 1.6
+    """A word that says itself that it has arrived: stored there, seen there."""
+    signal_us: float = 4.2
+    """A program's stores drained, its signal sent and seen."""
+    enter_us: float = 2.7
+    """A signal with nothing to drain."""
+    interpreted: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is launched. `block`: elements of a unit. `tile_n`, `group_m`: of a unit that is a tile. `chunk`: units
+    between two signals. `rings`: 0 but for a ring.
+    """
+
+    variant: str
+    protocol: str
+    block: int
+    programs: int
+    num_warps: int
+    interleaved: bool
+    tile_n: int
+    group_m: int
+    chunk: int
+    rings: int
+    expected_us: float
+
+    @property
+    def scatter(self) -> bool:
+        return self.variant != "one_shot"
+
+
+def plan(problem: Problem, config: Config, machine: Machine) -> Plan:
+    return _plan(problem, config, machine)
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
+    candidates = [
+        (_expected_us(problem, variant, protocol, machine), order, variant, protocol)
+        for order, (variant, protocol) in enumerate(_candidates(problem, config))
+    ]
+    if not candidates:
+        raise ArgumentError(
+            f"{problem.op}: {config} cannot serve {problem.dtype} with {problem.world_size} ranks; expected "
+            f"protocol='flags' with a variant other than one_shot, or protocol=None"
+        )
+    us, _, variant, protocol = min(candidates)
+    programs = min(config.comm_sms or machine.num_programs, machine.num_programs)
+    tile_m, tile_n = config.tile
+    if problem.cols:
+        block = tile_m * tile_n
+    else:
+        block, tile_n = config.block or _block(problem, variant, protocol, programs, machine), 0
+    units = units_of(problem, variant, block, tile_n)
+    chunk = max(1, min(_CHUNK_BYTES // (block * problem.dtype.itemsize), -(-units // programs)))
+    work = units * (problem.world_size if variant != "one_shot" or not problem.reduces else 1)
+    lanes = units if protocol == "flags" else work
+    return Plan(
+        variant=variant,
+        protocol=protocol,
+        block=block,
+        programs=max(1, min(programs, lanes)),
+        num_warps=_num_warps(block, protocol),
+        interleaved=config.all_reduce_distribution == 0 and (problem.op == ALL_REDUCE or problem.cols > 0),
+        tile_n=tile_n,
+        group_m=config.swizzle_size or 4,
+        chunk=chunk,
+        rings=config.all_reduce_num_rings or (1 if variant == "ring" else 0),
+        expected_us=us,
+    )
+
+
+# What a lane pushes to all owners between two signals: a signal costs about as much time as 8 KiB of the link's share.
+_CHUNK_BYTES = 32 << 10
+
+
+def _candidates(problem: Problem, config: Config) -> list[tuple[str, str]]:
+    """(variant, protocol) pairs that can serve the problem and are not excluded by the config."""
+    if problem.op == ALL_REDUCE:
+        found = [("one_shot", "words"), ("two_shot", "words"), ("two_shot", "flags")]
+        wanted = config.all_reduce_variant
+    else:
+        found, wanted = [("two_shot", "words"), ("two_shot", "flags")], None
+    if problem.dtype.itemsize > 4 and not problem.dtype.is_floating_point:
+        found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]  # no wider words
+    if problem.op == REDUCE_SCATTER and not _everyone_owns(problem):
+        found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]
+    return [
+        (variant, protocol)
+        for variant, protocol in found
+        if wanted in (None, variant) and config.protocol in (None, protocol)
+    ]
+
+
+def _everyone_owns(problem: Problem) -> bool:
+    """Whether every rank has part of a reduce-scatter: who waits for no word runs ahead of the two slots."""
+    return not problem.cols and problem.part * (problem.world_size - 1) < problem.n
+
+
+def _expected_us(problem: Problem, variant: str, protocol: str, machine: Machine) -> float:
+    w, nbytes = problem.world_size, problem.nbytes
+    others = w - 1
+    if problem.op == ALL_REDUCE:
+        hops, sent = (1, others * nbytes) if variant == "one_shot" else (2, 2 * others * nbytes / w)
+    else:
+        hops, sent = 1, others * (nbytes if problem.op == ALL_GATHER else nbytes / w)
+    if w == 1:
+        return machine.launch_us
+    if protocol == "words":
+        wide = 1 if problem.reduces and problem.dtype.is_floating_point else 2
+        return machine.launch_us + hops * machine.hop_us + wide * sent / (machine.words_gbs * 1e3)
+    enter = 0.0 if problem.reduces else machine.enter_us
+    return machine.launch_us + enter + hops * machine.signal_us + sent / (machine.link_gbs * 1e3)
+
+
+def part_of(problem: Problem, variant: str) -> int:
+    """Elements of the largest part."""
+    if problem.part:
+        return problem.part
+    if problem.op == ALL_REDUCE and variant == "one_shot":
+        return problem.n
+    return -(-problem.n // (16 * problem.world_size)) * 16  # whole vectors
+
+
+def units_of(problem: Problem, variant: str, block: int, tile_n: int = 0) -> int:
+    """Units of the largest part."""
+    if problem.cols:
+        tile_m, rows = block // tile_n, problem.n // problem.cols
+        return -(-(-(-rows // tile_m) * -(-problem.cols // tile_n)) // problem.world_size)
+    return -(-part_of(problem, variant) // block)
+
+
+def _block(problem: Problem, variant: str, protocol: str, programs: int, machine: Machine) -> int:
+    """Many units where there are few elements, for many programs; large ones where there are many."""
+    itemsize = problem.dtype.itemsize
+    if machine.interpreted:
+        return 1 << max(4, min(14, (part_of(problem, variant) - 1).bit_length()))
+    if protocol == "flags":
+        least, most = 4096 // itemsize, 16384 // itemsize
+    else:
+        least, most = 256, 4096 // itemsize
+    block = most
+    while block > least and units_of(problem, variant, block) * problem.world_size < 2 * programs:
+        block //= 2
+    return block
+
+
+def _num_warps(block: int, protocol: str) -> int:
+    if protocol == "flags":
+        return 8 if block >= 2048 else 4
+    return max(1, min(8, block // 256))
+
+
+def machine_of(device: torch.device, num_programs: int) -> Machine:
+    if device.type == "cpu":
+        # hops are a switch of processes, and each operation of a kernel costs more than its data
+        return Machine(1, 1.0, 0.8, 2000.0, 2000.0, 4000.0, 2000.0, interpreted=True)
+    return Machine(num_programs)

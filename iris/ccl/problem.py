@@ -1,0 +1,163 @@
+"""From tensors to a `Problem`: what is moved where, and how it is cut. Every check of an argument is here; no triton.
+
+Shapes, w the number of ranks; a tensor may have any number of dimensions, its last one being the columns:
+
+    all_reduce      inp and out of one shape
+    all_gather      inp (M, N), out (w * M, N)
+    all_to_all      inp and out (M, N * w): columns from j * N on go to rank j, those from i * N on come from rank i
+    reduce_scatter  inp (M, N), out (M/w, N): this rank's rows, parts as torch.chunk splits them; or out (M, N), of
+                    which this rank's tiles are written
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
+
+ALL_REDUCE = "all_reduce"
+ALL_GATHER = "all_gather"
+REDUCE_SCATTER = "reduce_scatter"
+ALL_TO_ALL = "all_to_all"
+
+SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Signed types of 1 to 8 bytes: what is only copied travels as these, and unsigned sums are the signed ones' bits.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements; offsets fit into 32 bits, with room for the last units.
+_MAX_ELEMENTS = 2**31 - 2**20
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor's elements in memory: `rows` of `cols` elements, and the strides."""
+
+    rows: int
+    cols: int
+    stride_row: int
+    stride_col: int
+
+    @property
+    def flat(self) -> bool:
+        return self.rows == 1 and self.stride_col == 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One collective. `n`: elements that a rank puts in. `part`: elements of the largest part that a rank is given or
+    gives, where the shapes say so; else 0. `cols`: columns of the tiles of a reduce-scatter into tiles; else 0.
+    """
+
+    op: str
+    n: int
+    part: int
+    cols: int
+    dtype: torch.dtype
+    world_size: int
+
+    @property
+    def reduces(self) -> bool:
+        return self.op in (ALL_REDUCE, REDUCE_SCATTER)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what a rank puts in."""
+        return self.n * self.dtype.itemsize
+
+
+def bits(t: torch.Tensor, summed: bool) -> torch.Tensor:
+    """`t` as the kernels take it."""
+    if summed and t.dtype != torch.uint8:
+        return t
+    return t.view(_BITS[t.dtype.itemsize])
+
+
+def rows_of(op: str, name: str, t: torch.Tensor, columns: bool = False) -> Rows:
+    """How `t` lies in memory; as one row where that can be and `columns` does not keep it from it."""
+    if t.is_contiguous() and not columns:
+        return Rows(1, t.numel(), t.numel(), 1)
+    if t.ndim == 1:
+        return Rows(1, t.numel(), t.numel(), t.stride(0))
+    try:
+        m = t.view(-1, t.shape[-1])
+    except RuntimeError:
+        raise ArgumentError(
+            f"{op}: {name} {tuple(t.shape)} has strides {t.stride()}; expected rows that stand one stride apart. Pass "
+            f"{name}.contiguous()"
+        ) from None
+    return Rows(m.shape[0], m.shape[1], m.stride(0), m.stride(1))
+
+
+def describe(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int, world_size: int) -> Problem:
+    """The problem that the shapes say. Raises `ShapeError` where they fit none."""
+    w, part, cols = world_size, 0, 0
+    given, got = tuple(inp.shape), tuple(out.shape)
+    if op == ALL_REDUCE:
+        fits, wanted = given == got, "one shape"
+    elif op == ALL_GATHER:
+        fits = inp.ndim > 0 and got == (given[0] * w, *given[1:])
+        part, wanted = inp.numel(), "inp (M, N) and out (w * M, N)"
+    elif op == ALL_TO_ALL:
+        fits = inp.ndim > 0 and given == got and given[-1] % w == 0
+        part, wanted = inp.numel() // w, "inp and out (M, N * w)"
+    else:
+        share = -(-given[0] // w) if inp.ndim else 0
+        own = max(0, min(share, given[0] - rank * share)) if inp.ndim else 0
+        fits = inp.ndim > 0 and got in ((own, *given[1:]), given)
+        if fits and got != (own, *given[1:]):
+            cols = given[-1]
+        part = 0 if cols or not fits else share * (inp.numel() // max(1, given[0]))
+        wanted = f"inp (M, N) and out (M/w, N), here {(own, *given[1:])}, or (M, N)"
+    if not fits:
+        raise ShapeError(f"{op}: inp is {given}, out is {got} on rank {rank} of w = {w}; expected {wanted}")
+    for name, t in (("inp", inp), ("out", out)):
+        if t.numel() > _MAX_ELEMENTS:
+            raise ShapeError(f"{op}: {name} has {t.numel()} elements; expected at most {_MAX_ELEMENTS}, in a call")
+    summed = op in (ALL_REDUCE, REDUCE_SCATTER)
+    dtype = inp.dtype if summed and inp.dtype != torch.uint8 else _BITS[inp.dtype.itemsize]
+    return Problem(op, inp.numel(), part, cols, dtype, w)
+
+
+def check_tensors(op: str, out: torch.Tensor, inp: torch.Tensor, device: torch.device) -> None:
+    """Raises a typed error for a tensor of the wrong kind, dtype or device."""
+    for name, t in (("inp", inp), ("out", out)):
+        if not isinstance(t, torch.Tensor):
+            raise ArgumentError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
+        if t.device != device:
+            raise DeviceError(f"{op}: {name} is on {t.device}; expected {device}, the context's device")
+        if t.layout is not torch.strided:
+            raise ArgumentError(f"{op}: {name} has layout {t.layout}; expected a strided tensor")
+        if op in (ALL_REDUCE, REDUCE_SCATTER) and t.dtype not in SUMMED:
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, SUMMED))}")
+        if t.dtype.itemsize not in _BITS or t.is_conj() or t.is_neg():
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected elements of at most 8 bytes, not conjugated")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(f"{op}: {name} requires grad, and there is no backward; call it under torch.no_grad()")
+    if out.dtype != inp.dtype:
+        raise DtypeError(f"{op}: out has dtype {out.dtype} and inp has {inp.dtype}; expected the same")
+    if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
+
+
+def check_overlap(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int) -> None:
+    """In place are all_reduce into its input and all_gather from this rank's part of `out`. Nothing else may meet."""
+    if not out.numel() or not inp.numel():
+        return
+    (a0, a1), (b0, b1) = _extent(out), _extent(inp)
+    if a0 >= b1 or b0 >= a1:
+        return
+    own = out
+    if op == ALL_GATHER:
+        own = out[rank * inp.shape[0] : (rank + 1) * inp.shape[0]]
+    same = (own.data_ptr(), own.shape, own.stride()) == (inp.data_ptr(), inp.shape, inp.stride())
+    if op not in (ALL_REDUCE, ALL_GATHER) or not same:
+        raise ArgumentError(
+            f"{op}: out overlaps inp in memory; expected separate tensors, or for all_reduce the same one, for "
+            f"all_gather this rank's part of out"
+        )
+
+
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+    return t.data_ptr(), t.data_ptr() + reach * t.element_size()

@@ -1,0 +1,73 @@
+"""The memory that collectives share: for each kernel its epoch, flags and staging.
+
+It grows to the largest call, in powers of two, and never gives back: a captured graph may refer to what it used before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import platform
+from ..errors import CaptureError
+
+if TYPE_CHECKING:
+    from .group import Group
+
+
+@dataclass
+class Area:
+    """What the calls of one kernel share. `sync`: [epoch, programs that finished]."""
+
+    sync: torch.Tensor
+    flags: torch.Tensor
+    staging: torch.Tensor
+
+
+class Workspace:
+    """Staging memory of one group, for calls that follow each other in stream order. Made by all its ranks."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.areas: dict[str, Area] = {}
+        self._done: torch.cuda.Event | None = None
+
+    def reserve(self, name: str, num_flags: int, nbytes: int, fill: int = 0) -> bool:
+        """Makes room in an area: int32 flags, bytes of staging, which begins with every byte as `fill`.
+
+        The same on all ranks of the group. Returns whether there was less before.
+        """
+        device = self.group.ctx.device
+        area = self.areas.get(name)
+        grown = False
+        if area is None:
+            _refuse_capture(device)
+            nothing = torch.empty(0, dtype=torch.int32, device=device)
+            area = self.areas[name] = Area(torch.zeros(2, dtype=torch.int32, device=device), nothing, nothing)
+        if num_flags > area.flags.numel():
+            _refuse_capture(device)
+            area.flags, grown = self.group.allocate(4 * _grown(num_flags)).view(torch.int32).zero_(), True
+        if nbytes > area.staging.numel() * area.staging.element_size():
+            _refuse_capture(device)
+            area.staging, grown = self.group.allocate(_grown(nbytes)).fill_(fill), True
+        if grown:
+            self.group.barrier()  # no peer stores here before this rank's memory is as it must be
+        return grown
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the last call that ran with `async_op=True`."""
+        if self._done is not None:
+            torch.cuda.current_stream(self.group.ctx.device).wait_event(self._done)
+
+
+def _grown(size: int) -> int:
+    return 1 << max(12, (size - 1).bit_length())
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if platform.is_capturing(device):
+        raise CaptureError(
+            "the first call of a size sets up its workspace and cannot be captured; call it once before capturing"
+        )

@@ -1,0 +1,100 @@
+"""Launching again what was launched before: a model calls its layers with the same tensors, or with others at the same
+addresses, over and over.
+
+Triton's own way to launch a compiled kernel asks every argument for its address and encodes every tensor descriptor
+anew. Here all of that is done once, and a call is Triton's C launcher with a list of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import inspect
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
+ALIGNMENT = 16
+
+
+def address(t: torch.Tensor | None) -> tuple | None:
+    """All of a tensor that an op's checks and its launch depend on."""
+    if t is None:
+        return None
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device(), t.requires_grad
+
+
+def launch(
+    kernels: dict,
+    device: torch.device,
+    kernel: triton.JITFunction,
+    grid: tuple[int, int, int],
+    args: dict,
+    **options: int,
+) -> Callable[[], bool] | None:
+    """Launches `kernel` on `args`, its arguments by name, in the current stream. `options`: num_warps, num_stages.
+
+    `kernels` keeps what was compiled, by all that Triton specialises a kernel on, so that later calls skip Triton's
+    own look-up, which costs several times the launch itself. Returns a function that launches the same once more at a
+    tenth of the host's time, or None where there is none.
+    """
+    key = (kernel, *options.values(), *map(_specialization, args.values()))
+    known = kernels.get(key)
+    if known is None:
+        compiled = kernel[grid](**args, **options)
+        if compiled is None:  # the interpreter compiles nothing
+            return None
+        known = kernels[key] = compiled, kernel.arg_names
+    else:
+        compiled, names = known
+        compiled[grid](*[args[name] for name in names])
+    compiled, names = known
+    return prepare(compiled, grid, [args[name] for name in names], device)
+
+
+def _specialization(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % ALIGNMENT == 0
+    return "descriptor" if isinstance(value, TensorDescriptor) else value
+
+
+def prepare(compiled, grid: tuple[int, int, int], values: list, device: torch.device) -> Callable[[], bool] | None:
+    """A function that launches `compiled` on `values` in the current stream, or says False: a profiler listens.
+
+    It holds addresses, not tensors. None where Triton's CUDA launcher is not as this file knows it (triton 3.6).
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    try:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        runner = compiled.run
+        call = inspect.getclosurevars(runner.launch).nonlocals["launcher"] if _descriptors(values) else runner.launch
+        if runner.global_scratch_size or runner.profile_scratch_size:
+            return None
+        head = compiled.function, runner.launch_cooperative_grid, runner.launch_pdl, None, None
+        metadata = iter(compiled.metadata.tensordesc_meta or [None] * len(values))
+        enter, leave = triton.knobs.runtime.launch_enter_hook.calls, triton.knobs.runtime.launch_exit_hook.calls
+        current_stream = triton.runtime.driver.active.get_current_stream
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return None
+    arguments: list[object] = []
+    for value in values:
+        if isinstance(value, TensorDescriptor):
+            arguments += make_tensordesc_arg(value, next(metadata))
+        else:
+            arguments.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+    tail = compiled.packed_metadata, None, None, None, *arguments
+
+    def again() -> bool:
+        if enter or leave:
+            return False
+        call(*grid, current_stream(device.index), *head, *tail)
+        return True
+
+    return again
+
+
+def _descriptors(values: list) -> bool:
+    return any(isinstance(value, TensorDescriptor) for value in values)

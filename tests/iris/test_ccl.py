@@ -1,0 +1,187 @@
+"""The collectives of `iris.ccl`: every op, variant and protocol, odd shapes, against float64; bits where promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import iris
+from iris.ccl import Config
+import pytest
+import torch
+
+from tests.checks import Guarded, assert_close_to_reference, poison
+from tests.harness import WORLDS, both, run_ranks
+
+pytestmark = both
+
+FLAGS, WORDS = Config(protocol="flags"), Config(protocol="words")
+ONE, TWO = Config(all_reduce_variant="one_shot"), Config(all_reduce_variant="two_shot", protocol="words")
+SMALL = dict(block_size_m=8, block_size_n=8)  # several units a part, also of small tensors
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `shape`: of a rank's input."""
+
+    op: str
+    shape: tuple[int, ...]
+    config: Config | None = None
+    dtype: torch.dtype = torch.bfloat16
+    pad: int = 0
+    """Elements between the rows of `inp` and of `out`."""
+    on_heap: bool = True
+    in_place: bool = False
+    tiles: bool = False
+    """reduce_scatter: `out` has the shape of `inp`."""
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.shape} {self.dtype} {self.config}"
+
+
+def inputs(case: Case, world_size: int) -> list[torch.Tensor]:
+    """Every rank's input."""
+    generator = torch.Generator().manual_seed(case.seed)
+    sizes = world_size, *case.shape
+    if case.dtype.is_floating_point:
+        return list(torch.randn(sizes, generator=generator).to(case.dtype))
+    info = torch.iinfo(case.dtype)
+    return list(torch.randint(info.min, info.max, sizes, generator=generator, dtype=case.dtype))
+
+
+def tiles_of(case: Case, world_size: int, rank: int) -> torch.Tensor:
+    """Which elements belong to this rank's tiles: tiles in row-major order (swizzle_size=1)."""
+    config, (rows, cols) = case.config, case.shape
+    m, n = config.tile
+    across = -(-cols // n)
+    number = (torch.arange(rows) // m)[:, None] * across + torch.arange(cols) // n
+    if config.all_reduce_distribution == 0:
+        return number % world_size == rank
+    share = -(-(-(-rows // m) * across) // world_size)
+    return number // share == rank
+
+
+def expected(case: Case, world_size: int, rank: int, exact: bool) -> torch.Tensor:
+    """In float64, or summed in fp32 and rounded once; integers wrap."""
+    given = inputs(case, world_size)
+    if case.op == "all_gather":
+        return torch.cat(given)
+    if case.op == "all_to_all":
+        return torch.cat([t.chunk(world_size, -1)[rank] for t in given], -1)
+    wide = (torch.float64 if exact else torch.float32) if case.dtype.is_floating_point else torch.int64
+    total = torch.zeros(case.shape, dtype=wide)
+    for t in given:
+        total += t.to(wide)
+    if case.op == "reduce_scatter" and not case.tiles:
+        share = -(-case.shape[0] // world_size)
+        total = total[rank * share : (rank + 1) * share]
+    return total if exact and case.dtype.is_floating_point else total.to(case.dtype)
+
+
+class Call:
+    """The tensors of one rank for a case."""
+
+    def __init__(self, ctx: iris.Iris, case: Case) -> None:
+        self.ctx, self.case, self.rank, self.world = ctx, case, ctx.cur_rank, ctx.num_ranks
+        self.given = inputs(case, self.world)[self.rank].to(ctx.device)
+        largest = list(case.shape)  # every rank takes as much from the heap
+        if case.op == "all_gather":
+            largest[0] *= self.world
+        elif case.op == "reduce_scatter" and not case.tiles:
+            largest[0] = -(-largest[0] // self.world)
+        ordinary = SimpleNamespace(empty=partial(torch.empty, device=ctx.device), device=ctx.device)
+        self.guarded = Guarded(ctx if case.on_heap else ordinary, tuple(largest), case.dtype, row_pad=case.pad)
+        rows = expected(replace(case, seed=0), self.world, self.rank, False).shape[0]
+        self.out = self.guarded.tensor[:rows]
+        self.wide = poison(self.given.new_empty(*case.shape[:-1], case.shape[-1] + case.pad))
+        self.inp = self.wide[..., : case.shape[-1]]
+        if case.in_place:
+            self.inp = self.out if case.op == "all_reduce" else self.out.chunk(self.world)[self.rank]
+
+    def run(self, **options):
+        poison(self.guarded.tensor)
+        self.inp.copy_(self.given)
+        return getattr(self.ctx.ccl, self.case.op)(self.out, self.inp, config=self.case.config, **options)
+
+    def check(self) -> torch.Tensor:
+        case = self.case
+        self.guarded.check()
+        exact, rounded = (expected(case, self.world, self.rank, exact).to(self.ctx.device) for exact in (True, False))
+        out = self.out.clone()
+        if case.tiles:
+            mine = tiles_of(case, self.world, self.rank).to(self.ctx.device)
+            assert torch.equal(out[~mine].isnan(), torch.ones_like(out[~mine], dtype=torch.bool)), "others' tiles"
+            out, exact, rounded = out[mine], exact[mine], rounded[mine]
+        if case.op in ("all_gather", "all_to_all") or not case.dtype.is_floating_point:
+            assert torch.equal(out, rounded)
+        else:
+            assert_close_to_reference(out, exact, rounded)
+            deterministic = case.config is None or case.config.all_reduce_variant in (None, "one_shot", "two_shot")
+            assert not deterministic or torch.equal(out, rounded), "not summed in fp32 in rank order"
+        return self.out.clone()
+
+
+def check_cases(ctx: iris.Iris, cases: list[Case]) -> None:
+    for case in cases:
+        try:
+            call = Call(ctx, case)
+            workspace = call.run()
+            call.check()
+            call.run(workspace=workspace)
+            call.check()
+        except Exception as error:
+            raise AssertionError(f"rank {ctx.cur_rank} of {ctx.num_ranks}, {case}: {error!r}") from error
+
+
+def small(config: Config) -> Config:
+    return replace(config, **SMALL)
+
+
+CASES = [
+    # every op by both protocols, and as the plan has it
+    *(Case("all_reduce", (9, 37), config) for config in (None, ONE, TWO, FLAGS)),
+    *(Case(op, (10, 37), config) for op in ("all_gather", "reduce_scatter") for config in (None, WORDS, FLAGS)),
+    *(Case("all_to_all", (9, 60), config) for config in (None, WORDS, FLAGS)),
+    # several units, fewer than a vector, one element, one dimension, three
+    *(Case("all_reduce", (700,), small(config)) for config in (ONE, TWO, FLAGS)),
+    *(Case("all_reduce", (1,), config) for config in (ONE, TWO, FLAGS)),
+    *(Case("all_reduce", (3, 5, 7), replace(small(config), all_reduce_distribution=0)) for config in (TWO, FLAGS)),
+    *(Case("all_gather", (1,), config) for config in (WORDS, FLAGS)),
+    *(Case("reduce_scatter", (5, 2, 3), config) for config in (None, FLAGS)),  # with four ranks, one has no rows
+    *(Case("all_to_all", (1, 12), config) for config in (WORDS, FLAGS)),
+    # rows that stand apart
+    *(Case("all_reduce", (6, 40), small(config), pad=3) for config in (ONE, TWO, FLAGS)),
+    *(Case(op, (6, 24), small(config), pad=8) for op in ("all_gather", "all_to_all") for config in (WORDS, FLAGS)),
+    *(Case("reduce_scatter", (12, 20), small(config), pad=4) for config in (WORDS, FLAGS)),
+    # dtypes: sums of floats and integers, any bits where nothing is summed
+    *(
+        Case("all_reduce", (130,), config, dtype)
+        for dtype in (torch.float16, torch.float32, torch.int8, torch.uint8, torch.int16, torch.int32)
+        for config in (ONE, FLAGS)
+    ),
+    Case("all_reduce", (130,), None, torch.int64),
+    Case("reduce_scatter", (13, 4), None, torch.int32),
+    *(
+        Case("all_gather", (33,), config, dtype)
+        for dtype in (torch.int8, torch.int16, torch.float32)
+        for config in (WORDS, FLAGS)
+    ),
+    *(Case(op, (12, 12), None, torch.int64) for op in ("all_gather", "all_to_all")),
+    # out elsewhere; in place
+    *(Case("all_reduce", (5, 16), config, on_heap=False) for config in (ONE, FLAGS)),
+    *(Case("all_gather", (5, 16), config, on_heap=False) for config in (WORDS, FLAGS)),
+    *(Case("all_reduce", (300,), small(config), in_place=True) for config in (ONE, TWO, FLAGS)),
+    *(Case("all_gather", (30,), config, in_place=True) for config in (WORDS, FLAGS)),
+    # a reduce-scatter into tiles
+    *(
+        Case("reduce_scatter", (19, 37), Config(8, 16, swizzle_size=1, all_reduce_distribution=d), tiles=True)
+        for d in (0, 1)
+    ),
+]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_collectives(world_size: int) -> None:
+    run_ranks(world_size, check_cases, CASES)
