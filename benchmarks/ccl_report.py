@@ -1,0 +1,152 @@
+"""Results of benchmarks.ccl as tables and a picture.
+
+    python -m benchmarks.ccl_report benchmarks/results/ccl_h200_x4.json ...
+
+Writes docs/plots/NAME_bus.svg: bus bandwidth over size, an op a panel. Needs matplotlib. Of a sweep, the best that each
+variant reached, beside what the plan takes.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from benchmarks.report import headline
+from benchmarks.table import geometric_mean, markdown
+
+MODES = {"graph": "CUDA graph", "eager": "eager"}
+
+
+def size_name(nbytes: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {name}"
+    return f"{nbytes} B"
+
+
+def render(report: dict) -> str:
+    parts = [f"{headline(report)} µs per call: median, slowest rank. `{report['command']}`"]
+    sweep = report["benchmark"] == "ccl_sweep"
+    for op in dict.fromkeys(row["op"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["op"] == op]
+        for mode, title in MODES.items():
+            if any(f"{mode}_us" in result for row in rows for result in row["results"]):
+                parts += [f"#### `{op}`, {title}", sweep_table(rows, mode) if sweep else op_table(rows, mode)]
+        parts += ["\n".join(f"- {note}" for note in _notes(rows))] if _notes(rows) else []
+    if report.get("left_out"):
+        parts.append(f"Left out for want of time: {', '.join(report['left_out'])}.")
+    return "\n\n".join(parts)
+
+
+def op_table(rows: list[dict], mode: str) -> str:
+    """Ours with its bus bandwidth; a rival's time and how many times ours it is."""
+    rivals = list(dict.fromkeys(r["name"] for row in rows for r in row["results"] if r["kind"] == "rival"))
+    ratios: dict[str, list[float]] = {name: [] for name in rivals}
+    lines = []
+    for row in rows:
+        results = {result["name"]: result for result in row["results"]}
+        us = results["ours"].get(f"{mode}_us")
+        plan = results["ours"].get("plan", {})
+        how = f"{plan['variant']} {plan['protocol']} {plan['programs']} x {plan['block']}" if plan else ""
+        bus = f"{row['bus_bytes'] / us / 1e3:.0f}" if us else "-"
+        host = results["ours"].get("eager_host_us") if mode == "eager" else None
+        line = [size_name(row["bytes"]), how, _us(us) if us else results["ours"]["status"], bus]
+        if mode == "eager":
+            line.append(_us(host) if host else "-")
+        for name in rivals:
+            theirs = results.get(name, {}).get(f"{mode}_us")
+            if us and theirs:
+                ratios[name].append(theirs / us)
+                line.append(f"{_us(theirs)} ({theirs / us:.2f}x)")
+            else:
+                line.append(_us(theirs) if theirs else results.get(name, {}).get("status", ""))
+        lines.append(line)
+    host = ["host µs"] if mode == "eager" else []
+    means = [f"{mean:.2f}x" if (mean := geometric_mean(ratios[name])) else "-" for name in rivals]
+    lines.append(["geometric mean", "", "", "", *("" for _ in host), *means])
+    return markdown(["size", "as planned", "ours", "bus GB/s", *host, *rivals], lines)
+
+
+def sweep_table(rows: list[dict], mode: str, shown: int = 3) -> str:
+    """The planned one and, of each variant, the fastest settings."""
+    key = f"{mode}_us"
+    lines = []
+    for row in rows:
+        timed = [result for result in row["results"] if key in result]
+        families: dict[str, list[dict]] = {}
+        for result in timed:
+            name = "as planned" if result["name"] == "as planned" else " ".join(result["name"].split()[:2])
+            families.setdefault(name, []).append(result)
+        for name, found in families.items():
+            best = sorted(found, key=lambda result: result[key])[:shown]
+            cells = [f"{_us(r[key])} ({r['plan']['programs']} x {r['plan']['block']})" for r in best]
+            if name == "as planned":
+                plan = found[0]["plan"]
+                name = f"as planned: {plan['variant']} {plan['protocol']}, expected {plan['expected_us']:.1f}"
+            lines.append([size_name(row["bytes"]), name, *cells, *[""] * (shown - len(cells))])
+    return markdown(["size", "variant", *(f"no. {i + 1}" for i in range(shown))], lines)
+
+
+def _notes(rows: list[dict]) -> list[str]:
+    return [
+        f"{result['name']}, {size_name(row['bytes'])}: {note}"
+        for row in rows
+        for result in row["results"]
+        for note in result["notes"]
+    ]
+
+
+def _us(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def draw(report: dict, path: Path) -> None:
+    """Bus bandwidth over size in CUDA graphs, one panel an op."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "iris"  # the same picture from the same figures
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot as plt
+
+    ops = list(dict.fromkeys(row["op"] for row in report["rows"]))
+    figure, panels = plt.subplots(1, len(ops), figsize=(4.2 * len(ops), 3.8), layout="constrained", squeeze=False)
+    for op, axes in zip(ops, panels[0], strict=True):
+        rows = [row for row in report["rows"] if row["op"] == op]
+        for name in dict.fromkeys(r["name"] for row in rows for r in row["results"]):
+            found = [
+                (row["bytes"], row["bus_bytes"] / us / 1e3)
+                for row in rows
+                for r in row["results"]
+                if r["name"] == name and (us := r.get("graph_us") or r.get("eager_us"))
+            ]
+            if not found:
+                continue
+            style = dict(color="tab:red", zorder=3) if name == "ours" else {}
+            axes.plot(*zip(*found, strict=True), marker=".", label=name, **style)
+        axes.set_xscale("log", base=2)
+        sizes = [row["bytes"] for row in rows]
+        axes.set_xticks(sizes[::2], [size_name(size) for size in sizes[::2]], rotation=45, ha="right")
+        axes.set(title=op, ylabel="bus GB/s", ylim=0)
+        axes.grid(alpha=0.3)
+    panels[0][0].legend(frameon=False)
+    figure.text(0.01, -0.01, headline(report), fontsize=7, va="top")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    plots = Path(__file__).resolve().parents[1] / "docs" / "plots"
+    parser = argparse.ArgumentParser(description="Tables and a picture of results of benchmarks.ccl.")
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=plots, help="folder of the pictures")
+    args = parser.parse_args()
+    for file in args.files:
+        found = json.loads(file.read_text())
+        print(render(found), end="\n\n")
+        if found["benchmark"] == "ccl":
+            draw(found, args.out / f"{file.stem}_bus.svg")
+
+
+if __name__ == "__main__":
+    main()
