@@ -73,12 +73,13 @@ def _link(panel: plt.Axes, ranks: list[np.ndarray], start: int, names: dict[int,
     """GB/s of payload that each rank's pushes hand to the link, over time."""
     stop = max(events["end"].max() for events in ranks)
     edges = np.linspace(start, stop, BINS + 1)
+    shades = plt.get_cmap("cividis")(np.linspace(0, 0.9, len(ranks)))
     for rank, events in enumerate(ranks):
         pushes = events[[names.get(int(kind)) == "push" for kind in events["event"]]]
         nbytes = pushes["bytes"] * np.where(pushes["target_rank"] < 0, len(ranks) - 1, 1)  # -1: to every peer
         lasted = np.maximum(1, pushes["end"] - pushes["begin"])
         done = np.clip((edges[:, None] - pushes["begin"]) / lasted, 0, 1) @ nbytes
-        panel.stairs(np.diff(done) / np.diff(edges), (edges - start) / 1e3, label=f"rank {rank}")
+        panel.stairs(np.diff(done) / np.diff(edges), (edges - start) / 1e3, label=f"rank {rank}", color=shades[rank])
     panel.axhline(LINK_GB_S, color="black", linewidth=0.8, linestyle=":")
     panel.set(ylabel="pushed, GB/s", ylim=0)
     panel.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)

@@ -114,6 +114,7 @@ class Tracing:
         for given, fine in self._ctx._ranks.all_gather((repr(max_events), sound)):
             if not fine:
                 raise ArgumentError(f"max_events is {given}; expected an integer from 1 to {_MOST_EVENTS}")
+        self._ctx.barrier()  # no kernel of this device still records
         if self._clock is None:
             self._clock = self._clock_memory()
         if self._buffer is None or self._capacity != max_events:
@@ -127,13 +128,14 @@ class Tracing:
     def disable(self) -> None:
         """Stops recording; what was recorded can still be exported."""
         self._check()
+        self._ctx.barrier()
         self._announce(0, 0)
         self.enabled = False
 
     def reset(self) -> None:
         """Forgets all events so far."""
+        self._began = self._measure_clocks()  # after everything that the device was at
         self._recorded()[: HEADER_WORDS.value].zero_()
-        self._began = self._measure_clocks()
 
     @property
     def dropped(self) -> int:

@@ -1,6 +1,6 @@
 """Gluon kernels as a user would write them; compiled and inspected by test_codegen.py, run on GPUs by test_gluon.py."""
 
-from iris.device import sync
+from iris.device import sync, tracing
 import iris.experimental.iris_gluon as iris_gl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +26,16 @@ def gluon_copies_kernel(src, dst, words, peer, n, BLOCK: gl.constexpr, LAYOUT: g
     ctx.get(src + offsets, dst + n + offsets, peer, mask=mask)
     ctx.put(src + offsets, dst + 2 * n + offsets, peer, mask=mask)
     ctx.copy(src + offsets, dst + 3 * n + offsets, peer, peer, mask=mask)
+
+
+@gluon.jit
+def gluon_recorded_put_kernel(src, dst, words, peer, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    ctx = iris_gl.IrisDeviceCtx.initialize(words, tracing=True)
+    offsets = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=LAYOUT)
+    mask = offsets < n
+    span = ctx.tracing.record_event_start(tracing.PUT, peer, dst + offsets, gl.program_id(0), mask=mask)
+    ctx.put(src + offsets, dst + offsets, peer, mask=mask)
+    ctx.tracing.record_event_end(span)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Kernels that use the RMA functions as a user would, and broken ones; compiled and inspected by test_codegen.py."""
 
 import iris
-from iris.device import arch, sync
+from iris.device import arch, sync, tracing
 import triton
 import triton.language as tl
 
@@ -27,6 +27,15 @@ def put_and_signal_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.
     ctx.put(src + offsets, dst + offsets, peer, mask=offsets < n)
     sync.signal(ctx, flags + tl.program_id(0), 1, peer)
     sync.wait(ctx, flags + tl.program_id(0), 1, peer)
+
+
+@triton.jit
+def recorded_put_kernel(src, dst, words, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(words, rank, WORLD_SIZE, tracing=True)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    span = ctx.tracing.record_event_start(tracing.PUT, peer, dst + offsets, tl.program_id(0), mask=offsets < n)
+    ctx.put(src + offsets, dst + offsets, peer, mask=offsets < n)
+    ctx.tracing.record_event_end(span)
 
 
 # --- each lacks one thing that test_codegen.py looks for -------------------------------------------------------------
@@ -77,6 +86,7 @@ ALL = {
     "rma_store": store_kernel,
     "rma_load": load_kernel,
     "rma_put_and_signal": put_and_signal_kernel,
+    "rma_recorded_put": recorded_put_kernel,
     "broken_no_barrier": no_barrier_kernel,
     "broken_late_store": late_store_kernel,
     "broken_gpu_scope": gpu_scope_kernel,
