@@ -17,7 +17,7 @@ from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 import torch
 from torch import nn
 
-from .shard import Shard, concat
+from .shard import Shard, concat, fill
 
 
 class ShardedLinear(nn.Module):
@@ -75,7 +75,7 @@ class ShardedLinear(nn.Module):
             before = sum(each.size for each in self.parts[:part]) if part else 0
             shard.fill(parameter.narrow(self.dim, before, shard.size), source, self.dim)
         else:
-            parameter.copy_(source[:])
+            fill(parameter, source)
 
     def _allocated(self, name: str) -> nn.Parameter:
         parameter = getattr(self, name)
