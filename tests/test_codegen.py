@@ -90,6 +90,7 @@ LOCAL = (
     "atom.global.acq_rel.gpu.cas.b32",
     "atom.global.relaxed.gpu.cas.b32",
     "ld.global.gpu.relaxed.b32",
+    "atom.global.gpu.relaxed.add.u64",  # the next record of a trace
 )
 # That all programs of this rank have put what arrived into the one gathered matrix.
 AMONG_PROGRAMS = ("atom.global.gpu.acq_rel.add.u32", "atom.global.gpu.release.exch.b32")
