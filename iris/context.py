@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import platform, tensors
+from . import names, platform, tensors
 from .device import sync
 from .device.context import HEADER, pack
 from .errors import ArgumentError, CaptureError, ClosedError, IrisError, PeerLostError, PlatformError
@@ -81,6 +81,7 @@ class Iris(tensors.TensorMethods):
         self._side = SideStream(self.device)
         platform.synchronize(self.device)
         self._ranks.all_gather(None)  # every heap is mapped and zeroed before anyone writes to a peer's
+        self.group_name = names.add(self, self._ranks.name)  # by which compiled graphs find this context
         self._closed = False
 
     def get_heap_bases(self) -> torch.Tensor:
@@ -204,6 +205,7 @@ class Iris(tensors.TensorMethods):
                 self.barrier()  # no peer may still be writing here
         finally:
             self._closed = True
+            names.remove(self.group_name)
             self._ops = self._ccl = self._tracing = self._barrier_counts = None  # they hold heap memory
             self._segment.close()
 
