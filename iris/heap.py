@@ -1,8 +1,9 @@
 """Offsets on the symmetric heap.
 
-A bump allocator: the same calls give the same offsets on every rank, without a word between them, because nothing
-depends on when a tensor dies (Python frees cycles at times that differ by rank). So allocations live until the
-context closes: allocate once, then write into them with `out=`. It never asks which kind of memory it cuts.
+The same calls give the same offsets on every rank, without a word between them, because nothing depends on when a
+tensor dies (Python frees cycles at times that differ by rank). So an allocation lives until `free`, which every rank
+calls alike, or until the context closes: allocate once, then write into it with `out=`. The heap never asks which
+kind of memory it cuts.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import math
 
 import torch
 
-from .errors import HeapExhausted
+from .errors import ArgumentError, HeapExhausted
 from .memory import Segment
+from .memory.offsets import Offsets, rounded
 
 # Wide enough for tensor descriptors and full cache lines.
 GRANULE = 256
@@ -23,25 +25,77 @@ class Heap:
         self._segment = segment
         self.size = segment.local.numel()
         self.base = segment.local.data_ptr()
-        self.used = 0
+        self._offsets = Offsets(self.size)
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The heap's bytes, uint8; who keeps them keeps the heap mapped."""
+        return self._segment.local
+
+    @property
+    def used(self) -> int:
+        """Where the last allocation ends; set to an earlier value, all that begins from there on is freed."""
+        return self._offsets.used
+
+    @used.setter
+    def used(self, value: int) -> None:
+        self._offsets.cut(value)
 
     def allocate(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor of `sizes`. Raises `HeapExhausted`, and then nothing was taken."""
         nbytes = math.prod(sizes) * dtype.itemsize
-        taken = -(-max(nbytes, 1) // GRANULE) * GRANULE
-        if self.used + taken > self.size:
-            raise HeapExhausted(
-                f"a tensor {tuple(sizes)} of {dtype} needs {nbytes} bytes; {self.size - self.used} of the heap's "
-                f"{self.size} are free. Make the heap larger (iris.iris(heap_size=...)), or allocate once and reuse "
-                f"with out=."
-            )
-        offset, self.used = self.used, self.used + taken
+        offset = self.take(nbytes, f"a tensor {tuple(sizes)} of {dtype}")
         return self._segment.local[offset : offset + nbytes].view(dtype).view(sizes)
 
+    def take(self, nbytes: int, what: str, alignment: int = GRANULE) -> int:
+        """The offset of `nbytes` for `what`, with memory behind them."""
+        taken = rounded(max(nbytes, 1), GRANULE)
+        offset = self._offsets.take(taken, alignment)
+        if offset is None:
+            raise HeapExhausted(
+                f"{what} needs {nbytes} bytes; {self._offsets.free} of the heap's {self.size} are free. Make the heap "
+                f"larger (iris.iris(heap_size=...)), or allocate once and reuse with out=."
+            )
+        try:
+            self._segment.back(offset, offset + taken)
+        except BaseException:
+            self._offsets.give(offset)
+            raise
+        return offset
+
+    def give(self, offset: int) -> None:
+        """Frees what `take` gave."""
+        self._offsets.give(offset)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Frees the block that begins where `tensor` does. Raises `ArgumentError` where none begins."""
+        offset = _first_byte(tensor) - self.base
+        if self._segment.dismiss(offset):
+            return
+        try:
+            self.give(offset)
+        except KeyError:
+            raise ArgumentError(
+                f"no allocation of this heap begins where the tensor {tuple(tensor.shape)} of {tensor.dtype} does; "
+                f"expected a tensor as ctx.empty(...) or ctx.as_symmetric(...) returned it, not freed before"
+            ) from None
+
+    def adopt(self, tensor: torch.Tensor, inside: bool) -> torch.Tensor:
+        """A tensor on the heap that shares memory with `tensor`, itself if it lies `inside`."""
+        return self._segment.adopt(tensor, inside)
+
+    def trim(self) -> int:
+        """Gives memory without allocations back to the system. Collective. Returns how many bytes."""
+        return self._segment.trim(self._offsets.blocks)
+
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether every element of `tensor` lies in this heap."""
-        # not tensor.data_ptr(), which is 0 for an empty tensor
-        first = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+        """Whether every element of `tensor` lies in this heap, or in what was imported into it."""
+        first = _first_byte(tensor)
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
         end = first + (reach + 1) * tensor.element_size()
-        return self.base <= first and end <= self.base + self.size
+        return self.base <= first and end <= self.base + self._segment.span
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    # not tensor.data_ptr(), which is 0 for an empty tensor
+    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()

@@ -74,14 +74,28 @@ class TensorMethods:
         return self._construct(torch.linspace, bounds_and_steps, options)
 
     def as_symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` itself if it lies on this heap; raises `NotSymmetricError` with the remedy if not."""
+        """A tensor on this heap that shares memory with `tensor`: itself if it lies there. Collective.
+
+        Allocator 'vmem' imports outside memory without a copy: on GPUs what the driver's virtual-memory calls allocated
+        (torch's expandable segments), on CPUs shared memory (`tensor.share_memory_()`). The result keeps `tensor`'s
+        memory; `free` it on every rank, then `trim`. Raises `NotSymmetricError` with the remedy where that cannot be.
+        """
         self.check()
-        if not self.is_symmetric(tensor):
-            raise NotSymmetricError(
-                f"a tensor {_describe(tensor)} lies outside the symmetric heap, and allocator 'torch' cannot import "
-                f"memory. Make one with ctx.empty(...) on every rank and copy_ into it."
-            )
-        return tensor
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"tensor is {_describe(tensor)}; expected a torch.Tensor")
+        return self._heap.adopt(tensor, self.is_symmetric(tensor))
+
+    def free(self, *tensors: torch.Tensor) -> None:
+        """Gives the tensors' memory back to the heap for later allocations. Every rank makes the same calls.
+
+        Nothing may use them any more, here or at a peer: call `barrier()` before if peers read or wrote them. Raises
+        `ArgumentError` for a tensor that is not as this context returned it, or was freed before.
+        """
+        self.check()
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise ArgumentError(f"tensor is {_describe(tensor)}; expected a torch.Tensor")
+            self._heap.free(tensor)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Whether the whole storage range of `tensor` lies in this heap."""
@@ -117,16 +131,16 @@ class TensorMethods:
         plan = ask(device="meta", dtype=dtype, requires_grad=bool(requires_grad))
         if out is not None:
             self._check_out(out, plan, dtype, call)
-        before = self._heap.used
+        tensor = out if out is not None else self._allocate(plan)
         try:
-            tensor = out if out is not None else self._allocate(plan)
             if fill is None:
                 ask(out=tensor, device=self.device, **({} if generator is None else {"generator": generator}))
             else:
                 fill(tensor)
             return tensor.requires_grad_() if requires_grad else tensor
         except Exception:
-            self._heap.used = before
+            if out is None:
+                self._heap.free(tensor)
             raise
 
     def _allocate(self, plan: torch.Tensor) -> torch.Tensor:

@@ -10,33 +10,82 @@ from typing import Protocol
 
 import torch
 
-from ..errors import ArgumentError, HeapExhausted
+from ..errors import ArgumentError, HeapExhausted, NotSymmetricError
 from ..group import Ranks
 
 # Every base is aligned to this on every platform: pointer translation hints it to the compiler.
 ALIGNMENT = 2 << 20
+ALLOCATORS = ("torch", "vmem")
 
 
 class Segment(Protocol):
     """One rank's view of the memory that all ranks share."""
 
     local: torch.Tensor
-    """This rank's bytes: uint8 [size], zeroed, on the device."""
+    """This rank's bytes: uint8 [size] on the device, zeroed where memory stands behind them."""
 
     bases: list[int]
     """Where each rank's segment begins in this process's address space."""
+
+    span: int
+    """Bytes of address space from a base on that belong to the heap: `local`, and what was imported behind it."""
+
+    def back(self, begin: int, end: int) -> None:
+        """Sees to it that memory stands behind these bytes of `local`. Collective where some is missing."""
+
+    def trim(self, live: list[tuple[int, int]]) -> int:
+        """Gives memory back in which none of `live`, [begin, end) each, lies. Collective. Returns how many bytes."""
+
+    def adopt(self, tensor: torch.Tensor, inside: bool) -> torch.Tensor:
+        """A tensor on the heap that shares memory with `tensor`, which lies `inside` already or not. Collective."""
+
+    def dismiss(self, offset: int) -> bool:
+        """Ends the use of what `adopt` placed at `offset`, until the next `trim`. False: nothing begins there."""
 
     def close(self) -> None:
         """Unmaps the peers' memory. This rank's own lives on while tensors refer to it."""
 
 
+class FixedSegment:
+    """What segments have in common that are allocated once and whole."""
+
+    local: torch.Tensor | None
+    bases: list[int]
+
+    @property
+    def span(self) -> int:
+        return 0 if self.local is None else self.local.numel()
+
+    def back(self, begin: int, end: int) -> None:
+        pass
+
+    def trim(self, live: list[tuple[int, int]]) -> int:
+        return 0
+
+    def adopt(self, tensor: torch.Tensor, inside: bool) -> torch.Tensor:
+        if inside:
+            return tensor
+        raise NotSymmetricError(
+            f"a tensor {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} lies outside the symmetric heap, and "
+            f"allocator 'torch' cannot import memory. Make one with ctx.empty(...) on every rank and copy_ into it, or "
+            f"make the context with allocator_type='vmem'."
+        )
+
+    def dismiss(self, offset: int) -> bool:
+        return False
+
+
 def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -> Segment:
-    """Allocates `size` zeroed bytes on every rank and maps them everywhere. Collective.
+    """Maps `size` bytes of every rank everywhere. Collective.
 
     Raises `ArgumentError` for an unknown `allocator` and `HeapExhausted` when the memory cannot be had.
     """
-    if allocator != "torch":
-        raise ArgumentError(f"allocator_type is {allocator!r}; expected 'torch'")
+    if allocator not in ALLOCATORS:
+        raise ArgumentError(f"allocator_type is {allocator!r}; expected one of {ALLOCATORS}")
+    if allocator == "vmem":
+        from .vmem import VirtualSegment
+
+        return VirtualSegment(size, device, ranks)
     if device.type == "cpu":
         from .shared_memory import SharedMemorySegment
 

@@ -14,12 +14,12 @@ import torch
 
 from ..errors import PlatformError
 from ..group import Ranks
-from .base import ALIGNMENT, agree_on_success
+from .base import ALIGNMENT, FixedSegment, agree_on_success
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux; Python names the second only since 3.13
 
 
-class SharedMemorySegment:
+class SharedMemorySegment(FixedSegment):
     def __init__(self, size: int, ranks: Ranks) -> None:
         fd, failure = os.memfd_create("iris-heap"), None
         try:

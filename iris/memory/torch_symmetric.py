@@ -6,10 +6,10 @@ import torch
 
 from ..errors import PlatformError
 from ..group import Ranks
-from .base import ALIGNMENT, agree_on_success
+from .base import ALIGNMENT, FixedSegment, agree_on_success
 
 
-class TorchSymmetricSegment:
+class TorchSymmetricSegment(FixedSegment):
     def __init__(self, size: int, device: torch.device, ranks: Ranks) -> None:
         self._handle, failure = None, None
         try:
