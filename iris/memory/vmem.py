@@ -1,0 +1,364 @@
+"""Segments of virtual memory: addresses are reserved once, memory comes and goes behind them in chunks.
+
+Every rank reserves, for itself and for each peer, addresses for the whole heap and behind them a window for imports.
+Where an allocation needs memory, each rank makes one chunk of the same size at the same offset, sends it to all peers
+as a file descriptor (`channel.py`) and maps theirs. So growing, trimming and importing are collective, and follow from
+the calls alone: ranks that make the same calls do it at the same points. What a chunk is knows only `Pages`, the
+driver's (`cuda_pages.py`) or the host's (`host_pages.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import hashlib
+import os
+from typing import Any, Protocol
+import weakref
+
+import torch
+
+from .. import platform
+from ..errors import CaptureError, HeapExhausted, IrisError, NotSymmetricError, PlatformError
+from ..group import Ranks
+from .base import ALIGNMENT, agree_on_success
+from .channel import Channel, Message, close_all
+from .offsets import Offsets, rounded
+
+# The heap grows and shrinks by these, at multiples of it: fewer and larger ones cost fewer exchanges, smaller ones
+# return more of a heap in which little is left.
+CHUNK = 64 << 20
+# Descriptors that a rank sends to each peer at once.
+_BATCH = 32
+
+
+@dataclass
+class Extent:
+    """Memory that stands behind some of a tensor's addresses."""
+
+    address: int
+    size: int
+    memory: Any
+    fd: int
+    start: int = 0
+    """Where in the memory `address` begins."""
+
+
+class Pages(Protocol):
+    """Reserving, making, sending and mapping memory. Every call raises `OSError` or `PlatformError` that says why."""
+
+    granule: int
+    """Addresses and sizes of imports are multiples of it; those of the heap's own chunks, of ALIGNMENT too."""
+
+    def window(self, size: int) -> int:
+        """How many bytes to reserve for imports beside a heap of `size`."""
+
+    def reserve(self, size: int) -> int: ...
+
+    def unreserve(self, base: int, size: int) -> None: ...
+
+    def create(self, size: int) -> Any: ...
+
+    def export(self, memory: Any) -> int:
+        """A file descriptor of the memory, which the caller closes."""
+
+    def receive(self, fd: int) -> Any: ...
+
+    def release(self, memory: Any) -> None: ...
+
+    def map(self, address: int, size: int, memory: Any, start: int = 0) -> None: ...
+
+    def unmap(self, address: int, size: int) -> None: ...
+
+    def clear(self, address: int, size: int) -> None: ...
+
+    def idle(self) -> None:
+        """Waits until nothing on the device can still use what is about to be unmapped."""
+
+    def tensor(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        """uint8 [nbytes] there; `owner` lives as long as it does."""
+
+    def extents(self, begin: int, end: int) -> list[Extent]:
+        """What stands behind an outside tensor's addresses. Raises `NotSymmetricError` where it cannot be shared."""
+
+
+def pages_of(device: torch.device) -> Pages:
+    if device.type == "cpu":
+        from .host_pages import HostPages
+
+        return HostPages()
+    if torch.version.hip:
+        raise PlatformError("allocator 'vmem' is not served on AMD; use allocator_type='torch'")
+    from .cuda_pages import CudaPages
+
+    return CudaPages(device)
+
+
+class Region:
+    """The addresses of one rank's segment in this process, and what is mapped there. Lives as long as its tensors."""
+
+    def __init__(self, pages: Pages, span: int) -> None:
+        self._pages = pages
+        self.base = pages.reserve(span)
+        self.mapped: dict[int, int] = {}  # [offset] = size
+        self.release = weakref.finalize(self, _release, pages, self.base, span, self.mapped)
+        self.release.atexit = False  # the process takes everything along
+
+    def map(self, offset: int, size: int, memory: Any, start: int = 0) -> None:
+        self._pages.map(self.base + offset, size, memory, start)
+        self.mapped[offset] = size
+
+    def unmap(self, begin: int, end: int) -> int:
+        """Unmaps all that begins in [begin, end). Returns how many bytes."""
+        inside = [offset for offset in self.mapped if begin <= offset < end]
+        for offset in inside:
+            self._pages.unmap(self.base + offset, self.mapped[offset])
+        return sum(self.mapped.pop(offset) for offset in inside)
+
+
+def _release(pages: Pages, base: int, span: int, mapped: dict[int, int]) -> None:
+    pages.idle()
+    for offset, size in mapped.items():
+        pages.unmap(base + offset, size)
+    pages.unreserve(base, span)
+
+
+class VirtualSegment:
+    def __init__(self, size: int, device: torch.device, ranks: Ranks) -> None:
+        self._device, self._rank, pages, refusal = device, ranks.rank, None, None
+        try:
+            pages = pages_of(device)
+        except PlatformError as error:
+            refusal = error
+        for error in filter(None, ranks.all_gather(refusal)):
+            raise error
+        self._pages = pages
+        self._limit = rounded(size, ALIGNMENT)
+        self._window = Offsets(pages.window(size))
+        self.span = self._limit + self._window.size
+        self._channel = Channel(ranks, platform.timeout_s(device))
+        self._regions: list[Region] = []
+        failure = None
+        try:
+            for _ in range(ranks.size):
+                self._regions.append(Region(pages, self.span))
+        except (OSError, PlatformError) as error:
+            failure = str(error)
+        try:
+            agree_on_success(failure, size, ranks)
+            self.bases = [region.base for region in self._regions]
+            self._imports: dict[int, tuple[int, int]] = {}  # [offset of the tensor] = offset and size in the window
+            self._dismissed: list[tuple[int, int]] = []
+            self.back(0, 1)
+        except BaseException:
+            self._unmap_peers()
+            for region in self._regions:
+                region.release()
+            raise
+        self.local = pages.tensor(self.bases[self._rank], size, self._regions[self._rank])
+
+    # --- growing and shrinking ---------------------------------------------------------------------------------------
+
+    def back(self, begin: int, end: int) -> None:
+        mapped = self._regions[self._rank].mapped
+        missing = [offset for offset in range(begin // CHUNK * CHUNK, end, CHUNK) if offset not in mapped]
+        for first in range(0, len(missing), _BATCH):
+            self._grow([(offset, min(CHUNK, self._limit - offset)) for offset in missing[first : first + _BATCH]])
+
+    def _grow(self, chunks: list[tuple[int, int]]) -> None:
+        """Makes memory for the (offset, size) of `chunks` and maps every rank's; all or, raising, nothing."""
+        self._refuse_capture()
+        made: list[Extent] = []
+        failure, own = "", self._regions[self._rank]
+        try:
+            try:
+                for offset, size in chunks:
+                    memory = self._pages.create(size)
+                    made.append(Extent(own.base + offset, size, memory, -1))
+                    made[-1].fd = self._pages.export(memory)
+            except (OSError, PlatformError) as error:
+                failure, sent = str(error), []
+            else:
+                sent = [chunk.fd for chunk in made]
+            told = self._channel.exchange("grow", sum(chunks, ()), failure, sent)
+            try:
+                _raise_exhausted(_first_failure(told) or _differs(told))  # every rank has heard the same
+                for chunk in made:
+                    own.map(chunk.address - own.base, chunk.size, chunk.memory)
+                    self._pages.clear(chunk.address, chunk.size)
+                for rank, message in enumerate(told):
+                    for fd, (offset, size) in zip(message.fds, chunks, strict=False):
+                        self._map_received(rank, fd, offset, size, 0)
+            except (OSError, PlatformError) as error:
+                failure = str(error)
+            finally:
+                close_all(fd for message in told for fd in message.fds)
+            _raise_exhausted(_first_failure(self._channel.exchange("grown", (), failure)))
+        except BaseException:
+            for offset, _ in chunks:
+                self._unmap_everywhere(offset, offset + 1)
+            raise
+        finally:
+            for chunk in made:
+                if chunk.fd >= 0:
+                    os.close(chunk.fd)
+                self._pages.release(chunk.memory)  # the mappings keep it
+
+    def _map_received(self, rank: int, fd: int, offset: int, size: int, start: int) -> None:
+        memory = self._pages.receive(fd)
+        try:
+            self._regions[rank].map(offset, size, memory, start)
+        finally:
+            self._pages.release(memory)
+
+    def trim(self, live: list[tuple[int, int]]) -> int:
+        self._refuse_capture()
+        chunks = [
+            (start, start + size)
+            for start, size in self._regions[self._rank].mapped.items()
+            if start < self._limit and not any(begin < start + size and start < end for begin, end in live)
+        ]
+        told = self._channel.exchange("trim", (len(self._dismissed), _digest(chunks)))
+        if _differs(told):
+            raise NotSymmetricError("trim() would unmap other chunks on other ranks; expected the same calls on all")
+        self._pages.idle()
+        returned = sum(self._unmap_everywhere(begin, end) for begin, end in chunks)
+        for at, size in self._dismissed:
+            self._unmap_everywhere(self._limit + at, self._limit + at + size)
+            self._window.give(at)
+        self._dismissed.clear()
+        self._channel.exchange("trimmed")  # what a rank gave is free once every peer has unmapped it
+        return returned
+
+    def _unmap_everywhere(self, begin: int, end: int) -> int:
+        sizes = [region.unmap(begin, end) for region in self._regions]
+        return sizes[self._rank]
+
+    # --- imports -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, tensor: torch.Tensor, inside: bool) -> torch.Tensor:
+        self._refuse_capture()
+        base, granule = self.bases[self._rank], self._pages.granule
+        first, nbytes, extents, failure = 0, 0, [], ""
+        try:
+            if tensor.device != self._device or tensor.layout is not torch.strided:
+                raise NotSymmetricError(
+                    f"it is {tensor.layout} on {tensor.device}; expected torch.strided on {self._device}, as from "
+                    f"ctx.empty(...)"
+                )
+            if not tensor.numel() and not inside:
+                raise NotSymmetricError("it has no elements; make it with ctx.empty(...)")
+            first = tensor.data_ptr() or base
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            nbytes = (last + 1) * tensor.element_size()
+            extents = [] if inside else self._pages.extents(first, first + nbytes)
+        except (IrisError, OSError) as error:
+            failure = str(error)
+        try:
+            place = (first - base) if inside else first % granule
+            before = first - extents[0].address if extents else 0
+            behind = extents[-1].address + extents[-1].size - first if extents else 0
+            form = _digest((tensor.dtype, tensor.shape, nbytes and tensor.stride()))
+            told = self._channel.exchange("as_symmetric", (form, inside, place, before, behind, len(extents)), failure)
+            self._check_alike(told, tensor)
+            if inside:
+                return tensor
+            before, behind = (max(message.numbers[i] for message in told) for i in (3, 4))
+            at = self._window.take(rounded(before + behind, granule), granule)
+            if at is None:
+                raise HeapExhausted(
+                    f"the window for imports has {self._window.free} of {self._window.size} bytes left, {behind} are "
+                    f"needed; free imports (ctx.free, ctx.trim) or make the heap larger"
+                )
+            offset = self._limit + at + before
+            failure = self._import(offset - first, extents, max(message.numbers[5] for message in told))
+            if failure:
+                self._unmap_everywhere(self._limit + at, self._limit + at + before + behind)
+                self._window.give(at)
+                raise PlatformError(f"the tensor's memory could not be mapped: {failure}")
+        finally:
+            close_all(extent.fd for extent in extents)
+            for extent in extents:
+                self._pages.release(extent.memory)
+        self._imports[offset] = at, rounded(before + behind, granule)
+        whole = self._pages.tensor(base + offset, nbytes, (self._regions[self._rank], tensor.detach()))
+        return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def _check_alike(self, told: list[Message], tensor: torch.Tensor) -> None:
+        failures = {rank: message.failure for rank, message in enumerate(told) if message.failure}
+        for text in sorted(set(failures.values())):
+            ranks = [rank for rank, said in failures.items() if said == text]
+            raise NotSymmetricError(f"as_symmetric() cannot import the tensor of ranks {ranks}: {text}")
+        forms, insides, places = (tuple(message.numbers[i] for message in told) for i in range(3))
+        if len(set(forms)) > 1:
+            raise NotSymmetricError(
+                f"as_symmetric() takes a tensor {tuple(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}, on "
+                f"rank {self._rank} and another form on other ranks; expected the same on all"
+            )
+        if len(set(insides)) > 1:
+            raise NotSymmetricError("as_symmetric() takes a tensor on the heap on some ranks and outside on others")
+        if len(set(places)) > 1:
+            where = "offsets on the heap" if insides[0] else f"distances from a page of {self._pages.granule} bytes"
+            raise NotSymmetricError(
+                f"the tensors of the ranks lie at different {where}: {places}; make them by the same allocations in "
+                f"the same order on every rank"
+            )
+
+    def _import(self, shift: int, extents: list[Extent], most: int) -> str:
+        """Maps the extents of all ranks, `shift` from their owner's addresses to offsets. Returns the first failure."""
+        failure, own = "", self._regions[self._rank]
+        for begin in range(0, most, _BATCH):
+            batch = extents[begin : begin + _BATCH]
+            places = [(extent.address + shift, extent.size, extent.start) for extent in batch]
+            told = self._channel.exchange("import", sum(places, ()), failure, [extent.fd for extent in batch])
+            try:
+                for (offset, size, start), extent in zip(places, batch, strict=True):
+                    own.map(offset, size, extent.memory, start)
+                for rank, message in enumerate(told):
+                    for index, fd in enumerate(message.fds):
+                        self._map_received(rank, fd, *message.numbers[3 * index : 3 * index + 3])
+            except (OSError, PlatformError) as error:
+                failure = failure or str(error)
+            finally:
+                close_all(fd for message in told for fd in message.fds)
+        return _first_failure(self._channel.exchange("imported", (), failure))
+
+    def dismiss(self, offset: int) -> bool:
+        if offset not in self._imports:
+            return False
+        self._dismissed.append(self._imports.pop(offset))
+        return True
+
+    def close(self) -> None:
+        self._pages.idle()
+        self._unmap_peers()
+        self._regions, self.local, self.span = [], None, 0
+
+    def _unmap_peers(self) -> None:
+        self._channel.close()
+        for rank, region in enumerate(self._regions):
+            if rank != self._rank:
+                region.release()
+
+    def _refuse_capture(self) -> None:
+        if platform.is_capturing(self._device):
+            raise CaptureError("memory of the heap cannot be mapped while a graph is captured; allocate before")
+
+
+def _first_failure(told: list[Message]) -> str:
+    return next((f"rank {rank}: {message.failure}" for rank, message in enumerate(told) if message.failure), "")
+
+
+def _differs(told: list[Message]) -> str:
+    said = [message.numbers for message in told]
+    if len(set(said)) == 1:
+        return ""
+    return f"the ranks want chunks (offset, size, ...) {said}; expected the same allocations on every rank"
+
+
+def _raise_exhausted(failure: str) -> None:
+    if failure:
+        raise HeapExhausted(f"more memory behind the heap could not be had: {failure}")
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
