@@ -7,6 +7,8 @@ through which a failed wait reaches the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 import os
 from typing import Any
@@ -14,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import names, platform, tensors
+from . import platform, tensors
 from .device import sync
 from .device.context import HEADER, pack
-from .errors import ArgumentError, CaptureError, ClosedError, IrisError, PeerLostError, PlatformError
+from .errors import ArgumentError, CaptureError, ClosedError, IrisError, NotSymmetricError, PeerLostError, PlatformError
 from .group import Ranks
 from .heap import Heap
 from .log import rank_logger
@@ -32,9 +34,10 @@ def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = N
     """Makes the symmetric heap and returns this rank's handle on it. Collective: every rank calls it.
 
     `heap_size`: bytes on each rank, the same on all. `allocator_type`: "torch" (PyTorch symmetric memory on GPUs,
-    shared memory between processes on CPUs); the environment variable IRIS_ALLOCATOR overrides it. `group`: a process
-    group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default process group, else
-    the one that torchrun's environment describes, else a world of one.
+    shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is mapped when it is needed,
+    outside tensors can be imported); the environment variable IRIS_ALLOCATOR overrides it. `group`: a process group
+    or one dimension of a DeviceMesh, whose ranks are then the world; by default the default process group, else the
+    one that torchrun's environment describes, else a world of one.
 
     Raises `ArgumentError` for bad arguments, `PlatformError` where the machine cannot serve (fewer GPUs than ranks,
     say), `HeapExhausted` when the memory cannot be had; on every rank alike.
@@ -76,12 +79,11 @@ class Iris(tensors.TensorMethods):
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._barrier_counts = self._heap.allocate((2, self.num_ranks), torch.int32)
         self._barrier_members: dict[tuple[int, ...], torch.Tensor] = {}
-        self._ops = self._ccl = None
+        self._ops = self._ccl = self._pool = None
         self._tracing: Tracing | None = None
         self._side = SideStream(self.device)
         platform.synchronize(self.device)
         self._ranks.all_gather(None)  # every heap is mapped and zeroed before anyone writes to a peer's
-        self.group_name = names.add(self, self._ranks.name)  # by which compiled graphs find this context
         self._closed = False
 
     def get_heap_bases(self) -> torch.Tensor:
@@ -150,6 +152,37 @@ class Iris(tensors.TensorMethods):
         self.barrier()  # names a lost rank, where the collective below would not
         return self._ranks.broadcast(value, src)
 
+    @contextmanager
+    def memory_pool(self) -> Iterator[None]:
+        """`with ctx.memory_pool():` puts what torch allocates on the device in the block on the heap. Collective.
+
+        Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`). Raises `HeapExhausted`
+        when the heap is full, and `NotSymmetricError` at the end of a block whose tensors lie elsewhere on other ranks.
+        """
+        self.check()
+        if platform.is_capturing(self.device):
+            raise CaptureError("memory_pool() is collective and cannot be entered while a graph is captured")
+        if self._pool is None:
+            from .memory.pool import pool_of
+
+            self._pool = pool_of(self._heap, self.device)
+        with self._pool.use():
+            yield
+        self.barrier()  # names a lost rank, where the collective below would not
+        if len(set(self._ranks.all_gather(self._pool.layout()))) > 1:
+            raise NotSymmetricError(
+                "what was allocated in memory_pool() lies at different offsets on different ranks; expected the same "
+                "allocations, and the same tensors alive, on every rank at the end of the block"
+            )
+
+    def trim(self) -> int:
+        """Gives memory of the heap in which no allocation lies back to the system. Collective. Returns how many bytes.
+
+        With allocator "torch", whose memory is one piece, nothing.
+        """
+        self.barrier()  # no peer may still be using what goes
+        return self._heap.trim()
+
     @property
     def ops(self):
         """The fused operations of `iris_ops`."""
@@ -205,8 +238,9 @@ class Iris(tensors.TensorMethods):
                 self.barrier()  # no peer may still be writing here
         finally:
             self._closed = True
-            names.remove(self.group_name)
-            self._ops = self._ccl = self._tracing = self._barrier_counts = None  # they hold heap memory
+            if self._pool is not None:
+                self._pool.close()
+            self._ops = self._ccl = self._tracing = self._barrier_counts = self._pool = None  # they hold heap memory
             self._segment.close()
 
     def __enter__(self) -> Iris:
