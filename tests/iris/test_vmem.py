@@ -1,0 +1,432 @@
+"""Allocator "vmem": growing and shrinking, imports, torch's pool on the heap, and everything else on top of it."""
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import time
+
+import iris
+from iris import errors
+from iris.memory import channel
+from iris.memory.offsets import Offsets
+from iris.memory.vmem import CHUNK
+import pytest
+import torch
+
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
+from tests.iris import test_failures, test_rma
+from tests.iris_ops.calls import check_cases
+from tests.reference import FORMS, Case
+
+pytestmark = both
+
+MIB = 1 << 20
+FEW = WORLDS if UNDER_TORCHRUN else [1, 3]
+alone = pytest.mark.skipif(UNDER_TORCHRUN, reason="makes its own processes")
+
+
+def _mapped(ctx) -> int:
+    """Bytes of this rank's heap that have memory."""
+    return sum(ctx._segment._regions[ctx.cur_rank].mapped.values())
+
+
+def _exchange_through(ctx, tensor):
+    """Every rank puts its number into the neighbour's `tensor` and reads the other neighbour's."""
+    world, rank = ctx.num_ranks, ctx.cur_rank
+    flat = tensor.view(-1)
+    flat.fill_(-1)
+    ctx.barrier()
+    ends = ctx.full((test_rma.BLOCK,), rank, dtype=flat.dtype)
+    offset = flat.numel() - test_rma.BLOCK
+    for at in (0, offset):
+        test_rma._far_kernel[(1,)](ends, flat, rank, (rank + 1) % world, ctx.get_heap_bases(), at, N=test_rma.BLOCK)
+    ctx.barrier()
+    before = (rank - 1) % world
+    assert (flat[: test_rma.BLOCK] == before).all() and (flat[offset:] == before).all()
+    assert (flat[test_rma.BLOCK : offset] == -1).all()
+    ctx.barrier()
+    ctx.free(ends)
+
+
+# --- offsets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="no ranks")
+def test_offsets_never_overlap_and_come_back_whole():
+    for seed in range(20):
+        draw, offsets, taken = random.Random(seed), Offsets(5000), {}
+        for _ in range(400):
+            if taken and draw.random() < 0.45:
+                begin = draw.choice(sorted(taken))
+                offsets.give(begin)
+                del taken[begin]
+            else:
+                nbytes, alignment = draw.randint(1, 400), draw.choice([1, 16, 128])
+                begin = offsets.take(nbytes, alignment)
+                if begin is None:
+                    continue
+                assert begin % alignment == 0 and 0 <= begin and begin + nbytes <= 5000
+                assert all(begin + nbytes <= other or end <= begin for other, end in taken.items())
+                taken[begin] = begin + nbytes
+            assert offsets.blocks == sorted(taken.items())
+            assert offsets.free == 5000 - sum(end - begin for begin, end in taken.items())
+            assert offsets.used == max(taken.values(), default=0)
+        with pytest.raises(KeyError):
+            offsets.give(4999)
+        offsets.cut(0)
+        assert offsets.take(5000, 1) == 0 and offsets.take(1, 1) is None
+
+
+# --- growing and shrinking -------------------------------------------------------------------------------------------
+
+
+def _grow_and_trim(ctx):
+    free_before = torch.cuda.mem_get_info()[0] if ON_GPU else 0
+    with iris.iris(1 << 40, "vmem") as heap:  # more than any machine has
+        assert all(int(base) % (2 << 20) == 0 for base in heap.get_heap_bases().cpu())
+        assert _mapped(heap) == CHUNK
+        small = heap.full((1000,), 1.0)
+        assert _mapped(heap) == CHUNK
+        large = heap.zeros(200 * MIB // 4, dtype=torch.int32)  # crosses from the first chunk into a new one
+        assert _mapped(heap) == 4 * CHUNK
+        behind = heap.zeros(CHUNK // 4, dtype=torch.int32)
+        _exchange_through(heap, large)
+        _exchange_through(heap, behind)
+        whole, place = _mapped(heap), large.data_ptr()
+        if ON_GPU:
+            assert free_before - torch.cuda.mem_get_info()[0] >= whole
+        heap.barrier()
+        heap.free(large)
+        with pytest.raises(errors.ArgumentError, match="no allocation of this heap begins"):
+            heap.free(large)
+        with pytest.raises(errors.ArgumentError, match="no allocation of this heap begins"):
+            heap.free(small[1:])
+        returned = heap.trim()
+        assert returned == 2 * CHUNK and _mapped(heap) == whole - returned  # those between `small` and `behind`
+        assert heap.trim() == 0
+        assert (small == 1).all()
+        _exchange_through(heap, behind)  # the chunk behind the gap is still there
+        again = heap.zeros(200 * MIB // 4, dtype=torch.int32)
+        assert again.data_ptr() == place and _mapped(heap) == whole
+        _exchange_through(heap, again)
+        assert (heap.empty(3 * CHUNK, dtype=torch.uint8)[CHUNK:] == 0).all()  # memory is zeroed when it comes
+        with pytest.raises(errors.HeapExhausted, match="are free. Make the heap larger"):
+            heap.empty(1 << 40, dtype=torch.uint8)
+        return [t.data_ptr() - heap._heap.base for t in (small, again, behind)]
+
+
+@pytest.mark.parametrize("world_size", FEW)
+def test_a_heap_grows_by_chunks_and_gives_them_back(world_size):
+    offsets = run_ranks(world_size, _grow_and_trim)
+    assert all(found == offsets[0] for found in offsets)
+
+
+def _freed_memory_is_reused(ctx):
+    with iris.iris(64 * MIB) as heap:  # with any allocator
+        first, second = heap.zeros(100), heap.zeros(100)
+        heap.free(first)
+        assert heap.empty(90).data_ptr() == first.data_ptr()
+        used = heap._heap.used
+        with pytest.raises(errors.IrisError):
+            heap.rand(3, generator="none")
+        assert heap._heap.used == used
+        heap.free(second)
+        with pytest.raises(errors.ArgumentError, match="expected a torch.Tensor"):
+            heap.free(5)
+        if not os.environ.get("IRIS_ALLOCATOR"):
+            assert heap.trim() == 0
+
+
+@pytest.mark.parametrize("world_size", FEW[-1:])
+def test_freed_memory_serves_later_allocations(world_size):
+    run_ranks(world_size, _freed_memory_is_reused)
+
+
+def _too_much(rank, world_size):
+    with iris.iris(1 << 40, "vmem") as heap:
+        if rank == 1:
+            limit = 1 << 20
+            os.memfd_create, real = (lambda name: real_or_full(name)), os.memfd_create
+
+            def real_or_full(name):
+                raise OSError(28, f"no more than {limit} bytes")
+
+        with pytest.raises(errors.HeapExhausted, match="could not be had: rank 1:.*no more than"):
+            heap.empty(300 * MIB, dtype=torch.uint8)
+        if rank == 1:
+            os.memfd_create = real
+        assert _exchange_through(heap, heap.empty(300 * MIB // 4, dtype=torch.int32)) is None
+
+
+@alone
+def test_memory_that_one_rank_cannot_have_is_an_error_on_all_and_nothing_is_lost():
+    for end in run_fresh(3, _too_much):
+        assert end.exitcode == 0, end.traceback
+
+
+def _different_calls(rank, world_size, what):
+    ctx = iris.iris(1 << 32, "vmem")
+    ctx.barrier()
+    begin = time.monotonic()
+    if what == "sizes":
+        with pytest.raises(errors.HeapExhausted, match="the ranks want chunks.*expected the same allocations"):
+            ctx.empty((200 + 100 * rank) * MIB, dtype=torch.uint8)
+    elif what == "calls":
+        with pytest.raises(errors.ArgumentError, match="ranks make different calls.*'grow'"):
+            ctx.as_symmetric(torch.zeros(3)) if rank else ctx.empty(300 * MIB)
+    elif rank == 0:
+        with pytest.raises(errors.PeerLostError, match=r"rank 0 lost rank 1.*'grow' within 2 s"):
+            ctx.empty(300 * MIB)
+    else:
+        time.sleep(3)
+    return time.monotonic() - begin
+
+
+@alone
+@pytest.mark.parametrize("what", ["sizes", "calls", "nothing"])
+def test_ranks_that_go_different_ways_learn_it_in_time(what):
+    for end in run_fresh(2, _different_calls, what, env={"IRIS_TIMEOUT": "2"}):
+        assert end.exitcode == 0, end.traceback
+        assert end.result < 5
+
+
+@alone
+def test_a_lost_rank_is_named(monkeypatch):
+    ended = run_fresh(3, test_failures._wait_for_the_dead, 1, "barrier", "SIGKILL", env={"IRIS_ALLOCATOR": "vmem"})
+    assert [end.exitcode for end in ended] == [0, -9, 0], [end.traceback for end in ended]
+
+
+# --- imports ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _shareable():
+    """torch takes memory in the block from where it can be shared; on CPUs `_outside` does that itself."""
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        if ON_GPU:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def _outside(ctx, *sizes, dtype=torch.int32):
+    tensor = torch.zeros(*sizes, dtype=dtype, device=ctx.device)
+    return tensor if ON_GPU else tensor.share_memory_()
+
+
+def _imports(ctx):
+    with iris.iris(256 * MIB, "vmem") as heap, _shareable():
+        assert heap.as_symmetric(inside := heap.zeros(5)) is inside
+        for mib in (1, 3, 70):  # on GPUs: a small segment, one handle, several handles
+            theirs = _outside(ctx, mib * MIB // 4)
+            ours = heap.as_symmetric(theirs)
+            assert heap.is_symmetric(ours) and not heap.is_symmetric(theirs)
+            assert ours.data_ptr() != theirs.data_ptr() and ours.shape == theirs.shape
+            _exchange_through(heap, ours)
+            assert torch.equal(ours, theirs)  # the same memory, not a copy
+            theirs[1234] = 99
+            assert ours[1234] == 99
+        part = _outside(ctx, 64, 64, dtype=torch.float32)[3:60, 1:40:2]
+        imported = heap.as_symmetric(part)
+        assert imported.stride() == part.stride() and imported.shape == part.shape
+        part.fill_(3.0)
+        assert (imported == 3).all()
+        mapped = _mapped(heap)
+        heap.free(ours, imported)
+        del ours, imported
+        heap.trim()
+        assert _mapped(heap) <= mapped - 70 * MIB
+        with pytest.raises(errors.ArgumentError, match="no allocation of this heap begins"):
+            heap.free(theirs)
+        assert (theirs[test_rma.BLOCK + 2000 : 5000] == -1).all()  # the memory itself stays
+        last = heap.as_symmetric(theirs)
+    assert torch.equal(last, theirs)  # and lives on after the heap
+
+
+@pytest.mark.parametrize("world_size", FEW)
+def test_outside_memory_is_imported_without_a_copy(world_size):
+    run_ranks(world_size, _imports)
+
+
+def _refused_imports(ctx):
+    remedy = "expandable_segments:True" if ON_GPU else "share_memory_"
+    with iris.iris(64 * MIB, "vmem") as heap:
+        ordinary = torch.zeros(3 * MIB, device=ctx.device)
+        with pytest.raises(errors.NotSymmetricError, match=f"cannot import the tensor of ranks.*{remedy}"):
+            heap.as_symmetric(ordinary)
+        with pytest.raises(errors.NotSymmetricError, match="has no elements"):
+            heap.as_symmetric(torch.zeros(0, device=ctx.device))
+        with pytest.raises(errors.NotSymmetricError, match="on meta; expected"):
+            heap.as_symmetric(torch.zeros(3, device="meta"))
+        with pytest.raises(errors.ArgumentError, match="tensor is 5"):
+            heap.as_symmetric(5)
+        with _shareable():
+            if ctx.num_ranks > 1:
+                theirs = _outside(ctx, 100)
+                with pytest.raises(errors.NotSymmetricError, match="another form on other ranks"):
+                    heap.as_symmetric(theirs[: 50 + ctx.cur_rank])
+                with pytest.raises(errors.NotSymmetricError, match="lie at different distances from a page"):
+                    heap.as_symmetric(theirs[ctx.cur_rank :][:50])
+                with pytest.raises(errors.NotSymmetricError, match="on the heap on some ranks and outside on others"):
+                    heap.as_symmetric(heap.zeros(100, dtype=torch.int32) if ctx.cur_rank else theirs)
+                with pytest.raises(errors.NotSymmetricError, match="different offsets on the heap"):
+                    heap.as_symmetric(heap.zeros(100, dtype=torch.int32)[ctx.cur_rank :][:50])
+            if not ON_GPU:
+                with pytest.raises(errors.HeapExhausted, match="the window for imports"):
+                    heap.as_symmetric(_outside(ctx, 200 * MIB, dtype=torch.uint8))
+            _exchange_through(heap, heap.as_symmetric(_outside(ctx, 5000)))  # nothing is out of step after all that
+    with iris.iris(64 * MIB, "torch") as heap:
+        if not os.environ.get("IRIS_ALLOCATOR"):
+            with pytest.raises(errors.NotSymmetricError, match="allocator_type='vmem'"):
+                heap.as_symmetric(ordinary)
+
+
+@pytest.mark.parametrize("world_size", FEW)
+def test_what_cannot_be_imported_says_what_to_do_on_every_rank(world_size):
+    run_ranks(world_size, _refused_imports)
+
+
+# --- torch's allocations on the heap ---------------------------------------------------------------------------------
+
+
+def _pool(ctx, allocator):
+    with iris.iris(512 * MIB, allocator) as heap:
+        with heap.memory_pool():
+            assert not heap.is_symmetric(torch.zeros(3, device="meta"))
+            layer = torch.nn.Linear(64, 32, device=ctx.device)
+            x = torch.randn(16, 64, device=ctx.device)
+            y = layer(x)
+            y.sum().backward()
+            large = torch.zeros(30 * MIB // 4, dtype=torch.int32, device=ctx.device)
+            made = torch.tensor([1, 2, 3], device=ctx.device)
+            view = large[5:100].view(5, 19)
+        for tensor in (layer.weight, layer.bias, x, y, layer.weight.grad, large, made, view):
+            assert heap.is_symmetric(tensor), tensor.shape
+        assert isinstance(layer.weight, torch.nn.Parameter) and made.tolist() == [1, 2, 3]
+        expected = x.cpu().double() @ layer.weight.detach().cpu().double().t() + layer.bias.detach().cpu().double()
+        torch.testing.assert_close(y.detach().cpu().double(), expected, rtol=1e-2, atol=1e-2)
+        assert not heap.is_symmetric(torch.zeros(3, device=ctx.device))
+        _exchange_through(heap, large)
+        taken = heap.zeros(100)  # the heap's own allocations go around the pool's
+        assert not torch.equal(taken, large[:100])
+        with heap.memory_pool():
+            assert heap.is_symmetric(torch.ones(4, device=ctx.device) + 1)
+        offsets = [t.data_ptr() - heap._heap.base for t in (layer.weight, x, y, large, made)]
+        with pytest.raises(errors.HeapExhausted, match="Make the heap larger"):
+            with heap.memory_pool():
+                torch.empty(1 << 30, dtype=torch.uint8, device=ctx.device)
+        with pytest.raises(KeyError, match="inside"):
+            with heap.memory_pool():
+                raise KeyError("inside")
+        if ctx.num_ranks > 1:
+            with pytest.raises(errors.NotSymmetricError, match="lies at different offsets on different ranks"):
+                with heap.memory_pool():
+                    kept = [torch.zeros(1000 * (1 + ctx.cur_rank), device=ctx.device)]
+            del kept
+    large.fill_(4)  # what lies in the pool outlives the heap
+    assert (large == 4).all()
+    return offsets
+
+
+@pytest.mark.parametrize("allocator", ["vmem", "torch"])
+@pytest.mark.parametrize("world_size", FEW)
+def test_what_torch_allocates_in_the_pool_lies_on_the_heap(world_size, allocator):
+    offsets = run_ranks(world_size, _pool, allocator)
+    assert all(found == offsets[0] for found in offsets)
+
+
+# --- everything else on such a heap ----------------------------------------------------------------------------------
+
+
+def _rma_and_ops(ctx, cases):
+    with iris.iris(1 << 30, "vmem") as heap:
+        heap.free(heap.empty(100 * MIB, dtype=torch.uint8))
+        heap.trim()
+        test_rma._moves(heap, torch.bfloat16)
+        found = check_cases(heap, cases)
+        with heap.memory_pool():
+            out = torch.empty(64, 48, dtype=torch.float32, device=ctx.device)
+        a = torch.full((64, 32), ctx.cur_rank + 1.0, device=ctx.device)
+        b = torch.eye(32, 48, device=ctx.device)
+        heap.ops.matmul_all_reduce(out, a, b)
+        total = sum(range(1, ctx.num_ranks + 1))
+        assert (out[:, :32] == total).all() and (out[:, 32:] == 0).all()
+        return found
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+def test_rma_and_fused_ops_on_a_heap_of_virtual_memory(world_size):
+    cases = [Case(op, form, 35, 33, 40, on_heap=form != "rows") for op, form in FORMS]
+    run_ranks(world_size, _rma_and_ops, cases)
+
+
+def _many_contexts(ctx):
+    def counts():
+        with open("/proc/self/maps") as maps:
+            mapped = sum("iris-heap" in line or line.split()[1].startswith("---") for line in maps)
+        return mapped, len(os.listdir("/proc/self/fd"))
+
+    before = None
+    for _ in range(4):
+        with iris.iris(1 << 30, "vmem") as inner:
+            inner.ones(200 * MIB // 4).sum()
+        before = before or counts()
+    assert counts() == before
+
+
+@pytest.mark.parametrize("world_size", [3])
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="looks at the mappings of shared memory")
+def test_closed_contexts_leave_nothing_behind(world_size):
+    run_ranks(world_size, _many_contexts)
+
+
+# --- the channel -----------------------------------------------------------------------------------------------------
+
+
+def _with_strangers(rank, world_size, folder):
+    """Before each rank's call come some that know no nonce, and one that does but is another rank."""
+    real, modes = channel.Channel._dial, []
+
+    def dial(self, to, pid, path, nonce):
+        modes.append(os.stat(os.path.dirname(path)).st_mode & 0o777)
+        wrong = (b"", b"short", struct.pack("!32sI", b"guessed", rank), struct.pack("!32sI", nonce, to))
+        for shown in wrong:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.connect(path)
+                if shown:
+                    stranger.send(shown)
+        return real(self, to, pid, path, nonce)
+
+    channel.Channel._dial = dial
+    with iris.iris(MIB, "vmem") as ctx:
+        _exchange_through(ctx, ctx.zeros(5000, dtype=torch.int32))
+        assert set(modes) <= {0o700}
+        assert not os.listdir(folder)  # nobody can call any more
+
+
+@alone
+def test_strangers_are_turned_away(tmp_path):
+    for end in run_fresh(3, _with_strangers, str(tmp_path), env={"TMPDIR": str(tmp_path), "IRIS_TIMEOUT": "20"}):
+        assert end.exitcode == 0, end.traceback
+
+
+@alone
+def test_another_process_behind_a_socket_is_refused():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        channel._check_process(ours, 1, os.getpid())
+        with pytest.raises(errors.PlatformError, match="expected 1 of user"):
+            channel._check_process(ours, 1, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the bindings come with CUDA")
+def test_missing_bindings_say_how_to_install_them():
+    from iris.memory.cuda_pages import CudaPages
+
+    with pytest.raises(errors.PlatformError, match=r"pip install 'iris-tp\[vmem\]'"):
+        CudaPages(torch.device("cuda", 0))
