@@ -15,7 +15,7 @@ from iris.device.sync import await_entered, enter, leave, next_tile, signal, wai
 import triton
 import triton.language as tl
 
-from .tiles import Matrix, add_bias, grouped, multiply
+from .tiles import Matrix, add_bias, grouped, join_parts, multiply, unit_tile
 
 
 @device_function
@@ -34,25 +34,25 @@ def _push_part(
     WORLD_SIZE: tl.constexpr,
     BY_K: tl.constexpr,
     COMM_PROGRAMS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PIECES: tl.constexpr,
     WAITER: tl.constexpr,
 ):
     """Pushes `own` [part_rows, cols], zero beyond its edges, to its place in every peer's `gathered`.
 
-    In pieces of BLOCK_M rows by a SPLITS-th of the columns, each with its signal.
+    In pieces of BLOCK_M rows by a PIECES-th of the columns, each with its signal.
     """
     # wide enough that a program has tens of KiB under way
     COPY_K: tl.constexpr = min(4 * BLOCK_K, max(BLOCK_K, 32768 // BLOCK_M))
     blocks = tl.cdiv(part_rows, BLOCK_M)
-    width = tl.cdiv(tl.cdiv(cols, COPY_K), SPLITS) * COPY_K  # columns of a unit
+    width = tl.cdiv(tl.cdiv(cols, COPY_K), PIECES) * COPY_K  # columns of a unit
     target = Matrix(gathered, part_rows * (ctx.rank + 1), cols, ld, 1, False)
     ok = await_entered(ctx, sync, epoch, WAITER)
-    for unit in range(tl.program_id(0), blocks * SPLITS * (WORLD_SIZE - 1), COMM_PROGRAMS):
+    for unit in range(tl.program_id(0), blocks * PIECES * (WORLD_SIZE - 1), COMM_PROGRAMS):
         if BY_K:  # every tile needs a block from everyone
             piece, step = unit // (WORLD_SIZE - 1), unit % (WORLD_SIZE - 1)
         else:  # a peer works through one rank's part after the other
-            piece, step = unit % (blocks * SPLITS), unit // (blocks * SPLITS)
-        row, first = piece // SPLITS * BLOCK_M, piece % SPLITS * width
+            piece, step = unit % (blocks * PIECES), unit // (blocks * PIECES)
+        row, first = piece // PIECES * BLOCK_M, piece % PIECES * width
         peer = (ctx.rank + 1 + step) % WORLD_SIZE
         if ok:
             for k in range(first, min(first + width, cols), COPY_K):
@@ -60,7 +60,7 @@ def _push_part(
                 values = own.load(row, k, BLOCK_M, COPY_K)
                 places, mask = target.pointers(ctx.rank * part_rows + row, k, BLOCK_M, COPY_K)
                 tl.store(ctx.remote(places, peer), values, mask=mask)
-            signal(ctx, flags + ctx.rank * blocks * SPLITS + piece, epoch, peer)
+            signal(ctx, flags + ctx.rank * blocks * PIECES + piece, epoch, peer)
     return ok
 
 
@@ -75,6 +75,7 @@ def all_gather_matmul_kernel(
     b,
     bias,
     out,
+    parts,
     flags,
     sync,
     words,
@@ -90,12 +91,15 @@ def all_gather_matmul_kernel(
     part_rows,
     part_cols,
     ld,
+    columns,
+    rounded,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     COMM_PROGRAMS: tl.constexpr,
+    PIECES: tl.constexpr,
     SPLITS: tl.constexpr,
     BY_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -106,7 +110,8 @@ def all_gather_matmul_kernel(
     WAITER: tl.constexpr,
 ):
     # a: [a_rows, a_cols], this rank's part of A; gathered: [source rank, part_rows, part_cols], rows of ld elements;
-    # flags: [source rank, row block, split]. a_tile and gathered_tile are descriptors of the two where TMA can serve.
+    # a_tile and gathered_tile are descriptors of the two where TMA can serve. flags: [source rank, row block, piece],
+    # then those of `join_parts`.
     ctx = own_context(words, WORLD_SIZE)
     own = Matrix(a, a_rows, a_cols, stride_am, stride_ak, False)
     own_tile = Matrix(a_tile, a_rows, a_cols, stride_am, stride_ak, TMA_A)
@@ -130,42 +135,53 @@ def all_gather_matmul_kernel(
             WORLD_SIZE,
             BY_K,
             COMM_PROGRAMS,
-            SPLITS,
+            PIECES,
             WAITER,
         )
 
     num_m = tl.cdiv(part_rows, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    per_part = num_m * num_n
-    tiles = per_part if BY_K else per_part * WORLD_SIZE
-    t = next_tile(sync)
-    while t < tiles:
-        tile_m, tile_n = grouped(t % per_part, num_m, num_n, GROUP_M)
-        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
-        part = (ctx.rank + WORLD_SIZE - t // per_part) % WORLD_SIZE  # by rows: whose rows
+    sources = 1 if BY_K else WORLD_SIZE
+    tiles = num_m * num_n * sources
+    units = rounded + (tiles - rounded) * SPLITS
+    arrived = flags + WORLD_SIZE * num_m * PIECES  # of parts of tiles
+    unit = next_tile(sync)
+    while unit < units:
+        t, k, k_depth = unit_tile(unit, rounded, K, BLOCK_K, SPLITS)
+        # `columns` columns of tiles at a time, and there one rank's rows after the other's
+        group = t // (num_m * columns * sources)
+        width = min(columns, num_n - group * columns)
+        inside = t - group * num_m * columns * sources
+        per_part = num_m * width
+        tile_m, tile_n = grouped(inside % per_part, num_m, width, GROUP_M)
+        row, col = tile_m * BLOCK_M, (group * columns + tile_n) * BLOCK_N
+        part = (ctx.rank + WORLD_SIZE - inside // per_part) % WORLD_SIZE  # by rows: whose rows
         first = 0 if BY_K else part * part_rows
         rows = min(M - first, part_rows)
         if row < rows:
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for i in tl.static_range(WORLD_SIZE if BY_K else 1):
                 source = part * 0 + i if BY_K else part
-                k0 = source * part_cols if BY_K else 0
+                k0 = source * part_cols if BY_K else k
+                a0 = 0 if BY_K else k
                 # Two loops of which one is empty, not two branches: so they share their pipeline's shared memory.
-                own_depth, depth = a_cols, 0
+                own_depth, depth = a_cols if BY_K else k_depth, 0
                 if source != ctx.rank:
-                    for split in range(SPLITS):
-                        flag = flags + (source * num_m + tile_m) * SPLITS + split
+                    for piece in range(PIECES):
+                        flag = flags + (source * num_m + tile_m) * PIECES + piece
                         ok = wait(ctx, flag, epoch, source, WAITER, exact=True) and ok
                     arch.fence_async_proxy()
-                    own_depth, depth = 0, min(part_cols, K - k0)
-                acc = multiply(own_tile, B, row, col, k0, own_depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+                    own_depth, depth = 0, min(part_cols, K - k0) if BY_K else k_depth
+                acc = multiply(own_tile, B, row, col, a0, k0, own_depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
                 start = source * part_rows + row
-                acc = multiply(peers_tile, B, start, col, k0, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
-            if HAS_BIAS:
-                acc = add_bias(acc, bias, col, N, BLOCK_N)
-            target, mask = Matrix(out, first + rows, N, stride_om, stride_on, False).pointers(
-                first + row, col, BLOCK_M, BLOCK_N
-            )
-            tl.store(target, arch.round_to(acc, out.dtype.element_ty), mask=mask)
-        t = next_tile(sync)
+                acc = multiply(peers_tile, B, start, col, a0, k0, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc, whole, joined = join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS, WAITER)
+            ok = ok and joined
+            if whole:
+                if HAS_BIAS:
+                    acc = add_bias(acc, bias, col, N, BLOCK_N)
+                C = Matrix(out, first + rows, N, stride_om, stride_on, False)
+                target, mask = C.pointers(first + row, col, BLOCK_M, BLOCK_N)
+                tl.store(target, arch.round_to(acc, out.dtype.element_ty), mask=mask)
+        unit = next_tile(sync)
     leave(ctx, sync, epoch, ok, WAITER)

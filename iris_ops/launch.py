@@ -18,7 +18,7 @@ from .few_rows import few_rows_kernel
 from .few_rows_gather import few_rows_gather_kernel
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
-from .plan import Machine, machine_named
+from .plan import Machine, gemm_tiles, machine_named
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of, part_size
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ _TMA_ALIGNMENT = 16
 _EXCHANGE_GRANULE = 16
 # Columns of a piece of A that a program of the gather for few rows moves.
 _PIECE_K = 512
+# Blocks of rows from which on a rank's rows are worth reading all weights for.
+_TALL = 4
 # What a mover of all_gather_matmul pushes before it signals: long against the signal, short against a tile's product.
 _PIECE_BYTES = 1 << 19
 
@@ -53,8 +55,8 @@ def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
     return problem.op in (ALL_REDUCE, MATMUL_GATHER) and config.algorithm == "overlapped"
 
 
-def workspace_size(problem: Problem, config: FusedConfig) -> tuple[int, int, int]:
-    """(flags, bytes of staging, bytes of exchange) that a call needs."""
+def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tuple[int, int, int]:
+    """(flags, bytes of staging, bytes of exchange) that a call needs on a device with so many programs at once."""
     w, itemsize = problem.world_size, problem.dtype.itemsize
     if problem.empty:
         return 0, 0, 0
@@ -64,14 +66,36 @@ def workspace_size(problem: Problem, config: FusedConfig) -> tuple[int, int, int
         words = w * rows * _exchange_ld(cols) + behind
         gathered = problem.M * _exchange_ld(problem.K) if problem.op == GATHER_MATMUL else 0
         return 0, gathered * itemsize, 2 * words * itemsize
+    flags, nbytes = _staged(problem, config)
+    parts = _parts(problem, config, programs)
+    return flags + parts, nbytes + parts * config.block_m * config.block_n * 4, 0
+
+
+def _staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
+    """(flags, bytes) of what the ranks stage for each other in an overlapped call; parts of tiles come after."""
+    w, itemsize = problem.world_size, problem.dtype.itemsize
     if problem.op == MATMUL_GATHER:
-        return 0, 0, 0
+        return 0, 0
     if problem.op == GATHER_MATMUL:
         rows, _, ld = _gathered_part(problem)
-        return w * triton.cdiv(rows, config.block_m) * _splits(problem, config), w * rows * ld * itemsize, 0
-    rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
-    tiles = _tiles(rows, cols, config)
-    return w * tiles, w * tiles * config.block_m * config.block_n * itemsize, 0
+        flags, nbytes = w * triton.cdiv(rows, config.block_m) * _pieces(problem, config), w * rows * ld * itemsize
+    else:
+        rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
+        flags = w * _tiles(rows, cols, config)
+        nbytes = flags * config.block_m * config.block_n * itemsize
+    return flags, -(-nbytes // _TMA_ALIGNMENT) * _TMA_ALIGNMENT
+
+
+def _parts(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many parts of tiles are staged within a rank, to be added up by the unit that has the tile's last part."""
+    tiles = gemm_tiles(problem, config)
+    return (tiles - _rounded(tiles, config, programs)) * (config.splits - 1)
+
+
+def _rounded(tiles: int, config: FusedConfig, programs: int) -> int:
+    """The tiles that fill whole rounds of programs; the others are split."""
+    programs = max(1, min(tiles, config.num_programs or programs))
+    return tiles if config.splits == 1 else tiles // programs * programs
 
 
 def _exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
@@ -100,7 +124,7 @@ def _gathered_part(problem: Problem) -> tuple[int, int, int]:
     return rows, cols, -(-cols // granule) * granule
 
 
-def _splits(problem: Problem, config: FusedConfig) -> int:
+def _pieces(problem: Problem, config: FusedConfig) -> int:
     """Into how many pieces a block of gathered rows is cut: every mover has one, and none is long under way."""
     rows, _, ld = _gathered_part(problem)
     blocks = triton.cdiv(rows, config.block_m) * max(1, problem.world_size - 1)
@@ -108,10 +132,10 @@ def _splits(problem: Problem, config: FusedConfig) -> int:
     return max(triton.cdiv(config.comm_programs, blocks), nbytes // _PIECE_BYTES)
 
 
-def _grid(device: torch.device, config: FusedConfig, tiles: int) -> tuple[int, int, int]:
+def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, int, int]:
     """At most one program a multiprocessor: all of them are resident, so they may wait for peers."""
     limit = platform.num_programs(device)
-    return max(1, min(tiles, config.num_programs or limit, limit)), 1, 1
+    return max(1, min(units, config.num_programs or limit, limit)), 1, 1
 
 
 def _operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[object, bool]:
@@ -155,6 +179,22 @@ def _product(A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) 
     )
 
 
+def _units(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig) -> tuple[int, dict]:
+    """(number of units, the arguments that say how the last tiles are split; see `tiles.join_parts`)."""
+    tiles, programs = gemm_tiles(problem, config), platform.num_programs(ctx.device)
+    rounded = _rounded(tiles, config, programs)
+    staged = _staged(problem, config)[1]
+    nbytes = _parts(problem, config, programs) * config.block_m * config.block_n * 4
+    args = dict(
+        parts=workspace.staging[staged : staged + nbytes].view(torch.float32),
+        flags=workspace.flags,
+        rounded=rounded,
+        SPLITS=config.splits,
+        GROUP_M=config.group_m,
+    )
+    return rounded + (tiles - rounded) * config.splits, args
+
+
 def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
     return dict(
         out=out,
@@ -173,10 +213,9 @@ def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig
 
 def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     rows, cols, by_cols = owned_part(problem, config.block_m, config.block_n)
-    tiles = _tiles(rows, cols, config) * problem.world_size
+    units, split = _units(ctx, workspace, problem, config)
     args = dict(
         staging=workspace.staging.view(problem.dtype),
-        flags=workspace.flags,
         M=problem.M,
         N=problem.N,
         part_rows=rows,
@@ -184,10 +223,10 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         BY_COLS=by_cols,
         ALL_REDUCE=problem.op == ALL_REDUCE,
         **_product(A, B, bias, config, n_step=cols if by_cols else 0),
-        GROUP_M=config.group_m,
+        **split,
         **_common(ctx, workspace.sync, problem, config, out),
     )
-    return reduce_scatter_kernel, _grid(ctx.device, config, tiles), args
+    return reduce_scatter_kernel, _grid(ctx.device, config, units), args
 
 
 def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
@@ -254,6 +293,7 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
 def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     w, by_cols = problem.world_size, problem.form == "cols"
     rows, cols = problem.part_rows, problem.part_cols
+    units, split = _units(ctx, workspace, problem, config)
     args = dict(
         M=problem.M if by_cols else part_of(problem.M, w, ctx.cur_rank),
         N=part_of(problem.N, w, ctx.cur_rank) if by_cols else problem.N,
@@ -261,10 +301,10 @@ def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         col_step=cols if by_cols else 0,
         stagger=platform.ticks(config.stagger_us * 1e-6),
         **_product(A, B, bias, config),
-        GROUP_M=config.group_m,
+        **split,
         **_common(ctx, workspace.sync, problem, config, out),
     )
-    return matmul_all_gather_kernel, _grid(ctx.device, config, _tiles(rows, cols, config)), args
+    return matmul_all_gather_kernel, _grid(ctx.device, config, units), args
 
 
 def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
@@ -274,8 +314,11 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     tile = (config.block_m, config.block_k)
     gathered_tile, tma_g = _operand(gathered, tile)
     product = _product(A, B, bias, config, k_step=cols if by_k else 0)
-    tiles = _tiles(rows, problem.N, config) * (1 if by_k else w)
-    grid = _grid(ctx.device, config, max(tiles, config.comm_programs))
+    units, split = _units(ctx, workspace, problem, config)
+    grid = _grid(ctx.device, config, max(units, config.comm_programs))
+    # Where a rank has few rows, weights would be read anew for each rank's: then a round of programs works on the same.
+    low, wide = triton.cdiv(rows, config.block_m), triton.cdiv(problem.N, config.block_n)
+    columns = wide if by_k or low >= _TALL else max(1, min(wide, grid[0] // (low * w)))
     args = dict(
         a_tile=product.pop("a"),
         a=A,
@@ -283,18 +326,18 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         a_cols=A.shape[1],
         gathered=gathered,
         gathered_tile=gathered_tile,
-        flags=workspace.flags,
         M=problem.M,
         N=problem.N,
         part_rows=rows,
         part_cols=cols,
         ld=ld,
+        columns=columns,
         COMM_PROGRAMS=min(config.comm_programs, grid[0]),
-        SPLITS=_splits(problem, config),
+        PIECES=_pieces(problem, config),
         BY_K=by_k,
         TMA_G=tma_g,
         **product,
-        GROUP_M=config.group_m,
+        **split,
         **_common(ctx, workspace.sync, problem, config, out),
     )
     return all_gather_matmul_kernel, grid, args
@@ -320,6 +363,8 @@ def launch(
     """
     prepare = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
     kernel, grid, args = prepare(ctx, workspace, problem, config, *tensors)
+    if "TRACING" in kernel.arg_names:
+        args["TRACING"] = ctx.tracing.enabled
     key = (kernel, problem.dtype, config.num_warps, config.num_stages, *map(_specialization, args.values()))
     known = kernels.get(key)
     if known is None:

@@ -15,7 +15,7 @@ from iris.device.sync import await_entered, enter, leave
 import triton
 import triton.language as tl
 
-from .tiles import Matrix, add_bias, grouped, multiply, start_in_turn
+from .tiles import Matrix, add_bias, grouped, join_parts, multiply, start_in_turn, unit_tile
 
 
 @triton.jit
@@ -24,6 +24,8 @@ def matmul_all_gather_kernel(
     b,
     bias,
     out,
+    parts,
+    flags,
     sync,
     words,
     M,
@@ -38,10 +40,12 @@ def matmul_all_gather_kernel(
     row_step,
     col_step,
     stagger,
+    rounded,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    SPLITS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TMA_A: tl.constexpr,
@@ -49,35 +53,42 @@ def matmul_all_gather_kernel(
     B_TRANSPOSED: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out
+    # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out; parts, flags: see `join_parts`
     ctx = own_context(words, WORLD_SIZE)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     start = ctx.rank.to(tl.int64) * row_step * stride_om + ctx.rank.to(tl.int64) * col_step * stride_on
     C = Matrix(out + start, M, N, stride_om, stride_on, False)
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
+    # as many tiles on every rank, though its own part may be short
+    num_m = tl.cdiv(max(M, row_step), BLOCK_M)
+    num_n = tl.cdiv(max(N, col_step), BLOCK_N)
     epoch = enter(ctx, sync)
     start_in_turn(stagger)
 
     ok = True
     entered = False
-    for t in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+    units = rounded + (num_m * num_n - rounded) * SPLITS
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        t, first, depth = unit_tile(unit, rounded, K, BLOCK_K, SPLITS)
         tile_m, tile_n = grouped(t, num_m, num_n, GROUP_M)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        acc = multiply(A, B, row, col, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
-        if HAS_BIAS:
-            acc = add_bias(acc, bias, col, N, BLOCK_N)
-        result = arch.round_to(acc, out.dtype.element_ty)
-        target, mask = C.pointers(row, col, BLOCK_M, BLOCK_N)
-        tl.store(target, result, mask=mask)
-        if not entered:
-            ok = await_entered(ctx, sync, epoch, WAITER)  # before that, a peer may still read its out
-            entered = True
-        if ok:
-            for i in tl.static_range(1, WORLD_SIZE):
-                tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
-    if num_m * num_n == 0:
-        ok = await_entered(ctx, sync, epoch, WAITER)
+        if (row < M) & (col < N):
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            acc = multiply(A, B, row, col, first, first, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc, whole, joined = join_parts(ctx, acc, parts, flags, unit, rounded, epoch, SPLITS, WAITER)
+            ok = ok and joined
+            if whole:
+                if HAS_BIAS:
+                    acc = add_bias(acc, bias, col, N, BLOCK_N)
+                result = arch.round_to(acc, out.dtype.element_ty)
+                target, mask = C.pointers(row, col, BLOCK_M, BLOCK_N)
+                tl.store(target, result, mask=mask)
+                if not entered:
+                    ok = await_entered(ctx, sync, epoch, WAITER) and ok  # before that, a peer may still read its out
+                    entered = True
+                if ok:
+                    for i in tl.static_range(1, WORLD_SIZE):
+                        tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+    if not entered:
+        ok = await_entered(ctx, sync, epoch, WAITER) and ok
     leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True)

@@ -16,7 +16,7 @@ from iris.device.sync import await_entered, enter, leave, signal, wait
 import triton
 import triton.language as tl
 
-from .tiles import Matrix, add_bias, grouped, multiply, packed
+from .tiles import Matrix, add_bias, grouped, join_parts, multiply, packed, unit_tile
 
 
 @triton.jit
@@ -26,6 +26,7 @@ def reduce_scatter_kernel(
     bias,
     out,
     staging,
+    parts,
     flags,
     sync,
     words,
@@ -40,10 +41,12 @@ def reduce_scatter_kernel(
     stride_on,
     part_rows,
     part_cols,
+    rounded,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    SPLITS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     BY_COLS: tl.constexpr,
     ALL_REDUCE: tl.constexpr,
@@ -53,7 +56,8 @@ def reduce_scatter_kernel(
     B_TRANSPOSED: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile]
+    # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile], then those
+    # of `join_parts`
     ctx = own_context(words, WORLD_SIZE)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
@@ -68,7 +72,10 @@ def reduce_scatter_kernel(
     entered = False  # the peers are known to be in this call
     pending = -1  # the slot that was pushed last and not yet signalled
     pending_owner = 0
-    for t in range(tl.program_id(0), owned * WORLD_SIZE, tl.num_programs(0)):
+    arrived = flags + WORLD_SIZE * owned  # of parts of tiles
+    units = rounded + (owned * WORLD_SIZE - rounded) * SPLITS
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        t, k, depth = unit_tile(unit, rounded, K, BLOCK_K, SPLITS)
         owner = (ctx.rank + 1 + t // owned) % WORLD_SIZE  # the next rank first, this one last
         tile_m, tile_n = grouped(t % owned, num_m, num_n, GROUP_M)
         slot = tile_m * num_n + tile_n
@@ -81,22 +88,24 @@ def reduce_scatter_kernel(
 
         if (row < rows) & (col < cols):
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            acc = multiply(A, B, row, col, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc = multiply(A, B, row, col, k, k, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc, whole, joined = join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS, WAITER)
+            ok = ok and joined
             if not entered:
-                ok = await_entered(ctx, sync, epoch, WAITER)
+                ok = await_entered(ctx, sync, epoch, WAITER) and ok
                 entered = True
             if pending >= 0:
                 if ok:
                     signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)
                 pending = -1
 
-            if owner != ctx.rank:
+            if whole & (owner != ctx.rank):
                 if ok:
                     target, mask = packed(staging, ctx.rank * owned + slot, rows - row, BLOCK_M, BLOCK_N)
                     tl.store(ctx.remote(target, owner), arch.round_to(acc, dtype), mask=mask)
                 pending = slot
                 pending_owner = owner
-            else:
+            elif whole:
                 for i in tl.static_range(1, WORLD_SIZE):
                     source = (ctx.rank + i) % WORLD_SIZE
                     ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok

@@ -108,6 +108,10 @@ class Ops:
             raise ArgumentError(f"form is {form!r}; expected one of {forms} for {op}")
         return self._plan(Problem(op, form, M, N, K, self._ctx.num_ranks, dtype))
 
+    def forget_repeats(self) -> None:
+        """Calls are launched anew: their kernels or the memory that they use have changed."""
+        self._repeats.clear()
+
     def join(self) -> None:
         """Makes the current stream wait for calls with `async_op=True`: two of our kernels never run side by side.
 
@@ -194,7 +198,9 @@ class Ops:
         chosen = config or self._plan(problem)
         if chosen.algorithm == "two_shot" and op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
-        return _Prepared(problem, chosen, *launch.workspace_size(problem, chosen))
+        return _Prepared(
+            problem, chosen, *launch.workspace_size(problem, chosen, platform.num_programs(self._ctx.device))
+        )
 
     def _on_side_stream(self, go: Callable[[], None], workspace: Workspace) -> None:
         device = self._ctx.device

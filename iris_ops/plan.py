@@ -163,7 +163,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
             total += hops * machine.exchange_us  # until all programs know that all have come
     elif config.stagger_us:
         link = nbytes / (machine.link_gbs * 1e3)
-        tiles, programs = _gemm_tiles(problem, config), _programs(config, machine)
+        tiles, programs = gemm_tiles(problem, config), _programs(config, machine)
         waves = -(-tiles // programs)
         # of the programs with most tiles the last starts latest, and each pushes without the others' company
         late = config.stagger_us * (tiles - (waves - 1) * programs) / programs
@@ -204,7 +204,7 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
         return 0
     if problem.world_size == 1 or machine.name == INTERPRETER:
         return 0
-    if _gemm_tiles(problem, config) <= programs:
+    if gemm_tiles(problem, config) <= programs:
         return 0
     wave = (problem.world_size - 1) * programs * config.block_m * config.block_n * problem.dtype.itemsize
     return int(min(1.35 * wave / (machine.link_gbs * 1e3), _tile_us(problem, config, machine)))
@@ -213,7 +213,7 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
 def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     m, n, k = problem.gemm
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    tiles = _gemm_tiles(problem, config)
+    tiles = gemm_tiles(problem, config)
     steps = -(-k // bk)
     if machine.name == INTERPRETER:
         elements = bm * bk + bk * bn
@@ -242,7 +242,7 @@ def _programs(config: FusedConfig, machine: Machine) -> int:
     return min(config.num_programs or machine.num_programs, machine.num_programs)
 
 
-def _gemm_tiles(problem: Problem, config: FusedConfig) -> int:
+def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
     """Tiles of one rank's product; they do not cross the borders of the ranks' parts."""
     m, n, _ = problem.gemm
     if config.algorithm == "overlapped" and problem.op in (REDUCE_SCATTER, ALL_REDUCE):

@@ -2,6 +2,7 @@
 
 from iris.device import arch
 from iris.device.function import device_function
+from iris.device.sync import signal, wait
 import triton
 import triton.language as tl
 from triton.language.core import _aggregate, base_value
@@ -73,13 +74,61 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @device_function
-def multiply(a, b, row, col, k0, depth, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`acc + a[row:, :depth] @ b[k0:k0+depth, col:]` for one tile, in fp32."""
+def multiply(
+    a, b, row, col, a_first, b_first, depth, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """`acc + a[row:, a_first:a_first+depth] @ b[b_first:b_first+depth, col:]` for one tile, in fp32."""
     for k in range(0, depth, BLOCK_K):
-        x = a.load(row, k, BLOCK_M, BLOCK_K)
-        y = b.load(k0 + k, col, BLOCK_K, BLOCK_N)
+        x = a.load(row, a_first + k, BLOCK_M, BLOCK_K)
+        y = b.load(b_first + k, col, BLOCK_K, BLOCK_N)
         acc = arch.dot(x, y, acc)
     return acc
+
+
+# Tiles that do not fill a last round of programs are split along K, SPLITS ways: a *unit* of work is one of the first
+# `rounded` tiles, which fill rounds, or a part of one of the others. The last part of a tile adds up the others'. Parts
+# that come earlier in the order of units never wait, so it is right with any number of programs.
+
+
+@device_function
+def unit_tile(unit, rounded, K, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
+    """(tile, first, depth) of a unit: which tile, and which part of its depth."""
+    if SPLITS == 1:
+        return unit, 0, K
+    else:
+        beyond = tl.maximum(unit - rounded, 0)
+        step = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
+        first = tl.minimum(beyond % SPLITS * step, K)
+        depth = tl.where(unit < rounded, K, tl.minimum(step, K - first))
+        return tl.where(unit < rounded, unit, rounded + beyond // SPLITS), first, depth
+
+
+@device_function
+def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.constexpr, waiter: tl.constexpr):
+    """(the whole tile's product, whether this unit is the one that has it, whether no wait failed).
+
+    `parts`: fp32 [tile beyond `rounded`, SPLITS - 1, rows, columns]; `arrived`: a flag for each, both this rank's own.
+    """
+    whole = True
+    ok = True
+    if SPLITS > 1:
+        if unit >= rounded:
+            tile, part = (unit - rounded) // SPLITS, (unit - rounded) % SPLITS
+            ROWS: tl.constexpr = acc.shape[0]
+            COLS: tl.constexpr = acc.shape[1]
+            if part < SPLITS - 1:
+                whole = False
+                number = tile * (SPLITS - 1) + part
+                place, mask = packed(parts, number, ROWS, ROWS, COLS)
+                tl.store(place, acc, mask=mask)
+                signal(ctx, arrived + number, epoch, ctx.rank)
+            else:
+                for i in range(SPLITS - 1):
+                    number = tile * (SPLITS - 1) + i
+                    ok = wait(ctx, arrived + number, epoch, ctx.rank, waiter, exact=True) and ok
+                    place, mask = packed(parts, number, ROWS, ROWS, COLS)
+                    acc += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+    return acc, whole, ok
 
 
 @device_function

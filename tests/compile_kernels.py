@@ -41,6 +41,7 @@ FEW_ROWS = {
 }
 _INT32 = {"flags", "sync", "members", "sent", "arrived"}
 _DATA = {"a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst"}
+_FLOAT32 = {"parts"}
 
 
 class _Driver:
@@ -53,6 +54,8 @@ class _Driver:
 def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16", **constants):
     """The compiled kernel, for tensors of `dtype` whose sizes and addresses are multiples of 16."""
     parameters = list(inspect.signature(kernel.fn).parameters)
+    if "TRACING" in parameters:
+        constants.setdefault("TRACING", False)
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
     signature, attrs = {}, {}
@@ -61,8 +64,8 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             signature[name] = "constexpr"
         elif name in tma:
             signature[name] = f"tensordesc<{dtype}[{_block(name, constants)}]>"
-        elif name in _DATA or name in _INT32 or name in ("words", "heap_bases"):
-            pointee = "i32" if name in _INT32 else dtype if name in _DATA else "i64"
+        elif name in _DATA | _INT32 | _FLOAT32 or name in ("words", "heap_bases"):
+            pointee = "i32" if name in _INT32 else "fp32" if name in _FLOAT32 else dtype if name in _DATA else "i64"
             signature[name] = f"*{pointee}"
             attrs[(index,)] = [["tt.divisibility", 16]]
         else:
@@ -85,7 +88,9 @@ def variants(target: GPUTarget):
     block = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64) if cuda else dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64)
     options = dict(num_warps=8, num_stages=3 if cuda else 2)
     strides = dict(stride_ak=1, stride_bk=1, stride_on=1)
-    common = dict(GROUP_M=8, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True, WAITER=1, B_TRANSPOSED=True, **block, **strides)
+    common = dict(
+        GROUP_M=8, SPLITS=3, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True, WAITER=1, B_TRANSPOSED=True, **block, **strides
+    )
     for tma in (True, False) if cuda else (False,):
         kind = "tma" if tma else "pointers"
         loads = dict(TMA_A=tma, TMA_B=tma)
@@ -96,9 +101,11 @@ def variants(target: GPUTarget):
         yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads}
         for by_k in (False, True):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
-            flags = dict(BY_K=by_k, COMM_PROGRAMS=16, TMA_G=tma, **loads)
+            flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, TMA_G=tma, **loads)
             yield name, all_gather_matmul_kernel, options, {**common, **flags}
-    few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
+    few = {name: value for name, value in common.items() if name not in ("GROUP_M", "SPLITS")} | dict(
+        BLOCK_N=64, TMA_B=cuda
+    )
     for exchange, (m, k, warps, stages) in FEW_ROWS.items():
         constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}
         yield (

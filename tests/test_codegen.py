@@ -84,12 +84,14 @@ def all_complaints(kernels: list[Kernel], check: Callable[[Kernel], list[str]]) 
 
 # --- PTX -------------------------------------------------------------------------------------------------------------
 
-# Between programs of one GPU: the next tile of a common count; which program reports a failed wait; that one failed.
+# Between programs of one GPU: the next tile of a common count; which program reports a failed wait; that one failed; the
+# next recorded event.
 LOCAL = (
     "atom.global.gpu.relaxed.add.u32",
     "atom.global.acq_rel.gpu.cas.b32",
     "atom.global.relaxed.gpu.cas.b32",
     "ld.global.gpu.relaxed.b32",
+    "atom.global.gpu.relaxed.add.u64",
     "atom.global.gpu.relaxed.add.u64",  # the next record of a trace
 )
 # That all programs of this rank have put what arrived into the one gathered matrix.

@@ -28,7 +28,9 @@ SHAPES = [(19, 29, 19), (32, 32, 32), (35, 17, 24), (5, 33, 38)]
 # Several tiles and rounds in small matrices; on GPUs a few programs, so that each has several tiles.
 SMALL = [
     FusedConfig(16, 16, 16, group_m=2, num_warps=4, num_stages=2, num_programs=3, comm_programs=2),
-    FusedConfig(16, 32, 16, group_m=3, num_warps=4, num_stages=3, num_programs=5, comm_programs=1, stagger_us=3),
+    FusedConfig(
+        16, 32, 16, group_m=3, num_warps=4, num_stages=3, num_programs=5, comm_programs=1, stagger_us=3, splits=2
+    ),
 ]
 
 
