@@ -84,8 +84,8 @@ def all_complaints(kernels: list[Kernel], check: Callable[[Kernel], list[str]]) 
 
 # --- PTX -------------------------------------------------------------------------------------------------------------
 
-# Between programs of one GPU: the next tile of a common count; which program reports a failed wait; that one failed; the
-# next recorded event.
+# Between programs of one GPU: the next tile of a common count; which program reports a failed wait; that one failed;
+# the next recorded event.
 LOCAL = (
     "atom.global.gpu.relaxed.add.u32",
     "atom.global.acq_rel.gpu.cas.b32",
