@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import platform, tensors
+from . import names, platform, tensors
 from .device import sync
 from .device.context import HEADER, pack
 from .errors import ArgumentError, CaptureError, ClosedError, IrisError, NotSymmetricError, PeerLostError, PlatformError
@@ -84,6 +84,7 @@ class Iris(tensors.TensorMethods):
         self._side = SideStream(self.device)
         platform.synchronize(self.device)
         self._ranks.all_gather(None)  # every heap is mapped and zeroed before anyone writes to a peer's
+        self.group_name = names.add(self, self._ranks.name)  # by which compiled graphs find this context
         self._closed = False
 
     def get_heap_bases(self) -> torch.Tensor:
@@ -238,6 +239,7 @@ class Iris(tensors.TensorMethods):
                 self.barrier()  # no peer may still be writing here
         finally:
             self._closed = True
+            names.remove(self.group_name)
             if self._pool is not None:
                 self._pool.close()
             self._ops = self._ccl = self._tracing = self._barrier_counts = self._pool = None  # they hold heap memory

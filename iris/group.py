@@ -23,6 +23,7 @@ class Ranks:
         self.group = _resolve(group)
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.size = dist.get_world_size(self.group) if self.group else 1
+        self.name = self.group.group_name if self.group else "alone"
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, any picklable object, in rank order."""

@@ -157,15 +157,17 @@ def check_tensors(
             raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same")
         if any(size > _MAX_SIZE for size in t.shape):
             raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes below 2**31")
-        if t.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(
-                f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()"
-            )
+        check_gradient(op, name, t)
     if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
     for name, t in (("A", A), ("B", B), ("bias", bias)):
         if t is not None and _overlap(out, t):
             raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
+
+
+def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
+    if t.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()")
 
 
 def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:

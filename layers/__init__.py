@@ -19,6 +19,7 @@ from .linear import (
 from .parallelize import parallelize
 from .pretrained import from_pretrained
 from .report import Report
+from .saving import save_pretrained
 
 __all__ = [
     "ColumnParallelLinear",
@@ -29,5 +30,6 @@ __all__ = [
     "RowParallelLinear",
     "from_pretrained",
     "parallelize",
+    "save_pretrained",
     "share_rng",
 ]

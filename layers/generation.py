@@ -7,7 +7,7 @@ For users: the seed on rank 0 counts. The class is left as it is; only the insta
 
 What cannot be kept together is refused: `max_time` stops each rank by its own clock, and one that stops alone leaves
 the others waiting. Compilation, which Hugging Face switches on for static caches on GPUs, is switched off in the
-instance's generation config: a compiler cannot look into the fused kernels.
+instance's generation config: whoever wants it says torch.compile.
 """
 
 from __future__ import annotations

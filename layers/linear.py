@@ -61,11 +61,9 @@ class ColumnParallelLinear(ShardedLinear):
     def forward(self, input: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
         x = self.rows(input, self.in_features)
         if self.gather_output:
-            out = x.new_empty(x.shape[0], self.out_features)
-            self.ctx.ops.matmul_all_gather(out, x, self.weight.t(), self.bias)
+            out = self.product(x, x.shape[0], self.out_features)
         elif self.sequence_parallel:
-            out = x.new_empty(self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
-            self.ctx.ops.all_gather_matmul(out, x, self.weight.t(), self.bias, config=self.agreed_config(out.shape[0]))
+            out = self.product(x, self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
             return out if input.dim() == 2 else out.unsqueeze(0)
         else:
             out = F.linear(x, self.weight, self.bias)
@@ -225,14 +223,10 @@ class RowParallelLinear(ShardedLinear):
             out = F.linear(x, self.weight, self.bias if self.ctx.cur_rank == 0 else None)  # once in the ranks' sum
         elif self.sequence_parallel:
             start, stop = chunk(x.shape[0], self.ctx.num_ranks, self.ctx.cur_rank)
-            out = x.new_empty(stop - start, self.out_features)
-            self.ctx.ops.matmul_reduce_scatter(
-                out, x, self.weight.t(), self.bias, config=self.agreed_config(x.shape[0])
-            )
+            out = self.product(x, stop - start, self.out_features)
             return out if input.dim() == 2 else out.unsqueeze(0)
         else:
-            out = x.new_empty(x.shape[0], self.out_features)
-            self.ctx.ops.matmul_all_reduce(out, x, self.weight.t(), self.bias, config=self.agreed_config(x.shape[0]))
+            out = self.product(x, x.shape[0], self.out_features)
         return out.view(*input.shape[:-1], self.out_features)
 
     @classmethod

@@ -22,6 +22,7 @@ from .fused import merge_siblings
 from .generation import agree_on_samples
 from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from .report import Report, make_report
+from .saving import wrap_save_pretrained
 from .shard import Shard
 from .sharded import ShardedLinear, split_parameter
 
@@ -63,6 +64,7 @@ def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None, merge: bo
     if plan == "auto" and filter_fn is None and hasattr(model, "tp_plan"):
         model._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
     agree_on_samples(model, ctx)
+    wrap_save_pretrained(model, ctx)
     return make_report(model, styles, ctx)
 
 

@@ -1,17 +1,17 @@
 """`from_pretrained(path, ctx)`: a split Hugging Face model, of which each rank reads only its slices from the files.
 
 1. The model is built empty, on meta, from its configuration.
-2. The files' headers are compared with it. What is missing or wrongly shaped is listed, and every rank raises the same.
+2. The files' headers are compared with it. What is missing, left over or wrongly shaped is listed in one error, and
+   every rank raises the same.
 3. `parallelize` swaps the Linears, still empty.
-4. Parameters are allocated and filled one by one: the peak is this rank's part of the model, and one slice.
+4. Parameters are allocated and filled one by one, in the order of the files: the peak is this rank's part of the model,
+   and two buffers of a few rows (`staging`).
 5. Buffers that no file holds (rotary frequencies) are computed by the model's own initialisation.
-
-A tied weight is read once, under whichever of its names is stored. If both are stored, the head is read as its own
-weight: that is right whether they are equal or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +19,45 @@ from iris.errors import CheckpointError
 import torch
 from torch import nn
 
-from .checkpoint import Checkpoint
-from .fused import Slice
+from . import names
+from .checkpoint import Checkpoint, StoredTensor
 from .parallelize import parallelize, retie
-from .sharded import ShardedLinear, part_of
+from .shard import fill
+from .sharded import part_of
+from .staging import Staging
 
 
-def from_pretrained(path_or_id: str | Path, ctx, *, dtype: torch.dtype | None = None) -> nn.Module:
+def from_pretrained(
+    path_or_id: str | Path, ctx, *, dtype: torch.dtype | None = None, strict: bool = True, **options: Any
+) -> nn.Module:
     """A causal language model, split over the ranks of `ctx` by its own tensor-parallel plan, in eval mode. Collective.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
-    by default. What became of each module is in the model's `parallel_report`. Raises CheckpointError on every rank,
-    before anything is loaded, if the files do not hold what the model needs.
+    by default. `options` are those of `parallelize`. What became of each module is in the model's `parallel_report`.
+    Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
+    with `strict`, if they hold more.
     """
-    problems, model, sources = [], None, {}
+    staging = Staging(ctx.device)
+    problems, model, checkpoint, sources = [], None, None, {}
     folder = _folder(path_or_id, ctx)
     try:
         model = _empty_model(folder, dtype)
-        checkpoint = Checkpoint(folder, model.base_model_prefix)
-        sources = _sources(model, checkpoint)
-        problems = checkpoint.problems({stored: shape for stored, shape in sources.values()})
+        checkpoint = Checkpoint(folder, staging)
+        sources, problems = names.find(model, checkpoint, strict)
     except (OSError, ValueError) as error:  # CheckpointError is a ValueError
         problems = [str(error)]
-    _raise_together(problems, path_or_id, ctx)
-
-    report = parallelize(model, ctx)
-    for name in _progress(sources, ctx):
-        stored, _ = sources[name]
-        _load(model, name, checkpoint[stored], ctx.device)
+    try:
+        raise_together(problems, f"{path_or_id} cannot be loaded", ctx)
+        report = parallelize(model, ctx, **options)
+        try:
+            for name, stored in _progress({name: checkpoint[source] for name, source in sources.items()}, ctx):
+                _load(model, name, stored, ctx.device)
+        except OSError as error:
+            problems = [f"rank {ctx.cur_rank}: {error}"]
+        raise_together(problems, f"{path_or_id} cannot be read", ctx)
+    finally:
+        if checkpoint is not None:
+            checkpoint.close()
     _compute_buffers(model, ctx.device)
     retie(model)
     model.parallel_report = report
@@ -84,43 +95,26 @@ def _empty_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-def _sources(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """For each parameter and stored buffer to fill: the name it is read under, and its shape."""
-    sources = {name: (name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
-    for target, source in model.all_tied_weights_keys.items():
-        if target in checkpoint and source in checkpoint:
-            parent, _, key = target.rpartition(".")
-            own = torch.empty_like(model.get_parameter(target))
-            setattr(model.get_submodule(parent), key, nn.Parameter(own))
-            continue
-        _, shape = sources.pop(target)
-        if target in checkpoint:
-            sources[source] = (target, shape)
-    return sources
-
-
-def _raise_together(problems: list[str], path: str | Path, ctx) -> None:
-    """Raises on every rank if any rank has a problem."""
+def raise_together(problems: list[str], what: str, ctx) -> None:
+    """Raises on every rank if any rank has a problem. Collective."""
     told = [line for src in range(ctx.num_ranks) for line in ctx.broadcast(problems, src=src)]
     if told:
         lines = list(dict.fromkeys(told))
-        raise CheckpointError(f"{path} cannot be loaded, {len(lines)} problem(s):\n  " + "\n  ".join(lines))
+        raise CheckpointError(f"{what}, {len(lines)} problem(s):\n  " + "\n  ".join(lines))
 
 
-def _load(model: nn.Module, name: str, source: Any, device: torch.device) -> None:
+def _load(model: nn.Module, name: str, source: StoredTensor, device: torch.device) -> None:
     parent, _, key = name.rpartition(".")
     module = model.get_submodule(parent)
-    if isinstance(module, (ShardedLinear, Slice)):
+    if hasattr(module, "load_shard"):
         module.load_shard(key, source)
-    elif part := part_of(module, key):
-        local = torch.empty_like(getattr(module, key), device=device)
+        return
+    local = torch.empty_like(getattr(module, key), device=device)
+    if part := part_of(module, key):
         part.fill(local, source, 0)
-        setattr(module, key, nn.Parameter(local, requires_grad=False))
-    elif key in module._parameters:
-        whole = source[:].to(device, getattr(module, key).dtype)
-        setattr(module, key, nn.Parameter(whole, requires_grad=False))
     else:
-        setattr(module, key, source[:].to(device, getattr(module, key).dtype))
+        fill(local, source)
+    setattr(module, key, nn.Parameter(local, requires_grad=False) if key in module._parameters else local)
 
 
 def _compute_buffers(model: nn.Module, device: torch.device) -> None:
@@ -137,8 +131,12 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     model.initialize_weights()
 
 
-def _progress(names, ctx):
-    """The names, with a bar on rank 0 only."""
+def _progress(tensors: dict[str, StoredTensor], ctx) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors in the order of the files, with a bar on rank 0 only."""
     from tqdm import tqdm
 
-    return tqdm(names, desc="loading", unit=" tensors", disable=ctx.cur_rank != 0)
+    whole = sum(stored.nbytes for stored in tensors.values())
+    with tqdm(total=whole, desc="loading", unit="B", unit_scale=True, disable=ctx.cur_rank != 0) as bar:
+        for name, stored in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start)):
+            yield name, stored
+            bar.update(stored.nbytes)

@@ -52,7 +52,7 @@ class Shard:
         for start, stop in self.ranges:
             if start < stop:
                 index = (slice(None),) * dim + (slice(start, stop),)
-                local.narrow(dim, at, stop - start).copy_(source[index])
+                fill(local.narrow(dim, at, stop - start), source, index)
                 at += stop - start
         local.narrow(dim, at, self.pad).zero_()
 
@@ -61,6 +61,14 @@ class Shard:
         assert self.is_contiguous, self
         start, stop = self.ranges[0] if self.ranges else (0, 0)
         return whole.narrow(dim, start, stop - start)
+
+
+def fill(local: torch.Tensor, source: Any, index: tuple[slice, ...] = (slice(None),)) -> None:
+    """Copies `source[index]` into `local`; a tensor in a checkpoint copies itself (see `checkpoint`)."""
+    if hasattr(source, "copy_to"):
+        source.copy_to(local, index)
+    else:
+        local.copy_(source[index])
 
 
 def chunk(total: int, world: int, rank: int) -> Range:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from iris_ops import library
 import torch
 from torch import nn
 
-from .shard import Shard, concat
+from .shard import Shard, concat, fill
 
 
 class ShardedLinear(nn.Module):
@@ -75,7 +76,7 @@ class ShardedLinear(nn.Module):
             before = sum(each.size for each in self.parts[:part]) if part else 0
             shard.fill(parameter.narrow(self.dim, before, shard.size), source, self.dim)
         else:
-            parameter.copy_(source[:])
+            fill(parameter, source)
 
     def _allocated(self, name: str) -> nn.Parameter:
         parameter = getattr(self, name)
@@ -117,16 +118,9 @@ class ShardedLinear(nn.Module):
             )
         return x.reshape(x.shape[:-1].numel(), features)
 
-    def agreed_config(self, m: int):
-        """The configuration for `op` on `m` rows where the ranks' parts differ in size; None where they do not.
-
-        An op plans by the sizes that it sees. Ranks that saw different ones could choose different tiles and wait for
-        signals that are never sent, so they all plan by the mean part.
-        """
-        if self._mean_part is None:
-            return None
-        n, k = (self._mean_part, self.in_features) if self.dim == 0 else (self.out_features, self._mean_part)
-        return self.ctx.ops.plan(self.op, m, n, k, self.weight.dtype)
+    def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
+        """What `op` makes of `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
+        return library.product(self.op, self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
 
     def extra_repr(self) -> str:
         local = "x".join(map(str, self.weight.shape))

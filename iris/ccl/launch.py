@@ -8,10 +8,12 @@ import torch
 import triton
 
 from ..device.sync import WAITERS
+from .accumulate import accumulate_kernel
 from .by_flags import LANES, flags_kernel
 from .by_words import words_kernel
 from .plan import Plan, part_of, units_of
 from .problem import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Problem, Rows, rows_of
+from .ring import ring_kernel
 from .view import FLAT, ROWS, TILES
 from .workspace import Workspace
 
@@ -28,65 +30,75 @@ class Room:
 
 def room(problem: Problem, plan: Plan) -> Room:
     w, units = problem.world_size, _units(problem, plan)
-    unit_bytes = plan.block * problem.dtype.itemsize
+    elements = units * plan.block
     if plan.protocol == "words":
-        wide = 1 if problem.reduces and problem.dtype.is_floating_point else 2
         shots = 2 if _gathers(problem, plan) else 1
-        return Room("words", 0, 2 * shots * w * units * unit_bytes * wide, 255)
-    table = w + w * LANES.value
+        return Room("words", 0, 2 * shots * w * elements * _word(problem).itemsize, 255)
+    if plan.variant == "ring":
+        return Room("ring", plan.rings * 2 * w * LANES.value, w * elements * _wide(problem).itemsize)
+    if plan.variant in ("atomic", "spinlock"):
+        return Room("added", 2 * w * LANES.value + units, 2 * elements * _wide(problem).itemsize)
+    table = _table(problem)
     if not problem.reduces:
         return Room("copies", table)
     chunks = triton.cdiv(triton.cdiv(units, plan.programs), plan.chunk)
     slots = 1 if problem.op == ALL_REDUCE else 2
     area = "sums" if problem.op == ALL_REDUCE else "parts"
-    return Room(area, table + slots * w * plan.programs * chunks, slots * w * units * unit_bytes)
+    return Room(area, table + slots * w * plan.programs * chunks, slots * w * elements * problem.dtype.itemsize)
 
 
 def writes_to_peers(problem: Problem, plan: Plan) -> bool:
     """Whether the kernel stores into the peers' `out`, which must then lie on the heap."""
-    return problem.op != REDUCE_SCATTER and plan.protocol == "flags"
+    return problem.op != REDUCE_SCATTER and plan.protocol == "flags" and plan.variant in ("two_shot", "ring")
 
 
 def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> dict:
-    """Of the kernel of `plan.protocol`, by name."""
-    w, units = problem.world_size, _units(problem, plan)
+    """Of `kernel_of(plan)`, by name."""
     area = workspace.areas[room(problem, plan).area]
-    shares = _shares(problem, plan, out, inp, units)
+    if plan.protocol == "words":
+        staging = area.staging.view(_word(problem))
+    elif plan.variant in ("ring", "atomic", "spinlock"):
+        staging = area.staging.view(_wide(problem))
+    else:  # who only copies has no staging
+        staging = area.staging.view(problem.dtype) if problem.reduces else area.flags
+    slot = staging.numel() // 2
     args = dict(
         inp=inp,
         out=out,
+        staging=staging,
+        flags=area.flags,
         sync=area.sync,
         words=workspace.group.words,
-        units=units,
-        **shares,
+        units=_units(problem, plan),
+        chunk_units=plan.chunk,
+        slot_words=slot,
+        slot_elements=slot,
+        slot_flags=(area.flags.numel() - _table(problem)) // 2,
+        **_cuts(problem, plan, out, inp),
         BLOCK=plan.block,
         INTERLEAVED=plan.interleaved,
         TILE_N=plan.tile_n or 1,
         GROUP_M=plan.group_m,
+        RINGS=plan.rings,
+        LOCKED=plan.variant == "spinlock",
         SCATTER=problem.op != ALL_GATHER and plan.variant != "one_shot",
         REDUCE=problem.reduces,
         GATHER=_gathers(problem, plan),
         ONE_OUT=problem.op == REDUCE_SCATTER and not problem.cols,
-        WORLD_SIZE=w,
+        WORLD_SIZE=problem.world_size,
         WAITER=WAITERS.index(problem.op),
     )
-    if plan.protocol == "words":
-        staging = area.staging.view(_word(problem))
-        return args | dict(staging=staging, slot_words=staging.numel() // 2)
-    # a kernel that only copies has no staging
-    staging = area.staging.view(problem.dtype) if problem.reduces else area.flags
-    table = w + w * LANES.value
-    return args | dict(
-        staging=staging,
-        flags=area.flags,
-        chunk_units=plan.chunk,
-        slot_elements=staging.numel() // 2,
-        slot_flags=(area.flags.numel() - table) // 2,
-    )
+    return {name: args[name] for name in kernel_of(plan).arg_names}
 
 
 def kernel_of(plan: Plan) -> triton.JITFunction:
-    return words_kernel if plan.protocol == "words" else flags_kernel
+    by_variant = {"ring": ring_kernel, "atomic": accumulate_kernel, "spinlock": accumulate_kernel}
+    return by_variant.get(plan.variant) or (words_kernel if plan.protocol == "words" else flags_kernel)
+
+
+def _table(problem: Problem) -> int:
+    """Flags before those of the slots: entered and done."""
+    return problem.world_size * (1 + LANES.value)
 
 
 def _units(problem: Problem, plan: Plan) -> int:
@@ -107,7 +119,14 @@ def _word(problem: Problem) -> torch.dtype:
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
 
 
-def _shares(problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor, units: int) -> dict:
+def _wide(problem: Problem) -> torch.dtype:
+    """What sums are kept in (`iris.device.exchange.sum_type`)."""
+    if problem.dtype.is_floating_point:
+        return torch.float32
+    return torch.int64 if problem.dtype == torch.int64 else torch.int32
+
+
+def _cuts(problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> dict:
     """How the two tensors are cut."""
     op, w, n = problem.op, problem.world_size, problem.n
     by_columns = op == ALL_TO_ALL or problem.cols > 0
@@ -119,7 +138,7 @@ def _shares(problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor, 
             "out", target, width, step=width * target.stride_col, **cut
         )
     if problem.cols:
-        cut = dict(n=n, share=units, limit=0, tiles=True)
+        cut = dict(n=n, share=_units(problem, plan), limit=0, tiles=True)
         return _view("in", source, **cut) | _view("out", target, **cut)
     share = part_of(problem, plan.variant)
     if op == ALL_GATHER:

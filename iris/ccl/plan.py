@@ -53,10 +53,6 @@ class Plan:
     rings: int
     expected_us: float
 
-    @property
-    def scatter(self) -> bool:
-        return self.variant != "one_shot"
-
 
 def plan(problem: Problem, config: Config, machine: Machine) -> Plan:
     return _plan(problem, config, machine)
@@ -82,7 +78,7 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
         block, tile_n = config.block or _block(problem, variant, protocol, programs, machine), 0
     units = units_of(problem, variant, block, tile_n)
     chunk = max(1, min(_CHUNK_BYTES // (block * problem.dtype.itemsize), -(-units // programs)))
-    work = units * (problem.world_size if variant != "one_shot" or not problem.reduces else 1)
+    work = units * (problem.world_size if variant not in WHOLE else 1)
     lanes = units if protocol == "flags" else work
     return Plan(
         variant=variant,
@@ -90,7 +86,7 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
         block=block,
         programs=max(1, min(programs, lanes)),
         num_warps=_num_warps(block, protocol),
-        interleaved=config.all_reduce_distribution == 0 and (problem.op == ALL_REDUCE or problem.cols > 0),
+        interleaved=config.all_reduce_distribution == 0 and _has_owners(problem, variant),
         tile_n=tile_n,
         group_m=config.swizzle_size or 4,
         chunk=chunk,
@@ -99,6 +95,8 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
     )
 
 
+# Variants of all_reduce in which nobody owns a part.
+WHOLE = ("one_shot", "atomic", "spinlock")
 # What a lane pushes to all owners between two signals: a signal costs about as much time as 8 KiB of the link's share.
 _CHUNK_BYTES = 32 << 10
 
@@ -108,6 +106,8 @@ def _candidates(problem: Problem, config: Config) -> list[tuple[str, str]]:
     if problem.op == ALL_REDUCE:
         found = [("one_shot", "words"), ("two_shot", "words"), ("two_shot", "flags")]
         wanted = config.all_reduce_variant
+        if wanted in ("ring", "atomic", "spinlock"):  # never the fastest
+            found = [(wanted, "flags")]
     else:
         found, wanted = [("two_shot", "words"), ("two_shot", "flags")], None
     if problem.dtype.itemsize > 4 and not problem.dtype.is_floating_point:
@@ -135,6 +135,11 @@ def _expected_us(problem: Problem, variant: str, protocol: str, machine: Machine
         hops, sent = 1, others * (nbytes if problem.op == ALL_GATHER else nbytes / w)
     if w == 1:
         return machine.launch_us
+    if variant == "ring":
+        return machine.launch_us + 2 * others * machine.signal_us + 1.5 * sent / (machine.link_gbs * 1e3)
+    if variant in ("atomic", "spinlock"):
+        sums = others * problem.n * 4
+        return machine.launch_us + machine.signal_us + sums / (machine.link_gbs * 1e3)
     if protocol == "words":
         wide = 1 if problem.reduces and problem.dtype.is_floating_point else 2
         return machine.launch_us + hops * machine.hop_us + wide * sent / (machine.words_gbs * 1e3)
@@ -142,11 +147,16 @@ def _expected_us(problem: Problem, variant: str, protocol: str, machine: Machine
     return machine.launch_us + enter + hops * machine.signal_us + sent / (machine.link_gbs * 1e3)
 
 
+def _has_owners(problem: Problem, variant: str) -> bool:
+    """Whether whose part is what is ours to decide."""
+    return (problem.op == ALL_REDUCE and variant not in WHOLE) or problem.cols > 0
+
+
 def part_of(problem: Problem, variant: str) -> int:
     """Elements of the largest part."""
     if problem.part:
         return problem.part
-    if problem.op == ALL_REDUCE and variant == "one_shot":
+    if variant in WHOLE:
         return problem.n
     return -(-problem.n // (16 * problem.world_size)) * 16  # whole vectors
 

@@ -202,6 +202,45 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
         tl.store(sync, epoch)
 
 
+@device_function
+def lock(ctx, word, to_rank, waiter: tl.constexpr):
+    """Takes the lock in `word`, 0 when free, at `to_rank`. Returns whether it was had in time."""
+    taken = rma.atomic_cas(word, 0, 1, ctx.rank, to_rank, ctx.heap_bases(), sem="acquire", scope="sys") == 0
+    if not taken:
+        taken = _poll_lock(ctx, word, to_rank, waiter)
+    return taken
+
+
+@device_function
+def unlock(ctx, word, to_rank):
+    """All of this program's earlier stores, then the lock is free."""
+    signal(ctx, word, 0, to_rank)
+
+
+@device_function
+def _poll_lock(ctx, word, to_rank, waiter: tl.constexpr):
+    limit = tl.load(ctx.words + 4)
+    own_mark = tl.program_id(0) + 1
+    start = arch.clock()
+    polls = 0
+    taken = False
+    waiting = True
+    while waiting:
+        arch.pause()
+        late = arch.clock() - start > limit
+        for i in tl.static_range(ctx.world_size):  # whoever holds it
+            late = late | arch.peer_gone(ctx.pid(i))
+        taken = rma.atomic_cas(word, 0, 1, ctx.rank, to_rank, ctx.heap_bases(), sem="acquire", scope="sys") == 0
+        waiting = not taken
+        polls += 1
+        if polls % POLLS_A_CHECK == 0:
+            mark = mark_if(ctx, late & (not taken), own_mark)
+            if mark == own_mark:
+                report(ctx, own_mark, waiter, 0, to_rank, 1)
+            waiting = waiting and mark == 0
+    return taken
+
+
 # --- all other ranks at once -----------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ pytestmark = both
 
 FLAGS, WORDS = Config(protocol="flags"), Config(protocol="words")
 ONE, TWO = Config(all_reduce_variant="one_shot"), Config(all_reduce_variant="two_shot", protocol="words")
+OTHERS = [Config(all_reduce_variant=variant) for variant in ("ring", "atomic", "spinlock")]
 SMALL = dict(block_size_m=8, block_size_n=8)  # several units a part, also of small tensors
 
 
@@ -118,8 +119,8 @@ class Call:
             assert torch.equal(out, rounded)
         else:
             assert_close_to_reference(out, exact, rounded)
-            deterministic = case.config is None or case.config.all_reduce_variant in (None, "one_shot", "two_shot")
-            assert not deterministic or torch.equal(out, rounded), "not summed in fp32 in rank order"
+            in_rank_order = case.config is None or case.config.all_reduce_variant in (None, "one_shot", "two_shot")
+            assert not in_rank_order or torch.equal(out, rounded), "not summed in fp32 in rank order"
         return self.out.clone()
 
 
@@ -144,6 +145,7 @@ CASES = [
     *(Case("all_reduce", (9, 37), config) for config in (None, ONE, TWO, FLAGS)),
     *(Case(op, (10, 37), config) for op in ("all_gather", "reduce_scatter") for config in (None, WORDS, FLAGS)),
     *(Case("all_to_all", (9, 60), config) for config in (None, WORDS, FLAGS)),
+    *(Case("all_reduce", (9, 37), config) for config in OTHERS),
     # several units, fewer than a vector, one element, one dimension, three
     *(Case("all_reduce", (700,), small(config)) for config in (ONE, TWO, FLAGS)),
     *(Case("all_reduce", (1,), config) for config in (ONE, TWO, FLAGS)),
@@ -151,7 +153,11 @@ CASES = [
     *(Case("all_gather", (1,), config) for config in (WORDS, FLAGS)),
     *(Case("reduce_scatter", (5, 2, 3), config) for config in (None, FLAGS)),  # with four ranks, one has no rows
     *(Case("all_to_all", (1, 12), config) for config in (WORDS, FLAGS)),
+    *(Case("all_reduce", (700,), small(config)) for config in OTHERS),
+    Case("all_reduce", (700,), replace(small(OTHERS[0]), all_reduce_num_rings=3, all_reduce_distribution=0)),
+    *(Case("all_reduce", (3,), config, dtype) for config in OTHERS for dtype in (torch.int64, torch.float32)),
     # rows that stand apart
+    *(Case("all_reduce", (6, 40), small(config), pad=3, in_place=True) for config in OTHERS),
     *(Case("all_reduce", (6, 40), small(config), pad=3) for config in (ONE, TWO, FLAGS)),
     *(Case(op, (6, 24), small(config), pad=8) for op in ("all_gather", "all_to_all") for config in (WORDS, FLAGS)),
     *(Case("reduce_scatter", (12, 20), small(config), pad=4) for config in (WORDS, FLAGS)),

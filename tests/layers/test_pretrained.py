@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from iris.errors import CheckpointError
 import layers
-from layers.checkpoint import Checkpoint
-from layers.fused import Slice
 from layers.parallelize import parallelize
+from layers.staging import Staging
 import pytest
 from safetensors.torch import load_file, save_file
 import torch
@@ -19,7 +17,9 @@ from torch import nn
 from tests.harness import WORLDS, agreed, both, run_ranks
 from tests.layers import models
 
-pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
+pytestmark = both
+every_world = pytest.mark.parametrize("world_size", WORLDS, scope="session")
+two_ranks = pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +68,7 @@ def load_body(ctx, folder: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return models.logits(model, ctx.device), models.generate(model, ctx.device)
 
 
+@every_world
 @pytest.mark.parametrize("name", [*models.CONFIGS, "nine_heads", "two_heads", "fused"])
 def test_loaded_by_slices_is_split_in_memory(world_size: int, saved, name: str) -> None:
     for result, tokens in run_ranks(world_size, load_body, str(saved(name)), name):
@@ -75,46 +76,32 @@ def test_loaded_by_slices_is_split_in_memory(world_size: int, saved, name: str) 
         assert torch.equal(tokens.cpu(), models.expected(name)[2])
 
 
-class CountingSlice:
-    """A safetensors slice that adds up the elements read through it."""
+class Watched(Staging):
+    """Staging that remembers the last one made."""
 
-    def __init__(self, inner: Any, counts: dict[str, int], name: str) -> None:
-        self.inner, self.counts, self.name = inner, counts, name
+    last: Staging
 
-    def get_shape(self) -> list[int]:
-        return self.inner.get_shape()
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        read = self.inner[index]
-        self.counts[self.name] = self.counts.get(self.name, 0) + read.numel()
-        return read
+    def __init__(self, device: torch.device | str) -> None:
+        super().__init__(device)
+        Watched.last = self
 
 
-def reads_body(ctx, folder: str) -> tuple[dict[str, int], dict[str, int]]:
-    counts: dict[str, int] = {}
-    plain = Checkpoint.__getitem__
-    Checkpoint.__getitem__ = lambda self, name: CountingSlice(plain(self, name), counts, name)
+def reads_body(ctx, folder: str) -> tuple[int, int]:
+    layers.pretrained.Staging = Watched
     try:
         model = layers.from_pretrained(folder, ctx)
     finally:
-        Checkpoint.__getitem__ = plain
-    held = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    names = {module: name for name, module in model.named_modules()}
-    for module, name in names.items():
-        if isinstance(module, Slice):  # of a merged weight, which is stored under the names of its slices
-            held.pop(f"{names[module.merged]}.weight", None)
-            held[f"{name}.weight"] = module.weight.numel()
-    return counts, held
+        layers.pretrained.Staging = Staging
+    return Watched.last.bytes_read, model.parallel_report.bytes
 
 
+@every_world
 @pytest.mark.parametrize("name", ["vocab257", "kv2", "tied"])
-def test_each_rank_reads_its_own_elements_once(world_size: int, saved, name: str) -> None:
-    whole = sum(parameter.numel() for parameter in models.build(name).parameters())
-    for counts, held in run_ranks(world_size, reads_body, str(saved(name))):
-        if name == "tied":
-            held.pop("lm_head.weight")  # a view of what was read for the embedding
-        assert counts == {key: numel for key, numel in held.items() if numel}
-        assert world_size == 1 or sum(counts.values()) < whole
+def test_each_rank_reads_its_own_bytes_once(world_size: int, saved, name: str) -> None:
+    whole = sum(parameter.nbytes for parameter in models.build(name).parameters())
+    for read, held in run_ranks(world_size, reads_body, str(saved(name))):
+        assert read == held, "of a tied head no byte is held, and none is read"
+        assert world_size == 1 or read < whole
 
 
 def dtype_body(ctx, folder: str) -> set:
@@ -123,6 +110,7 @@ def dtype_body(ctx, folder: str) -> set:
     return {parameter.dtype for parameter in model.parameters()}
 
 
+@every_world
 def test_dtype_of_the_weights(world_size: int, saved) -> None:
     assert run_ranks(world_size, dtype_body, str(saved("plain"))) == [{torch.bfloat16}] * world_size
 
@@ -146,6 +134,7 @@ RENAMED = {
 }
 
 
+@two_ranks
 @pytest.mark.parametrize("case", RENAMED)
 def test_names_that_files_may_have(world_size: int, saved, tmp_path: Path, case: str) -> None:
     name, change = RENAMED[case]
@@ -154,11 +143,25 @@ def test_names_that_files_may_have(world_size: int, saved, tmp_path: Path, case:
         models.assert_logits(result, name)
 
 
+def lenient_body(ctx, folder: str) -> torch.Tensor:
+    with pytest.raises(CheckpointError, match="model.norm.count has no place"):
+        layers.from_pretrained(folder, ctx)
+    return models.logits(layers.from_pretrained(folder, ctx, strict=False), ctx.device)
+
+
+@two_ranks
+def test_what_is_left_over_is_refused_unless_told_otherwise(world_size: int, saved, tmp_path: Path) -> None:
+    folder = single_file(saved("plain"), tmp_path, lambda t: {**t, "model.norm.count": torch.zeros(36)})
+    for result in run_ranks(world_size, lenient_body, str(folder)):
+        models.assert_logits(result, "plain")
+
+
 def untied_body(ctx, folder: str) -> torch.Tensor:
     model = layers.from_pretrained(folder, ctx)
     return model.lm_head.weight
 
 
+@every_world
 def test_a_stored_head_is_not_replaced_by_the_embedding(world_size: int, saved, tmp_path: Path) -> None:
     head = torch.arange(121.0 * 36).view(121, 36)
     folder = single_file(saved("tied"), tmp_path, lambda t: {**t, HEAD: head})
@@ -194,9 +197,11 @@ def without(*names: str):
 def misshapen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     tensors = without("model.norm.weight", "model.layers.1.mlp.up_proj.weight")(tensors)
     key = "model.layers.0.self_attn.k_proj.weight"
-    return {**tensors, key: tensors[key][:-1], "model.embed_tokens.weight": torch.zeros(120, 37)}
+    more = {"model.layers.2.mlp.up_proj.weight": torch.zeros(64, 36), "model.norm.count": torch.zeros(36)}
+    return {**tensors, **more, key: tensors[key][:-1], "model.embed_tokens.weight": torch.zeros(120, 37)}
 
 
+@every_world
 @pytest.mark.parametrize(
     "change, lines",
     [
@@ -204,7 +209,9 @@ def misshapen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (
             misshapen,
             [
-                "4 problem(s)",
+                "6 problem(s)",
+                "model.layers.2.mlp.up_proj.weight has no place in LlamaForCausalLM",
+                "model.norm.count has no place in LlamaForCausalLM",
                 "model.norm.weight is missing, expected [36]",
                 "model.layers.1.mlp.up_proj.weight is missing, expected [64, 36]",
                 "model.layers.0.self_attn.k_proj.weight has shape [31, 36], expected [32, 36]",
@@ -260,6 +267,7 @@ def quantise(folder: Path) -> str:
     return "quantised"
 
 
+@two_ranks
 @pytest.mark.parametrize("spoil", [truncate, lose_file, lose_part, spoil_index, lose_config, quantise])
 def test_unreadable_checkpoints(world_size: int, saved, tmp_path: Path, spoil) -> None:
     folder = single_file(saved("plain"), tmp_path)
@@ -275,6 +283,7 @@ def nowhere_body(ctx, folder: str) -> str:
     return str(caught.value)
 
 
+@every_world
 def test_a_folder_that_is_not_there(world_size: int, tmp_path: Path) -> None:
     for text in run_ranks(world_size, nowhere_body, str(tmp_path / "nowhere")):
         assert "nowhere' is no folder" in text

@@ -1,0 +1,94 @@
+"""all_reduce by adding into everyone's sum, in the order of arrival: variants "atomic" and "spinlock".
+
+Every rank keeps a sum for each element, in fp32 or wide integers, zero at rest. All ranks add their elements to all
+sums, by remote atomics or, LOCKED, unit after unit under a lock; then each takes its own sum and leaves zero. Floating
+point sums depend on the order, so results may differ in their last bits between runs, and between ranks.
+
+Two slots by the epoch's parity are enough: who adds for call e + 2 has finished e + 1, so it has everyone's signals of
+e + 1; who sent those had finished e, with its sums taken and zero again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..device.context import DeviceContext
+from ..device.exchange import load_bases, remote
+from ..device.function import device_function
+from ..device.sync import advance, lock, next_epoch, signal_others, unlock, wait_others
+from .by_flags import LANES
+from .by_words import rounded
+from .view import View
+
+
+@device_function
+def _add(ctx, bases, sums, value, locks, to_rank, WAITER: tl.constexpr, LOCKED: tl.constexpr):
+    """Adds to the sums at `to_rank`. Returns whether it could."""
+    theirs = remote(ctx, sums, bases, to_rank)
+    if LOCKED:
+        ok = lock(ctx, locks, to_rank, WAITER)
+        if ok:
+            tl.store(theirs, tl.load(theirs, volatile=True) + value)
+            unlock(ctx, locks, to_rank)
+        return ok
+    else:
+        tl.atomic_add(theirs, value, sem="relaxed", scope="sys")
+        return True
+
+
+@triton.jit(do_not_specialize=["units"])
+def accumulate_kernel(
+    inp,
+    out,
+    staging,
+    flags,
+    sync,
+    words,
+    units,
+    slot_elements,
+    in_n,
+    in_cols,
+    stride_im,
+    stride_in,
+    out_cols,
+    stride_om,
+    stride_on,
+    BLOCK: tl.constexpr,
+    IN_LAYOUT: tl.constexpr,
+    OUT_LAYOUT: tl.constexpr,
+    LOCKED: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WAITER: tl.constexpr,
+):
+    # staging: sums [2 slots][unit, BLOCK]; flags: arrived [2 slots][source rank, LANES], then locks [unit]
+    source = View(inp, in_n, in_cols, stride_im, stride_in, 0, in_n, 0, IN_LAYOUT, False, 1, 1)
+    target = View(out, in_n, out_cols, stride_om, stride_on, 0, in_n, 0, OUT_LAYOUT, False, 1, 1)
+    epoch = next_epoch(sync)
+    bases = load_bases(words, WORLD_SIZE)
+    ctx = DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    slot = epoch & 1
+    sums = staging + tl.cast(slot, tl.int64) * slot_elements + tl.arange(0, BLOCK)
+    arrived = flags + slot * (WORLD_SIZE * LANES)
+    locks = flags + 2 * WORLD_SIZE * LANES
+    lane, lanes = tl.program_id(0), tl.num_programs(0)
+    advance(sync, epoch)
+
+    ok = True
+    for unit in range(lane, units, lanes):
+        pointers, mask = source.place(0, unit, BLOCK, WORLD_SIZE)
+        value = tl.load(pointers, mask=mask, other=0).to(staging.dtype.element_ty)
+        for i in tl.static_range(1, WORLD_SIZE + 1):
+            place = sums + tl.cast(unit, tl.int64) * BLOCK
+            ok = _add(ctx, bases, place, value, locks + unit, (ctx.rank + i) % WORLD_SIZE, WAITER, LOCKED) and ok
+    if ok:
+        signal_others(ctx, arrived + ctx.rank * LANES + lane, epoch)
+    ok = wait_others(ctx, arrived + lane, LANES, epoch, WAITER) and ok
+    if ok:
+        for unit in range(lane, units, lanes):
+            place = sums + tl.cast(unit, tl.int64) * BLOCK
+            total = tl.load(place, cache_modifier=".cg")
+            tl.debug_barrier()  # before it is emptied: where a unit is small, several threads load an element
+            tl.store(place, tl.zeros((BLOCK,), staging.dtype.element_ty))
+            pointers, mask = target.place(0, unit, BLOCK, WORLD_SIZE)
+            tl.store(pointers, rounded(total, inp.dtype.element_ty), mask=mask)

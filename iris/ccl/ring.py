@@ -1,0 +1,104 @@
+"""all_reduce in rings: each part travels once around to be summed, and once more, as the sum, to everyone.
+
+The classic algorithm: a rank only ever stores into its neighbour's memory. Partial sums travel in fp32, so that a sum
+is rounded once; its order is that of the ring, the same in each run. Program number p of every rank works on the same
+units of each part, divided into RINGS, of which every second one runs the other way round.
+
+Flags hold epochs, compared exactly, and one slot serves all calls. Whoever finishes call e has got every part's sum;
+a sum exists only when all ranks have entered e and consumed all partial sums of that part and lane.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..device.context import DeviceContext
+from ..device.exchange import load_bases, remote
+from ..device.sync import advance, next_epoch, signal, wait
+from .by_flags import LANES
+from .by_words import rounded
+from .view import View
+
+
+@triton.jit(do_not_specialize=["units"])
+def ring_kernel(
+    inp,
+    out,
+    staging,
+    flags,
+    sync,
+    words,
+    units,
+    in_n,
+    in_cols,
+    stride_im,
+    stride_in,
+    in_share,
+    out_cols,
+    stride_om,
+    stride_on,
+    BLOCK: tl.constexpr,
+    IN_LAYOUT: tl.constexpr,
+    OUT_LAYOUT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    RINGS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WAITER: tl.constexpr,
+):
+    # staging: partial sums [step, unit, BLOCK]; flags: [ring, step, LANES], w - 1 steps for partial sums, then for sums
+    source = View(inp, in_n, in_cols, stride_im, stride_in, in_share, in_share, 0, IN_LAYOUT, INTERLEAVED, 1, 1)
+    target = View(out, in_n, out_cols, stride_om, stride_on, in_share, in_share, 0, OUT_LAYOUT, INTERLEAVED, 1, 1)
+    STEPS: tl.constexpr = WORLD_SIZE - 1
+    wide: tl.constexpr = staging.dtype.element_ty
+    epoch = next_epoch(sync)
+    bases = load_bases(words, WORLD_SIZE)
+    ctx = DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    rank = ctx.rank
+    lane, lanes = tl.program_id(0), tl.num_programs(0)
+    element = tl.arange(0, BLOCK)
+    advance(sync, epoch)
+
+    per_lane = tl.cdiv(units, lanes)
+    per_ring = tl.cdiv(per_lane, RINGS)
+    ok = True
+    for ring in range(RINGS):
+        first = min(lane * per_lane + ring * per_ring, units)
+        end = min(min(first + per_ring, (lane + 1) * per_lane), units)
+        forward = 1 - 2 * (ring % 2)
+        following = (rank + forward + WORLD_SIZE) % WORLD_SIZE
+        before = (rank - forward + WORLD_SIZE) % WORLD_SIZE
+        arrived = flags + ring * (2 * STEPS * LANES) + lane
+        for step in range(WORLD_SIZE):
+            # part `rank` goes first; at the last step, what arrives is the sum of all others
+            part = (rank + step * (WORLD_SIZE - forward)) % WORLD_SIZE
+            if step > 0:
+                ok = wait(ctx, arrived + (step - 1) * LANES, epoch, before, WAITER, exact=True) and ok
+            if ok:
+                for unit in range(first, end):
+                    pointers, mask = source.place(part, unit, BLOCK, WORLD_SIZE)
+                    total = tl.load(pointers, mask=mask, other=0).to(wide)
+                    if step > 0:
+                        place = (tl.cast(step - 1, tl.int64) * units + unit) * BLOCK
+                        total += tl.load(staging + place + element, mask=mask, other=0, cache_modifier=".cg")
+                    if step < STEPS:
+                        place = (tl.cast(step, tl.int64) * units + unit) * BLOCK
+                        tl.store(remote(ctx, staging + place + element, bases, following), total, mask=mask)
+                    else:
+                        result = rounded(total, inp.dtype.element_ty)
+                        pointers, _ = target.place(part, unit, BLOCK, WORLD_SIZE)
+                        tl.store(pointers, result, mask=mask)
+                        tl.store(remote(ctx, pointers, bases, following), result, mask=mask)
+                if WORLD_SIZE > 1:
+                    signal(ctx, arrived + step * LANES, epoch, following)
+        for step in range(WORLD_SIZE, 2 * STEPS + 1):
+            # a sum that has come is passed on, but the last one
+            ok = wait(ctx, arrived + (step - 1) * LANES, epoch, before, WAITER, exact=True) and ok
+            part = (rank + step * (WORLD_SIZE - forward)) % WORLD_SIZE
+            if ok:
+                if step < 2 * STEPS:
+                    for unit in range(first, end):
+                        pointers, mask = target.place(part, unit, BLOCK, WORLD_SIZE)
+                        value = tl.load(pointers, mask=mask, cache_modifier=".cg")
+                        tl.store(remote(ctx, pointers, bases, following), value, mask=mask)
+                    signal(ctx, arrived + step * LANES, epoch, following)

@@ -1,0 +1,118 @@
+"""The ops as torch operators: the same bits as `ctx.ops`, torch's own checks of a registration, names, gradients."""
+
+from __future__ import annotations
+
+import iris
+from iris.errors import ArgumentError, ClosedError
+from iris_ops import library
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, part_of
+import pytest
+import torch
+
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+
+# opcheck brings half of torch's compiler with it: one world of several ranks is enough
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2], scope="session")]
+
+M, N, K = 7, 36, 24  # uneven parts of rows on 2, 3 and 4 ranks
+
+
+def arguments(ctx, op: str) -> tuple:
+    """(A, B, bias, size) of a call on this rank."""
+    w, rank, (m, n, k) = ctx.num_ranks, ctx.cur_rank, (M, N, K)
+    rows = part_of(m, w, rank)
+    a_rows = rows if op in (GATHER_MATMUL, MATMUL_GATHER) else m
+    size = (rows, n) if op == REDUCE_SCATTER else (m, n)
+    torch.manual_seed(5 if op == GATHER_MATMUL else 5 + rank)
+    B = torch.randn(n, k, device=ctx.device).t()
+    return torch.randn(a_rows, k, device=ctx.device), B, torch.randn(n, device=ctx.device), size
+
+
+def registered(op: str):
+    return getattr(torch.ops.iris_ops, op).default
+
+
+def same_bits_body(ctx) -> None:
+    for op in OPS:
+        A, B, bias, size = arguments(ctx, op)
+        for b, mean_part in ((bias, None), (None, K if op != GATHER_MATMUL else N)):
+            out = A.new_full(size, torch.nan)
+            getattr(ctx.ops, op)(out, A, B, b)
+            for result in (
+                registered(op)(A, B, b, size, ctx.group_name, mean_part),
+                library.product(op, ctx, A, B, b, size, mean_part),
+            ):
+                assert torch.equal(result, out), f"{op} on rank {ctx.cur_rank}"
+                assert not ctx.is_symmetric(result), "a result that a later call could overwrite"
+
+
+def test_an_operator_gives_the_bits_of_the_op(world_size: int) -> None:
+    run_ranks(world_size, same_bits_body)
+
+
+def opcheck_body(ctx) -> None:
+    for op in OPS:
+        A, B, bias, size = arguments(ctx, op)
+        results = torch.library.opcheck(registered(op), (A, B, bias, size, ctx.group_name))
+        assert set(results.values()) == {"SUCCESS"}, (op, results)
+
+
+def test_torch_finds_nothing_wrong_with_the_registration(world_size: int) -> None:
+    run_ranks(world_size, opcheck_body)
+
+
+def mean_part_body(ctx) -> list:
+    """What each operator planned with, where told that the ranks' parts differ."""
+    seen = []
+    plan = ctx.ops._plan
+    ctx.ops._plan = lambda problem: seen.append(problem) or plan(problem)
+    for op in OPS:
+        A, B, bias, size = arguments(ctx, op)
+        registered(op)(A, B, bias, size, ctx.group_name, mean_part=20)
+    return [(problem.op, *problem.gemm[1:]) for problem in seen]
+
+
+def test_ranks_with_different_parts_plan_by_the_mean_one(world_size: int) -> None:
+    for seen in run_ranks(world_size, mean_part_body):
+        assert seen == [(ALL_REDUCE, N, 20), (GATHER_MATMUL, 20, K), (MATMUL_GATHER, N, K), (REDUCE_SCATTER, N, 20)]
+
+
+def refused_body(ctx) -> None:
+    A, B, bias, size = arguments(ctx, ALL_REDUCE)
+    op = torch.ops.iris_ops.matmul_all_reduce
+    with pytest.raises(ArgumentError, match="A requires grad, and this op has no backward"):
+        op(A.clone().requires_grad_(), B, bias, size, ctx.group_name)
+    # torch wraps what an operator raises while it is traced
+    compiled = torch.compile(lambda a: op(a, B, bias, size, ctx.group_name), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="A requires grad, and this op has no backward"):
+        compiled(A.clone().requires_grad_())
+    with pytest.raises(ArgumentError, match="out is"):
+        op(A, B, bias, (M + 1, N), ctx.group_name)
+    with pytest.raises(ClosedError, match="group is 'nobody'; expected the group_name of an open context"):
+        op(A, B, bias, size, "nobody")
+    with torch.no_grad():
+        assert op(A.requires_grad_(), B, bias, size, ctx.group_name).shape == size
+
+
+def test_gradients_wrong_sizes_and_unknown_groups_are_refused(world_size: int) -> None:
+    run_ranks(world_size, refused_body)
+
+
+def names_body(ctx) -> list[str]:
+    A, B, bias, size = arguments(ctx, ALL_REDUCE)
+    expected = torch.ops.iris_ops.matmul_all_reduce(A, B, bias, size, ctx.group_name)
+    found = []
+    for _ in range(2):
+        with iris.iris(1 << 22) as other:
+            found.append(other.group_name)
+            for name in (other.group_name, ctx.group_name):
+                assert torch.equal(torch.ops.iris_ops.matmul_all_reduce(A, B, bias, size, name), expected)
+        with pytest.raises(ClosedError, match=f"group is '{other.group_name}'"):
+            torch.ops.iris_ops.matmul_all_reduce(A, B, bias, size, other.group_name)
+    return [ctx.group_name, *found]
+
+
+def test_each_context_has_a_name_of_its_own_until_it_is_closed(world_size: int) -> None:
+    results = run_ranks(world_size, names_body)
+    assert len(set(results[0])) == 3
+    assert all(names == results[0] for names in results), "ranks must agree on names"

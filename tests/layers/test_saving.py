@@ -1,0 +1,225 @@
+"""Checkpoints of split models, which plain transformers reads bit for bit; names of other ones; bytes and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+import re
+
+from iris.errors import ArgumentError, CheckpointError
+import layers
+from layers import names
+from layers.checkpoint import Checkpoint
+from layers.parallelize import parallelize
+from layers.staging import Staging
+import pytest
+from safetensors.torch import save_file
+import torch
+from torch import nn
+
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, agreed, both, run_ranks
+from tests.layers import models, test_families
+
+transformers = pytest.importorskip("transformers")
+pytestmark = both
+two_ranks = pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS, scope="session")
+
+# Uneven parts, copies of kv heads, idle ranks, ties, fused weights, norms and sinks by head.
+PLAIN = ["bias", "tied", "width130", "kv1", "two_heads", "fused"]
+BY_HEAD = ["cohere", "granite_swa", "gpt_neox"]
+DTYPES = {"bias": torch.bfloat16, "kv1": torch.float16}
+
+
+def whole(name: str) -> nn.Module:
+    if name in BY_HEAD:
+        return test_families.build(name, test_families.FAMILIES[name])
+    return models.build(name).to(DTYPES.get(name, torch.float32))
+
+
+# --- saved and read back ---------------------------------------------------------------------------------------------
+
+
+def save_body(ctx, folder: str) -> None:
+    for name in PLAIN + BY_HEAD:
+        model = whole(name)
+        parallelize(model, ctx)
+        model.save_pretrained(f"{folder}/{name}", max_shard_size="20KB" if name in PLAIN else "5GB")
+        again = layers.from_pretrained(f"{folder}/{name}", ctx)
+        state = model.state_dict()
+        assert state.keys() == again.state_dict().keys(), name
+        for key, value in again.state_dict().items():
+            assert value.dtype == state[key].dtype and torch.equal(value, state[key]), f"{name}: {key}"
+
+
+@pytest.mark.parametrize("world_size", WORLDS[2:3] or WORLDS)
+def test_plain_transformers_reads_a_saved_model_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+    folder = agreed(tmp_path)
+    run_ranks(world_size, save_body, str(folder))
+    for name in PLAIN + BY_HEAD:
+        files = sorted(path.name for path in (folder / name).iterdir())
+        assert ("model.safetensors.index.json" in files) == (name in PLAIN), files
+        assert not [file for file in files if "partial" in file]
+        state = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto").state_dict()
+        expected = whole(name).state_dict()
+        assert state.keys() == expected.keys()
+        for key, value in expected.items():
+            assert state[key].dtype == value.dtype and torch.equal(state[key], value), f"{name}: {key}"
+
+
+def again_body(ctx, folder: str, blocked: str) -> None:
+    model = whole("plain")
+    parallelize(model, ctx)
+    layers.save_pretrained(model, folder, ctx, max_shard_size=20_000)
+    layers.save_pretrained(model, folder, ctx)  # what the first left is gone
+    layers.from_pretrained(folder, ctx)
+    with pytest.raises(ArgumentError, match="max_shard_size is 'much'"):
+        model.save_pretrained(folder, max_shard_size="much")
+    with pytest.raises(CheckpointError, match=r"cannot be written, 1 problem\(s\):\n  rank 0: "):
+        model.save_pretrained(blocked)
+    with pytest.raises(TypeError, match="push_to_hub"):
+        model.save_pretrained(folder, push_to_hub=True)
+
+
+@two_ranks
+def test_saving_again_and_where_no_folder_can_be(world_size: int, tmp_path: Path) -> None:
+    folder = agreed(tmp_path)
+    blocked = folder / "file"
+    blocked.touch()
+    run_ranks(world_size, again_body, str(folder / "saved"), str(blocked))
+    files = sorted(path.name for path in (folder / "saved").iterdir())
+    assert files == ["config.json", "generation_config.json", "model.safetensors"]
+    config = json.loads((folder / "saved" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "float32"
+    assert config["num_attention_heads"] == 4
+
+
+# --- names of other checkpoints --------------------------------------------------------------------------------------
+
+# family: how the names in older or larger models' checkpoints differ
+OLD_NAMES = {
+    "gpt_neox": (r"^lm_head\.", "embed_out."),
+    "qwen3_5_text": (r"^model\.", "model.language_model."),
+}
+
+
+def old_names_body(ctx, folder: str) -> dict[str, torch.Tensor]:
+    return {name: test_families.logits(layers.from_pretrained(f"{folder}/{name}", ctx), ctx.device)
+            for name in OLD_NAMES}  # fmt: skip
+
+
+@two_ranks
+def test_renames_of_transformers_are_honoured(world_size: int, tmp_path: Path) -> None:
+    for name, (pattern, replacement) in OLD_NAMES.items():
+        model = whole_of_family(name)
+        tensors = {re.sub(pattern, replacement, key): value for key, value in model.state_dict().items()}
+        assert tensors.keys() != model.state_dict().keys()
+        model.config.save_pretrained(tmp_path / name)
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    for results in run_ranks(world_size, old_names_body, str(tmp_path)):
+        for name, result in results.items():
+            model = whole_of_family(name)
+            single, double = test_families.logits(model), test_families.logits(model.double())
+            assert (result.cpu() - double).abs().max() <= 4 * (single - double).abs().max(), name
+
+
+def whole_of_family(name: str) -> nn.Module:
+    return test_families.build(name, test_families.FAMILIES[name])
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_gamma_and_beta_are_weight_and_bias(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=10, is_decoder=True
+    )
+    transformers.logging.set_verbosity_error()
+    model = transformers.BertLMHeadModel(config)
+    old = {}
+    for key, value in model.state_dict().items():
+        key = key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        old[key] = value.clone()
+    old.pop("cls.predictions.decoder.weight")
+    old.pop("cls.predictions.decoder.bias")
+    save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        empty = transformers.BertLMHeadModel(config)
+    with Checkpoint(tmp_path, Staging("cpu")) as checkpoint:
+        found, problems = names.find(empty, checkpoint, strict=True)
+        assert not problems
+        assert found["bert.embeddings.LayerNorm.weight"] == "bert.embeddings.LayerNorm.gamma"
+        for name, stored in found.items():
+            assert torch.equal(checkpoint[stored][:], model.state_dict()[name]), name
+
+
+# --- parts of a stored tensor ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_parts_of_stored_tensors_are_theirs_and_nothing_more_is_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("layers.staging._BUFFER", 64)  # several pieces for each part
+    tensors = {
+        "wide": torch.randn(7, 12, 3),
+        "half": torch.randn(9, 10).to(torch.bfloat16),
+        "none": torch.empty(0, 4),
+        "one": torch.tensor(2.5),
+        "count": torch.arange(5),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    staging = Staging("cpu")
+    read = 0
+    with Checkpoint(tmp_path, staging) as checkpoint:
+        assert set(checkpoint) == set(tensors)
+        for name, index in [
+            ("wide", (slice(2, 5),)),
+            ("wide", (slice(None), slice(5, 9))),
+            ("wide", (slice(6, 7), slice(0, 1))),
+            ("half", (slice(None), slice(3, 4))),
+            ("half", (slice(None),)),
+            ("half", (slice(4, 4),)),
+            ("none", (slice(None),)),
+            ("one", (slice(None),)),
+            ("count", (slice(1, 4),)),
+        ]:
+            expected = tensors[name][index] if tensors[name].dim() else tensors[name]
+            part = checkpoint[name][index]
+            read += expected.numel() * expected.element_size()
+            assert part.dtype == expected.dtype and torch.equal(part, expected), (name, index)
+            assert staging.bytes_read == read
+        converted = torch.full((9, 4), torch.nan)[:, 1:3]
+        checkpoint["half"].copy_to(converted, (slice(None), slice(2, 4)))
+        assert torch.equal(converted, tensors["half"][:, 2:4].float())
+
+
+# --- host memory -----------------------------------------------------------------------------------------------------
+
+LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 4000, "head_dim": 128}
+MIB = 1 << 20
+
+
+def host_body(ctx, folder: str) -> tuple[int, int, int]:
+    """Bytes that this rank holds; the rise of its peak memory while it loads; the bytes that the kernel read for it."""
+    layers.from_pretrained(folder, ctx)  # imports and caches
+
+    def counter(file: str, key: str) -> int:
+        return int(re.search(rf"^{key}:\s+(\d+)", Path("/proc/self", file).read_text(), re.M)[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
+    before, read = counter("status", "VmRSS"), counter("io", "rchar")
+    model = layers.from_pretrained(folder, ctx)
+    read = counter("io", "rchar") - read
+    return model.parallel_report.bytes, (counter("status", "VmHWM") - before) * 1024, read
+
+
+@two_ranks
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="no /proc/self/io")
+def test_host_memory_and_bytes_read_are_those_of_the_part(world_size: int, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**{**models.PLAIN, **LARGE})
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    whole = {name: torch.full(parameter.shape, 0.5) for name, parameter in model.named_parameters()}
+    config.save_pretrained(tmp_path)
+    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    total, largest = sum(each.nbytes for each in whole.values()), max(each.nbytes for each in whole.values())
+    for held, rise, read in run_ranks(world_size, host_body, str(tmp_path)):
+        assert held <= read <= held + 2 * MIB, "what is beside the weights: headers and the configuration"
+        on_host = 0 if ON_GPU else held
+        assert rise <= on_host + 2 * largest + 16 * MIB < total
