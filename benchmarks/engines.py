@@ -11,6 +11,7 @@ seconds: split ones by the rank's own seed, whole ones by one seed for all.
 from __future__ import annotations
 
 from collections.abc import Callable
+import copy
 from dataclasses import dataclass
 import inspect
 from pathlib import Path
@@ -177,7 +178,7 @@ def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
     from torch.distributed.tensor import DTensor
     from transformers.distributed import tensor_parallel
 
-    model = empty_model(split.config, split.dtype)
+    model = empty_model(copy.deepcopy(split.config), split.dtype)
     mesh = init_device_mesh(team.device.type, (team.world,))
     apply = tensor_parallel.apply_tensor_parallelism
     plan = [model._expand_parallel_plan(model.tp_plan)] if len(inspect.signature(apply).parameters) > 2 else []

@@ -36,6 +36,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=33, help="tokens that follow; default: %(default)s")
     parser.add_argument("--contenders", default="ours,nccl,transformers", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; default: %(default)s")
+    parser.add_argument("--torch-attention", action="store_true", help="torch's attention in steps too, for all")
     parser.add_argument("--quick", action="store_true", help="one round, one batch, one prompt length")
     args = parser.parse_args(argv)
     report.settle(args, argv, "llm")
@@ -122,7 +123,8 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
 
         def warm_up(contender=contender, cache=cache, reference=reference):
             contender.prepare()
-            engine = Engine(contender.model, ctx, batch, length, cache=cache)
+            own = contender.key != engines.TRANSFORMERS and not args.torch_attention  # theirs stays as it is
+            engine = Engine(contender.model, ctx, batch, length, cache=cache, step_attention=own and team.cuda)
             return engine, check(engine, prompts, reference)
 
         outcome, reason = team.attempt(warm_up)

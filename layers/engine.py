@@ -21,6 +21,8 @@ from iris.errors import ArgumentError
 import torch
 from torch import nn
 
+from .step_attention import use as use_step_attention
+
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
 
 
@@ -28,6 +30,8 @@ class Engine:
     """Generates with `model`, split over the ranks of `ctx`: up to `batch_size` rows of up to `max_length` tokens.
 
     `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share.
+    `step_attention`: whether steps of a model that uses torch's attention are served by `step_attention` (by default on
+    GPUs).
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Engine:
         *,
         graphs: bool | None = None,
         cache=None,
+        step_attention: bool | None = None,
     ):
         _positive(batch_size=batch_size, max_length=max_length)
         device = torch.device(ctx.device)
@@ -46,6 +51,8 @@ class Engine:
         self.graphs = device.type == "cuda" if graphs is None else graphs
         if self.graphs and device.type != "cuda":
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
+        if device.type == "cuda" if step_attention is None else step_attention:
+            use_step_attention(model)
         self.cache = static_cache(model.config, max_length) if cache is None else cache
         like = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model

@@ -19,6 +19,7 @@ from iris_ops.few_rows import few_rows_kernel  # noqa: E402
 from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
+from layers.step_attention import stretch_kernel, weigh_kernel  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -40,8 +41,8 @@ FEW_ROWS = {
     "gather": (16, 256, 4, 4),
 }
 _INT32 = {"flags", "sync", "members", "sent", "arrived"}
-_DATA = {"a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst"}
-_FLOAT32 = {"parts"}
+_DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst"}
+_FLOAT32 = {"parts", "stretches", "weights"}
 
 
 class _Driver:
@@ -64,8 +65,11 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             signature[name] = "constexpr"
         elif name in tma:
             signature[name] = f"tensordesc<{dtype}[{_block(name, constants)}]>"
-        elif name in _DATA | _INT32 | _FLOAT32 or name in ("words", "heap_bases"):
+        elif name == "scale":
+            signature[name] = "fp32"
+        elif name in _DATA | _INT32 | _FLOAT32 or name in ("words", "heap_bases", "mask"):
             pointee = "i32" if name in _INT32 else "fp32" if name in _FLOAT32 else dtype if name in _DATA else "i64"
+            pointee = "i1" if name == "mask" else pointee
             signature[name] = f"*{pointee}"
             attrs[(index,)] = [["tt.divisibility", 16]]
         else:
@@ -121,6 +125,9 @@ def variants(target: GPUTarget):
         dict(num_warps=4, num_stages=4 if cuda else 2),
         {**few, **flags},
     )
+    heads = dict(GROUPS=16, DIM=128, BLOCK=64)
+    yield "step_stretch", stretch_kernel, dict(num_warps=4, num_stages=3), heads
+    yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)

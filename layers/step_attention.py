@@ -1,0 +1,147 @@
+"""Attention of one new token a row over a static cache: read once, by many programs, and only where the mask sees.
+
+torch's attention with a mask copies the cache for grouped heads, walks it with one program a head, and reads all of it,
+however little is filled. Here each program takes a stretch of the cache for one kv head and all query heads that use
+it, and skips blocks that the mask hides; a second kernel weighs the stretches together. Sums are kept in fp32.
+
+`use(model)` registers this as an attention implementation with transformers and sets it on the model: prompts, and
+whatever is not one token over a boolean mask, go to transformers' `sdpa` as before.
+"""
+
+from __future__ import annotations
+
+from iris import platform
+from iris.device import arch
+from iris.device.function import device_function
+import torch
+from torch import nn
+import triton
+import triton.language as tl
+
+NAME = "iris_step"
+_BLOCK = 64
+_MOST_PARTS = 64
+_UNSERVED = ("softcap", "s_aux", "position_bias", "cache")  # options of some models
+
+
+@device_function
+def _load(base, rows, there, stride_row, columns, COLUMNS: tl.constexpr):
+    """Elements [rows, COLUMNS], zero where a row is not `there` and beyond `columns`."""
+    c = tl.arange(0, COLUMNS)
+    at = base + rows.to(tl.int64)[:, None] * stride_row + c[None, :]
+    return tl.load(at, mask=there[:, None] & (c < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def stretch_kernel(
+    q, k, v, mask, out, weights, scale, length, groups, dim, kv_heads, stretch,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_mb,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Over one stretch: out [B*H, parts, D] fp32, not yet divided; weights [B*H, parts, 2]: the maximum and the sum."""
+    pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    first = head * groups
+    g = tl.arange(0, GROUPS)
+    query = _load(q + batch * stride_qb + first * stride_qh, g, g < groups, stride_qh, dim, DIM)
+    top = tl.full((GROUPS,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUPS,), tl.float32)
+    acc = tl.zeros((GROUPS, DIM), tl.float32)
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    end = min((part + 1) * stretch, length)
+    for n in range(part * stretch, end, BLOCK):
+        columns = n + tl.arange(0, BLOCK)
+        seen = tl.load(mask + batch * stride_mb + columns, mask=columns < end, other=0) != 0
+        if tl.max(seen.to(tl.int32), 0) > 0:
+            keys = _load(k, columns, columns < end, stride_kn, dim, DIM)
+            scores = arch.dot(query, keys.T, tl.zeros((GROUPS, BLOCK), tl.float32)) * scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            chances = tl.exp(scores - higher[:, None])
+            fade = tl.exp(top - higher)
+            values = _load(v, columns, columns < end, stride_vn, dim, DIM)
+            total = total * fade + tl.sum(chances, 1)
+            acc = arch.dot(chances.to(values.dtype), values, acc * fade[:, None])
+            top = higher
+    place = ((batch * kv_heads + head) * groups + g) * parts + part
+    there = g < groups
+    d = tl.arange(0, DIM)
+    tl.store(out + place[:, None] * dim + d[None, :], acc, mask=there[:, None] & (d < dim)[None, :])
+    tl.store(weights + place * 2, top, mask=there)
+    tl.store(weights + place * 2 + 1, total, mask=there)
+
+
+@triton.jit
+def weigh_kernel(stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, DIM: tl.constexpr):
+    """out [B*H, D] from all stretches of a head."""
+    head = tl.program_id(0).to(tl.int64)
+    p, d = tl.arange(0, PARTS), tl.arange(0, DIM)
+    there = p < num_parts
+    top = tl.load(weights + (head * num_parts + p) * 2, mask=there, other=float("-inf"))
+    total = tl.load(weights + (head * num_parts + p) * 2 + 1, mask=there, other=0.0)
+    share = tl.exp(top - tl.max(top, 0))
+    sums = _load(stretches + head * num_parts * dim, p, there, dim, dim, DIM)
+    result = tl.sum(sums * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(out + head * dim + d, result.to(out.dtype.element_ty), mask=d < dim)
+
+
+def step_attention(q, k, v, mask, scale: float) -> torch.Tensor:
+    """[B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D], where mask [B, L] is true: somewhere in each row."""
+    batch, heads, dim = q.shape
+    kv_heads, length = k.shape[1:3]
+    groups = heads // kv_heads
+    programs = 2 * platform.num_programs(q.device)
+    blocks = triton.cdiv(length, _BLOCK)
+    parts = max(1, min(_MOST_PARTS, triton.cdiv(programs, batch * kv_heads), blocks))
+    stretch = triton.cdiv(blocks, parts) * _BLOCK
+    parts = triton.cdiv(length, stretch)
+    stretches = q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
+    weights = q.new_empty(batch * heads, parts, 2, dtype=torch.float32)
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
+    padded = max(16, triton.next_power_of_2(dim))  # the least that a product of tiles takes
+    stretch_kernel[(batch * kv_heads, parts)](
+        q, k, v, mask, stretches, weights, scale, length, groups, dim, kv_heads, stretch,
+        q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask.stride(0),
+        GROUPS=max(16, triton.next_power_of_2(groups)), DIM=padded, BLOCK=_BLOCK, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    grid = (batch * heads,)
+    weigh_kernel[grid](
+        stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), DIM=padded, num_warps=4
+    )
+    return out
+
+
+def attend(module, query, key, value, attention_mask, scaling=None, **options):
+    """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
+    if not _serves(query, key, value, attention_mask, options):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = step_attention(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale)
+    return out.unsqueeze(1), None
+
+
+def _serves(query, key, value, mask, options: dict) -> bool:
+    return (
+        mask is not None
+        and mask.dtype == torch.bool
+        and mask.shape[1] == query.shape[2] == 1
+        and mask.stride(3) == query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and key.shape == value.shape
+        and query.dtype == key.dtype == value.dtype
+        and not any(options.get(name) is not None for name in _UNSERVED)
+    )
+
+
+def use(model: nn.Module) -> bool:
+    """Makes `model` attend by this; False, and nothing changes, if it does not attend by transformers' sdpa now."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        model.set_attn_implementation(NAME)
+    return model.config._attn_implementation == NAME

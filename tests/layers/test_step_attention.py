@@ -1,0 +1,65 @@
+"""Attention of one token over a cache, against float64: grouped heads, odd sizes, holes in the mask, any part of it."""
+
+from __future__ import annotations
+
+import iris  # noqa: F401  (before triton: it may set up the interpreter)
+import layers
+from layers import step_attention
+import pytest
+import torch
+
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers import models
+
+pytestmark = both
+DEVICE = "cuda" if UNDER_TORCHRUN and torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def reference(q, k, v, mask, scale):
+    groups = q.shape[1] // k.shape[1]
+    k, v = (each.double().repeat_interleave(groups, 1) for each in (k, v))
+    scores = torch.einsum("bhd,bhnd->bhn", q.double(), k) * scale
+    return torch.einsum("bhn,bhnd->bhd", scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "batch, heads, kv_heads, length, dim, programs",
+    [(1, 4, 1, 130, 64, 1), (2, 6, 2, 200, 8, 3), (1, 3, 3, 64, 80, 8), (3, 32, 1, 257, 16, 100)],
+)
+def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, length, dim, programs) -> None:
+    monkeypatch.setattr(step_attention.platform, "num_programs", lambda device: programs)
+    torch.manual_seed(length)
+    # as a model hands them over: heads cut out of a row, a cache that is fuller than the mask says
+    q = torch.randn(batch, 1, heads + 2, dim, dtype=dtype, device=DEVICE)[:, :, 1:-1].transpose(1, 2)[:, :, 0]
+    k, v = (torch.randn(batch, kv_heads, length, dim, dtype=dtype, device=DEVICE) for _ in range(2))
+    mask = torch.rand(batch, length, device=DEVICE) < 0.7
+    mask[:, 0] = False
+    mask[0, 64:] = False
+    mask[:, 5] = True
+    k[~mask[:, None].expand(k.shape[:3])] = 1e4  # would stand out
+    out = step_attention.step_attention(q, k, v, mask, 0.3)
+    expected = reference(q, k, v, mask, 0.3)
+    assert (out - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+    shifted = reference(q, k, v, mask.roll(1, 1), 0.3)
+    assert (out - shifted).abs().max() > 10 * TOLERANCE[dtype] * expected.abs().max()
+
+
+def engine_body(ctx, name: str) -> tuple[list, str]:
+    model = models.build(name)
+    layers.parallelize(model, ctx)
+    engine = layers.Engine(model, ctx, batch_size=2, max_length=16, step_attention=True)
+    prompts = models.prompt().tolist()
+    tokens = engine.generate(prompts, 5), engine.generate([prompts[0], prompts[1][2:]], 5)
+    assert torch.equal(models.generate(model, ctx.device).cpu(), models.expected(name)[2]), "generate() as before"
+    return tokens, model.config._attn_implementation
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+@pytest.mark.parametrize("name", ["kv2", "sliding", "qk_norm"])
+def test_the_engine_makes_the_same_tokens_by_it(world_size: int, name: str) -> None:
+    whole, padded = (models.generate(models.build(name), padded=padded)[:, 7:].tolist() for padded in (False, True))
+    for tokens, implementation in run_ranks(world_size, engine_body, name):
+        assert implementation == step_attention.NAME
+        assert tokens == (whole, padded)
