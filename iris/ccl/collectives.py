@@ -49,9 +49,10 @@ class Collectives:
 
     `out`, `inp`: device tensors of one dtype, of any shape whose rows stand one stride apart; an `out` on the symmetric
     heap must be the same allocation on all ranks, any other is right too but large calls copy once more. `group`: a
-    process group, one dimension of a DeviceMesh or a list of ranks; None: all ranks. `async_op`: runs on a side stream;
-    `workspace.wait()` joins it. `config`: a `Config`, the same on all ranks; None takes the fastest by size.
-    `workspace`: what an earlier call of the group returned. All return their workspace.
+    process group or one dimension of a DeviceMesh, None for all ranks; the other ranks make the same calls meanwhile,
+    in groups of their own, so that heaps stay alike. `async_op`: runs on a side stream; `workspace.wait()` joins it.
+    `config`: a `Config`, the same on all ranks; None takes the fastest by size. `workspace`: what an earlier call of
+    the group returned. All return their workspace.
 
     Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` when the
     workspace does not fit, `PeerLostError` when a rank was lost in an earlier call.
@@ -188,10 +189,13 @@ class Collectives:
         return staged
 
     def _group(self, group: Any) -> Group:
-        key = tuple(group) if isinstance(group, list) else group
-        if key not in self._groups:
-            self._groups[key] = group_of(self._ctx, group)
-        return self._groups[key]
+        try:
+            known = self._groups.get(group)
+        except TypeError:  # a list, which is refused below
+            known = None
+        if known is None:
+            known = self._groups[group] = group_of(self._ctx, group)
+        return known
 
     def _workspace_of(self, op: str, members: Group, workspace: Workspace | None, new: bool = False) -> Workspace:
         if workspace is None:

@@ -1,8 +1,8 @@
 """`DeviceContext`: the RMA functions without the arguments that a kernel would repeat at every call.
 
 The context tensor is int64, one a rank, built by `pack` on the host and read here:
-`[rank, world_size, status address, record address, time-out in ticks, event buffer address, its capacity in events, 0,
-heap bases ..., process ids ...]`.
+`[rank, world_size, status address, record address, time-out in ticks, event buffer address, its capacity in events,
+address of the ranks' names or 0, heap bases ..., process ids ...]`.
 """
 
 import triton

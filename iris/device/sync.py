@@ -138,12 +138,22 @@ def report(ctx, own_mark, waiter: tl.constexpr, expected, peer, seen):
     if tl.atomic_cas(_status(ctx), own_mark, -1) == own_mark:  # once, however many waits of this program follow
         record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
         tl.store(record + 1, waiter)
-        tl.store(record + 2, ctx.rank.to(tl.int64))
-        tl.store(record + 3, tl.cast(peer, tl.int64))
+        tl.store(record + 2, _name(ctx, ctx.rank))
+        tl.store(record + 3, _name(ctx, peer))
         tl.store(record + 4, tl.cast(expected, tl.int64))
         tl.store(record + 5, tl.cast(seen, tl.int64))
         tl.debug_barrier()
         tl.atomic_xchg(record, 1, sem="release", scope="sys")
+
+
+@device_function
+def _name(ctx, rank):
+    """What a rank, counted in a group, is called by the host: its number among all ranks."""
+    names = tl.load(ctx.words + 7)
+    name = tl.cast(rank, tl.int64)
+    if names != 0:
+        name = tl.load(names.to(tl.pointer_type(tl.int64)) + tl.maximum(name, 0))
+    return name
 
 
 @device_function
