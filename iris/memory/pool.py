@@ -3,7 +3,8 @@
 On GPUs, a `torch.cuda.MemPool`: torch's caching allocator asks the heap for its segments of 2 MiB and more and cuts and
 reuses them as it always does, so a tensor's memory comes back to the pool when the tensor dies. torch takes the two
 functions of an allocator as C pointers; ctypes makes them from Python, which is as good as C here, for they are called
-once a segment. They take the GIL while torch holds its allocator's lock, so a pool is for one thread.
+once a segment. They take the GIL while torch holds its allocator's lock, so a pool is for one thread; nor does torch
+send other threads' allocations there.
 
 On CPUs torch has no such pools: a dispatch mode moves what each operation returns to the heap, where it stays.
 

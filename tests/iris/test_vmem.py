@@ -1,6 +1,7 @@
 """Allocator "vmem": growing and shrinking, imports, torch's pool on the heap, and everything else on top of it."""
 
 import contextlib
+import math
 import os
 import random
 import socket
@@ -84,7 +85,7 @@ def test_offsets_never_overlap_and_come_back_whole():
 
 def _grow_and_trim(ctx):
     free_before = torch.cuda.mem_get_info()[0] if ON_GPU else 0
-    with iris.iris(1 << 40, "vmem") as heap:  # more than any machine has
+    with iris.iris(1 << 38, "vmem") as heap:  # more than any GPU has
         assert all(int(base) % (2 << 20) == 0 for base in heap.get_heap_bases().cpu())
         assert _mapped(heap) == CHUNK
         small = heap.full((1000,), 1.0)
@@ -215,8 +216,11 @@ def _shareable():
 
 
 def _outside(ctx, *sizes, dtype=torch.int32):
-    tensor = torch.zeros(*sizes, dtype=dtype, device=ctx.device)
-    return tensor if ON_GPU else tensor.share_memory_()
+    if not ON_GPU:
+        return torch.zeros(*sizes, dtype=dtype).share_memory_()
+    # so large that no gap between tensors that are not shareable can hold it
+    room = torch.zeros(max(64 * MIB, math.prod(sizes) * dtype.itemsize), dtype=torch.uint8, device=ctx.device)
+    return room.view(dtype)[: math.prod(sizes)].view(sizes)
 
 
 def _imports(ctx):
@@ -305,8 +309,9 @@ def _pool(ctx, allocator):
             large = torch.zeros(30 * MIB // 4, dtype=torch.int32, device=ctx.device)
             made = torch.tensor([1, 2, 3], device=ctx.device)
             view = large[5:100].view(5, 19)
-        for tensor in (layer.weight, layer.bias, x, y, layer.weight.grad, large, made, view):
+        for tensor in (layer.weight, layer.bias, x, y, large, made, view):
             assert heap.is_symmetric(tensor), tensor.shape
+        assert ON_GPU or heap.is_symmetric(layer.weight.grad)  # torch's backward has a thread for each GPU
         assert isinstance(layer.weight, torch.nn.Parameter) and made.tolist() == [1, 2, 3]
         expected = x.cpu().double() @ layer.weight.detach().cpu().double().t() + layer.bias.detach().cpu().double()
         torch.testing.assert_close(y.detach().cpu().double(), expected, rtol=1e-2, atol=1e-2)
