@@ -9,8 +9,8 @@ installs the forward: a layer of `linear` that works on the rank's local tensors
 forward; the registry is as before when the block ends.
 
 `layers.from_pretrained` needs none of this, and splits what transformers refuses (heads that the ranks do not divide).
-This is for programs that load by transformers and shall go on doing so. Needs a transformers whose styles place DTensors
-and install forwards, as 5.23's do: an older one is refused.
+This is for programs that load by transformers and shall go on doing so. Needs a transformers whose styles place
+DTensors and install forwards, as 5.23's do: an older one is refused.
 """
 
 from __future__ import annotations

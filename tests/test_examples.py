@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from examples import _launch
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted(p.stem for p in (ROOT / "examples").glob("[a-z]*.py") if p.stem != "demo")
+TESTED_APART = ("demo", "device_mesh")
+EXAMPLES = sorted(p.stem for p in (ROOT / "examples").glob("[a-z]*.py") if p.stem not in TESTED_APART)
 
 
 def run(*command: str, timeout: float = 240) -> str:
@@ -33,6 +35,36 @@ def test_example_runs(name: str) -> None:
 def test_example_runs_under_torchrun() -> None:
     printed = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.store_load")
     assert "[0/2]" in printed and "[1/2]" in printed
+
+
+def test_device_mesh_over_two_hosts() -> None:
+    """Two launches of torchrun on this machine stand for two hosts, each with GPUs of its own if there are four."""
+    enough = torch.cuda.device_count() >= 4
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host)]
+            + ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+            + ["-m", "examples.device_mesh"],
+            cwd=ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": f"{2 * host},{2 * host + 1}" if enough else ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    try:
+        printed = [host.communicate(timeout=120)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    for host, text in enumerate(printed):
+        assert hosts[host].returncode == 0, text
+        for rank in range(2):
+            assert f"[{rank}/2] group {host} of 2 answered 4 of 8 prompts" in text
 
 
 def fail(how: str) -> None:

@@ -23,13 +23,16 @@ pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCH
 def counted(ctx) -> Counter:
     """Counts, from now on, the calls of each op."""
     calls = Counter()
-    for op in OPS:
 
-        def count(*args, op=op, method=getattr(ctx.ops, op), **options):
+    def counting(op: str, method):
+        def call(*args, **options):
             calls[op] += 1
             return method(*args, **options)
 
-        setattr(ctx.ops, op, count)
+        return call
+
+    for op in OPS:
+        setattr(ctx.ops, op, counting(op, getattr(ctx.ops, op)))
     return calls
 
 
