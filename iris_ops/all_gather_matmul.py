@@ -12,6 +12,7 @@ from iris.device import arch
 from iris.device.context import own_context
 from iris.device.function import device_function
 from iris.device.sync import await_entered, enter, leave, next_tile, signal, wait
+from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
@@ -55,11 +56,14 @@ def _push_part(
         row, first = piece // PIECES * BLOCK_M, piece % PIECES * width
         peer = (ctx.rank + 1 + step) % WORLD_SIZE
         if ok:
+            nbytes = tile_bytes(part_rows - row, cols - first, BLOCK_M, width, gathered.dtype.element_ty)
+            span = ctx.tracing.record_event_start(PUSH, peer, gathered, row // BLOCK_M, piece % PIECES, nbytes=nbytes)
             for k in range(first, min(first + width, cols), COPY_K):
                 # read with this rank's own edges, so that what lies beyond its last column arrives as zero
                 values = own.load(row, k, BLOCK_M, COPY_K)
                 places, mask = target.pointers(ctx.rank * part_rows + row, k, BLOCK_M, COPY_K)
                 tl.store(ctx.remote(places, peer), values, mask=mask)
+            ctx.tracing.record_event_end(span)
             signal(ctx, flags + ctx.rank * blocks * PIECES + piece, epoch, peer)
     return ok
 
@@ -108,11 +112,12 @@ def all_gather_matmul_kernel(
     TMA_B: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     WAITER: tl.constexpr,
+    TRACING: tl.constexpr = False,
 ):
     # a: [a_rows, a_cols], this rank's part of A; gathered: [source rank, part_rows, part_cols], rows of ld elements;
     # a_tile and gathered_tile are descriptors of the two where TMA can serve. flags: [source rank, row block, piece],
     # then those of `join_parts`.
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(words, WORLD_SIZE, TRACING)
     own = Matrix(a, a_rows, a_cols, stride_am, stride_ak, False)
     own_tile = Matrix(a_tile, a_rows, a_cols, stride_am, stride_ak, TMA_A)
     peers_tile = Matrix(gathered_tile, part_rows * WORLD_SIZE, part_cols, ld, 1, TMA_G)
@@ -172,9 +177,11 @@ def all_gather_matmul_kernel(
                         ok = wait(ctx, flag, epoch, source, WAITER, exact=True) and ok
                     arch.fence_async_proxy()
                     own_depth, depth = 0, min(part_cols, K - k0) if BY_K else k_depth
+                span = ctx.tracing.record_event_start(PRODUCT, source, out, tile_m, tile_n, nbytes=0)
                 acc = multiply(own_tile, B, row, col, a0, k0, own_depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
                 start = source * part_rows + row
                 acc = multiply(peers_tile, B, start, col, a0, k0, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+                ctx.tracing.record_event_end(span)
             acc, whole, joined = join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS, WAITER)
             ok = ok and joined
             if whole:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave
+from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
@@ -52,9 +53,10 @@ def matmul_all_gather_kernel(
     TMA_B: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     WAITER: tl.constexpr,
+    TRACING: tl.constexpr = False,
 ):
     # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out; parts, flags: see `join_parts`
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(words, WORLD_SIZE, TRACING)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     start = ctx.rank.to(tl.int64) * row_step * stride_om + ctx.rank.to(tl.int64) * col_step * stride_on
@@ -73,8 +75,10 @@ def matmul_all_gather_kernel(
         tile_m, tile_n = grouped(t, num_m, num_n, GROUP_M)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < M) & (col < N):
+            span = ctx.tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             acc = multiply(A, B, row, col, first, first, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            ctx.tracing.record_event_end(span)
             acc, whole, joined = join_parts(ctx, acc, parts, flags, unit, rounded, epoch, SPLITS, WAITER)
             ok = ok and joined
             if whole:
@@ -87,8 +91,11 @@ def matmul_all_gather_kernel(
                     ok = await_entered(ctx, sync, epoch, WAITER) and ok  # before that, a peer may still read its out
                     entered = True
                 if ok:
+                    nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, out.dtype.element_ty)
+                    span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                     for i in tl.static_range(1, WORLD_SIZE):
                         tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+                    ctx.tracing.record_event_end(span)
     if not entered:
         ok = await_entered(ctx, sync, epoch, WAITER) and ok
     leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, signal, wait
+from iris.device.tracing import PRODUCT, PUSH, SUM, tile_bytes
 import triton
 import triton.language as tl
 
@@ -55,10 +56,11 @@ def reduce_scatter_kernel(
     TMA_B: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     WAITER: tl.constexpr,
+    TRACING: tl.constexpr = False,
 ):
     # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile], then those
     # of `join_parts`
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(words, WORLD_SIZE, TRACING)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     dtype: tl.constexpr = staging.dtype.element_ty
@@ -87,8 +89,11 @@ def reduce_scatter_kernel(
             rows, cols = min(M, (owner + 1) * part_rows), N
 
         if (row < rows) & (col < cols):
+            nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, dtype)
+            span = ctx.tracing.record_event_start(PRODUCT, owner, out, tile_m, tile_n, nbytes=0)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             acc = multiply(A, B, row, col, k, k, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            ctx.tracing.record_event_end(span)
             acc, whole, joined = join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS, WAITER)
             ok = ok and joined
             if not entered:
@@ -101,16 +106,20 @@ def reduce_scatter_kernel(
 
             if whole & (owner != ctx.rank):
                 if ok:
+                    span = ctx.tracing.record_event_start(PUSH, owner, staging, tile_m, tile_n, nbytes=nbytes)
                     target, mask = packed(staging, ctx.rank * owned + slot, rows - row, BLOCK_M, BLOCK_N)
                     tl.store(ctx.remote(target, owner), arch.round_to(acc, dtype), mask=mask)
+                    ctx.tracing.record_event_end(span)
                 pending = slot
                 pending_owner = owner
             elif whole:
+                span = ctx.tracing.record_event_start(SUM, owner, out, tile_m, tile_n, nbytes=nbytes)
                 for i in tl.static_range(1, WORLD_SIZE):
                     source = (ctx.rank + i) % WORLD_SIZE
                     ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok
                     staged, mask = packed(staging, source * owned + slot, rows - row, BLOCK_M, BLOCK_N)
                     acc += tl.load(staged, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+                ctx.tracing.record_event_end(span)
                 if HAS_BIAS:
                     acc = add_bias(acc, bias, col, cols, BLOCK_N)
                 result = arch.round_to(acc, dtype)
@@ -120,8 +129,10 @@ def reduce_scatter_kernel(
                     )
                     tl.store(target, result, mask=mask)
                     if ok:
+                        span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                         for i in tl.static_range(1, WORLD_SIZE):
                             tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+                        ctx.tracing.record_event_end(span)
                 else:
                     own_rows = rows if BY_COLS else rows - ctx.rank * part_rows
                     own_cols = cols - ctx.rank * part_cols if BY_COLS else cols

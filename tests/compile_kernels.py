@@ -23,8 +23,10 @@ from layers.step_attention import stretch_kernel, weigh_kernel  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from tests import rma_kernels  # noqa: E402
+from tests import gluon_kernels, rma_kernels  # noqa: E402
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -44,6 +46,14 @@ _INT32 = {"flags", "sync", "members", "sent", "arrived"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst"}
 _FLOAT32 = {"parts", "stretches", "weights"}
 
+TRACED = (
+    "all_reduce_tma",
+    "matmul_all_gather_tma",
+    "all_gather_matmul_rows_tma",
+    "few_rows_owners",
+    "few_rows_gather_first",
+)
+
 
 class _Driver:
     """Stands in for the GPU driver, which kernels ask only for the target."""
@@ -54,9 +64,9 @@ class _Driver:
 
 def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16", **constants):
     """The compiled kernel, for tensors of `dtype` whose sizes and addresses are multiples of 16."""
-    parameters = list(inspect.signature(kernel.fn).parameters)
-    if "TRACING" in parameters:
-        constants.setdefault("TRACING", False)
+    declared = inspect.signature(kernel.fn).parameters
+    parameters = list(declared)
+    constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
     signature, attrs = {}, {}
@@ -77,7 +87,8 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             if name not in ("rank", "peer", "num_members"):
                 attrs[(index,)] = [["tt.divisibility", 16]]
     triton.runtime.driver.set_active(_Driver(target))
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
+    of = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = of(kernel, signature=signature, constexprs=constants, attrs=attrs)
     return triton.compile(source, target=target, options=options)
 
 
@@ -131,11 +142,27 @@ def variants(target: GPUTarget):
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)
+    for kernel, block, per_thread in (
+        (gluon_kernels.gluon_put_and_signal_kernel, 2048, 8),
+        (gluon_kernels.gluon_copies_kernel, 2048, 8),
+        (gluon_kernels.gluon_recorded_put_kernel, 2048, 8),
+        (gluon_kernels.gluon_atomics_kernel, 128, 1),
+    ):
+        layout = gl.BlockedLayout([per_thread], [target.warp_size], [4], [0])
+        name = kernel.__name__.removesuffix("_kernel")
+        yield name, kernel, dict(num_warps=4), dict(BLOCK=block, LAYOUT=layout)
+
+
+def traced(target: GPUTarget):
+    """One variant of each kernel that can record, as it does."""
+    for name, kernel, options, constants in variants(target):
+        if target.arch == 90 and name in TRACED:
+            yield f"traced_{name}", kernel, options, {**constants, "TRACING": True}
 
 
 def main(target_name: str, folder: str) -> None:
     target = TARGETS[target_name]
-    for name, kernel, options, constants in variants(target):
+    for name, kernel, options, constants in [*variants(target), *traced(target)]:
         compiled = compile_kernel(kernel, target, options, **constants)
         kind = "ptx" if target.backend == "cuda" else "amdgcn"
         Path(folder, f"{name}.{kind}").write_text(compiled.asm[kind])

@@ -6,8 +6,10 @@ with it; kernels that are broken on purpose (`tests/rma_kernels.py`) show that e
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+import itertools
 import os
 from pathlib import Path
 import re
@@ -42,6 +44,11 @@ class Kernel:
         stripped = (line.split("//")[0].split(" ; ")[0].strip() for line in self.text.splitlines())
         return [line for line in stripped if line and not re.match(r"\.loc|\$L__tmp|\.Ltmp|;|\{|\}|\.reg", line)]
 
+    @property
+    def instructions(self) -> list[str]:
+        """The lines before the first source file's name, with which the tables for debuggers begin."""
+        return list(itertools.takewhile(lambda line: not line.startswith(".file"), self.lines))
+
 
 Kernels = dict[str, Kernel]
 
@@ -53,15 +60,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kernel
 
     def kernels(target: str) -> Kernels:
         if target not in known:
-            folder = tmp_path_factory.mktemp(target)
-            command = [sys.executable, "-m", "tests.compile_kernels", target, str(folder)]
-            environment = {**os.environ, "TRITON_INTERPRET": "0"}
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-            assert done.returncode == 0, done.stderr[-4000:]
-            known[target] = {path.stem: _read(path) for path in sorted(folder.iterdir()) if path.suffix != ".shared"}
+            known[target] = _compile(target, tmp_path_factory.mktemp(target))
         return known[target]
 
     return kernels
+
+
+def _compile(target: str, folder: Path, source: Path = ROOT) -> Kernels:
+    command = [sys.executable, "-m", "tests.compile_kernels", target, str(folder)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {path.stem: _read(path) for path in sorted(folder.iterdir()) if path.suffix in (".ptx", ".amdgcn")}
 
 
 def _read(path: Path) -> Kernel:
@@ -69,7 +79,7 @@ def _read(path: Path) -> Kernel:
 
 
 def sound(kernels: Kernels) -> list[Kernel]:
-    return [kernel for name, kernel in kernels.items() if not name.startswith("broken_")]
+    return [kernel for name, kernel in kernels.items() if not name.startswith(("broken_", "gluon_atomics"))]
 
 
 def fused(kernels: Kernels) -> list[Kernel]:
@@ -120,7 +130,7 @@ def unordered_releases(kernel: Kernel) -> list[str]:
 def narrow_scopes(kernel: Kernel) -> list[str]:
     """Ordered accesses that stop short of the system, other than the known local ones."""
     accesses = {match.group() for match in ORDERED.finditer(kernel.text)}
-    local = {*LOCAL, *(AMONG_PROGRAMS if kernel.name == "few_rows_gather_first" else ())}
+    local = {*LOCAL, *(AMONG_PROGRAMS if kernel.name.endswith("few_rows_gather_first") else ())}
     return sorted(access for access in accesses if ".sys" not in access and access not in local)
 
 
@@ -224,6 +234,95 @@ def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> Non
         assert kernel.count({"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync"}[target]), name
 
 
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_of_gluon_is_wide_and_reaches_the_system(compiled, target: str) -> None:
+    kernels = compiled(target)
+    copies, message, atomics = (kernels[f"gluon_{name}"] for name in ("copies", "put_and_signal", "atomics"))
+    assert not narrow_stores(copies) and not narrow_stores(message)
+    accesses = 2 * 4  # 2048 elements of 2 bytes by 128 threads are two of 16 bytes each, four times
+    assert copies.count(r"\bst\.global\.v4\.b32") == copies.count(r"\bld\.global\.v4\.b32") == accesses
+    assert message.count(r"sys\.release\.exch\.b32") == 1 and message.count(r"ld\.global\.sys\.acquire\.b32")
+    for op in ("add.u32", "xor.b32", "and.b32", "or.b32", "min.s32", "max.s32"):
+        assert atomics.count(re.escape(f"atom.global.sys.acq_rel.{op}")) == 1, op
+    assert atomics.count(r"atom\.global\.acq_rel\.sys\.cas\.b32") == 1
+    # as asked for
+    assert atomics.count(r"sys\.relaxed\.exch\.b32") == atomics.count(r"gpu\.release\.add\.u32") == 1
+
+
+# --- tracing ---------------------------------------------------------------------------------------------------------
+
+
+def _without_tracing(source: str) -> str:
+    """The source with `pass` in place of every statement that only serves to record events."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        call = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.Expr) else None
+        if isinstance(call, ast.Call) and re.search(
+            r"\.record_event_(start|end)$|^tile_bytes$", ast.unparse(call.func)
+        ):
+            lines[node.lineno - 1] = " " * node.col_offset + "pass"
+            lines[node.lineno : node.end_lineno] = [""] * (node.end_lineno - node.lineno)
+    return "\n".join(lines) + "\n"
+
+
+def test_tracing_that_is_off_leaves_no_instruction(compiled, tmp_path: Path) -> None:
+    """Every kernel is the same as one from sources without the calls that record; with the flag, they are there."""
+    changed = 0
+    for package in ("iris", "iris_ops", "tests"):
+        for path in (ROOT / package).rglob("*.py"):
+            source = path.read_text()
+            stripped = _without_tracing(source) if package != "tests" else source
+            changed += stripped != source
+            copy = tmp_path / "source" / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(stripped)
+    assert changed >= 3
+    with_calls, without = compiled("sm_90"), _compile("sm_90", tmp_path, tmp_path / "source")
+    assert with_calls.keys() == without.keys()
+    for name, kernel in with_calls.items():
+        assert len(kernel.instructions) > 20, name
+        same = kernel.instructions == without[name].instructions
+        assert same != name.startswith("traced_"), name
+    traced = [name for name in with_calls if name.startswith("traced_")]
+    assert len(traced) >= 5
+    for name in traced:
+        kernel, bare = with_calls[name], without[name]
+        spans = 2  # at least a product and a push, each with two looks at the clock and its place on the chip
+        assert kernel.count("%globaltimer;") >= bare.count("%globaltimer;") + 2 * spans
+        assert kernel.count("%smid;") >= spans and not bare.count("%smid;")
+        assert kernel.count(r"atom\.global\.gpu\.relaxed\.add\.u64") == kernel.count("%smid;")
+
+
+def test_a_traced_product_ends_when_it_is_complete(compiled) -> None:
+    """Between the last tensor-core instruction and the look at the clock that ends its span stands the wait for it."""
+    kernel = compiled("sm_90")["traced_all_reduce_tma"]
+    lines = kernel.lines
+    last = max(index for index, line in enumerate(lines) if "wgmma.mma_async" in line)
+    end = next(index for index, line in enumerate(lines) if index > last and "%globaltimer" in line)
+    waits = [line for line in lines[last:end] if "wgmma.wait_group" in line]
+    assert waits and waits[-1].endswith(" 0;"), waits
+
+
+@pytest.mark.parametrize("name", ["rma_recorded_put", "gluon_recorded_put"])
+@pytest.mark.parametrize("target", CUDA + HIP)
+def test_a_span_holds_the_work_alone(compiled, target: str, name: str) -> None:
+    """The clock is read after all else that starts an event and before all else that ends it."""
+    place, clock, load, store = {
+        True: ("%smid;", "%globaltimer;", r"\bld\.global\.v4", r"\bst\.global\.v4"),
+        False: ("HW_REG_XCC_ID", "s_memrealtime", "global_load_dwordx4", "global_store_dwordx4"),
+    }[target in CUDA]
+    lines = compiled(target)[name].lines
+    assert any(place in line for line in lines)
+    clocks, loads, stores = (
+        [index for index, line in enumerate(lines) if re.search(pattern, line)] for pattern in (clock, load, store)
+    )
+    ends = [index for index in clocks if index > stores[-1]]
+    starts = [index for index in clocks if index < loads[0]]
+    assert starts and len(ends) == 1
+    if target in CUDA:  # LLVM moves AMD's blocks about
+        assert len(starts) == 1 and not any("atom." in line or "bar." in line for line in lines[starts[0] : ends[0]])
+
+
 # --- AMD -------------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +388,20 @@ def test_amd_uses_matrix_cores_and_wide_stores(compiled, target: str) -> None:
     for kernel in stores:
         assert kernel.count(r"global_store_dwordx4"), kernel.name
     assert kernels["rma_load"].count(r"global_load_dwordx4")
+
+
+@pytest.mark.parametrize("target", HIP)
+def test_amd_of_gluon_is_wide_and_reaches_the_system(compiled, target: str) -> None:
+    kernels = compiled(target)
+    copies, message, atomics = (kernels[f"gluon_{name}"] for name in ("copies", "put_and_signal", "atomics"))
+    for kernel in (copies, message):
+        assert kernel.count("global_store_dwordx4") and not narrow_hip_stores(kernel)
+    assert copies.count("global_load_dwordx4") == copies.count("global_store_dwordx4") == 4
+    assert message.count(r"global_atomic_swap .* sc1") == 1
+    # at system scope LLVM makes loops around cmpswap of what PCIe does not offer: xor, and, or, min, max
+    kinds = re.findall(r"global_atomic_(\w+) .*sc1", atomics.text)
+    assert sorted(kinds) == ["add", *6 * ["cmpswap"], "swap"]
+    assert atomics.count("global_atomic_") == len(kinds) + 1  # the one that was asked for at gpu scope
 
 
 # --- all targets -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""The fused ops while they record themselves: the same bits as ever, and spans that account for all that is sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from iris.device.tracing import PRODUCT, PUSH, SIGNAL, SUM
+from iris_ops import FusedConfig
+from iris_ops.problem import GATHER_MATMUL, MATMUL_GATHER, Problem
+import pytest
+import torch
+
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.iris_ops.calls import check_case
+from tests.reference import FORMS, Case
+
+pytestmark = both
+
+CONFIG = FusedConfig(16, 16, 16, group_m=2, num_warps=4, num_stages=2, num_programs=3, comm_programs=2)
+
+
+def check_traced(ctx, case):
+    """Events by kind, and the bytes that all pushes have sent."""
+    plain = check_case(ctx, case, runs=1)
+    ctx.tracing.enable(1 << 14)
+    assert check_case(ctx, case, runs=1) == plain, "a call that records gives other bits"
+    events = ctx.tracing.events()
+    assert ctx.tracing.dropped == 0
+    assert (0 < events["begin"]).all() and (events["begin"] <= events["end"]).all(), "a span was not ended"
+    assert ((-1 <= events["target_rank"]) & (events["target_rank"] < ctx.num_ranks)).all()
+    ctx.tracing.disable()
+    assert check_case(ctx, case, runs=2) == plain
+    assert len(ctx.tracing.events()) == len(events)
+    pushes = events[events["event"] == PUSH.value]
+    receivers = [ctx.num_ranks - 1 if event["target_rank"] < 0 else 1 for event in pushes]
+    sent = sum(int(nbytes) * count for nbytes, count in zip(pushes["bytes"], receivers, strict=True))
+    return Counter(map(int, events["event"])), sent
+
+
+@pytest.mark.parametrize("op, form", FORMS)
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [1, 3])
+def test_ops_record_themselves(world_size, op, form):
+    case = Case(op, form, 24, 36, 24, torch.float16, config=CONFIG)
+    found = run_ranks(world_size, check_traced, case)
+    for kinds, _ in found:
+        assert kinds[PRODUCT.value] >= 2 * 3 if op != MATMUL_GATHER else kinds[PRODUCT.value]
+        if world_size > 1:
+            assert kinds[PUSH.value] and kinds[SIGNAL.value]
+            assert bool(kinds[SUM.value]) == (op not in (GATHER_MATMUL, MATMUL_GATHER))
+    problem = Problem(op, form, case.M, case.N, case.K, world_size, case.dtype)
+    assert sum(sent for _, sent in found) == world_size * problem.link_bytes
+
+
+@pytest.mark.parametrize("op, form", FORMS)
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+def test_ops_of_few_rows_record_themselves(world_size, op, form):
+    case = Case(op, form, 6, 36, 24, torch.float16, config=replace(CONFIG, algorithm="one_shot"))
+    for kinds, sent in run_ranks(world_size, check_traced, case):
+        assert kinds[PRODUCT.value] and kinds[PUSH.value]
+        assert sent or world_size == 1

@@ -1,0 +1,82 @@
+"""Timelines: times inside each other are counted once, pictures show what was recorded, a run leaves all its files."""
+
+import json
+from pathlib import Path
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+from iris import tracing
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
+
+from benchmarks import timeline, timeline_plot  # noqa: E402
+
+NAMES = {6: "wait", 7: "product", 8: "push", 9: "sum"}
+
+
+def recorded(*rows):
+    """(multiprocessor, program, event, begin, end, target, bytes) as events in order of time."""
+    events = np.zeros(len(rows), dtype=tracing.EVENT)
+    fields = ("multiprocessor", "program", "event", "begin", "end", "target_rank", "bytes")
+    for event, row in zip(events, rows, strict=True):
+        for field, value in zip(fields, row, strict=True):
+            event[field] = value
+    return events
+
+
+EVENTS = recorded(
+    (3, 0, 7, 1000, 1400, 1, 0),
+    (5, 1, 7, 1000, 1200, 1, 0),
+    (5, 1, 9, 1200, 1900, 0, 0),  # a sum with two waits inside
+    (5, 1, 6, 1250, 1450, 0, 0),
+    (3, 0, 8, 1400, 1500, -1, 4096),
+    (5, 1, 6, 1500, 1600, 0, 0),
+    (3, 0, 7, 1500, 2000, 1, 0),
+)
+
+
+def test_what_is_inside_a_span_is_counted_once():
+    assert timeline.own_time(EVENTS).tolist() == [400, 200, 400, 200, 100, 100, 500]
+    found = timeline.shares(EVENTS, NAMES)  # of 1000 ns on two multiprocessors
+    assert found == pytest.approx({"product": 0.55, "sum": 0.2, "wait": 0.15, "push": 0.05, "nothing recorded": 0.05})
+
+
+def test_the_picture_shows_ranks_shares_and_the_link(tmp_path):
+    ranks = [EVENTS, EVENTS.copy()]
+    row = {"op": "rs", "M": 32, "N": 48, "K": 64, "plain_us": 1.5, "traced_us": 1.75, "span_us": 1.0}
+    row |= {"names": NAMES, "shares": [timeline.shares(events, NAMES) for events in ranks]}
+    report = {"world": 2, "gpu": "GPU", "dtype": "bfloat16", "date": "2026-01-01", "versions": {"torch": "2"}}
+    files = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for file in files:
+        timeline_plot.draw(report, row, ranks, file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    shown = "".join(ElementTree.parse(files[0]).getroot().itertext())
+    for text in (
+        "rank 0",
+        "rank 1",
+        "product 55%",
+        "push 5%",
+        "matmul_reduce_scatter",
+        "32, 48, 64",
+        "1.75 µs",
+        "GB/s",
+    ):
+        assert text in shown, text
+
+
+def test_end_to_end_on_two_cpu_ranks(tmp_path):
+    line = [sys.executable, "-m", "benchmarks.timeline", "--device", "cpu", "--op", "rs", "--rows", "32,32,32"]
+    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "timeline_cpu_x2.json").read_text())["rows"]
+    assert row["dropped"] == 0 and row["events"] > 4 and row["plain_us"] > 0 < row["traced_us"]
+    for found in row["shares"]:
+        assert sum(found.values()) == pytest.approx(1, abs=0.01) and found["product"] > 0 < found["push"]
+    stem = tmp_path / "timeline_rs_32x32x32_cpu_x2"
+    trace = json.loads(stem.with_suffix(".trace.json").read_text())
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == row["events"]
+    assert "rank 1" in stem.with_suffix(".svg").read_text()
