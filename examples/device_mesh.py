@@ -45,7 +45,7 @@ def rank_main(tokens: int = 4) -> None:
         dist.all_gather_object(answers, mine.cpu(), mesh["dp"].get_group())
         assert torch.equal(torch.cat(answers), expected.cpu())
         ctx.info(
-            f"group {group} of {groups} answered {len(mine)} prompts; together {len(expected)}, as the unsplit model"
+            f"group {group} of {groups} answered {len(mine)} of {len(expected)} prompts, as the unsplit model does"
         )
 
 
