@@ -21,18 +21,20 @@ from .attention import head_parameters, head_parts, head_split, is_attention, se
 from .fused import merge_siblings
 from .generation import agree_on_samples
 from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
 from .shard import Shard
 from .sharded import ShardedLinear, split_parameter
 
 
-def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None, merge: bool = True) -> Report:
+def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None, fuse: bool = True) -> Report:
     """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module.
 
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
-    `filter_fn(name, module)` keeps a module whole by returning False. `merge`: linears that share an input become one
-    product where the model's forward allows it (see `fused`). Every rank calls this with the same model.
+    `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
+    product where the model's forward allows it (see `fused`), and plain norms one kernel (see `norms`). Every rank
+    calls this with the same model.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
@@ -54,8 +56,9 @@ def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None, merge: bo
         split_parameter(owner, key, part)
     for name, split in heads.items():
         set_local_heads(model.get_submodule(name), split)
-    if merge:
+    if fuse:
         styles = styles | merge_siblings(model, styles)
+        fuse_norms(model)
     model.requires_grad_(False)
     retie(model)
     if not empty:

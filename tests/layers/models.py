@@ -43,6 +43,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qk_norm": ("Qwen3", {"num_key_value_heads": 2}),
     "fused": ("Phi3", {"num_key_value_heads": 2, "hidden_size": 32}),
     "sliding": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 4}),
+    "offset_norm": ("Gemma", {"num_key_value_heads": 2}),
     "gathered_qkv": ("Olmo2", {"num_key_value_heads": 2, "hidden_size": 32}),
 }
 

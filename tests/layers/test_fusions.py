@@ -7,6 +7,7 @@ import copy
 from iris.errors import ShapeError
 import layers
 from layers.fused import Slice, sole_use
+from layers.norms import fuse_norms
 from layers.parallelize import parallelize
 import pytest
 import torch
@@ -23,7 +24,7 @@ def merged_body(ctx, name: str) -> tuple:
     torch.manual_seed(ctx.cur_rank)
     model = models.build(name)
     apart = models.build(name)
-    parallelize(apart, ctx, merge=False)
+    parallelize(apart, ctx, fuse=False)
     report = parallelize(model, ctx)
     attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
     for split, others in ((attention, apart.model.layers[1].self_attn), (mlp, apart.model.layers[1].mlp)):
@@ -107,6 +108,43 @@ class More(nn.Module):
 def test_a_module_that_uses_its_input_otherwise_is_left_alone(world_size: int) -> None:
     for names in run_ranks(world_size, kept_apart_body):
         assert names == ["block.a", "block.b", "block.down"]
+
+
+def norms_body(ctx, name: str) -> list[str]:
+    model = models.build(name)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.uniform_(parameter, 0.5, 2)
+    whole, apart = models.logits(model), copy.deepcopy(model)
+    report = parallelize(model, ctx)
+    torch.testing.assert_close(models.logits(model, ctx.device).cpu(), whole, rtol=1e-3, atol=1e-3)
+    assert [row.name for row in report.rows if "norm" in row.name] == [n for n, _ in norms_of(apart)]
+    return [type(module).__name__ for _, module in norms_of(model)]
+
+
+def norms_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if name.endswith("norm")]
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [1])
+@pytest.mark.parametrize("name, kind", [("qk_norm", "RMSNorm"), ("offset_norm", "GemmaRMSNorm")])
+def test_plain_norms_are_exchanged(world_size: int, name: str, kind: str) -> None:
+    for kinds in run_ranks(world_size, norms_body, name):
+        assert len(kinds) >= 5 and set(kinds) == {kind}
+
+
+def test_a_fused_norm_rounds_no_worse() -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    torch.manual_seed(2)
+    theirs = LlamaRMSNorm(96, 1e-5).to(torch.bfloat16)
+    nn.init.uniform_(theirs.weight, 0.5, 2)
+    model = nn.Sequential(theirs)
+    assert fuse_norms(model) == 1 and fuse_norms(model) == 0 and model[0].weight is theirs.weight
+    x = torch.randn(64, 96).bfloat16()
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * theirs.weight.double()
+    own, before = ((norm(x).double() - exact).square().mean() for norm in (model[0], theirs))
+    assert own <= before
 
 
 class Forwards:
