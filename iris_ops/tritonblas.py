@@ -1,10 +1,10 @@
 """The tile of the product as tritonBLAS's analytical model selects it: on AMD, where that package can be imported.
 
 It is on no package index; `pip install git+https://github.com/ROCm/tritonBLAS.git` builds it on a machine with ROCm.
-Its `OrigamiMatmulSelector` is arithmetic on sizes, dtypes and what the device says of itself, so ranks with equal devices
-select alike without talking. Only the tile is taken, for the kernels that overlap product and transfer; how programs,
-staging and signals are arranged stays the decision of `plan.py`, and so do the tiles of the kernels for few rows, which
-stream weights rather than multiply.
+Its `OrigamiMatmulSelector` is arithmetic on sizes, dtypes and what the device says of itself, so ranks with equal
+devices select alike without talking. Only the tile is taken, for the kernels that overlap product and transfer; how
+programs, staging and signals are arranged stays the decision of `plan.py`, and so do the tiles of the kernels for few
+rows, which stream weights rather than multiply.
 """
 
 from __future__ import annotations
