@@ -13,6 +13,10 @@ import sys
 os.environ["TRITON_INTERPRET"] = "0"
 
 import iris  # noqa: E402, F401
+from iris.ccl.accumulate import accumulate_kernel  # noqa: E402
+from iris.ccl.by_flags import flags_kernel  # noqa: E402
+from iris.ccl.by_words import words_kernel  # noqa: E402
+from iris.ccl.ring import ring_kernel  # noqa: E402
 from iris.device import sync  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
@@ -43,7 +47,12 @@ FEW_ROWS = {
     "gather": (16, 256, 4, 4),
 }
 _INT32 = {"flags", "sync", "members", "sent", "arrived"}
-_DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst"}
+_DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
+_POINTEES = {
+    ("words_kernel", "staging"): "i16",
+    ("ring_kernel", "staging"): "fp32",
+    ("accumulate_kernel", "staging"): "fp32",
+}
 _FLOAT32 = {"parts", "stretches", "weights"}
 
 TRACED = (
@@ -80,7 +89,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
         elif name in _DATA | _INT32 | _FLOAT32 or name in ("words", "heap_bases", "mask"):
             pointee = "i32" if name in _INT32 else "fp32" if name in _FLOAT32 else dtype if name in _DATA else "i64"
             pointee = "i1" if name == "mask" else pointee
-            signature[name] = f"*{pointee}"
+            signature[name] = f"*{_POINTEES.get((kernel.fn.__name__, name), pointee)}"
             attrs[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "i32"
@@ -139,6 +148,7 @@ def variants(target: GPUTarget):
     heads = dict(GROUPS=16, DIM=128, BLOCK=64)
     yield "step_stretch", stretch_kernel, dict(num_warps=4, num_stages=3), heads
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
+    yield from collectives()
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)
@@ -158,6 +168,32 @@ def traced(target: GPUTarget):
     for name, kernel, options, constants in variants(target):
         if target.arch == 90 and name in TRACED:
             yield f"traced_{name}", kernel, options, {**constants, "TRACING": True}
+
+
+def collectives():
+    """Of `iris.ccl`: each kernel in the forms that differ, on rows that stand apart or on whole tensors."""
+    flat = dict(IN_LAYOUT=0, OUT_LAYOUT=0, stride_im=1, stride_om=1)
+    rows = dict(IN_LAYOUT=1, OUT_LAYOUT=1)
+    common = dict(stride_in=1, stride_on=1, INTERLEAVED=False, TILE_N=1, GROUP_M=4, WORLD_SIZE=WORLD_SIZE, WAITER=6)
+    both = dict(SCATTER=True, REDUCE=True, GATHER=True, ONE_OUT=False)
+    forms = {
+        "one_shot": dict(both, SCATTER=False, GATHER=False),
+        "two_shot": both,
+        "scatter": dict(both, GATHER=False, ONE_OUT=True),
+        "gather": dict(both, SCATTER=False, REDUCE=False, GATHER=False),
+    }
+    for form, layout in (("one_shot", flat), ("two_shot", rows)):
+        yield f"ccl_words_{form}", words_kernel, dict(num_warps=4), common | forms[form] | layout | dict(BLOCK=1024)
+    for form, layout in (("two_shot", rows), ("scatter", flat), ("gather", flat)):
+        yield f"ccl_flags_{form}", flags_kernel, dict(num_warps=8), common | forms[form] | layout | dict(BLOCK=8192)
+    others = {
+        "ccl_ring": (ring_kernel, dict(RINGS=2)),
+        "ccl_atomic": (accumulate_kernel, dict(LOCKED=False)),
+        "ccl_spinlock": (accumulate_kernel, dict(LOCKED=True)),
+    }
+    for name, (kernel, choice) in others.items():
+        known = common | flat | choice | dict(BLOCK=4096)
+        yield name, kernel, dict(num_warps=8), {key: known[key] for key in kernel.arg_names if key in known}
 
 
 def main(target_name: str, folder: str) -> None:

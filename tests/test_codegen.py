@@ -234,6 +234,30 @@ def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> Non
         assert kernel.count({"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync"}[target]), name
 
 
+WORDS = {"ccl_words_one_shot": WORLD_SIZE, "ccl_words_two_shot": 1 + WORLD_SIZE}  # stores to ranks
+FLAGS = {"ccl_flags_two_shot": 2 * WORLD_SIZE, "ccl_flags_scatter": WORLD_SIZE, "ccl_flags_gather": WORLD_SIZE}
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> None:
+    """Of rows that stand apart too; words without fence or flag, and all ranks signalled by one release."""
+    kernels = compiled(target)
+    for name, stores in WORDS.items():
+        kernel = kernels[name]
+        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == stores, name
+        assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)"), name
+        assert kernel.count(r"\bld\.volatile\.global\.v4\.b32") >= WORLD_SIZE, name
+        assert not kernel.count(r"sys\.acquire|sys\.release\.exch\.b32"), name
+    for name, stores in FLAGS.items():
+        kernel = kernels[name]
+        assert kernel.count(r"\bst\.global\.v4\.b32") >= stores, name
+        assert not narrow_stores(kernel), name
+        assert not kernel.count(r"\bld\.global\.(?!v4\.b32|b32|b64|cg\.v4|sys|gpu)"), name
+        assert kernel.count(r"sys\.release\.exch\.b32") == (1 if name == "ccl_flags_scatter" else 2), name
+    assert kernels["ccl_atomic"].count(r"\b(red|atom)\.global\.sys\.relaxed\.add\S*\.f32"), "no atomic at the system"
+    assert not narrow_stores(kernels["ccl_ring"])
+
+
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_of_gluon_is_wide_and_reaches_the_system(compiled, target: str) -> None:
     kernels = compiled(target)
