@@ -19,15 +19,14 @@ from .config import FusedConfig
 from .plan import plan
 from .problem import (
     ALL_REDUCE,
-    DTYPES,
     GATHER_MATMUL,
     MATMUL_GATHER,
-    OPS,
     REDUCE_SCATTER,
     Problem,
     check_bias,
     check_tensors,
     describe,
+    problem_asked,
 )
 from .workspace import Workspace
 
@@ -95,18 +94,7 @@ class Ops:
         `M`, `N`: of the whole result; `K`: the depth that one rank multiplies. `form`: "rows", "cols" or "k" for an op
         that has several (by default rows).
         """
-        if op not in OPS:
-            raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")
-        if dtype not in DTYPES:
-            raise ArgumentError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
-        for name, size in (("M", M), ("N", N), ("K", K)):
-            if not isinstance(size, int) or not 0 <= size < 2**31:
-                raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
-        forms = {ALL_REDUCE: ("",), GATHER_MATMUL: ("rows", "k")}.get(op, ("rows", "cols"))
-        form = forms[0] if form is None else form
-        if form not in forms:
-            raise ArgumentError(f"form is {form!r}; expected one of {forms} for {op}")
-        return self._plan(Problem(op, form, M, N, K, self._ctx.num_ranks, dtype))
+        return self._plan(problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form))
 
     def forget_repeats(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""

@@ -77,6 +77,26 @@ class Problem:
         return size * others * (2 if self.op == ALL_REDUCE else 1)
 
 
+def problem_asked(
+    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None
+) -> Problem:
+    """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
+    if op not in OPS:
+        raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
+    for name, size in (("M", M), ("N", N), ("K", K)):
+        if not isinstance(size, int) or not 0 <= size < 2**31:
+            raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ArgumentError(f"world_size is {world_size!r}; expected an integer from 1")
+    forms = {ALL_REDUCE: ("",), GATHER_MATMUL: ("rows", "k")}.get(op, ("rows", "cols"))
+    form = forms[0] if form is None else form
+    if form not in forms:
+        raise ArgumentError(f"form is {form!r}; expected one of {forms} for {op}")
+    return Problem(op, form, M, N, K, world_size, dtype)
+
+
 def owned_part(problem: Problem, block_m: int, block_n: int) -> tuple[int, int, bool]:
     """(rows, columns) of the sum that one rank owns, at most, and whether the ranks' parts lie side by side.
 

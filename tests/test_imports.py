@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[1]
 
 # package -> what its modules may not import, and whether a function may do so lazily
 FORBIDDEN = {
-    "iris": (("iris_ops", "layers", "transformers"), True),
-    "iris_ops": (("layers", "transformers"), False),
-    "layers": (("tests", "benchmarks", "examples"), False),
+    "iris": (("iris_ops", "layers", "iris_tp", "transformers"), True),
+    "iris_ops": (("layers", "iris_tp", "transformers"), False),
+    "layers": (("iris_tp", "tests", "benchmarks", "examples"), False),
+    "iris_tp": (("tests", "benchmarks", "examples", "transformers"), False),
 }
 
 

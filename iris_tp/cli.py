@@ -1,0 +1,95 @@
+"""`iris-tp`: demo, plan, bench, doctor.
+
+    iris-tp demo [--ranks 3]                                         a real model on several ranks (in a checkout)
+    iris-tp plan matmul_all_reduce 2048 8192 2048 --world 4 --gpu h200    which kernel a call would take, and why
+    iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
+    iris-tp doctor                                                   what this machine lacks, and how to get it
+
+`plan` is arithmetic: it needs neither a GPU nor ranks. Whatever follows `demo` or the name of a benchmark is handed on.
+The exit code is 0, or 1 where `doctor` finds something to fix, or 2 for a wrong question; else that of what was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+import subprocess
+import sys
+
+_GPUS = {
+    "h200": ("NVIDIA H200", 132),
+    "h100": ("NVIDIA H100", 132),
+    "mi300x": ("AMD Instinct MI300X", 304),
+    "mi350x": ("AMD Instinct MI350X", 256),
+    "interpreter": ("interpreter", 1),
+}
+_BENCHMARKS = ("ops", "rma", "ccl", "llm", "stress")
+_FORWARDED = ("demo", "bench")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, rest = _parser().parse_known_args(argv)
+    if rest and args.command not in _FORWARDED:
+        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if args.command == "demo":
+        return _forward("examples.demo", rest)
+    if args.command == "bench":
+        return _forward(f"benchmarks.{args.benchmark}", rest)
+    if args.command == "doctor":
+        from .doctor import examine, show
+
+        return show(examine())
+    return _plan(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("iris-tp", description="Tensor-parallel layers over fused ops.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", help="a real language model on several ranks", add_help=False)
+    bench = commands.add_parser("bench", help="measure on this machine", add_help=False)
+    bench.add_argument("benchmark", choices=_BENCHMARKS)
+    commands.add_parser("doctor", help="what this machine lacks, and how to get it")
+    plan = commands.add_parser("plan", help="which kernel a call would take, and why; needs no GPU")
+    plan.add_argument("op", help="matmul_all_reduce, all_gather_matmul, matmul_all_gather or matmul_reduce_scatter")
+    plan.add_argument("M", type=int, help="rows of the whole result")
+    plan.add_argument("N", type=int, help="columns of the whole result")
+    plan.add_argument("K", type=int, help="depth that one rank multiplies")
+    plan.add_argument("--world", type=int, default=4, help="number of ranks (default 4)")
+    plan.add_argument("--gpu", choices=_GPUS, help="default: this machine's, or h200 where there is none")
+    plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    plan.add_argument("--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it")
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from iris.errors import ArgumentError
+    from iris_ops.plan import machine_named, plan
+    from iris_ops.problem import problem_asked
+    import torch
+
+    name, programs = _GPUS[args.gpu or "h200"]
+    if args.gpu is None and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        name, programs = properties.name, properties.multi_processor_count
+    try:
+        problem = problem_asked(args.op, args.M, args.N, args.K, args.world, getattr(torch, args.dtype), args.form)
+    except ArgumentError as error:
+        print(f"iris-tp plan: {error}", file=sys.stderr)
+        return 2
+    chosen = plan(problem, machine_named(name, programs))
+    print(f"{args.world} ranks, {name}\n{chosen.explain()}\n{chosen}")
+    return 0
+
+
+def _forward(module: str, arguments: list[str]) -> int:
+    """Runs a module of the checkout that these packages lie in, as a process of its own."""
+    root = Path(find_spec("iris").origin).parents[1]
+    if not (root / f"{module.replace('.', '/')}.py").exists():
+        print(
+            f"iris-tp: {module} is part of the source checkout, not of the installed packages; run it from there, or"
+            " `pip install -e` the checkout",
+            file=sys.stderr,
+        )
+        return 2
+    return subprocess.call([sys.executable, "-m", module, *arguments], cwd=root)

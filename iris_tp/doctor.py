@@ -1,0 +1,256 @@
+"""`iris-tp doctor`: looks at what the library needs of a machine, and says what to do where something is missing.
+
+Each check is a function that yields findings. It changes nothing, starts no rank, and takes no GPU memory beyond what
+asking for properties takes. Without a GPU that is a note, not a fault: the kernels then run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+import importlib.metadata
+import importlib.util
+import os
+import platform as host
+import re
+import shutil
+import subprocess
+import sys
+
+OK, NOTE, FIX = "ok", "note", "FIX"
+
+# name of the distribution: (least, below), as pyproject.toml has them
+REQUIRED = {
+    "torch": ((2, 9), None),
+    "triton": ((3, 6), (3, 7)),
+    "numpy": ((1, 26), (2, 4)),
+    "safetensors": ((0, 4), None),
+}
+OPTIONAL = {"transformers": ((5, 0), None), "accelerate": ((1, 0), None)}
+
+_VARIABLES = ("IRIS_ALLOCATOR", "IRIS_TIMEOUT")
+_ALLOCATORS = ("torch", "vmem")
+# of the largest tiles of bf16: three stages of 128 x 64 and 64 x 256
+_SHARED_MEMORY = 3 * (128 * 64 + 64 * 256) * 2
+_SHM = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: str
+    what: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything there is to say about this machine and this environment."""
+    checks = [versions, gpus, peers, links, memory, environment]
+    if importlib.util.find_spec("torch") is None:
+        checks = [versions, memory, environment]
+    return [finding for check in checks for finding in check()]
+
+
+def show(findings: list[Finding]) -> int:
+    """Prints the findings; 1 if something is to be fixed."""
+    for finding in findings:
+        print(f"{finding.level:>4}  {finding.what}")
+        if finding.remedy:
+            print(f"      -> {finding.remedy}")
+    faults = sum(finding.level == FIX for finding in findings)
+    print(f"{faults} to fix" if faults else "nothing to fix")
+    return 1 if faults else 0
+
+
+def versions() -> Iterator[Finding]:
+    yield Finding(OK, f"python {host.python_version()}, {host.system()} {host.machine()}")
+    if sys.platform != "linux":
+        yield Finding(FIX, f"the system is {sys.platform}", "run on Linux")
+    for required, wanted in ((True, REQUIRED), (False, OPTIONAL)):
+        for name, (least, below) in wanted.items():
+            yield _version(name, least, below, required)
+
+
+def _version(name: str, least: tuple[int, ...], below: tuple[int, ...] | None, required: bool) -> Finding:
+    bounds = f">={_dotted(least)}" + (f",<{_dotted(below)}" if below else "")
+    try:
+        given = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if name == "triton" and (other := _rocm_triton()):
+            given = other
+        else:
+            missing = f"{name} is not installed"
+            return Finding(FIX if required else NOTE, missing, f"pip install '{name}{bounds}'" + _why(required))
+    found = tuple(int(part) for part in re.findall(r"\d+", given)[:3])
+    if found < least or (below and found >= below):
+        return Finding(FIX, f"{name} is {given}; expected {bounds}", f"pip install '{name}{bounds}'")
+    return Finding(OK, f"{name} {given}")
+
+
+def _rocm_triton() -> str | None:
+    """torch for AMD brings Triton under another name."""
+    try:
+        return importlib.metadata.version("pytorch-triton-rocm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _why(required: bool) -> str:
+    return "" if required else "  (for Hugging Face models)"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def gpus() -> Iterator[Finding]:
+    import torch
+
+    built_for = torch.version.cuda and f"CUDA {torch.version.cuda}" or torch.version.hip and f"ROCm {torch.version.hip}"
+    device_files = [path for path in ("/dev/nvidiactl", "/dev/kfd") if os.path.exists(path)]
+    if not torch.cuda.is_available():
+        if device_files and not built_for:
+            yield Finding(FIX, "there is a GPU and torch is a build for CPUs", "install torch for CUDA or ROCm")
+        elif device_files:
+            yield Finding(
+                FIX,
+                f"torch is built for {built_for} and sees no GPU, though {device_files[0]} is there",
+                "look at CUDA_VISIBLE_DEVICES, at the driver (nvidia-smi), and at the rights of the container",
+            )
+        else:
+            yield Finding(NOTE, "no GPU: kernels run in Triton's interpreter, which is right but not fast")
+        return
+    yield Finding(OK, f"torch is built for {built_for}")
+    for index in range(torch.cuda.device_count()):
+        yield from _gpu(index)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        yield Finding(NOTE, "TRITON_INTERPRET is set: kernels run on the CPU in spite of the GPUs", "unset it")
+    if not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")):
+        yield Finding(FIX, "no C compiler, with which Triton builds its launchers", "install gcc, or set CC")
+    backends = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    if not backends:
+        yield Finding(FIX, "torch has no NCCL, by which the ranks find each other", "install another build of torch")
+
+
+def _gpu(index: int) -> Iterator[Finding]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    name = f"GPU {index}: {properties.name}, {properties.total_memory >> 30} GiB"
+    name += f", {properties.multi_processor_count} multiprocessors"
+    if torch.version.hip:
+        yield Finding(NOTE, name, "the same source, compiled in tests for gfx942 and gfx950, not run there")
+    elif properties.major < 9:
+        yield Finding(
+            NOTE, name, "older than Hopper (sm_90), for which the kernels are written: neither tested nor measured"
+        )
+    else:
+        yield Finding(OK, name)
+    shared = getattr(properties, "shared_memory_per_block_optin", _SHARED_MEMORY)
+    if shared < _SHARED_MEMORY:
+        yield Finding(
+            FIX,
+            f"GPU {index} gives a program {shared >> 10} KiB of shared memory; the largest tiles take"
+            f" {_SHARED_MEMORY >> 10}",
+            "pass smaller tiles: config=iris_ops.FusedConfig(block_m=64, block_n=128)",
+        )
+
+
+def peers() -> Iterator[Finding]:
+    """Whether each GPU can address each other's memory: without it there is no symmetric heap."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    blind = [f"{a} to {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if blind:
+        yield Finding(
+            FIX,
+            f"no peer access between GPUs: {', '.join(blind)}",
+            "use GPUs of one NVLink island (CUDA_VISIBLE_DEVICES); on PCIe look at IOMMU and ACS in the BIOS",
+        )
+    elif pairs:
+        yield Finding(OK, f"peer access between all {count} GPUs")
+
+
+def links() -> Iterator[Finding]:
+    """What connects the GPUs, as the driver's tool says it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return
+    try:
+        result = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Finding(NOTE, f"nvidia-smi does not answer: {error}")
+        return
+    by_kind: dict[str, list[str]] = {}
+    for pair, kind in topology(result.stdout).items():
+        by_kind.setdefault(kind, []).append(f"{pair[0]}-{pair[1]}")
+    for kind, pairs in sorted(by_kind.items()):
+        if kind.startswith("NV"):
+            yield Finding(OK, f"NVLink ({kind}) between GPUs {', '.join(pairs)}")
+        else:
+            yield Finding(
+                NOTE, f"no NVLink but {kind} between GPUs {', '.join(pairs)}", "expect a fraction of NVLink's rate"
+            )
+
+
+def topology(text: str) -> dict[tuple[int, int], str]:
+    """(GPU, GPU) to the kind of their connection, from what `nvidia-smi topo -m` prints."""
+    rows = [re.sub(r"\x1b\[\d*m", "", line).split() for line in text.splitlines()]
+    columns = next((row for row in rows if row[:2] == ["GPU0", "GPU1"]), [])
+    ours = [name for name in columns if re.fullmatch(r"GPU\d+", name)]
+    found = {}
+    for row in rows:
+        if row and row[0] in ours and row != columns:
+            a = int(row[0][3:])
+            kinds = zip(ours, row[1:], strict=False)
+            found |= {(a, int(name[3:])): kind for name, kind in kinds if a < int(name[3:])}
+    return found
+
+
+def memory() -> Iterator[Finding]:
+    """Shared memory of the host: NCCL takes it, and CPU ranks open each other's through /proc."""
+    if os.path.isdir("/dev/shm"):
+        size = shutil.disk_usage("/dev/shm").total
+        if size < _SHM:
+            yield Finding(
+                FIX, f"/dev/shm has {size >> 20} MiB, too little for NCCL", "docker run --shm-size=8g, or --ipc=host"
+            )
+        else:
+            yield Finding(OK, f"/dev/shm has {size / 2**30:.1f} GiB")
+    fd = os.memfd_create("iris-doctor")
+    try:
+        script = f"open('/proc/{os.getpid()}/fd/{fd}', 'rb')"
+        opened = subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+    finally:
+        os.close(fd)
+    if opened:
+        yield Finding(OK, "processes can open each other's memory, as ranks on CPUs do")
+    else:
+        yield Finding(
+            FIX,
+            "a process cannot open another's memory through /proc: no ranks on CPUs",
+            "mount /proc without hidepid, and run the ranks as one user",
+        )
+
+
+def environment() -> Iterator[Finding]:
+    """Variables that change what the library does."""
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith("IRIS_"):
+            continue
+        if name not in _VARIABLES:
+            yield Finding(NOTE, f"{name}={value} is no variable of the library", f"known are {', '.join(_VARIABLES)}")
+        elif name == "IRIS_ALLOCATOR" and value not in _ALLOCATORS:
+            yield Finding(FIX, f"IRIS_ALLOCATOR is {value!r}", f"expected one of {', '.join(_ALLOCATORS)}")
+        elif name == "IRIS_TIMEOUT" and not _is_timeout(value):
+            yield Finding(FIX, f"IRIS_TIMEOUT is {value!r}", "expected seconds, greater than 0 and at most 1e9")
+        else:
+            yield Finding(OK, f"{name}={value}")
+
+
+def _is_timeout(text: str) -> bool:
+    try:
+        return 0 < float(text) <= 1e9
+    except ValueError:
+        return False

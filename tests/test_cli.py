@@ -1,0 +1,174 @@
+"""`iris-tp`: each subcommand as a user runs it, and what `doctor` says of machines that lack something."""
+
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+from iris.memory.base import ALLOCATORS
+from iris_ops.plan import machine_named, plan
+from iris_ops.problem import problem_asked
+from iris_tp import cli, doctor
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "iris_tp", *arguments],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_the_package_installs_the_command() -> None:
+    assert '[project.scripts]\niris-tp = "iris_tp.cli:main"' in (ROOT / "pyproject.toml").read_text()
+    assert callable(cli.main)
+
+
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_explains_without_gpu_or_ranks() -> None:
+    result = run("plan", "matmul_all_reduce", "2048", "8192", "2048", "--world", "4", "--gpu", "h200")
+    assert result.returncode == 0, result.stderr
+    problem = problem_asked("matmul_all_reduce", 2048, 8192, 2048, 4, torch.bfloat16)
+    chosen = plan(problem, machine_named("NVIDIA H200", 132))
+    assert result.stdout == f"4 ranks, NVIDIA H200\n{chosen.explain()}\n{chosen}\n"
+    assert "chosen" in result.stdout
+
+
+def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> None:
+    for gpu in cli._GPUS:
+        options = ("--form", "k", "--dtype", "float16", "--world", "8", "--gpu", gpu)
+        assert cli.main(["plan", "all_gather_matmul", "16", "4096", "1024", *options]) == 0
+        assert "all_gather_matmul k M=16 N=4096 K=1024 torch.float16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (("matmul", "1", "2", "3"), "op is 'matmul'; expected one of matmul_all_reduce"),
+        (("matmul_all_reduce", "-1", "2", "3"), "M is -1; expected an integer"),
+        (("matmul_all_reduce", "1", "2", "3", "--form", "rows"), "form is 'rows'; expected one of"),
+        (("matmul_all_reduce", "1", "2", "3", "--world", "0"), "world_size is 0"),
+        (("matmul_all_reduce", "1", "2", "x"), "invalid int value: 'x'"),
+        (("matmul_all_reduce", "1", "2", "3", "4"), "unrecognized arguments: 4"),
+        (("matmul_all_reduce", "1", "2", "3", "--gpu", "abacus"), "invalid choice: 'abacus'"),
+    ],
+)
+def test_a_wrong_question_is_refused(arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture) -> None:
+    try:
+        code = cli.main(["plan", *arguments])
+    except SystemExit as end:  # argparse's way
+        code = end.code
+    assert code == 2
+    assert error in capsys.readouterr().err
+
+
+# --- demo and bench --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments, known", [(("demo",), "--ranks"), (("bench", "ops"), "--shapes")])
+def test_forwards_with_all_arguments(arguments: tuple[str, ...], known: str) -> None:
+    result = run(*arguments, "--help")
+    assert result.returncode == 0 and known in result.stdout
+    refused = run(*arguments, "--no-such-option", "7")
+    assert refused.returncode == 2 and "--no-such-option 7" in refused.stderr
+
+
+def test_every_benchmark_named_is_there() -> None:
+    assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in cli._BENCHMARKS)
+
+
+@pytest.mark.parametrize("arguments", [("demo",), ("bench", "ops")])
+def test_without_a_checkout_it_says_so(arguments, tmp_path: Path, monkeypatch, capsys) -> None:
+    class Spec:
+        origin = str(tmp_path / "iris" / "__init__.py")
+
+    monkeypatch.setattr(cli, "find_spec", lambda name: Spec)
+    assert cli.main([*arguments, "--ranks", "2"]) == 2
+    assert "part of the source checkout" in capsys.readouterr().err
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_examines_this_machine() -> None:
+    result = run("doctor")
+    assert result.returncode == (1 if re.search(r"^ *FIX ", result.stdout, re.M) else 0), result.stderr
+    for name in ("python", "torch", "triton", "numpy", "safetensors"):
+        assert re.search(rf"^ *ok  {name} \d", result.stdout, re.M), result.stdout
+    assert "GPU" in result.stdout and "/dev/shm" in result.stdout
+
+
+def test_doctor_wants_the_versions_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for name, (least, below) in {**doctor.REQUIRED, **doctor.OPTIONAL}.items():
+        found = re.search(rf'"{name}>=([\d.]+)(?:,<([\d.]+))?"', text)
+        assert found, name
+        assert found.groups() == (doctor._dotted(least), below and doctor._dotted(below))
+    assert doctor._ALLOCATORS == ALLOCATORS
+
+
+@pytest.mark.parametrize(
+    "given, level", [("3.6.0", "ok"), ("3.5.1", "FIX"), ("3.7.0", "FIX"), ("3.6.0+git1", "ok"), (None, "FIX")]
+)
+def test_doctor_compares_versions(given: str | None, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if given is None or name != "triton":
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return given
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    finding = doctor._version("triton", (3, 6), (3, 7), True)
+    assert finding.level == level
+    assert level == "ok" or "pip install 'triton>=3.6,<3.7'" in finding.remedy
+
+
+def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    for name in [name for name in os.environ if name.startswith("IRIS_")]:
+        monkeypatch.delenv(name)
+    assert not list(doctor.environment())
+    monkeypatch.setenv("IRIS_ALLOCATOR", "vmem")
+    monkeypatch.setenv("IRIS_TIMOUT", "5")
+    findings = list(doctor.environment())
+    assert [finding.level for finding in findings] == ["ok", "note"]
+    assert doctor.show(findings) == 0
+    monkeypatch.setenv("IRIS_TIMEOUT", "-5")
+    monkeypatch.setenv("IRIS_ALLOCATOR", "malloc")
+    findings = list(doctor.environment())
+    assert [finding.level for finding in findings] == ["FIX", "FIX", "note"]
+    assert doctor.show(findings) == 1
+    assert "expected seconds" in capsys.readouterr().out
+
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-47\t0
+GPU1\tNV18\t X \tSYS\tSYS\t0-47\t0
+GPU2\tSYS\tSYS\t X \tSYS\t48-95\t1
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def test_doctor_reads_the_topology() -> None:
+    assert doctor.topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "SYS"}
+    assert doctor.topology("\tGPU0\tCPU Affinity\nGPU0\t X \t0-47\n") == {}
+    assert doctor.topology("No devices were found") == {}
+
+
+def test_doctor_sees_gpus_that_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 2 not in (a, b))
+    (finding,) = doctor.peers()
+    assert finding.level == "FIX" and finding.what.endswith(": 0 to 2, 1 to 2, 2 to 0, 2 to 1")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    assert [finding.level for finding in doctor.peers()] == ["ok"]
