@@ -30,6 +30,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from benchmarks.rma_kernels import block_words, move_kernel  # noqa: E402
 from tests import gluon_kernels, rma_kernels  # noqa: E402
 
 TARGETS = {
@@ -86,7 +87,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             signature[name] = f"tensordesc<{dtype}[{_block(name, constants)}]>"
         elif name == "scale":
             signature[name] = "fp32"
-        elif name in _DATA | _INT32 | _FLOAT32 or name in ("words", "heap_bases", "mask"):
+        elif name in _DATA | _INT32 | _FLOAT32 or name in ("words", "heap_bases", "sums", "mask"):
             pointee = "i32" if name in _INT32 else "fp32" if name in _FLOAT32 else dtype if name in _DATA else "i64"
             pointee = "i1" if name == "mask" else pointee
             signature[name] = f"*{_POINTEES.get((kernel.fn.__name__, name), pointee)}"
@@ -152,6 +153,10 @@ def variants(target: GPUTarget):
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)
+    for op in ("load", "store", "put"):
+        stages = 3 if cuda and op != "store" else 1
+        constants = dict(dtype="i32", OP=op, STAGES=stages, BLOCK=block_words(op), WORLD_SIZE=WORLD_SIZE)
+        yield f"benchmark_{op}", move_kernel, dict(num_warps=32 if cuda else 16), constants
     for kernel, block, per_thread in (
         (gluon_kernels.gluon_put_and_signal_kernel, 2048, 8),
         (gluon_kernels.gluon_copies_kernel, 2048, 8),

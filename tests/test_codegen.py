@@ -199,6 +199,17 @@ def test_ptx_accesses_peers_by_16_bytes(compiled, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", CUDA)
+def test_ptx_of_benchmarks_moves_16_bytes_at_a_time(compiled, target: str) -> None:
+    kernels = compiled(target)
+    for name in ("benchmark_store", "benchmark_put"):
+        assert not narrow_stores(kernels[name])
+        assert kernels[name].count(r"\bst\.global\.v4\.b32") == 4, name
+    for name in ("benchmark_load", "benchmark_put"):
+        ahead = 2 * 4  # two blocks before the loop, and as many words in it for the next
+        assert kernels[name].count(r"cp\.async\.cg\.shared\.global .*0x10") >= ahead, name
+
+
+@pytest.mark.parametrize("target", CUDA)
 def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     product = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "sm_100": r"tcgen05\.mma\S*kind::f16"}[target]
     for kernel in fused(compiled(target)):
