@@ -63,6 +63,14 @@ class Slice(nn.Module):
     def bias(self) -> torch.Tensor | None:
         return None if self.merged.bias is None else self.merged.bias[self.start : self.stop]
 
+    @property
+    def weight_scale(self) -> torch.Tensor | None:
+        return None if self.merged.weight_scale is None else self.merged.weight_scale[self.start : self.stop]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.merged.dtype
+
     def load_shard(self, name: str, source: Any) -> None:
         """Fills this rank's rows of parameter `name` from the whole tensor, or from a safetensors slice of it."""
         self.merged.load_shard(name, source, self.index)

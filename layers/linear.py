@@ -26,10 +26,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from . import fp8
 from .shard import Shard, chunk, merged, plain, split_heads
 from .sharded import ShardedLinear, positive
 
 LOCAL = "matmul (local)"
+FP8_LOCAL = "fp8 matmul (local)"
+CONVERTED_LOCAL = "matmul (local, weight converted from fp8)"
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -65,9 +68,27 @@ class ColumnParallelLinear(ShardedLinear):
         elif self.sequence_parallel:
             out = self.product(x, self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
             return out if input.dim() == 2 else out.unsqueeze(0)
+        elif self.weight_scale is not None:
+            out = fp8.product(x, self.weight, self.weight_scale, self.bias, self.op == FP8_LOCAL)
         else:
             out = F.linear(x, self.weight, self.bias)
         return out.view(*input.shape[:-1], out.shape[-1])
+
+    @torch.no_grad()
+    def store_as_fp8(self) -> None:
+        """Rounds the weight to fp8 (see `fp8`), or, while the layer is empty, each weight that will be loaded."""
+        if self.op != LOCAL:
+            raise ArgumentError(
+                f"the layer is served by {self.op}: expected a product without exchange for fp8 weights"
+            )
+        self._exact = self.weight.dtype
+        if self.weight.is_meta:
+            weight, scale = self.weight.to(fp8.FP8), self.weight.new_empty(self.weight.shape[0], dtype=torch.float32)
+        else:
+            weight, scale = fp8.quantised(self.weight)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.op = FP8_LOCAL if fp8.multiplies_in_fp8(weight.shape, self.ctx.device, self.dtype) else CONVERTED_LOCAL
 
     def _all_tokens(self, local: int, tokens: int | None) -> int:
         total = local * self.ctx.num_ranks if tokens is None else tokens

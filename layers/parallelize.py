@@ -20,7 +20,7 @@ from . import plan as styles_of
 from .attention import head_parameters, head_parts, head_split, is_attention, set_local_heads
 from .fused import merge_siblings
 from .generation import agree_on_samples
-from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from .linear import LOCAL, ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
@@ -28,14 +28,17 @@ from .shard import Shard
 from .sharded import ShardedLinear, split_parameter
 
 
-def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None, fuse: bool = True) -> Report:
+def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None, fuse: bool = True, weights=None) -> Report:
     """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module.
 
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
-    product where the model's forward allows it (see `fused`), and plain norms one kernel (see `norms`). Every rank
-    calls this with the same model.
+    product where the model's forward allows it (see `fused`), and plain norms one kernel (see `norms`). `weights="fp8"`
+    keeps the weights of linears without an exchange in eight bits (see `fp8`). Every rank calls this with the same
+    model.
     """
+    if weights not in (None, "fp8"):
+        raise ArgumentError(f"weights is {weights!r}: expected None or 'fp8'")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     styles = styles_of.resolve_plan(model, plan, filter_fn)
@@ -59,6 +62,10 @@ def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None, fuse: boo
     if fuse:
         styles = styles | merge_siblings(model, styles)
         fuse_norms(model)
+    if weights == "fp8":
+        for module in list(model.modules()):
+            if isinstance(module, ColumnParallelLinear) and module.op == LOCAL:
+                module.store_as_fp8()
     model.requires_grad_(False)
     retie(model)
     if not empty:

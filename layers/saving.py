@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from .checkpoint import StoredTensor, layout
+from .fp8 import restored
 from .fused import Slice
 from .shard import Shard, concat
 from .sharded import part_of
@@ -38,10 +39,16 @@ class _Held:
     shape: tuple[int, ...]
     shard: Shard | None = None
     dim: int = 0
+    scale: torch.Tensor | None = None  # of an fp8 weight, which is stored converted back
+    stored_as: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored_as or self.local.dtype
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.local.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def store(self, place: StoredTensor, rank: int) -> None:
         if self.shard is None:
@@ -51,7 +58,10 @@ class _Held:
         at = 0
         for start, stop in self.shard.ranges:
             index = (slice(None),) * self.dim + (slice(start, stop),)
-            place.copy_from(self.local.narrow(self.dim, at, stop - start), index)
+            piece = self.local.narrow(self.dim, at, stop - start)
+            if self.scale is not None:
+                piece = restored(piece, self.scale.narrow(0, at, stop - start), self.dtype)
+            place.copy_from(piece, index)
             at += stop - start
 
 
@@ -103,7 +113,8 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
             local = local.detach()
             if split and (key == "weight" or module.dim == 0):
                 shape = (module.out_features, module.in_features) if key == "weight" else (module.out_features,)
-                yield name, _Held(local, shape, concat(module.parts), module.dim)
+                scaled = (module.weight_scale, module.dtype) if key == "weight" else (None, None)
+                yield name, _Held(local, shape, concat(module.parts), module.dim, *scaled)
             elif part := part_of(module, key):
                 yield name, _Held(local, (part.total, *local.shape[1:]), part)
             else:
@@ -134,7 +145,7 @@ def _files(held: dict[str, _Held], max_shard_size: int | str) -> dict[str, list[
 
 
 def _places(held: dict[str, _Held], names: list[str]) -> tuple[bytes, dict[str, int], int]:
-    header, starts = layout({name: (held[name].local.dtype, held[name].shape) for name in names})
+    header, starts = layout({name: (held[name].dtype, held[name].shape) for name in names})
     return header, starts, len(header) + sum(held[name].nbytes for name in names)
 
 
@@ -156,7 +167,7 @@ def _write(model, folder: Path, held, files, ctx, staging) -> None:
         try:
             for name in names:
                 each = held[name]
-                each.store(StoredTensor(out, starts[name], each.local.dtype, each.shape, staging), ctx.cur_rank)
+                each.store(StoredTensor(out, starts[name], each.dtype, each.shape, staging), ctx.cur_rank)
         finally:
             os.close(out)
 

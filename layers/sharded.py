@@ -18,6 +18,7 @@ from iris_ops import library
 import torch
 from torch import nn
 
+from .fp8 import FP8, quantised
 from .shard import Shard, concat, fill
 
 
@@ -41,8 +42,15 @@ class ShardedLinear(nn.Module):
         like = {"dtype": dtype, "device": ctx.device if device is None else device}
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
+        self.weight_scale: nn.Parameter | None = None  # of fp8 weights, with the dtype of what goes in and comes out
+        self._exact: torch.dtype | None = None
         if not self.weight.is_meta:
             self.reset_parameters()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what goes in and comes out; the weight's own unless that is fp8."""
+        return self._exact or self.weight.dtype
 
     def reset_parameters(self) -> None:
         """Draws the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""
@@ -74,7 +82,15 @@ class ShardedLinear(nn.Module):
         parameter = self._allocated(name)
         if split:
             before = sum(each.size for each in self.parts[:part]) if part else 0
-            shard.fill(parameter.narrow(self.dim, before, shard.size), source, self.dim)
+            local = parameter.narrow(self.dim, before, shard.size)
+            if local.dtype != FP8:
+                shard.fill(local, source, self.dim)
+                return
+            exact = torch.empty(local.shape, dtype=self.dtype, device=local.device)
+            shard.fill(exact, source, self.dim)
+            weight, scale = quantised(exact)
+            local.copy_(weight)
+            self._allocated("weight_scale").narrow(0, before, shard.size).copy_(scale)
         else:
             fill(parameter, source)
 
@@ -107,8 +123,8 @@ class ShardedLinear(nn.Module):
         if x.dim() < 1 or x.shape[-1] != features:
             note = "" if features == self.in_features else f", this rank's part of {self.in_features} features"
             raise ShapeError(f"input has shape {tuple(x.shape)}: expected [..., {features}]{note}")
-        if x.dtype != self.weight.dtype:
-            raise DtypeError(f"input is {x.dtype}: expected {self.weight.dtype}, the weight's; convert one of them")
+        if x.dtype != self.dtype:
+            raise DtypeError(f"input is {x.dtype}: expected {self.dtype}, the weight's; convert one of them")
         if x.device != self.weight.device:
             raise DeviceError(f"input lies on {x.device}: expected {self.weight.device}, where the weight lies")
         if self.sequence_parallel and x.dim() != 2 and not (x.dim() == 3 and x.shape[0] == 1):

@@ -1,0 +1,53 @@
+"""Weights in eight bits (e4m3, one scale for each output channel): half the memory of the linears that take it.
+
+    W[n, :]  =  scale[n] * W8[n, :]        scale[n] a power of two: the row's largest entry is between 224 and 448
+
+A power of two costs a floating-point format nothing in accuracy, and makes the way back exact: a saved model holds what
+the product used. A weight is off by at most 1/16 of itself.
+
+Served are the linears whose product is local: column-parallel, not gathered (query, key, value, gate, up). On GPUs with
+fp8 tensor cores and for bf16 the input is rounded to e4m3 too, a scale for each row, and `torch._scaled_mm` multiplies;
+elsewhere the weight is converted in each call, which saves memory and not time. The fused ops take no fp8 operand, so
+the linears that they serve (row-parallel ones, the head) keep their dtype; the report shows which are which.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """W8 and scale [rows] of `weight` [rows, K]."""
+    largest = weight.abs().amax(dim=1).float() if weight.numel() else weight.new_zeros(weight.shape[0]).float()
+    mantissa, exponent = torch.frexp(largest / LARGEST)  # largest / 448 = mantissa * 2**exponent, mantissa in [0.5, 1)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-100, 100)
+    scale = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
+    return (weight.float() / scale[:, None]).to(FP8), scale
+
+
+def restored(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that W8 and scale stand for."""
+    return (weight.float() * scale[:, None]).to(dtype)
+
+
+def multiplies_in_fp8(shape: torch.Size, device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether a weight of `shape` is multiplied in fp8: that needs tensor cores for it, bf16, multiples of 16."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip or dtype != torch.bfloat16:
+        return False
+    aligned = shape.numel() > 0 and all(size % 16 == 0 for size in shape)
+    return aligned and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, in_fp8: bool):
+    """x [M, K] times the weight's transpose, plus the bias: [M, rows], in x's dtype."""
+    if not in_fp8 or x.shape[0] == 0:
+        return F.linear(x, restored(weight, scale, x.dtype), bias)
+    scale_x = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
+    x8 = (x.float() / scale_x).to(FP8)
+    out = torch._scaled_mm(x8, weight.t(), scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
+    return out if bias is None else out + bias
