@@ -54,11 +54,12 @@ assert EVENT.itemsize == 8 * EVENT_WORDS.value
 
 
 @triton.jit
-def clock_offset_kernel(words, flags, times, count, results, rounds, WORLD_SIZE: tl.constexpr):
-    """results: int64 [world, 3], at rank 0, for each rank: its clock minus rank 0's, round trip, when; in ticks.
+def clock_offset_kernel(words, flags, times, count, step, results, rounds, WORLD_SIZE: tl.constexpr):
+    """Round trips between rank 0 and each other rank. One program.
 
     flags: int32 [world], by source; times: int64 [world], where ranks leave their reading at rank 0; count: int32, the
-    round trips of earlier calls. One program.
+    round trips of earlier calls; step: int64, the smallest difference of two readings of this rank's clock; results:
+    int64 [world, 3], at rank 0, for each other rank: its clock minus rank 0's, the round trip, when; in ticks.
     """
     ctx = own_context(words, WORLD_SIZE)
     first = tl.load(count) + 1
@@ -71,17 +72,25 @@ def clock_offset_kernel(words, flags, times, count, results, rounds, WORLD_SIZE:
                 ok = wait(ctx, flags + peer, first + i, peer)
                 end = arch.clock()
                 theirs = tl.load(times + peer, volatile=True)
-                if ok and end - begin < shortest:
-                    shortest = end - begin
-                    tl.store(results + 3 * peer, theirs - (begin + shortest // 2))
-                    tl.store(results + 3 * peer + 1, shortest)
-                    tl.store(results + 3 * peer + 2, end)
+                # No branch: threads read different times, and must not part before the next barrier.
+                better = ok & (end - begin < shortest)
+                shortest = tl.where(better, end - begin, shortest)
+                tl.store(results + 3 * peer, theirs - (begin + shortest // 2), mask=better)
+                tl.store(results + 3 * peer + 1, shortest, mask=better)
+                tl.store(results + 3 * peer + 2, end, mask=better)
     else:
         for i in range(rounds):
             if wait(ctx, flags, first + i, 0):
                 ctx.store(times + ctx.rank, arch.clock(), 0)
                 signal(ctx, flags + ctx.rank, first + i, 0)
     tl.store(count, first - 1 + rounds)
+    smallest = tl.cast(2**62, tl.int64)
+    before = arch.clock()
+    for _ in range(4 * rounds):
+        now = arch.clock()
+        smallest = tl.where(now > before, tl.minimum(smallest, now - before), smallest)
+        before = now
+    tl.store(step, smallest)
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,9 @@ class Tracing:
         clocks = self._measure_clocks()
         aligned, path, rank = self._aligned(clocks), Path(path), self._ctx.cur_rank
         start = min(self._ctx._ranks.all_gather(int(aligned["begin"].min(initial=2**62))))
-        part = _Part(rank, _device_name(self._ctx.device), aligned, self.dropped, _nanoseconds(clocks[rank].error))
+        step = _nanoseconds(int(self._clock[-2]))
+        error = _nanoseconds(clocks[rank].error)
+        part = _Part(rank, _device_name(self._ctx.device), aligned, self.dropped, error, step)
         parts = self._ctx._ranks.all_gather(part) if merge else [part]
         target = path if merge else path.with_name(f"{path.stem}_rank{rank}{path.suffix}")
         refusal = None
@@ -201,10 +212,10 @@ class Tracing:
     def _clock_memory(self) -> tuple[torch.Tensor, ...]:
         world, device = self._ctx.num_ranks, self._ctx.device
         flags, times = (self._ctx._heap.allocate((world,), dtype).zero_() for dtype in (torch.int32, torch.int64))
-        count = torch.zeros(1, dtype=torch.int32, device=device)
+        count, step = (torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
         results = torch.zeros(world, 3, dtype=torch.int64, device=device)
         self._ctx.device_barrier()  # no peer signals before the flags are zero
-        return flags, times, count, results
+        return flags, times, count, step, results
 
     def _measure_clocks(self) -> list[Offset]:
         """Every rank's clock against rank 0's, as rank 0 found it."""
@@ -252,6 +263,7 @@ class _Part:
     events: np.ndarray
     dropped: int
     clock_error_ns: int
+    clock_step_ns: int
 
 
 def chrome_trace(parts: list[_Part], names: dict[int, str], start: int) -> dict[str, Any]:
@@ -269,9 +281,12 @@ def chrome_trace(parts: list[_Part], names: dict[int, str], start: int) -> dict[
                 title = {"ph": "M", "name": "thread_name", "pid": part.rank, "tid": threads[line]}
                 written.append({**title, "args": {"name": text}})
             written.append(_span(event, part.rank, threads[line], names, start))
-    dropped = {f"rank {part.rank}": part.dropped for part in parts}
-    error = {f"rank {part.rank}": part.clock_error_ns / 1e3 for part in parts}
-    return {"traceEvents": written, "otherData": {"events dropped": dropped, "clock offset within us": error}}
+    other = {
+        "events dropped": {f"rank {part.rank}": part.dropped for part in parts},
+        "clock offset within us": {f"rank {part.rank}": part.clock_error_ns / 1e3 for part in parts},
+        "clock step us": {f"rank {part.rank}": part.clock_step_ns / 1e3 for part in parts},
+    }
+    return {"traceEvents": written, "displayTimeUnit": "ns", "otherData": other}
 
 
 def _span(event: np.void, rank: int, thread: int, names: dict[int, str], start: int) -> dict[str, Any]:

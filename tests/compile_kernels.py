@@ -18,6 +18,7 @@ from iris.ccl.by_flags import flags_kernel  # noqa: E402
 from iris.ccl.by_words import words_kernel  # noqa: E402
 from iris.ccl.ring import ring_kernel  # noqa: E402
 from iris.device import sync  # noqa: E402
+from iris.tracing import clock_offset_kernel  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
 from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
@@ -47,7 +48,8 @@ FEW_ROWS = {
     "scatter": (64, 128, 8, 6),
     "gather": (16, 256, 4, 4),
 }
-_INT32 = {"flags", "sync", "members", "sent", "arrived"}
+_INT32 = {"flags", "sync", "members", "sent", "arrived", "count"}
+_INT64 = {"words", "heap_bases", "sums", "times", "step", "results"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _POINTEES = {
     ("words_kernel", "staging"): "i16",
@@ -87,7 +89,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             signature[name] = f"tensordesc<{dtype}[{_block(name, constants)}]>"
         elif name == "scale":
             signature[name] = "fp32"
-        elif name in _DATA | _INT32 | _FLOAT32 or name in ("words", "heap_bases", "sums", "mask"):
+        elif name in {"mask"} | _DATA | _INT32 | _INT64 | _FLOAT32:
             pointee = "i32" if name in _INT32 else "fp32" if name in _FLOAT32 else dtype if name in _DATA else "i64"
             pointee = "i1" if name == "mask" else pointee
             signature[name] = f"*{_POINTEES.get((kernel.fn.__name__, name), pointee)}"
@@ -150,6 +152,7 @@ def variants(target: GPUTarget):
     yield "step_stretch", stretch_kernel, dict(num_warps=4, num_stages=3), heads
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
     yield from collectives()
+    yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)

@@ -168,6 +168,7 @@ def test_ranks_are_aligned_by_the_measured_offset(world_size, shift_s, tmp_path)
     merged = results[0][1]
     assert all(other == merged for _, other, *_ in results)
     assert set(merged["otherData"]["events dropped"].values()) == {0}
+    assert all(0 < step < 1e5 for step in merged["otherData"]["clock step us"].values())
     spans = [event for event in merged["traceEvents"] if event["ph"] == "X"]
     assert min(event["ts"] for event in spans) == 0 and max(event["ts"] for event in spans) < 20e6  # µs
     for rank, (events, _, own, _) in enumerate(results):
