@@ -79,7 +79,7 @@ class Slice(nn.Module):
         return f"columns {self.start} to {self.stop} of the merged product"
 
 
-class _Product:
+class Product:
     """The forward pre-hook: replaces the module's first argument by the merged product of it."""
 
     def __init__(self, merged: ColumnParallelLinear, name: str):
@@ -87,33 +87,41 @@ class _Product:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
-            return (self.merged(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, self.name: self.merged(kwargs[self.name])}
+            return (self.product(args[0], kwargs), *args[1:]), kwargs
+        return args, {**kwargs, self.name: self.product(kwargs[self.name], kwargs)}
+
+    def product(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        return self.merged(x)
 
 
-def merge_siblings(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
-    """Merges the split linears of `model`, named in `styles`, that share an input; names and styles of the merged."""
+def families_of(styles: dict[str, str]) -> dict[str, list[str]]:
+    """By parent, the children whose outputs are split and stay so."""
     families: dict[str, list[str]] = {}
     for name, style in styles.items():
         parent, _, child = name.rpartition(".")
         if style == "colwise":
             families.setdefault(parent, []).append(child)
+    return families
+
+
+def merge_siblings(model: nn.Module, styles: dict[str, str], hook: type[Product] = Product) -> dict[str, str]:
+    """Merges the split linears of `model`, named in `styles`, that share an input; names and styles of the merged."""
     merged = {}
     arguments: dict[type, tuple[str, set[str]] | None] = {}  # of each class, what its forward does with its input
-    for parent, children in families.items():
+    for parent, children in families_of(styles).items():
         module = model.get_submodule(parent)
         if type(module) not in arguments:
             arguments[type(module)] = sole_use(type(module).forward)
         used = arguments[type(module)]
         linears = [getattr(module, child) for child in children]
         name = _name(children)
-        if used and used[1] == set(children) and mergeable(linears) and not hasattr(module, name):
-            _merge(module, name, children, linears, used[0])
+        if used and used[1] == set(children) and mergeable(linears, hook) and not hasattr(module, name):
+            _merge(module, name, children, linears, hook, used[0])
             merged[f"{parent}.{name}"] = "colwise, merged from " + ", ".join(children)
     return merged
 
 
-def mergeable(linears: Sequence[nn.Module]) -> bool:
+def mergeable(linears: Sequence[nn.Module], hook: type[Product] = Product) -> bool:
     """Whether one product can serve all of `linears`."""
     kinds = {
         (type(each), each.in_features, each.bias is None, each.weight.dtype, each.sequence_parallel)
@@ -121,15 +129,11 @@ def mergeable(linears: Sequence[nn.Module]) -> bool:
         else None
         for each in linears
     }
-    width = sum(each.weight.shape[0] for each in linears)
-    return (
-        len(linears) > 1
-        and len(kinds) == 1
-        and type(linears[0]) is ColumnParallelLinear
-        and not any(each.gather_output or hasattr(each, "tied_to") for each in linears)
-        # a product as wide as the input could not be told from it
-        and width != linears[0].in_features
-    )
+    alike = len(linears) > 1 and len(kinds) == 1 and None not in kinds
+    if not alike or any(each.gather_output or hasattr(each, "tied_to") for each in linears):
+        return False
+    # a slice could not tell a product as wide as the input from the input
+    return hook is not Product or sum(each.weight.shape[0] for each in linears) != linears[0].in_features
 
 
 def sole_use(forward: Callable) -> tuple[str, set[str]] | None:
@@ -164,19 +168,19 @@ def _is_leading(node: ast.Attribute, user: ast.AST) -> bool:
     return node.attr in ("dtype", "device") or (node.attr == "shape" and ast.unparse(user).endswith(".shape[:-1]"))
 
 
-def _merge(module: nn.Module, name: str, children: list[str], linears: Sequence[ColumnParallelLinear], argument: str):
+def _merge(module, name: str, children: list[str], linears: Sequence[ColumnParallelLinear], hook, argument: str):
     first = linears[0]
     parts: tuple[Shard, ...] = sum((each.parts for each in linears), ())
     sizes = (first.in_features, sum(each.out_features for each in linears))
-    merged = ColumnParallelLinear(*sizes, first.bias is not None, sequence_parallel=first.sequence_parallel,
-                                  ctx=first.ctx, dtype=first.weight.dtype, device="meta", parts=parts)  # fmt: skip
+    merged = type(first)(*sizes, first.bias is not None, sequence_parallel=first.sequence_parallel,
+                         ctx=first.ctx, dtype=first.weight.dtype, device="meta", parts=parts)  # fmt: skip
     for key in ("weight",) if first.bias is None else ("weight", "bias"):
         whole = torch.cat([getattr(each, key).detach() for each in linears])
         setattr(merged, key, nn.Parameter(whole, requires_grad=False))
     setattr(module, name, merged.train(first.training))
     for index, child in enumerate(children):
         setattr(module, child, Slice(merged, index).train(first.training))
-    module.register_forward_pre_hook(_Product(merged, argument), with_kwargs=True)
+    module.register_forward_pre_hook(hook(merged, argument), with_kwargs=True)
 
 
 def _name(children: list[str]) -> str:

@@ -17,6 +17,7 @@ from iris.errors import ArgumentError
 from torch import nn
 
 from . import plan as styles_of
+from . import sequence
 from .attention import head_parameters, head_parts, head_split, is_attention, set_local_heads
 from .fused import merge_siblings
 from .generation import agree_on_samples
@@ -24,24 +25,35 @@ from .linear import LOCAL, ColumnParallelLinear, MergedColumnParallelLinear, Row
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
-from .shard import Shard
 from .sharded import ShardedLinear, split_parameter
 
 
-def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None, fuse: bool = True, weights=None) -> Report:
+def parallelize(
+    model: nn.Module,
+    ctx,
+    *,
+    plan="auto",
+    filter_fn=None,
+    fuse: bool = True,
+    weights: str | None = None,
+    sequence_parallel: bool | int = False,
+) -> Report:
     """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module.
 
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
     product where the model's forward allows it (see `fused`), and plain norms one kernel (see `norms`). `weights="fp8"`
-    keeps the weights of linears without an exchange in eight bits (see `fp8`). Every rank calls this with the same
-    model.
+    keeps the weights of linears without an exchange in eight bits (see `fp8`). `sequence_parallel`: ranks share the
+    tokens between the products (see `sequence`) where a call has 512 or more, or another number if one is given. Every
+    rank calls this with the same model.
     """
     if weights not in (None, "fp8"):
         raise ArgumentError(f"weights is {weights!r}: expected None or 'fp8'")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     styles = styles_of.resolve_plan(model, plan, filter_fn)
+    if sequence_parallel:
+        sequence.check(model, styles)
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
     heads = _split_heads(model, linears, ctx)
@@ -54,13 +66,19 @@ def parallelize(model: nn.Module, ctx, *, plan="auto", filter_fn=None, fuse: boo
         linear = getattr(parent, child)
         linked = style in styles_of.LINKED and parent_name in heads
         parts = head_parts(child, linear, style, heads[parent_name]) if linked else None
-        setattr(parent, child, _split(linear, style, parts, embeddings.get(id(linear.weight)), ctx))
+        tied = embeddings.get(id(linear.weight))
+        setattr(parent, child, _split(linear, style, parts, tied, ctx, bool(sequence_parallel)))
     for owner, key, part in by_head:
         split_parameter(owner, key, part)
     for name, split in heads.items():
         set_local_heads(model.get_submodule(name), split)
-    if fuse:
+    if sequence_parallel:
+        styles = styles | merge_siblings(model, styles, sequence.SequenceProduct)
+        least = sequence.LEAST if sequence_parallel is True else sequence_parallel
+        sequence.share_tokens(model, styles, ctx, least)
+    elif fuse:
         styles = styles | merge_siblings(model, styles)
+    if fuse:
         fuse_norms(model)
     if weights == "fp8":
         for module in list(model.modules()):
@@ -99,15 +117,17 @@ def _split_heads(model: nn.Module, styles: dict[str, str], ctx) -> dict:
     }
 
 
-def _split(linear: nn.Linear, style: str, parts: tuple[Shard, ...] | None, tied: str | None, ctx) -> ShardedLinear:
+def _split(linear: nn.Linear, style: str, parts, tied: str | None, ctx, sequential: bool) -> ShardedLinear:
     gather = style in styles_of.GATHERED
     if style in styles_of.ROW | styles_of.ROW_SPLIT:
-        layer = RowParallelLinear.from_linear(linear, input_is_parallel=style in styles_of.ROW, ctx=ctx, parts=parts)
+        kind = sequence.ScatteringRow if sequential and style in styles_of.ROW else RowParallelLinear
+        layer = kind.from_linear(linear, input_is_parallel=style in styles_of.ROW, ctx=ctx, parts=parts)
     elif style in styles_of.PACKED:
         half = linear.out_features // 2
         layer = MergedColumnParallelLinear.from_linear(linear, [half, half], ctx=ctx)
     elif tied is None:
-        layer = ColumnParallelLinear.from_linear(linear, gather, ctx=ctx, parts=parts)
+        kind = sequence.GatheringColumn if sequential and not gather else ColumnParallelLinear
+        layer = kind.from_linear(linear, gather, ctx=ctx, parts=parts)
     else:
         sizes = (linear.in_features, linear.out_features)
         layer = ColumnParallelLinear(*sizes, linear.bias is not None, gather, ctx=ctx, parts=parts,

@@ -1,0 +1,174 @@
+"""Sequence parallel from end to end: between the products each rank holds its share of the tokens only.
+
+    embedding [B, T, H] -> first layer -> this rank's rows [B*T/w, H] -> ... -> last layer -> [B, T, H] -> norm and head
+
+    in a layer          norm, residual sum      on this rank's rows
+                        qkv, gate and up        all_gather_matmul: rows of all ranks, columns of this one
+                        o_proj, down_proj       matmul_reduce_scatter: this rank's rows of the sum
+
+So norms and sums take 1/w of the work, and the reduction's second half, which spreads the sums to all ranks, happens
+inside the next product. It pays for many tokens: fewer than `least`, or a number that w does not divide, run as usual.
+
+Nothing is remembered between calls. A share is told from whole hidden states by its two dimensions, [rows, H] and not
+[B, T, H]; how B*T divides into B and T is read off the position embeddings, which stay whole; and a row-parallel linear
+always sees all tokens, so whether their sum is to be scattered follows from their number, here as at the entrance.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from iris.errors import ShapeError, StyleError
+from iris_ops import library
+import torch
+from torch import nn
+
+from .fused import Product, families_of, sole_use
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .shard import chunk
+
+LEAST = 512  # tokens
+
+
+def shares(tokens: int, world: int, least: int) -> bool:
+    """Whether so many tokens are shared out over the ranks."""
+    return world > 1 and tokens >= least and tokens % world == 0
+
+
+class GatheringColumn(ColumnParallelLinear):
+    """A column-parallel linear that takes all tokens, [B, T, K], or this rank's, [rows, K], and gives all of them."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.op = "all_gather_matmul"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dim() != 2:
+            return super().forward(input)
+        x = self.rows(input, self.in_features)
+        size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0])
+        return library.product("all_gather_matmul", self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
+
+
+class ScatteringRow(RowParallelLinear):
+    """A row-parallel linear that keeps this rank's rows of the sum, [rows, N], if there are `least` tokens or more."""
+
+    least = LEAST
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        tokens, world = input.shape[:-1].numel(), self.ctx.num_ranks
+        if not shares(tokens, world, self.least):
+            return super().forward(input)
+        x = self.rows(input, self.weight.shape[1])
+        size = (tokens // world, self.out_features)
+        return library.product("matmul_reduce_scatter", self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
+
+
+class SequenceProduct(Product):
+    """The merged product of this rank's tokens, or of all of them; the attention sees [B, T, columns] either way."""
+
+    least = LEAST
+
+    def product(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        if x.dim() != 2 and shares(x.shape[:-1].numel(), self.merged.ctx.num_ranks, self.least):
+            raise ShapeError(
+                f"input has shape {tuple(x.shape)}: expected this rank's tokens, [rows, features], as the model's first"
+                " decoder layer cuts them; call the whole model"
+            )
+        product = self.merged(x)
+        if x.dim() == 2 and "position_embeddings" in kwargs:
+            return product.view(-1, length_of(kwargs), product.shape[1])
+        return product
+
+
+class _Share:
+    """Before the first layer: all tokens become this rank's."""
+
+    def __init__(self, ctx, name: str, least: int):
+        self.ctx, self.name, self.least = ctx, name, least
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (self.share(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, self.name: self.share(kwargs[self.name])}
+
+    def share(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens, world = hidden.shape[:-1].numel(), self.ctx.num_ranks
+        if not shares(tokens, world, self.least):
+            return hidden
+        start, stop = chunk(tokens, world, self.ctx.cur_rank)
+        return hidden.reshape(tokens, -1)[start:stop]
+
+
+class _Gather:
+    """After the last layer: this rank's tokens become all of them."""
+
+    def __init__(self, ctx):
+        self.ctx = ctx
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
+        if output.dim() != 2:
+            return output
+        rows, features = output.shape
+        whole = output.new_empty(rows * self.ctx.num_ranks, features)
+        self.ctx.ccl.all_gather(whole, output)
+        return whole.view(-1, length_of(kwargs), features)
+
+
+def length_of(kwargs: dict) -> int:
+    """T, of the position embeddings [B or 1, T, ...] that decoder layers and their attentions are given."""
+    return kwargs["position_embeddings"][0].shape[1]
+
+
+def check(model: nn.Module, styles: dict[str, str]) -> None:
+    """Raises StyleError, naming the module, if `model` split by `styles` cannot run sequence parallel."""
+    families = families_of(styles)
+    for name, style in styles.items():
+        if re.search(r"\.\d+\.", name) and style not in ("colwise", "rowwise") and "replica" not in style:
+            raise StyleError(f"{name} has style {style!r}: sequence parallel expects colwise and rowwise in a layer")
+    for parent, children in families.items():
+        forward = type(model.get_submodule(parent)).forward
+        used = sole_use(forward)
+        linears = [model.get_submodule(f"{parent}.{child}") for child in children]
+        alike = len({(linear.bias is None, linear.weight.dtype, linear.in_features) for linear in linears}) == 1
+        if len(children) < 2 or used is None or used[1] != set(children) or not alike:
+            raise StyleError(
+                f"{parent}'s forward does not use its input for {', '.join(children)} alone: sequence parallel hands"
+                " it their product in its place"
+            )
+        if "q_proj" in children and "position_embeddings" not in inspect.signature(forward).parameters:
+            raise StyleError(f"{parent} takes no position_embeddings: sequence parallel reads the length off them")
+    names = layers_of(families)
+    inside = [{parent.removeprefix(name) for parent in families if parent.startswith(f"{name}.")} for name in names]
+    whole = len(model.get_submodule(names[0].rpartition(".")[0])) == len(names)
+    if not whole or len(inside[0]) < 2 or any(each != inside[0] for each in inside):
+        raise StyleError("the plan splits only a part of the decoder layers: sequence parallel expects all of each")
+
+
+def share_tokens(model: nn.Module, styles: dict[str, str], ctx, least: int) -> None:
+    """Hooks at the entrance of the first decoder layer and at the exit of the last."""
+    names = layers_of(families_of(styles))
+    first, last = (model.get_submodule(name) for name in (names[0], names[-1]))
+    argument = list(inspect.signature(type(first).forward).parameters)[1]
+    first.register_forward_pre_hook(_Share(ctx, argument, least), with_kwargs=True)
+    last.register_forward_hook(_Gather(ctx), with_kwargs=True)
+    for module in model.modules():
+        if isinstance(module, ScatteringRow):
+            module.least = least
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SequenceProduct):
+                hook.least = least
+
+
+def layers_of(families: dict[str, list[str]]) -> list[str]:
+    """The names of the decoder layers, in order."""
+    found = {}
+    for parent in families:
+        match = re.match(r"(.*)\.(\d+)\.", parent)
+        if not match:
+            raise StyleError(f"{parent} is in no numbered layer: sequence parallel expects a list of decoder layers")
+        found[match[1], int(match[2])] = match[0][:-1]
+    if len({stack for stack, _ in found}) != 1:
+        raise StyleError("the plan splits no list of layers, or several: sequence parallel expects one")
+    return [found[key] for key in sorted(found)]

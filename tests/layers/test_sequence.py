@@ -1,0 +1,82 @@
+"""Sequence parallel: the unsplit model's logits and tokens, each rank holding its share of the tokens in between."""
+
+from __future__ import annotations
+
+from iris.errors import ShapeError, StyleError
+from layers.parallelize import parallelize
+import pytest
+import torch
+
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers import models
+
+pytestmark = both
+LEAST = 6  # a prompt of seven tokens a row is shared, a step is not
+
+
+def on(*worlds: int):
+    return pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else worlds)
+
+
+def shared_body(ctx, name: str) -> tuple:
+    model = models.build(name)
+    parallelize(model, ctx, sequence_parallel=LEAST)
+    seen = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    prompts = models.prompt(ctx.num_ranks).to(ctx.device)
+    logits = model(prompts).logits
+    assert len(seen) == 4 and set(seen) <= {(7, 36)}, seen
+    tokens = model.generate(prompts, max_new_tokens=3, do_sample=False)
+    odd = model(prompts[:, :5] if ctx.num_ranks != 5 else prompts).logits  # 5 a row are shared too
+    few = model(prompts[:1, :5]).logits
+    assert seen[-1] == (1, 5, 36), "too few to share"
+    with pytest.raises(ShapeError, match="first decoder layer"):
+        model.model.layers[0].mlp(torch.zeros(1, 12, 36, device=ctx.device))
+    return logits, tokens.cpu(), odd, few
+
+
+@on(2, 3)
+@pytest.mark.parametrize("name", ["kv2", "bias"])
+def test_logits_and_tokens_are_the_unsplit_models(world_size: int, name: str) -> None:
+    results = run_ranks(world_size, shared_body, name)
+    whole = models.build(name)
+    prompts = models.prompt(world_size)
+    tokens = whole.generate(prompts, max_new_tokens=3, do_sample=False)
+    with torch.no_grad():
+        single = whole(prompts).logits
+        double = whole.double()
+        exact = [double(each).logits for each in (prompts, prompts[:, :5], prompts[:1, :5])]
+    own = (single - exact[0]).abs().max()
+    for logits, generated, odd, few in results:
+        assert torch.equal(logits, results[0][0]), "ranks differ"
+        assert torch.equal(generated, tokens)
+        for result, expected in zip((logits, odd, few), exact, strict=True):
+            assert (result.cpu() - expected).abs().max() <= 6 * own
+
+
+REFUSED = {
+    "packed": ("fused", "auto", "has style"),
+    "gathered": ("gathered_qkv", "auto", "has style"),
+    "a part": (
+        "plain",
+        {f"model.layers.*.mlp.{name}_proj": style for name, style in
+         (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))},
+        "only a part",
+    ),
+}  # fmt: skip
+
+
+def refused_body(ctx, name: str, plan, words: str) -> None:
+    model = models.build(name)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(StyleError, match=words):
+        parallelize(model, ctx, plan=plan, sequence_parallel=True)
+    assert [type(module) for module in model.modules()] == before, "a refused model is left as it was"
+
+
+@on(1)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_share_its_tokens_is_refused(world_size: int, case: str) -> None:
+    run_ranks(world_size, refused_body, *REFUSED[case])
