@@ -2,8 +2,8 @@
 
 The op is checked, timed as it is and timed while it records itself, so that the picture says what the recording costs.
 Then the ranks meet on the device, and one call is recorded. For each row, timeline_<op>_<M>x<N>x<K>_<gpu>_x<ranks> is
-written as .svg, the picture, and as .trace.json, for ui.perfetto.dev; and one JSON file has each rank's share of time
-in products, pushes, waits. Pictures need matplotlib (`pip install -e '.[bench]'`).
+written as .trace.json, for ui.perfetto.dev, and as .npz, from which `benchmarks.timeline_plot` draws; and one JSON file
+has each rank's share of time in products, pushes, waits.
 """
 
 import argparse
@@ -49,22 +49,20 @@ def run(team: Team, args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for row in rows:
         size = "x".join(map(str, (row.M, row.N, row.K)))
-        stem = args.out / f"timeline_{row.op}_{size}_{report.slug(measured['gpu'])}_x{team.world}"
-        found, ranks = record(row, team, heap, dtype, args.max_events, stem)
-        measured["rows"].append(found)
+        name = f"timeline_{row.op}_{size}_{report.slug(measured['gpu'])}_x{team.world}"
+        found, ranks = record(row, team, heap, dtype, args.max_events, args.out / f"{name}.trace.json")
+        measured["rows"].append(found | {"name": name})
         shown = ", ".join(f"{name} {share:.0%}" for name, share in found["shares"][0].items())
         times = f"{found['plain_us']:.1f} us, {found['traced_us']:.1f} us while recorded"
         team.say(f"{row}: {times}; rank 0: {shown}; {found['dropped']} events dropped")
         if team.rank == 0:
-            from benchmarks import timeline_plot  # here, so that other ranks need no matplotlib
-
-            timeline_plot.draw(measured, found, ranks, Path(f"{stem}.svg"))
+            np.savez_compressed(args.out / f"{name}.npz", *ranks)
             report.write(measured, args)
     heap.close()
 
 
 def record(
-    row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_events: int, stem: Path
+    row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_events: int, trace: Path
 ) -> tuple[dict, list[np.ndarray]]:
     """One call's figures, and its events of each rank, aligned and in order of time."""
     inputs, ctx = Inputs(row, team, dtype), heap.ctx
@@ -94,7 +92,7 @@ def record(
     call(0)
     team.synchronize()
     dropped, events = ctx.tracing.dropped, ctx.tracing.aligned()
-    ctx.tracing.export(f"{stem}.trace.json", merge=True)
+    ctx.tracing.export(trace, merge=True)
     names = dict(ctx.tracing.names)
     ctx.tracing.disable()
     ranks: list[np.ndarray] = [events] * team.world

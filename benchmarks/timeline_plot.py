@@ -1,5 +1,13 @@
-"""The picture of one recorded call: a panel a rank, a line a multiprocessor, a colour an activity; below, the link."""
+"""Recorded calls as pictures: a panel a rank, a line a multiprocessor, a colour an activity; below, the link.
 
+    python -m benchmarks.timeline_plot benchmarks/results/timeline_h200_x4.json ...
+
+Writes docs/plots/NAME.svg for each NAME.npz that `benchmarks.timeline` left beside the JSON. Needs matplotlib
+(`pip install -e '.[bench]'`).
+"""
+
+import argparse
+import json
 from pathlib import Path
 
 import matplotlib
@@ -24,6 +32,7 @@ COLOURS = {
     "signal": "black",
 }
 BINS = 240
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "plots"
 
 
 def draw(report: dict, row: dict, ranks: list[np.ndarray], file: Path) -> None:
@@ -83,3 +92,32 @@ def _link(panel: plt.Axes, ranks: list[np.ndarray], start: int, names: dict[int,
     panel.axhline(LINK_GB_S, color="black", linewidth=0.8, linestyle=":")
     panel.set(ylabel="pushed, GB/s", ylim=0)
     panel.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+
+
+def draw_all(file: Path, folder: Path) -> list[Path]:
+    """Draws every row of a report whose events lie beside it; returns what was written."""
+    report = json.loads(file.read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for row in report["rows"]:
+        events = file.with_name(f"{row['name']}.npz")
+        if events.exists():
+            row["names"] = {int(kind): name for kind, name in row["names"].items()}
+            with np.load(events) as ranks:
+                written.append(folder / f"{row['name']}.svg")
+                draw(report, row, [ranks[name] for name in ranks.files], written[-1])
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draws what benchmarks.timeline recorded.")
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
+    args = parser.parse_args()
+    for file in args.files:
+        for path in draw_all(file, args.out):
+            print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -79,4 +79,5 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
     stem = tmp_path / "timeline_rs_32x32x32_cpu_x2"
     trace = json.loads(stem.with_suffix(".trace.json").read_text())
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == row["events"]
-    assert "rank 1" in stem.with_suffix(".svg").read_text()
+    (picture,) = timeline_plot.draw_all(tmp_path / "timeline_cpu_x2.json", tmp_path)
+    assert picture == stem.with_suffix(".svg") and "rank 1" in picture.read_text()
