@@ -1,5 +1,6 @@
 """Every example runs as its docstring says; ranks that fail end the run at once."""
 
+import importlib
 import os
 from pathlib import Path
 import signal
@@ -13,9 +14,19 @@ import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from examples import _launch
+from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[1]
-TESTED_APART = ("demo", "device_mesh")
+# In ranks that are there already: (module, ranks). Starting processes for each would take most of the time.
+SCATTERS = ("bulk_synchronous", "producer_consumer", "fused_sequential", "fused_specialized")
+IN_WORKERS = {
+    "atomics": 3,
+    "ring": 3,
+    "message_passing_put": 2,
+    "message_passing_load_store": 2,
+    **{f"all_scatter.{name}": 3 for name in SCATTERS},
+}
+TESTED_APART = ("demo", "device_mesh", *IN_WORKERS)
 EXAMPLES = sorted(p.stem for p in (ROOT / "examples").glob("[a-z]*.py") if p.stem not in TESTED_APART)
 
 
@@ -30,6 +41,20 @@ def run(*command: str, timeout: float = 240) -> str:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name: str) -> None:
     assert run("-m", f"examples.{name}").strip(), "an example prints what it shows"
+
+
+def _run_rank(ctx, name: str) -> None:
+    importlib.import_module(f"examples.{name}").rank_main()
+
+
+@pytest.mark.parametrize("name", IN_WORKERS)
+def test_example_runs_in_ranks_that_are_there(name: str) -> None:
+    run_ranks(IN_WORKERS[name], _run_rank, name)
+
+
+def test_every_scatter_is_tested() -> None:
+    found = {p.stem for p in (ROOT / "examples" / "all_scatter").glob("[a-z]*.py")}
+    assert found - {"common"} == set(SCATTERS)
 
 
 def test_example_runs_under_torchrun() -> None:

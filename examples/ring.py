@@ -1,0 +1,63 @@
+"""A ring inside one kernel: a vector travels from rank to rank, each adds its own, and then the sum travels once more.
+
+Every step has a slot and a flag of its own, so nothing is overwritten while it may still be read; flags carry the
+number of the call, so nothing is reset between calls.
+
+    python -m examples.ring
+"""
+
+import iris
+from iris.device import sync
+import torch
+import triton
+import triton.language as tl
+
+from examples import _launch
+
+
+@triton.jit
+def ring_kernel(words, x, slots, flags, n, call, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """slots [2 * world, n]; flags int32 [2 * world]. The last slot that is filled holds the sum of all ranks' x [n]."""
+    ctx = iris.DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    following = (ctx.rank + 1) % WORLD_SIZE
+    previous = (ctx.rank + WORLD_SIZE - 1) % WORLD_SIZE
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < n
+    own = tl.load(x + offsets, mask=mask)
+    # Rank 0 begins. Step s arrives at rank s; in the first round each rank adds its own, in the second it passes on.
+    for round in tl.static_range(2):
+        step = round * WORLD_SIZE + ctx.rank
+        begins = step == 0
+        ok = True
+        total = own
+        if not begins:
+            ok = sync.wait(ctx, flags + step, call, previous)
+            total = tl.load(slots + step * n + offsets, mask=mask)
+            if round == 0:
+                total += own
+        if ok and step + 1 < 2 * WORLD_SIZE:
+            ctx.store(slots + (step + 1) * n + offsets, total, following, mask=mask)
+            sync.signal(ctx, flags + step + 1, call, following)
+
+
+def rank_main(n: int = 1000, calls: int = 3) -> None:
+    with iris.iris(heap_size=1 << 24) as ctx:
+        world = ctx.num_ranks
+        slots = ctx.zeros(2 * world, n)
+        flags = ctx.zeros(2 * world, dtype=torch.int32)
+        for call in range(1, calls + 1):
+            x = torch.full((n,), float(call * (ctx.cur_rank + 1)), device=ctx.device)
+            ctx.barrier()  # nobody still reads the sum of the call before
+            ring_kernel[(1,)](ctx.get_device_context(), x, slots, flags, n, call, WORLD_SIZE=world, BLOCK=1024)
+            ctx.barrier()
+            total = slots[world + ctx.cur_rank]
+            assert total.eq(call * world * (world + 1) / 2).all(), total
+        ctx.info(f"after two rounds of {world} ranks every element is {total[0]:.0f}")
+
+
+def main() -> None:
+    _launch.run(rank_main)
+
+
+if __name__ == "__main__":
+    main()
