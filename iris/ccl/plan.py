@@ -77,7 +77,9 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
     else:
         block, tile_n = config.block or _block(problem, variant, protocol, programs, machine), 0
     units = units_of(problem, variant, block, tile_n)
-    chunk = max(1, min(_CHUNK_BYTES // (block * problem.dtype.itemsize), -(-units // programs)))
+    per_lane, unit_bytes = -(-units // programs), block * problem.dtype.itemsize
+    least, most = (max(1, nbytes // unit_bytes) for nbytes in _CHUNK_BYTES)
+    chunk = min(max(-(-per_lane // _CHUNKS), least), most, per_lane)
     work = units * (problem.world_size if variant not in WHOLE else 1)
     lanes = units if protocol == "flags" else work
     return Plan(
@@ -97,8 +99,10 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
 
 # Variants of all_reduce in which nobody owns a part.
 WHOLE = ("one_shot", "atomic", "spinlock")
-# What a lane pushes to all owners between two signals: a signal costs about as much time as 8 KiB of the link's share.
-_CHUNK_BYTES = 32 << 10
+# Into how many chunks a lane cuts its units, so that sums begin while others are pushed, and what it pushes to an owner
+# between two signals, from and to: a signal costs about as much time as 8 KiB of the lane's share of the link.
+_CHUNKS = 4
+_CHUNK_BYTES = 8 << 10, 64 << 10
 
 
 def _candidates(problem: Problem, config: Config) -> list[tuple[str, str]]:
@@ -178,8 +182,10 @@ def _block(problem: Problem, variant: str, protocol: str, programs: int, machine
         least, most = 4096 // itemsize, 16384 // itemsize
     else:
         least, most = 256, 4096 // itemsize
+    # by flags a program takes one unit of every part at a time; by words one at all
+    sharers = 2 if protocol == "flags" else problem.world_size / 2
     block = most
-    while block > least and units_of(problem, variant, block) * problem.world_size < 2 * programs:
+    while block > least and units_of(problem, variant, block) * sharers < programs:
         block //= 2
     return block
 
