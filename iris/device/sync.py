@@ -317,10 +317,12 @@ def _poll_others(ctx, flags, step, expected, waiter: tl.constexpr):
         if polls % POLLS_A_CHECK == 0:
             mark = mark_if(ctx, late & missing, own_mark)
             if mark == own_mark:
-                for i in tl.static_range(1, ctx.world_size):
+                # one that is known to be gone before one that may only have given up; the first report counts
+                for i in range(2 * ctx.world_size):
                     peer = (ctx.rank + i) % ctx.world_size
                     seen = tl.load(flags + peer * step, volatile=True)
-                    if seen != expected:
+                    gone = (i >= ctx.world_size) | arch.peer_gone(ctx.pid(peer))
+                    if gone & (seen != expected) & (peer != ctx.rank):
                         report(ctx, own_mark, waiter, expected, peer, seen)
             waiting = waiting and mark == 0
     return missing

@@ -157,6 +157,7 @@ def provoke(call) -> str:
             call()
     with pytest.raises(PeerLostError):
         call()
+    time.sleep(1)  # the others must see the process that was killed, not that this one has ended
     return str(caught.value)
 
 
