@@ -3,6 +3,9 @@
     ours            the layers as they are: fused ops
     cuBLAS + NCCL   the very same layers and weights, their ops exchanged for torch's product and NCCL's collective
     transformers    transformers' own tensor parallelism by the same plan, on the same weights
+    sequence        our layers, ranks sharing the tokens of prompts between the products
+    async-TP        the sequence-parallel layers with the ops that torch's compiler puts there (`_micro_pipeline_tp`):
+                    torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; steps as cuBLAS + NCCL
 
 Weights are random unless the model is a folder. They are drawn on each rank's device, so that a 70B shape starts in
 seconds: split ones by the rank's own seed, whole ones by one seed for all.
@@ -13,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import copy
 from dataclasses import dataclass
+import functools
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +24,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 import torch.distributed as dist
+from torch.distributed._symmetric_memory import _SymmetricMemory
 
 from benchmarks.launch import Team
 
@@ -36,8 +41,14 @@ SHAPES: dict[str, tuple[str, dict]] = {
                            num_attention_heads=4, num_key_value_heads=4)),
 }  # fmt: skip
 
-OURS, NCCL, TRANSFORMERS = "ours", "nccl", "transformers"
-NAMES = {OURS: "ours", NCCL: "cuBLAS + NCCL", TRANSFORMERS: "transformers"}
+OURS, NCCL, TRANSFORMERS, SEQUENCE, ASYNC_TP = "ours", "nccl", "transformers", "sequence", "async-tp"
+NAMES = {
+    OURS: "ours",
+    SEQUENCE: "ours, sequence parallel",
+    NCCL: "cuBLAS + NCCL",
+    TRANSFORMERS: "transformers",
+    ASYNC_TP: "torch async-TP",
+}
 
 
 @dataclass(frozen=True)
@@ -87,10 +98,30 @@ class NcclOps:
             out += bias
 
 
+class AsyncTpOps(NcclOps):
+    """Products overlapped with gathers and scatters as torch has them, in the form that takes no multicast."""
+
+    def all_gather_matmul(self, out, A, B, bias=None, config=None) -> None:
+        kind = torch._C._autograd.DeviceType.CUDA
+        return_A = _SymmetricMemory.has_multicast_support(kind, A.device.index)
+        fused = torch.ops.symm_mem.fused_all_gather_matmul
+        out.set_(fused(A, [B], 0, dist.group.WORLD.group_name, return_A=return_A)[1][0])
+        if bias is not None:
+            out += bias
+
+    def matmul_reduce_scatter(self, out, A, B, bias=None, config=None) -> None:
+        out.set_(torch.ops.symm_mem.fused_matmul_reduce_scatter(A, B, "sum", 0, dist.group.WORLD.group_name))
+        if bias is not None:
+            out += bias
+
+
 def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
     """Those of `wanted` that can be built on `model`, a split one, and why the others cannot."""
-    nccl = SimpleNamespace(ctx=ctx, device=ctx.device, cur_rank=ctx.cur_rank, num_ranks=ctx.num_ranks, ops=NcclOps())
+    nccl, async_tp = (_context(ctx, ops) for ops in (NcclOps(), AsyncTpOps()))
+    shared = functools.cache(lambda: sequence_parallel(model, ctx))
     makers = {
+        SEQUENCE: lambda: Contender(SEQUENCE, shared(), lambda: serve(shared(), ctx), ctx, lambda: ctx._heap.used),
+        ASYNC_TP: lambda: Contender(ASYNC_TP, shared(), lambda: serve(shared(), async_tp), async_tp),
         OURS: lambda: Contender(OURS, model, lambda: serve(model, ctx), ctx, lambda: ctx._heap.used),
         NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
@@ -112,6 +143,29 @@ def serve(model: nn.Module, ctx) -> None:
     for module in model.modules():
         if isinstance(module, ShardedLinear):
             module.ctx = ctx
+        for hook in module._forward_hooks.values():  # that gathers the tokens at the end
+            if hasattr(hook, "ctx"):
+                hook.ctx = ctx
+
+
+def _context(ctx, ops) -> SimpleNamespace:
+    """What layers ask of a context, with `ops` and torch's gather in place of ours."""
+    place = {name: getattr(ctx, name) for name in ("device", "cur_rank", "num_ranks")}
+    return SimpleNamespace(**place, ops=ops, ccl=SimpleNamespace(all_gather=dist.all_gather_into_tensor))
+
+
+def sequence_parallel(split: nn.Module, ctx) -> nn.Module:
+    """The same model with its tokens shared between the products; it shares its weights with `split`."""
+    import layers
+    from layers.pretrained import _compute_buffers
+
+    model = empty_model(copy.deepcopy(split.config), split.dtype)
+    layers.parallelize(model, ctx, sequence_parallel=512 if ctx.device.type == "cuda" else 4)
+    for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        parent, _, key = name.rpartition(".")
+        setattr(model.get_submodule(parent), key, split.get_parameter(name))
+    _compute_buffers(model, ctx.device)
+    return model.eval()
 
 
 def config_of(name: str, depth: int | None = None):
