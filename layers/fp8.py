@@ -5,16 +5,19 @@
 A power of two costs a floating-point format nothing in accuracy, and makes the way back exact: a saved model holds what
 the product used. A weight is off by at most 1/16 of itself.
 
-Served are the linears whose product is local: column-parallel, not gathered (query, key, value, gate, up). On GPUs with
-fp8 tensor cores and for bf16 the input is rounded to e4m3 too, a scale for each row, and `torch._scaled_mm` multiplies;
-elsewhere the weight is converted in each call, which saves memory and not time. The fused ops take no fp8 operand, so
-the linears that they serve (row-parallel ones, the head) keep their dtype; the report shows which are which.
+Served are the linears whose product is local: column-parallel, not gathered (query, key, value, gate, up). On GPUs
+with fp8 tensor cores and for bf16 the input is rounded to e4m3 too, a scale for each row, by one kernel, and
+`torch._scaled_mm` multiplies; elsewhere the weight is converted in each call, which saves memory and not time. The
+fused ops take no fp8 operand, so the linears that they serve (row-parallel ones, the head) keep their dtype; the report
+shows which are which.
 """
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
+import triton
+import triton.language as tl
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -25,7 +28,8 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = weight.abs().amax(dim=1).float() if weight.numel() else weight.new_zeros(weight.shape[0]).float()
     mantissa, exponent = torch.frexp(largest / LARGEST)  # largest / 448 = mantissa * 2**exponent, mantissa in [0.5, 1)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-100, 100)
-    scale = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
+    exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent))
+    scale = ((exponent + 127) << 23).to(torch.int32).view(torch.float32)  # its bits: a power computed may be off
     return (weight.float() / scale[:, None]).to(FP8), scale
 
 
@@ -43,11 +47,36 @@ def multiplies_in_fp8(shape: torch.Size, device: torch.device | str, dtype: torc
     return aligned and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@triton.jit
+def round_rows_kernel(inp, out, scales, columns, stride_in, BLOCK: tl.constexpr):
+    """One row: out = inp / scale in e4m3, scale = its largest entry / 448. The second pass reads from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        entries = tl.load(inp + row * stride_in + start + at, mask=start + at < columns, other=0.0)
+        largest = tl.maximum(largest, tl.abs(entries.to(tl.float32)))
+    scale = tl.maximum(tl.max(largest, 0), 1e-12) / 448.0
+    tl.store(scales + row, scale)
+    for start in range(0, columns, BLOCK):
+        entries = tl.load(inp + row * stride_in + start + at, mask=start + at < columns, other=0.0)
+        rounded = (entries.to(tl.float32) / scale).to(tl.float8e4nv)
+        tl.store(out + row * columns + start + at, rounded, mask=start + at < columns)
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] in e4m3 and the scale [M, 1] of each row."""
+    out = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    block = min(4096, triton.next_power_of_2(x.shape[1]))
+    round_rows_kernel[(x.shape[0],)](x, out, scale, x.shape[1], x.stride(0), BLOCK=block, num_warps=8)
+    return out, scale
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, in_fp8: bool):
     """x [M, K] times the weight's transpose, plus the bias: [M, rows], in x's dtype."""
     if not in_fp8 or x.shape[0] == 0:
         return F.linear(x, restored(weight, scale, x.dtype), bias)
-    scale_x = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
-    x8 = (x.float() / scale_x).to(FP8)
-    out = torch._scaled_mm(x8, weight.t(), scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
+    rounded, scale_x = round_rows(x)
+    out = torch._scaled_mm(rounded, weight.t(), scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
     return out if bias is None else out + bias

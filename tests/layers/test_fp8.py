@@ -61,6 +61,28 @@ def test_a_product_is_off_by_what_rounding_costs(world_size: int) -> None:
         assert 0.01 < error < (0.045 if ON_GPU else 0.032), error
 
 
+def exact_body(ctx) -> None:
+    random = torch.Generator().manual_seed(5 + ctx.cur_rank)
+    for m, n, k in [(5, 32, 64), (3, 48, 4208)]:
+        # what e4m3 holds exactly, at another scale in each row: the largest, 14 * 2**e, becomes 448
+        few_bits = torch.randint(-8, 9, (m, k), generator=random).float()
+        few_bits[:, k - 1] = 14
+        x = (few_bits * 2.0 ** torch.arange(-9, m - 9)[:, None]).to(torch.bfloat16).to(ctx.device)
+        rounded, scale = fp8.round_rows(x)
+        assert torch.equal(rounded.float() * scale, x.float())
+        assert torch.equal(rounded[:, k - 1].float(), torch.full((m,), fp8.LARGEST, device=ctx.device))
+        weight, by = fp8.quantised(torch.randn(n, k, generator=random).to(ctx.device))
+        bias = torch.randn(n, generator=random).to(torch.bfloat16).to(ctx.device)
+        out = fp8.product(x, weight, by, bias, in_fp8=True).double()
+        exact = x.double() @ fp8.restored(weight, by, torch.float64).t() + bias.double()
+        assert (out - exact).norm() / exact.norm() < 2**-7, (m, n, k)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:1])
+def test_a_product_in_fp8_is_exact_where_nothing_needs_rounding(world_size: int) -> None:
+    run_ranks(world_size, exact_body)
+
+
 def rounded_twin(name: str, local: list[str]) -> nn.Module:
     """The unsplit model with the weights that the split one uses."""
     model = models.build(name)
