@@ -26,6 +26,8 @@ class Heap:
         self.size = segment.local.numel()
         self.base = segment.local.data_ptr()
         self._offsets = Offsets(self.size)
+        self.lent: set[int] = set()
+        """Blocks that torch's pool cuts and gives back itself."""
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -73,11 +75,14 @@ class Heap:
         if self._segment.dismiss(offset):
             return
         try:
+            if offset in self.lent:
+                raise KeyError(offset)
             self.give(offset)
         except KeyError:
             raise ArgumentError(
                 f"no allocation of this heap begins where the tensor {tuple(tensor.shape)} of {tensor.dtype} does; "
-                f"expected a tensor as ctx.empty(...) or ctx.as_symmetric(...) returned it, not freed before"
+                f"expected a tensor as ctx.empty(...) or ctx.as_symmetric(...) returned it, not freed before. What "
+                f"memory_pool() gave returns when it dies."
             ) from None
 
     def adopt(self, tensor: torch.Tensor, inside: bool) -> torch.Tensor:
