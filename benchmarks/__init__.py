@@ -2,6 +2,7 @@
 
     python -m benchmarks.ops                 the four fused ops against cuBLAS + NCCL and torch's own overlapped ops
     python -m benchmarks.table FILE...       the same tables from the JSON of an earlier run
+    python -m benchmarks.all_scatter         the ways of overlapping GEMM + all-scatter of examples/all_scatter
     python -m benchmarks.litmus              whether ranks see each other's accesses in the order that is promised
     python -m benchmarks.rma                 remote memory access by operation, size, programs and pair of ranks
 
