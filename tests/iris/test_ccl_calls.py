@@ -22,7 +22,7 @@ from tests.iris.test_ccl import FLAGS, ONE, OTHERS, TWO, WORDS, Call, Case, expe
 
 pytestmark = both
 
-CALLS = 1000 if UNDER_TORCHRUN else 50
+CALLS = 1000 if UNDER_TORCHRUN else 30
 # Shapes that differ, so that each call finds in flags and staging what another one left there.
 CASES = [
     Case("all_reduce", (300,), small(ONE)),

@@ -1,0 +1,51 @@
+"""`benchmarks.ccl` runs from end to end on CPU ranks, and its report says what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import ccl_report
+from tests.harness import ROOT
+
+
+@pytest.mark.parametrize("options", [["--ops", "all_reduce,all_to_all"], ["--ops", "reduce_scatter", "--sweep"]])
+def test_a_run_on_cpus(tmp_path: Path, options: list[str]) -> None:
+    line = [sys.executable, "-m", "benchmarks.ccl", "--device", "cpu", "--ranks", "2", "--sizes", "2048", *options]
+    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.iterdir()
+    report = json.loads(file.read_text())
+    for row in report["rows"]:
+        assert {result["status"] for result in row["results"]} == {"ok"}, row
+        assert all(result["eager_us"] > 0 for result in row["results"]), row
+    assert f"#### `{report['rows'][0]['op']}`, eager" in done.stdout
+    if "--sweep" not in options:
+        assert [row["bus_bytes"] for row in report["rows"]] == [2048, 1024]
+        ccl_report.draw(report, tmp_path / "bus.svg")
+        assert "all_to_all" in (tmp_path / "bus.svg").read_text()
+
+
+def row(nbytes: int, ours: float, theirs: float) -> dict:
+    plan = {"variant": "one_shot", "protocol": "words", "programs": 4, "block": 256}
+    return {
+        "op": "all_reduce",
+        "bytes": nbytes,
+        "bus_bytes": nbytes * 1.5,
+        "results": [
+            {"name": "ours", "kind": "ours", "status": "ok", "notes": [], "graph_us": ours, "plan": plan},
+            {"name": "NCCL", "kind": "rival", "status": "ok", "notes": ["a note"], "graph_us": theirs},
+        ],
+    }
+
+
+def test_the_table_shows_bandwidth_and_ratios() -> None:
+    text = ccl_report.op_table([row(2048, 5.0, 10.0), row(2 << 20, 10.0, 80.0)], "graph")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert cells[2] == ["2 KiB", "one_shot words 4 x 256", "5.0", "1", "10.0 (2.00x)"]
+    assert cells[3][:4] == ["2 MiB", "one_shot words 4 x 256", "10.0", "315"]
+    assert cells[4] == ["geometric mean", "", "", "", "4.00x"]
