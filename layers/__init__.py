@@ -20,6 +20,7 @@ from .parallelize import parallelize
 from .pretrained import from_pretrained
 from .report import Report
 from .saving import save_pretrained
+from .transformers_adapter import fused_styles
 
 __all__ = [
     "ColumnParallelLinear",
@@ -29,6 +30,7 @@ __all__ = [
     "Report",
     "RowParallelLinear",
     "from_pretrained",
+    "fused_styles",
     "parallelize",
     "save_pretrained",
     "share_rng",

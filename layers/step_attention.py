@@ -112,6 +112,16 @@ def step_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     return out
 
 
+# One opaque operator for compilers, as `iris_ops.library` has them.
+_library = torch.library.Library("iris_layers", "DEF")
+_library.define(
+    "step_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.impl("step_attention", step_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("iris_layers::step_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)
+
+
 def attend(module, query, key, value, attention_mask, scaling=None, **options):
     """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
     if not _serves(query, key, value, attention_mask, options):
@@ -119,7 +129,8 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = step_attention(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale)
+    call = torch.ops.iris_layers.step_attention if torch.compiler.is_compiling() else step_attention
+    out = call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale)
     return out.unsqueeze(1), None
 
 

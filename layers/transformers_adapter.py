@@ -1,6 +1,6 @@
 """Our layers inside transformers' own tensor-parallel loading.
 
-    with layers.transformers_adapter.fused_styles(ctx):
+    with layers.fused_styles(ctx):
         model = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto")
 
 While the block runs, transformers' registry of parallel styles answers with ours where a style splits a Linear. The

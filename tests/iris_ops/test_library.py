@@ -103,7 +103,7 @@ def names_body(ctx) -> list[str]:
     expected = torch.ops.iris_ops.matmul_all_reduce(A, B, bias, size, ctx.group_name)
     found = []
     for _ in range(2):
-        with iris.iris(1 << 22) as other:
+        with iris.iris(1 << 24) as other:
             found.append(other.group_name)
             for name in (other.group_name, ctx.group_name):
                 assert torch.equal(torch.ops.iris_ops.matmul_all_reduce(A, B, bias, size, name), expected)

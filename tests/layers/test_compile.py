@@ -13,11 +13,14 @@ from tests.layers import models
 pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2], scope="session")]
 
 
-def compiled(model: nn.Module, ctx):
+def backend(ctx) -> str:
     """On GPUs what users run; on CPUs its front half, for the back half takes a C++ compiler its time."""
+    return "inductor" if ctx.device.type == "cuda" else "aot_eager"
+
+
+def compiled(model: nn.Module, ctx):
     torch.compiler.reset()
-    backend = "inductor" if ctx.device.type == "cuda" else "aot_eager"
-    return torch.compile(model, fullgraph=True, backend=backend)
+    return torch.compile(model, fullgraph=True, backend=backend(ctx))
 
 
 def close(ctx, result: torch.Tensor, eager: torch.Tensor) -> bool:
@@ -51,53 +54,26 @@ def test_a_split_model_compiles_to_one_graph(world_size: int) -> None:
 
 
 @torch.no_grad()
-def step_body(ctx) -> None:
-    """A decode step with a static cache: compiled, and on GPUs captured and replayed with other tokens."""
-    model = models.build("tied")
+def engine_body(ctx) -> None:
+    """An engine on a compiled model; on GPUs it captures the compiled step and replays it."""
+    model, prompts = models.build("tied"), models.prompt().to(ctx.device)
     layers.parallelize(model, ctx)
-    tokens = models.prompt().to(ctx.device)
-
-    def step(token, position, cache):
-        return model(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True).logits
-
-    def decode(call) -> list[torch.Tensor]:
-        cache = layers.engine.static_cache(model.config, 16)
-        model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        token, position = tokens[:, -1:].clone(), torch.full((2, 1), tokens.shape[1], device=ctx.device)
-        found = []
-        for _ in range(5):
-            logits = call(token, position, cache)
-            found.append(logits.clone())
-            token.copy_(logits.argmax(-1))
-            position += 1
-        return found
-
-    def captured():
-        """Calls of a step: the first two compile, the third is captured, the others are its replays."""
-        run, graph, calls, static = compiled(step, ctx), torch.cuda.CUDAGraph(), 0, None
-
-        def call(token, position, cache):
-            nonlocal calls, static
-            calls += 1
-            if calls < 3:
-                return run(token, position, cache)
-            if calls == 3:
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    static = run(token, position, cache)
-            graph.replay()
-            return static
-
-        return call
-
-    eager = decode(step)
-    for call in [compiled(step, ctx), *([captured()] if ctx.device.type == "cuda" else [])]:
-        for result, expected in zip(decode(call), eager, strict=True):
-            assert close(ctx, result, expected)
+    expected = layers.Engine(model, ctx, 2, 32).generate(prompts, 8)
+    torch.compiler.reset()
+    model.compile(fullgraph=True, backend=backend(ctx))
+    for step_attention in (False, True):
+        engine = layers.Engine(model, ctx, 2, 32, step_attention=step_attention)
+        engine.accept(engine.prefill(prompts))
+        engine.decode(1)
+        with torch.compiler.set_stance("fail_on_recompile"):  # which a capture could not bear
+            engine.decode(6)
+        assert engine.output[:, :8].tolist() == expected
+        assert engine.generate(prompts, 8) == expected
+        assert bool(engine._captured) == (ctx.device.type == "cuda")
 
 
-def test_a_compiled_step_is_the_eager_one(world_size: int) -> None:
-    run_ranks(world_size, step_body)
+def test_an_engine_runs_and_captures_a_compiled_model(world_size: int) -> None:
+    run_ranks(world_size, engine_body)
 
 
 @torch.no_grad()
