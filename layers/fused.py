@@ -143,24 +143,29 @@ def sole_use(forward: Callable) -> tuple[str, set[str]] | None:
     """
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
-        name = function.args.args[1].arg
-    except (OSError, TypeError, SyntaxError, AttributeError, IndexError):
+        module, name = (argument.arg for argument in function.args.args[:2])
+    except (OSError, TypeError, SyntaxError, AttributeError, ValueError):
         return None
     parent_of = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
     children = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Name) and node.id == name:
             user = parent_of[node]
-            if isinstance(user, ast.Call) and user.args == [node] and not user.keywords and _is_child(user.func):
+            if (
+                isinstance(user, ast.Call)
+                and user.args == [node]
+                and not user.keywords
+                and _is_child(user.func, module)
+            ):
                 children.add(user.func.attr)
             elif not (isinstance(user, ast.Attribute) and _is_leading(user, parent_of[user])):
                 return None
     return name, children
 
 
-def _is_child(node: ast.AST) -> bool:
+def _is_child(node: ast.AST, module: str) -> bool:
     """`self.something`"""
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module
 
 
 def _is_leading(node: ast.Attribute, user: ast.AST) -> bool:

@@ -62,16 +62,17 @@ class ColumnParallelLinear(ShardedLinear):
         self.op = "matmul_all_gather" if gather_output else "all_gather_matmul" if sequence_parallel else LOCAL
 
     def forward(self, input: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
+        if self.op == LOCAL:  # torch takes any leading dimensions: nothing to reshape
+            self.check(input, self.in_features)
+            return F.linear(input, self.weight, self.bias)
         x = self.rows(input, self.in_features)
         if self.gather_output:
             out = self.product(x, x.shape[0], self.out_features)
         elif self.sequence_parallel:
             out = self.product(x, self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
             return out if input.dim() == 2 else out.unsqueeze(0)
-        elif self.weight_scale is not None:
-            out = fp8.product(x, self.weight, self.weight_scale, self.bias, self.op == FP8_LOCAL)
         else:
-            out = F.linear(x, self.weight, self.bias)
+            out = fp8.product(x, self.weight, self.weight_scale, self.bias, self.op == FP8_LOCAL)
         return out.view(*input.shape[:-1], out.shape[-1])
 
     @torch.no_grad()

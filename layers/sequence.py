@@ -23,6 +23,7 @@ from iris.errors import ShapeError, StyleError
 from iris_ops import library
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from .fused import Product, families_of, sole_use
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -45,7 +46,8 @@ class GatheringColumn(ColumnParallelLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() != 2:
-            return super().forward(input)
+            self.check(input, self.in_features)
+            return F.linear(input, self.weight, self.bias)
         x = self.rows(input, self.in_features)
         size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0])
         return library.product("all_gather_matmul", self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)

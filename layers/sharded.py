@@ -118,6 +118,11 @@ class ShardedLinear(nn.Module):
 
     def rows(self, x: torch.Tensor, features: int) -> torch.Tensor:
         """`x` as [rows, features], checked."""
+        self.check(x, features)
+        return x.reshape(x.shape[:-1].numel(), features)
+
+    def check(self, x: torch.Tensor, features: int) -> None:
+        """Raises unless `x` is [..., features] of the weight's dtype, where the weight is."""
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(f"input is a {type(x).__name__}: expected a tensor")
         if x.dim() < 1 or x.shape[-1] != features:
@@ -132,7 +137,6 @@ class ShardedLinear(nn.Module):
                 f"input has shape {tuple(x.shape)}: sequence parallel expects [tokens, {features}] or"
                 f" [1, tokens, {features}]; flatten a larger batch into tokens before it is split"
             )
-        return x.reshape(x.shape[:-1].numel(), features)
 
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
         """What `op` makes of `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
