@@ -11,8 +11,9 @@ import time
 import iris
 from iris import errors
 from iris.memory import channel
+from iris.memory.base import ALIGNMENT
 from iris.memory.offsets import Offsets
-from iris.memory.vmem import CHUNK
+from iris.memory.vmem import CHUNK, pages_of
 import pytest
 import torch
 
@@ -78,6 +79,45 @@ def test_offsets_never_overlap_and_come_back_whole():
             offsets.give(4999)
         offsets.cut(0)
         assert offsets.take(5000, 1) == 0 and offsets.take(1, 1) is None
+
+
+# --- what is below ---------------------------------------------------------------------------------------------------
+
+
+def _pages_one_by_one(ctx):
+    """Each call to the driver (on CPUs, the system) in turn, in one process: memory mapped at two addresses."""
+    pages, size = pages_of(ctx.device), 4 * MIB
+    base = pages.reserve(4 * size)
+    assert base % ALIGNMENT == 0 and ALIGNMENT % pages.granule == 0
+    memory = pages.create(size)
+    fd = pages.export(memory)
+    received = pages.receive(fd)
+    os.close(fd)
+    pages.map(base, size, memory)
+    pages.map(base + 2 * size, size, received)
+    pages.release(received)
+    pages.clear(base, size)
+    one, two = (pages.tensor(base + offset, size, None).view(torch.int32) for offset in (0, 2 * size))
+    assert one.device == ctx.device and one.data_ptr() == base and (two == 0).all()
+    one.copy_(torch.arange(size // 4))
+    assert torch.equal(two, one)
+    (extent,) = pages.extents(base + 100, base + size)
+    assert extent.address <= base + 100 and extent.address + extent.size == base + size
+    os.close(extent.fd)
+    pages.release(extent.memory)
+    pages.release(memory)
+    with pytest.raises((OSError, errors.IrisError)):
+        pages.extents(base, base + 2 * size)  # nothing is mapped behind the first
+    del one, two
+    pages.idle()
+    pages.unmap(base, size)
+    pages.unmap(base + 2 * size, size)
+    pages.unreserve(base, 4 * size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[-1:])
+def test_memory_is_reserved_made_passed_on_mapped_and_found_again(world_size):
+    run_ranks(world_size, _pages_one_by_one)
 
 
 # --- growing and shrinking -------------------------------------------------------------------------------------------
