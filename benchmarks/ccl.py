@@ -379,7 +379,7 @@ def sweep(case: Case, ours: Ours, row: dict) -> None:
         variants.insert(0, ("one_shot", "words"))
     configs = {"as planned": None}
     for variant, protocol in variants:
-        if (protocol == "words" and case.nbytes > 16 * MIB) or (variant == "one_shot" and case.nbytes > MIB):
+        if (protocol == "words" and case.nbytes > 64 * MIB) or (variant == "one_shot" and case.nbytes > MIB):
             continue
         for block in BLOCKS[protocol] if team.cuda else (2048,):
             for programs in PROGRAMS if team.cuda else (1,):

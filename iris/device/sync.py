@@ -318,10 +318,10 @@ def _poll_others(ctx, flags, step, expected, waiter: tl.constexpr):
             mark = mark_if(ctx, late & missing, own_mark)
             if mark == own_mark:
                 # one that is known to be gone before one that may only have given up; the first report counts
-                for i in range(2 * ctx.world_size):
-                    peer = (ctx.rank + i) % ctx.world_size
+                for turn in range(2 * ctx.world_size):
+                    peer = (ctx.rank + turn) % ctx.world_size
                     seen = tl.load(flags + peer * step, volatile=True)
-                    gone = (i >= ctx.world_size) | arch.peer_gone(ctx.pid(peer))
+                    gone = (turn >= ctx.world_size) | arch.peer_gone(ctx.pid(peer))
                     if gone & (seen != expected) & (peer != ctx.rank):
                         report(ctx, own_mark, waiter, expected, peer, seen)
             waiting = waiting and mark == 0
