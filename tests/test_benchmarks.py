@@ -201,6 +201,15 @@ def test_stress_on_two_cpu_ranks_sees_no_mismatch(tmp_path):
     assert report["calls"]["done"] == 60 and report["replays"]["done"] == 2 and not report["deviating"]
 
 
+def test_fp8_products_are_right_before_they_are_timed(tmp_path):
+    line = [sys.executable, "-m", "benchmarks.fp8", "--device", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "fp8_cpu_x1.json").read_text())["rows"]
+    assert row["us"].keys() == {"bf16", "fp8", "rounding", "converted"} and not row["failed"]
+    assert 0.01 < row["errors"]["converted"] < row["errors"]["fp8"]
+
+
 def test_pictures_show_every_contender_and_stay_the_same(tmp_path):
     measured = ROOT / "benchmarks" / "results" / "ops_h200_x4.json"
     written = plots.draw(measured, tmp_path / "one")
