@@ -37,6 +37,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contenders", default="ours,nccl,transformers", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; default: %(default)s")
     parser.add_argument("--torch-attention", action="store_true", help="torch's attention in steps too, for all")
+    parser.add_argument("--profile", action="store_true", help="prints what kernels take, in prompts and in steps")
     parser.add_argument("--quick", action="store_true", help="one round, one batch, one prompt length")
     args = parser.parse_args(argv)
     report.settle(args, argv, "llm")
@@ -165,7 +166,29 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
         result["tokens_per_s"] = best and 1e3 * batch / best
         if not same_everywhere(team, engine):
             result.update(status="WRONG", notes=[*result["notes"], "ranks made different tokens"])
+    if args.profile:
+        for contender, engine, _, _ in ready:
+            profile(team, contender, engine, prompts)
     return [results[ordered.index(contender)] for contender in found]
+
+
+def profile(team: Team, contender, engine, prompts: torch.Tensor, steps: int = 4) -> None:
+    """Prints rank 0's kernels by the time they take, of the prompts and of some steps."""
+    kinds = torch.profiler.ProfilerActivity
+    contender.prepare()
+    for title, work in (
+        ("prompts", lambda: engine.accept(engine.prefill(prompts))),
+        (f"{steps} steps", lambda: engine.decode(steps)),
+    ):
+        if title == "prompts":
+            engine.reset()
+        team.barrier()
+        with torch.profiler.profile(activities=[kinds.CUDA if team.cuda else kinds.CPU]) as taken:
+            work()
+            team.synchronize()
+        order = "self_device_time_total" if team.cuda else "self_cpu_time_total"
+        table = taken.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=70)
+        team.say(f"{contender.name}, {title} of {tuple(prompts.shape)}\n{table}")
 
 
 def check(engine, prompts: torch.Tensor, reference: dict | None) -> dict[str, torch.Tensor]:

@@ -49,7 +49,7 @@ class Slice(nn.Module):
                 f"input has shape {tuple(product.shape)}: expected [..., {self.width}], the merged product, which the"
                 " parent module's call prepares; call the parent, or its merged linear"
             )
-        return product[..., self.start : self.stop]
+        return product.narrow(-1, self.start, self.stop - self.start)
 
     @property
     def merged(self) -> ColumnParallelLinear:
