@@ -56,6 +56,9 @@ def parallelize(
         sequence.check(model, styles)
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
+    if weights and (sequence_parallel or not set(linears.values()) & (styles_of.COLUMN | styles_of.PACKED)):
+        why = "sequence_parallel" if sequence_parallel else f"{type(model).__name__}'s plan"
+        raise ArgumentError(f"weights is {weights!r}, but {why} leaves no colwise product without an exchange")
     heads = _split_heads(model, linears, ctx)
     by_head = [of for name, split in heads.items() for of in head_parameters(name, model, styles, split)]
     empty = any(parameter.is_meta for parameter in model.parameters())

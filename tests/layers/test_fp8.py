@@ -99,6 +99,10 @@ def model_body(ctx, folder: str, name: str) -> torch.Tensor:
     model = models.build(name)
     with pytest.raises(ArgumentError, match="weights is 'int4': expected None or 'fp8'"):
         parallelize(model, ctx, weights="int4")
+    with pytest.raises(ArgumentError, match="sequence_parallel leaves no colwise product without an exchange"):
+        parallelize(model, ctx, weights="fp8", sequence_parallel=True)
+    with pytest.raises(ArgumentError, match="Phi3ForCausalLM's plan leaves no colwise product"):
+        parallelize(models.build("fused"), ctx, weights="fp8")
     report = parallelize(model, ctx, weights="fp8")
     assert sum("converted from fp8" in row.op for row in report.rows) == 4  # float32: never multiplied in fp8
     model.save_pretrained(f"{folder}/{name}")

@@ -27,6 +27,7 @@ two_ranks = pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS, scope="
 # Uneven parts, copies of kv heads, idle ranks, ties, fused weights, norms and sinks by head.
 PLAIN = ["bias", "tied", "width130", "kv1", "two_heads", "fused"]
 BY_HEAD = ["cohere", "granite_swa", "gpt_neox"]
+OPTIONS = {"width130": {"sequence_parallel": 4}, "kv1": {"fuse": False}}
 DTYPES = {"bias": torch.bfloat16, "kv1": torch.float16}
 
 
@@ -42,9 +43,10 @@ def whole(name: str) -> nn.Module:
 def save_body(ctx, folder: str) -> None:
     for name in PLAIN + BY_HEAD:
         model = whole(name)
-        parallelize(model, ctx)
+        options = OPTIONS.get(name, {})
+        parallelize(model, ctx, **options)
         model.save_pretrained(f"{folder}/{name}", max_shard_size="20KB" if name in PLAIN else "5GB")
-        again = layers.from_pretrained(f"{folder}/{name}", ctx)
+        again = layers.from_pretrained(f"{folder}/{name}", ctx, **options)
         state = model.state_dict()
         assert state.keys() == again.state_dict().keys(), name
         for key, value in again.state_dict().items():
