@@ -161,10 +161,13 @@ class SharedBuffer:
     def reduce_scatter(self, inputs: Inputs) -> Call:
         row = inputs.row
         shared, out = self.partial(row.M, row.N), inputs.new(*inputs.out_shape)
+        by_columns = row.form == "cols"
+        source, target = (shared, out) if by_columns else (shared.view(-1), out.view(-1))
 
         def call(i: int) -> torch.Tensor:
             torch.matmul(inputs.A[i], inputs.B[i], out=shared)
-            return torch.ops.symm_mem.reduce_scatter_out(shared, _group(), row.form == "cols", out)
+            torch.ops.symm_mem.reduce_scatter_out(source, _group(), by_columns, target)
+            return out
 
         return call
 

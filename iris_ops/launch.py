@@ -18,7 +18,7 @@ from .few_rows import few_rows_kernel
 from .few_rows_gather import few_rows_gather_kernel
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
-from .plan import Machine, gemm_tiles, machine_named
+from .plan import Machine, gemm_tiles, machine_named, whole_tiles
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of, part_size
 
 if TYPE_CHECKING:
@@ -88,14 +88,10 @@ def _staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 def _parts(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many parts of tiles are staged within a rank, to be added up by the unit that has the tile's last part."""
+    if problem.op in (ALL_REDUCE, REDUCE_SCATTER):
+        return 0
     tiles = gemm_tiles(problem, config)
-    return (tiles - _rounded(tiles, config, programs)) * (config.splits - 1)
-
-
-def _rounded(tiles: int, config: FusedConfig, programs: int) -> int:
-    """The tiles that fill whole rounds of programs; the others are split."""
-    programs = max(1, min(tiles, config.num_programs or programs))
-    return tiles if config.splits == 1 else tiles // programs * programs
+    return (tiles - whole_tiles(tiles, config, programs)) * (config.splits - 1)
 
 
 def _exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
@@ -182,7 +178,7 @@ def _product(A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) 
 def _units(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig) -> tuple[int, dict]:
     """(number of units, the arguments that say how the last tiles are split; see `tiles.join_parts`)."""
     tiles, programs = gemm_tiles(problem, config), platform.num_programs(ctx.device)
-    rounded = _rounded(tiles, config, programs)
+    rounded = whole_tiles(tiles, config, programs)
     staged = _staged(problem, config)[1]
     nbytes = _parts(problem, config, programs) * config.block_m * config.block_n * 4
     args = dict(
@@ -213,9 +209,9 @@ def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig
 
 def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     rows, cols, by_cols = owned_part(problem, config.block_m, config.block_n)
-    units, split = _units(ctx, workspace, problem, config)
     args = dict(
         staging=workspace.staging.view(problem.dtype),
+        flags=workspace.flags,
         M=problem.M,
         N=problem.N,
         part_rows=rows,
@@ -223,10 +219,10 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         BY_COLS=by_cols,
         ALL_REDUCE=problem.op == ALL_REDUCE,
         **_product(A, B, bias, config, n_step=cols if by_cols else 0),
-        **split,
+        GROUP_M=config.group_m,
         **_common(ctx, workspace.sync, problem, config, out),
     )
-    return reduce_scatter_kernel, _grid(ctx.device, config, units), args
+    return reduce_scatter_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args
 
 
 def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:

@@ -17,7 +17,7 @@ from iris.device.tracing import PRODUCT, PUSH, SUM, tile_bytes
 import triton
 import triton.language as tl
 
-from .tiles import Matrix, add_bias, grouped, join_parts, multiply, packed, unit_tile
+from .tiles import Matrix, add_bias, grouped, multiply, packed
 
 
 @triton.jit
@@ -27,7 +27,6 @@ def reduce_scatter_kernel(
     bias,
     out,
     staging,
-    parts,
     flags,
     sync,
     words,
@@ -42,12 +41,10 @@ def reduce_scatter_kernel(
     stride_on,
     part_rows,
     part_cols,
-    rounded,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    SPLITS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     BY_COLS: tl.constexpr,
     ALL_REDUCE: tl.constexpr,
@@ -58,8 +55,7 @@ def reduce_scatter_kernel(
     WAITER: tl.constexpr,
     TRACING: tl.constexpr = False,
 ):
-    # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile], then those
-    # of `join_parts`
+    # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile]
     ctx = own_context(words, WORLD_SIZE, TRACING)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
@@ -74,10 +70,7 @@ def reduce_scatter_kernel(
     entered = False  # the peers are known to be in this call
     pending = -1  # the slot that was pushed last and not yet signalled
     pending_owner = 0
-    arrived = flags + WORLD_SIZE * owned  # of parts of tiles
-    units = rounded + (owned * WORLD_SIZE - rounded) * SPLITS
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        t, k, depth = unit_tile(unit, rounded, K, BLOCK_K, SPLITS)
+    for t in range(tl.program_id(0), owned * WORLD_SIZE, tl.num_programs(0)):
         owner = (ctx.rank + 1 + t // owned) % WORLD_SIZE  # the next rank first, this one last
         tile_m, tile_n = grouped(t % owned, num_m, num_n, GROUP_M)
         slot = tile_m * num_n + tile_n
@@ -92,19 +85,17 @@ def reduce_scatter_kernel(
             nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, dtype)
             span = ctx.tracing.record_event_start(PRODUCT, owner, out, tile_m, tile_n, nbytes=0)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            acc = multiply(A, B, row, col, k, k, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc = multiply(A, B, row, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
             ctx.tracing.record_event_end(span)
-            acc, whole, joined = join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS, WAITER)
-            ok = ok and joined
             if not entered:
-                ok = await_entered(ctx, sync, epoch, WAITER) and ok
+                ok = await_entered(ctx, sync, epoch, WAITER)
                 entered = True
             if pending >= 0:
                 if ok:
                     signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)
                 pending = -1
 
-            if whole & (owner != ctx.rank):
+            if owner != ctx.rank:
                 if ok:
                     span = ctx.tracing.record_event_start(PUSH, owner, staging, tile_m, tile_n, nbytes=nbytes)
                     target, mask = packed(staging, ctx.rank * owned + slot, rows - row, BLOCK_M, BLOCK_N)
@@ -112,7 +103,7 @@ def reduce_scatter_kernel(
                     ctx.tracing.record_event_end(span)
                 pending = slot
                 pending_owner = owner
-            elif whole:
+            else:
                 span = ctx.tracing.record_event_start(SUM, owner, out, tile_m, tile_n, nbytes=nbytes)
                 for i in tl.static_range(1, WORLD_SIZE):
                     source = (ctx.rank + i) % WORLD_SIZE

@@ -60,7 +60,7 @@ def machine_named(name: str, num_programs: int) -> Machine:
 # (block_m, block_n, block_k, warps, stages): share of the chip's rate that a full wave of such tiles reaches, bf16.
 _GPU_TILES = {
     (128, 256, 64, 8, 3): 1.0,
-    (128, 128, 64, 8, 4): 0.80,
+    (128, 128, 64, 8, 4): 0.86,
     (64, 256, 64, 8, 4): 0.72,
     (64, 128, 64, 4, 4): 0.60,
     (64, 64, 128, 4, 4): 0.40,
@@ -68,8 +68,15 @@ _GPU_TILES = {
     (16, 64, 128, 4, 5): 0.12,
     (16, 128, 128, 4, 4): 0.14,
 }
-# For all-reduces of few rows: enough weights under way for the memory's full rate; measured on H200s.
-_EXCHANGE_TILES = {(16, 64, 256, 4, 4): 0.25, (32, 64, 128, 4, 6): 0.32, (64, 64, 128, 8, 6): 0.53}
+# For few rows: enough weights under way for the memory's full rate; measured on H200s.
+_EXCHANGE_TILES = {
+    (16, 64, 256, 4, 4): 0.25,
+    (16, 64, 128, 4, 8): 0.25,
+    (32, 64, 128, 4, 6): 0.36,
+    (64, 64, 128, 8, 6): 0.58,
+    (128, 64, 128, 8, 4): 0.76,
+    (128, 128, 64, 8, 4): 0.92,
+}
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 _FP32_TILES = {(64, 128, 32, 8, 2): 1.0, (64, 64, 32, 4, 3): 0.9, (32, 64, 32, 4, 3): 0.7, (16, 64, 64, 4, 3): 0.4}
@@ -120,13 +127,32 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     else:
         tiles = list(_FP32_TILES if problem.dtype == torch.float32 else _GPU_TILES)
     few_rows = tiles if machine.name == INTERPRETER or problem.dtype == torch.float32 else list(_EXCHANGE_TILES)
-    shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ()
+    shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
     kinds = [*product(few_rows, shots), *((tile, "overlapped") for tile in tiles)]
     comm = 1 if machine.name == INTERPRETER else FusedConfig.comm_programs
-    return [
+    found = [
         FusedConfig(m, n, k, num_warps=w, num_stages=s, algorithm=algorithm, comm_programs=comm)
         for (m, n, k, w, s), algorithm in kinds
     ]
+    if problem.op == GATHER_MATMUL and problem.part_rows <= 128 and comm > 1:
+        found = [replace(config, comm_programs=2 * comm) for config in found]  # little to move, and soon needed
+    return [replace(config, splits=_splits(problem, config, machine)) for config in found]
+
+
+def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
+    """2 where the gathers' last tiles are better cut in two, so that fewer programs are without work.
+
+    Of a single round of tiles all are cut: while some units move data, others multiply. By measurement: more parts,
+    parts of larger tiles, and parts in reductions cost more to add up than they save.
+    """
+    gathers = problem.op == MATMUL_GATHER or problem.form == "rows" and problem.op == GATHER_MATMUL
+    if not gathers or config.algorithm != "overlapped" or machine.name == INTERPRETER:
+        return 1
+    if config.block_m * config.block_n > 1 << 14 or problem.gemm[2] < 16 * config.block_k:
+        return 1
+    if gemm_tiles(problem, config) <= _programs(config, machine):
+        return 2
+    return min((1, 2), key=lambda splits: _gemm_us(problem, replace(config, splits=splits), machine))
 
 
 def _powers(size: int) -> list[int]:
@@ -139,10 +165,8 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     m, n, _ = problem.gemm
     if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
         return "a block has more than half a million elements"
-    if (
-        config.algorithm != "overlapped"
-        and problem.M * max(problem.N, problem.K if problem.op == GATHER_MATMUL else 0) > 1 << 21
-    ):
+    largest = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
+    if config.algorithm != "overlapped" and largest > 1 << 22:
         return "nothing would hide the exchange of so large a result"
     return None
 
@@ -152,11 +176,12 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     gemm = _gemm_us(problem, config, machine)
     w, nbytes = problem.world_size, problem.link_bytes
     hops = 0 if w == 1 else 1
+    tile_bytes = config.block_m * config.block_n * problem.dtype.itemsize
     if config.algorithm != "overlapped":
         # each word's way: in one shot of an all-reduce everyone gets everything
         shots = 2 if config.algorithm == "two_shot" else 1
         nbytes *= w / 2 if problem.op == ALL_REDUCE and shots == 1 else 1
-        link = nbytes / (machine.link_gbs * 1e3)
+        link = nbytes / (machine.link_gbs * _WORDS * 1e3)
         # nothing hides behind the product of a single wave
         total = gemm + link + hops * shots * machine.exchange_us
         if problem.op == GATHER_MATMUL:
@@ -164,10 +189,11 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     elif config.stagger_us:
         link = nbytes / (machine.link_gbs * 1e3)
         tiles, programs = gemm_tiles(problem, config), _programs(config, machine)
-        waves = -(-tiles // programs)
-        # of the programs with most tiles the last starts latest, and each pushes without the others' company
-        late = config.stagger_us * (tiles - (waves - 1) * programs) / programs
-        push = waves * (w - 1) * config.block_m * config.block_n * problem.dtype.itemsize / (_PUSH_GBS * 1e3)
+        units = tiles + (tiles - whole_tiles(tiles, config, programs)) * (config.splits - 1)
+        waves = -(-units // programs)
+        # of the programs with most units the last starts latest, and each pushes without the others' company
+        late = config.stagger_us * (units % programs or programs) / programs
+        push = -(-tiles // programs) * (w - 1) * tile_bytes / (_PUSH_GBS * 1e3)
         total = max(gemm + late + push, link + gemm / waves) + hops * machine.hop_us
     elif problem.op == ALL_REDUCE:
         rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
@@ -175,20 +201,26 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         link = nbytes / (machine.link_gbs * 1e3) * min(rows * cols * w / max(1, problem.M * problem.N), w)
         # others' tiles are pushed while theirs and then our own are multiplied, the sums while our own are
         total = max(gemm * (w - 1) / w, link / 2) + max(gemm / w, link / 2)
-        total += min(link, _LAST_WAVE_US * (w - 1)) + _HOPS[problem.op] * hops * machine.hop_us
+        # at the end all programs push their sums, more or less at once
+        last = 0.7 * (w - 1) * machine.num_programs * tile_bytes / (machine.link_gbs * 1e3)
+        total += min(link, last) + _HOPS[problem.op] * hops * machine.hop_us
     else:
         link = nbytes / (machine.link_gbs * 1e3)
-        hops = _HOPS[problem.op] * hops
-        total = max(gemm, link) + _EXPOSED[problem.op] * min(gemm, link) + hops * machine.hop_us
+        hops *= _HOPS[problem.op] + (0.5 * (w - 2) if problem.op == REDUCE_SCATTER else 0)
+        # a single round of tiles that are pushed as they end hides nothing
+        single = problem.op == MATMUL_GATHER and gemm_tiles(problem, config) <= _programs(config, machine)
+        total = max(gemm, link) + (1 if single else _EXPOSED[problem.op]) * min(gemm, link) + hops * machine.hop_us
     return Prediction(gemm, link, total + machine.launch_us)
 
 
 # Hops that nothing hides: the entry, then what the last tiles wait for.
 _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
+# Of the link's rate, what words get that are polled, emptied and stored once more.
+_WORDS = 0.85
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
 _EXPOSED = {REDUCE_SCATTER: 0.4, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
-# How long the last tiles' sums are under way to each peer, when all programs push them at once.
-_LAST_WAVE_US = 20.0
+# What one program stores or loads of the parts of tiles, GB/s.
+_PARTS_GBS = 28.0
 # What one program stores to its peers, GB/s, while few others do.
 _PUSH_GBS = 43.0
 
@@ -204,10 +236,12 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
         return 0
     if problem.world_size == 1 or machine.name == INTERPRETER:
         return 0
-    if gemm_tiles(problem, config) <= programs:
+    tiles = gemm_tiles(problem, config)
+    if tiles * config.splits <= programs:
         return 0
     wave = (problem.world_size - 1) * programs * config.block_m * config.block_n * problem.dtype.itemsize
-    return int(min(1.35 * wave / (machine.link_gbs * 1e3), _tile_us(problem, config, machine)))
+    unit_us = _tile_us(problem, config, machine) / (config.splits if tiles <= programs else 1)
+    return int(min(1.35 * wave / (machine.link_gbs * 1e3), unit_us))
 
 
 def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
@@ -219,7 +253,14 @@ def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         elements = bm * bk + bk * bn
         return tiles * (4000.0 + steps * (1500.0 + elements * 0.02 + bm * bn * bk * 2e-5))
     programs = _programs(config, machine)
-    compute = -(-tiles // programs) * _tile_us(problem, config, machine)
+    tile_us = _tile_us(problem, config, machine)
+    whole = whole_tiles(tiles, config, programs)
+    compute = -(-whole // programs) * tile_us
+    if whole < tiles:
+        # each part of a tile is stored, and the last one loads the others
+        store_us = bm * bn * 4 / _PARTS_GBS / 1e3
+        units = -(-(tiles - whole) * config.splits // programs)
+        compute += units * (tile_us / config.splits + store_us) + (config.splits - 1) * store_us
     stream = (m * k + k * n) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
     few_rows = config.algorithm != "overlapped"
@@ -232,7 +273,8 @@ def _tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     """The product of one tile in one program."""
     fp32 = problem.dtype == torch.float32
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    shares = _FP32_TILES if fp32 else _GPU_TILES | _EXCHANGE_TILES
+    few_rows = config.algorithm != "overlapped"
+    shares = _FP32_TILES if fp32 else _EXCHANGE_TILES if few_rows else _GPU_TILES
     share = shares.get((bm, bn, bk, config.num_warps, config.num_stages), 0.3)
     rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
     return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5
@@ -251,6 +293,12 @@ def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
     if config.algorithm == "overlapped" and problem.op == GATHER_MATMUL and problem.form == "rows":
         return problem.world_size * _tiles(problem.part_rows, n, config.block_m, config.block_n)
     return _tiles(m, n, config.block_m, config.block_n)
+
+
+def whole_tiles(tiles: int, config: FusedConfig, programs: int) -> int:
+    """How many tiles are not split: those that fill whole rounds of programs. Of few rounds all are split."""
+    programs = config.num_programs or programs
+    return tiles if config.splits == 1 else tiles // programs * programs if tiles >= 2 * programs else 0
 
 
 def _tiles(rows: int, cols: int, block_m: int, block_n: int) -> int:

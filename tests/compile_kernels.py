@@ -115,9 +115,7 @@ def variants(target: GPUTarget):
     block = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64) if cuda else dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64)
     options = dict(num_warps=8, num_stages=3 if cuda else 2)
     strides = dict(stride_ak=1, stride_bk=1, stride_on=1)
-    common = dict(
-        GROUP_M=8, SPLITS=3, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True, WAITER=1, B_TRANSPOSED=True, **block, **strides
-    )
+    common = dict(GROUP_M=8, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True, WAITER=1, B_TRANSPOSED=True, **block, **strides)
     for tma in (True, False) if cuda else (False,):
         kind = "tma" if tma else "pointers"
         loads = dict(TMA_A=tma, TMA_B=tma)
@@ -125,14 +123,12 @@ def variants(target: GPUTarget):
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_{kind}"
             flags = dict(BY_COLS=False, ALL_REDUCE=all_reduce)
             yield name, reduce_scatter_kernel, options, {**common, **loads, **flags}
-        yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads}
+        yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads, "SPLITS": 2}
         for by_k in (False, True):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
-            flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, TMA_G=tma, **loads)
+            flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, SPLITS=1 if by_k else 2, TMA_G=tma, **loads)
             yield name, all_gather_matmul_kernel, options, {**common, **flags}
-    few = {name: value for name, value in common.items() if name not in ("GROUP_M", "SPLITS")} | dict(
-        BLOCK_N=64, TMA_B=cuda
-    )
+    few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
     for exchange, (m, k, warps, stages) in FEW_ROWS.items():
         constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}
         yield (

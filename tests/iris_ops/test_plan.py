@@ -164,7 +164,9 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
     for row in report["rows"]:
         op = CALLS[row["op"]]
         chosen = plan(
-            problem(op, "" if op == ALL_REDUCE else "rows", row["M"], row["N"], row["K"], report["world"]),
+            problem(
+                op, "" if op == ALL_REDUCE else row.get("form", "rows"), row["M"], row["N"], row["K"], report["world"]
+            ),
             machine_named(report["gpu"], 132),
         )
         ours = next(result for result in row["results"] if result["name"] == "ours")
