@@ -24,6 +24,7 @@ from iris_ops.few_rows import few_rows_kernel  # noqa: E402
 from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
+from layers.fp8 import round_rows_kernel  # noqa: E402
 from layers.step_attention import stretch_kernel, weigh_kernel  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -52,11 +53,12 @@ _INT32 = {"flags", "sync", "members", "sent", "arrived", "count"}
 _INT64 = {"words", "heap_bases", "sums", "times", "step", "results"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _POINTEES = {
+    ("round_rows_kernel", "out"): "fp8e4nv",
     ("words_kernel", "staging"): "i16",
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }
-_FLOAT32 = {"parts", "stretches", "weights"}
+_FLOAT32 = {"parts", "scales", "stretches", "weights"}
 
 TRACED = (
     "all_reduce_tma",
@@ -146,6 +148,8 @@ def variants(target: GPUTarget):
     )
     heads = dict(GROUPS=16, DIM=128, BLOCK=64)
     yield "step_stretch", stretch_kernel, dict(num_warps=4, num_stages=3), heads
+    if cuda:  # AMD's e4m3 is another one
+        yield "round_rows", round_rows_kernel, dict(num_warps=8), dict(BLOCK=4096)
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)

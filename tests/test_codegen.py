@@ -217,6 +217,8 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
         assert bool(kernel.count(r"cp\.async\.bulk\.tensor")) != kernel.name.endswith("pointers"), kernel.name
     step = compiled(target)["step_stretch"]
     assert step.count(r"mma.sync.*bf16") and step.count(r"ld.global.*v4.b32"), "attention of a step reads 16 bytes"
+    rounding = compiled(target)["round_rows"]
+    assert rounding.count(r"cvt\.rn\.satfinite\.e4m3x2") and rounding.count(r"ld\.global\.v4\.b32")
 
 
 @pytest.mark.parametrize("target", CUDA)
