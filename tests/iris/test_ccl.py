@@ -190,4 +190,31 @@ CASES = [
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_collectives(world_size: int) -> None:
-    run_ranks(world_size, check_cases, CASES[:: 1 if UNDER_TORCHRUN or world_size in (2, 4) else 3])
+    run_ranks(world_size, check_cases, CASES[:: 1 if UNDER_TORCHRUN or world_size == 4 else 3])
+
+
+def check_lanes(ctx: iris.Iris, programs: int) -> None:
+    """As if the chip had several multiprocessors: a grid whose programs wait only for their like can be interpreted."""
+    ctx.ccl._machine = replace(ctx.ccl._machine, num_programs=programs)
+    config = replace(FLAGS, block_size_m=16, block_size_n=64)
+    several = [Case("all_reduce", (46000,), config, torch.float32), Case("reduce_scatter", (12, 6000), config)]
+    for case in several:
+        call = Call(ctx, case)
+        plan = ctx.ccl.plan(case.op, call.out, call.inp, case.config)
+        assert plan.programs == programs and plan.chunk < plan_units(plan, case, ctx.num_ranks), "too few chunks"
+    check_cases(ctx, [*several, *[case for case in CASES if case.config and by_lanes(case.config)][::2]])
+
+
+def by_lanes(config: Config) -> bool:
+    return config.protocol == "flags" or config in OTHERS or config.all_reduce_num_rings
+
+
+def plan_units(plan, case: Case, world_size: int) -> int:
+    """Units of a lane."""
+    elements = torch.Size(case.shape).numel() // world_size
+    return elements // plan.block // plan.programs
+
+
+@pytest.mark.parametrize("world_size", [3] if not UNDER_TORCHRUN else [])
+def test_lanes(world_size: int) -> None:
+    run_ranks(world_size, check_lanes, 3)

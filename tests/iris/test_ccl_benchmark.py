@@ -13,7 +13,7 @@ from benchmarks import ccl_report
 from tests.harness import ROOT
 
 
-@pytest.mark.parametrize("options", [["--ops", "all_reduce,all_to_all"], ["--ops", "reduce_scatter", "--sweep"]])
+@pytest.mark.parametrize("options", [["--ops", "all_reduce,all_to_all"], ["--ops", "all_gather", "--sweep"]])
 def test_a_run_on_cpus(tmp_path: Path, options: list[str]) -> None:
     line = [sys.executable, "-m", "benchmarks.ccl", "--device", "cpu", "--ranks", "2", "--sizes", "2048", *options]
     done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200)
