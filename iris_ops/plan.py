@@ -13,6 +13,7 @@ from itertools import product
 
 import torch
 
+from . import tritonblas
 from .config import FusedConfig, Prediction
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 
@@ -93,6 +94,7 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
     reasons = [
         f"{problem.op} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype} on {machine.name}"
     ]
+    reasons += tritonblas.reasons(problem, machine.name)
     scored = []
     for candidate in _candidates(problem, machine):
         objection = _objection(problem, candidate)
@@ -125,8 +127,10 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if machine.name == INTERPRETER:
         tiles = [(m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm))]
     else:
-        tiles = list(_FP32_TILES if problem.dtype == torch.float32 else _GPU_TILES)
-    few_rows = tiles if machine.name == INTERPRETER or problem.dtype == torch.float32 else list(_EXCHANGE_TILES)
+        ours = _FP32_TILES if problem.dtype == torch.float32 else _GPU_TILES
+        tiles = tritonblas.tiles(problem, machine.name) or list(ours)
+    exchange = _FP32_TILES if problem.dtype == torch.float32 else _EXCHANGE_TILES
+    few_rows = tiles if machine.name == INTERPRETER else list(exchange)
     shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
     kinds = [*product(few_rows, shots), *((tile, "overlapped") for tile in tiles)]
     comm = 1 if machine.name == INTERPRETER else FusedConfig.comm_programs
@@ -275,7 +279,8 @@ def _tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     few_rows = config.algorithm != "overlapped"
     shares = _FP32_TILES if fp32 else _EXCHANGE_TILES if few_rows else _GPU_TILES
-    share = shares.get((bm, bn, bk, config.num_warps, config.num_stages), 0.3)
+    unknown = min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
+    share = shares.get((bm, bn, bk, config.num_warps, config.num_stages), unknown)
     rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
     return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5
 

@@ -21,21 +21,22 @@ _WARPS = 8
 Tile = tuple[int, int, int, int, int]
 
 
-def tiles(problem: Problem) -> list[Tile]:
-    """[(block_m, block_n, block_k, warps, stages)] by the selector; empty where there is none or it has none."""
-    tile, _ = _selected(problem)
+def tiles(problem: Problem, machine: str) -> list[Tile]:
+    """[(block_m, block_n, block_k, warps, stages)] if this device is a `machine`; empty where none is selected."""
+    tile, _ = _selected(problem, machine)
     return [tile] if tile else []
 
 
-def reasons(problem: Problem) -> list[str]:
+def reasons(problem: Problem, machine: str) -> list[str]:
     """Where the tile comes from, or why the selector that is installed did not give it, for `FusedConfig.explain`."""
-    _, reason = _selected(problem)
+    _, reason = _selected(problem, machine)
     return [reason] if reason else []
 
 
 @lru_cache(maxsize=4096)
-def _selected(problem: Problem) -> tuple[Tile | None, str]:
-    if torch.version.hip is None or not all(problem.gemm):
+def _selected(problem: Problem, machine: str) -> tuple[Tile | None, str]:
+    # what the selector knows of the device it asks the device itself, so it cannot plan for another one
+    if torch.version.hip is None or not all(problem.gemm) or machine != torch.cuda.get_device_name():
         return None, ""
     try:
         from tritonblas import OrigamiMatmulSelector

@@ -8,6 +8,7 @@ from pathlib import Path
 import sys
 
 from iris_ops import tritonblas
+from iris_ops.plan import _plan, machine_named, plan
 from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 import pytest
 import torch
@@ -40,6 +41,8 @@ class OrigamiMatmulSelector:
         return self._num_stages
 """
 
+AMD = "AMD Instinct MI300X"
+
 
 def problem(m: int = 2048, n: int = 8192, dtype: torch.dtype = torch.bfloat16, op: str = REDUCE_SCATTER) -> Problem:
     return Problem(op, "rows" if op == REDUCE_SCATTER else "", m, n, 7168, 4, dtype)
@@ -55,44 +58,68 @@ def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: AMD)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "tritonblas", raising=False)
-    tritonblas._selected.cache_clear()
+    forget()
     yield install
     sys.modules.pop("tritonblas", None)
+    forget()
+
+
+def forget() -> None:
+    """Choices are remembered; here the machine changes."""
     tritonblas._selected.cache_clear()
+    _plan.cache_clear()
 
 
 def test_the_selector_is_asked_for_the_product_and_gives_the_tile(amd) -> None:
     amd(SELECTOR)
-    assert tritonblas.tiles(problem()) == [(256, 128, 64, 8, 2)]
-    assert tritonblas.reasons(problem()) == ["tritonblas selects blocks 256x128x64, 2 stages"]
+    assert tritonblas.tiles(problem(), AMD) == [(256, 128, 64, 8, 2)]
+    assert tritonblas.reasons(problem(), AMD) == ["tritonblas selects blocks 256x128x64, 2 stages"]
     asked = sys.modules["tritonblas"].OrigamiMatmulSelector.last._asked
     assert asked == (2048, 8192, 7168, *[torch.bfloat16] * 3)
-    assert tritonblas.tiles(problem(m=64)) == [(16, 128, 64, 8, 2)]
+    assert tritonblas.tiles(problem(m=64), AMD) == [(16, 128, 64, 8, 2)]
+
+
+def test_a_plan_takes_the_tile_and_says_so(amd) -> None:
+    amd(SELECTOR)
+    here, asked = machine_named(AMD, 304), problem()
+    chosen = plan(asked, here)
+    tile = (chosen.block_m, chosen.block_n, chosen.block_k, chosen.num_warps, chosen.num_stages)
+    assert tile == (256, 128, 64, 8, 2) and chosen.algorithm == "overlapped"
+    assert "tritonblas selects blocks 256x128x64, 2 stages" in chosen.explain()
+    assert plan(problem(m=4, op=ALL_REDUCE), here).algorithm != "overlapped"  # few rows: our own kernels and tiles
+    elsewhere = plan(asked, machine_named("NVIDIA H200", 132))
+    assert "tritonblas" not in elsewhere.explain() and elsewhere.num_stages != 2
+    fp32 = plan(problem(dtype=torch.float32), here)
+    assert "No Valid Matrix Instruction" in fp32.explain() and (fp32.block_m, fp32.block_n) != (256, 128)
 
 
 def test_what_the_selector_cannot_serve_is_said(amd) -> None:
     amd(SELECTOR)
-    assert not tritonblas.tiles(problem(dtype=torch.float32)) and not tritonblas.tiles(problem(n=72))
-    assert "No Valid Matrix Instruction" in tritonblas.reasons(problem(dtype=torch.float32))[0]
-    assert "expected powers of two" in tritonblas.reasons(problem(n=72))[0]
-    assert not tritonblas.tiles(problem(m=0)) and not tritonblas.reasons(problem(m=0))
+    assert not tritonblas.tiles(problem(dtype=torch.float32), AMD) and not tritonblas.tiles(problem(n=72), AMD)
+    assert "No Valid Matrix Instruction" in tritonblas.reasons(problem(dtype=torch.float32), AMD)[0]
+    assert "expected powers of two" in tritonblas.reasons(problem(n=72), AMD)[0]
+    assert not tritonblas.tiles(problem(m=0), AMD) and not tritonblas.reasons(problem(m=0), AMD)
 
 
 def test_a_package_that_does_not_import_is_said(amd) -> None:
     amd("import a_compiled_model_that_is_missing")
-    assert not tritonblas.tiles(problem())
-    assert "cannot be imported (No module named 'a_compiled_model_that_is_missing')" in tritonblas.reasons(problem())[0]
+    assert not tritonblas.tiles(problem(), AMD)
+    assert (
+        "cannot be imported (No module named 'a_compiled_model_that_is_missing')"
+        in tritonblas.reasons(problem(), AMD)[0]
+    )
 
 
 def test_without_the_package_or_without_amd_our_model_decides(amd, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("tritonblas") is None:
-        assert not tritonblas.tiles(problem()) and not tritonblas.reasons(problem())
+        assert not tritonblas.tiles(problem(), AMD) and not tritonblas.reasons(problem(), AMD)
     amd(SELECTOR)
     monkeypatch.setattr(torch.version, "hip", None)
-    tritonblas._selected.cache_clear()
-    assert not tritonblas.tiles(problem()) and not tritonblas.reasons(problem())
+    forget()
+    assert not tritonblas.tiles(problem(), AMD) and not tritonblas.reasons(problem(), AMD)
 
 
 @pytest.mark.skipif(torch.version.hip is None, reason="tritonblas is for AMD")
@@ -103,4 +130,4 @@ def test_the_installed_selector_has_the_names_that_are_used() -> None:
     assert all(
         isinstance(getattr(selector, name), property) for name in ("block_m", "block_n", "block_k", "num_stages")
     )
-    assert tritonblas.tiles(problem(op=ALL_REDUCE))
+    assert tritonblas.tiles(problem(op=ALL_REDUCE), torch.cuda.get_device_name())
