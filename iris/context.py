@@ -133,7 +133,7 @@ class Iris(tensors.TensorMethods):
             if platform.is_capturing(self.device):
                 raise CaptureError("call device_barrier() for this group once before capturing it")
             self._barrier_members[members] = torch.tensor(members, dtype=torch.int32, device=self.device)
-        self._join()
+        self._side.join()
         sent, arrived = self._barrier_counts
         table = self._barrier_members[members]
         sync.device_barrier_kernel[(1,)](
@@ -211,12 +211,6 @@ class Iris(tensors.TensorMethods):
         if self._tracing is None:
             self._tracing = Tracing(self)
         return self._tracing
-
-    def _join(self) -> None:
-        """Makes the current stream wait for calls with `async_op=True`."""
-        self._side.join()
-        if self._ops is not None:
-            self._ops.join()
 
     def check(self) -> None:
         """Raises `ClosedError` after `close()`, `PeerLostError` once a wait in a kernel has failed. No device sync."""

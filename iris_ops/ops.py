@@ -6,7 +6,6 @@ host synchronisation, and no allocation after the first call of a problem.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,8 +65,6 @@ class Ops:
         self._prepared: dict[tuple, _Prepared] = {}
         self._kernels: dict[tuple, object] = {}
         self._repeats: dict[tuple, tuple] = {}
-        self._side: torch.cuda.Stream | None = None
-        self._pending: torch.cuda.Event | None = None
 
     def matmul_all_reduce(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`."""
@@ -101,14 +98,8 @@ class Ops:
         self._repeats.clear()
 
     def join(self) -> None:
-        """Makes the current stream wait for calls with `async_op=True`: two of our kernels never run side by side.
-
-        Each fills the chip while it waits for its peers, so two that ranks start in different order would deadlock.
-        """
-        if self._pending is not None:
-            torch.cuda.current_stream(self._ctx.device).wait_event(self._pending)
-            if not platform.is_capturing(self._ctx.device):
-                self._pending = None
+        """Makes the current stream wait for calls with `async_op=True`."""
+        self._ctx._side.join()
 
     def _plan(self, problem: Problem) -> FusedConfig:
         return plan(problem, launch.machine(self._ctx.device))
@@ -162,7 +153,7 @@ class Ops:
                 self._repeats[key] = again, None if direct else target, workspace
 
         if async_op and ctx.device.type == "cuda":
-            self._on_side_stream(go, workspace)
+            workspace._done = ctx._side.run(go)
         else:
             self.join()
             go()
@@ -189,13 +180,3 @@ class Ops:
         return _Prepared(
             problem, chosen, *launch.workspace_size(problem, chosen, platform.num_programs(self._ctx.device))
         )
-
-    def _on_side_stream(self, go: Callable[[], None], workspace: Workspace) -> None:
-        device = self._ctx.device
-        if self._side is None:
-            self._side = torch.cuda.Stream(device)
-        self._side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._side):
-            go()
-            self._pending = workspace._done = torch.cuda.Event()
-            self._pending.record(self._side)

@@ -113,7 +113,7 @@ class Collectives:
         key = None if async_op else self._key(op, out, inp, reduce_op, group, config, workspace)
         if key in self._repeats:
             again, target, known = self._repeats[key]
-            ctx._join()
+            ctx._side.join()
             if again():
                 if target is not None:
                     out.copy_(target)
@@ -150,7 +150,7 @@ class Collectives:
         if async_op and ctx.device.type == "cuda":
             workspace._done = ctx._side.run(go)
         else:
-            ctx._join()
+            ctx._side.join()
             go()
         ctx.check()
         return workspace
