@@ -42,6 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
     parser.add_argument("--rows", help='sizes M,N,K, as "8192,8192,7168;512,8192,2048"')
+    parser.add_argument("--store-warp", action="store_true", help="also the variant with a store warp; Hopper only")
     parser.add_argument("--quick", action="store_true", help="two shapes, a third of the time each")
     parser.set_defaults(time_limit=50)
     args = parser.parse_args(argv)
@@ -57,8 +58,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 class Inputs:
     """A and this rank's weight, and the whole product in float32."""
 
-    def __init__(self, team: Team, ctx: iris.Iris, M: int, N: int, K: int, dtype: torch.dtype) -> None:
-        self.team, self.ctx = team, ctx
+    def __init__(
+        self,
+        team: Team,
+        ctx: iris.Iris,
+        M: int,
+        N: int,
+        K: int,
+        dtype: torch.dtype,
+        variants: tuple[str, ...] = VARIANTS,
+    ) -> None:
+        self.team, self.ctx, self.variants = team, ctx, variants
         generator = torch.Generator(team.device).manual_seed(M + N + K)  # all ranks draw all, alike
         self.A = torch.randn(M, K, device=team.device, generator=generator).to(dtype)
         weights = torch.randn(N, K, device=team.device, generator=generator).to(dtype)
@@ -72,7 +82,7 @@ class Inputs:
     def contenders(self) -> list[Contender]:
         A, weight, case, world = self.A, self.weight, self.case, self.team.world
         found = []
-        for name in VARIANTS:
+        for name in self.variants:
             variant = importlib.import_module(f"examples.all_scatter.{name}").all_scatter
             found.append(Contender(name, "variant", _returning(lambda i, run=variant: run(case), case.out), case.out))
         out = self.ctx.empty(*case.out.shape, dtype=A.dtype)
@@ -126,12 +136,13 @@ def run(team: Team, args: argparse.Namespace) -> None:
     begin = time.monotonic()
     ctx = iris.iris(int(args.heap_gib * 2**30))
     dtype = getattr(torch, args.dtype) if team.cuda else torch.float32
+    variants = VARIANTS + (("fused_store_warp",) if args.store_warp else ())
     measured = {**report.describe_run(team, args), "link_gb_s": LINK_GB_S, "rows": [], "left_out": []}
     for shape in args.shapes:
         if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
             measured["left_out"].append(",".join(map(str, shape)))
             continue
-        row, reason = team.attempt(lambda shape=shape: Inputs(team, ctx, *shape, dtype))
+        row, reason = team.attempt(lambda shape=shape: Inputs(team, ctx, *shape, dtype, variants))
         if reason:
             raise RuntimeError(f"{shape}: no inputs: {reason}")
         measured["rows"].append(run_row(team, row, shape, args))

@@ -33,6 +33,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from benchmarks.rma_kernels import block_words, move_kernel  # noqa: E402
+from examples.all_scatter import fused_store_warp  # noqa: E402
 from tests import gluon_kernels, rma_kernels  # noqa: E402
 
 TARGETS = {
@@ -204,10 +205,30 @@ def collectives():
         yield name, kernel, dict(num_warps=8), {key: known[key] for key in kernel.arg_names if key in known}
 
 
+def compile_store_warp(target: GPUTarget):
+    """The example whose warps do different work; its operands are Gluon's descriptors."""
+    kernel, m, n, k = fused_store_warp.store_warp_kernel, 128, 256, 64
+    shared = {rows: gl.NVMMASharedLayout.get_default_for([rows, k], gl.bfloat16) for rows in (m, n)}
+    types = {"a": f"tensordesc<bf16[{m},{k}],{shared[m]!r}>", "b": f"tensordesc<bf16[{n},{k}],{shared[n]!r}>"}
+    types |= {"out": "*bf16", "sync_words": "*i32", "words": "*i64"}
+    constants = fused_store_warp.constants(WORLD_SIZE, 8)
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    whole = [(i,) for i, name in enumerate(kernel.arg_names) if name not in ("a", "b", *constants)]
+    attrs = {place: [["tt.divisibility", 16]] for place in whole}
+    triton.runtime.driver.set_active(_Driver(target))
+    source = GluonASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=target, options=dict(num_warps=fused_store_warp.WARPS))
+
+
 def main(target_name: str, folder: str) -> None:
     target = TARGETS[target_name]
-    for name, kernel, options, constants in [*variants(target), *traced(target)]:
-        compiled = compile_kernel(kernel, target, options, **constants)
+    found = [
+        (name, compile_kernel(kernel, target, options, **constants))
+        for name, kernel, options, constants in [*variants(target), *traced(target)]
+    ]
+    if target.arch == 90:
+        found.append(("example_store_warp", compile_store_warp(target)))
+    for name, compiled in found:
         kind = "ptx" if target.backend == "cuda" else "amdgcn"
         Path(folder, f"{name}.{kind}").write_text(compiled.asm[kind])
         Path(folder, f"{name}.shared").write_text(str(compiled.metadata.shared))

@@ -209,6 +209,19 @@ def test_ptx_of_benchmarks_moves_16_bytes_at_a_time(compiled, target: str) -> No
         assert kernels[name].count(r"cp\.async\.cg\.shared\.global .*0x10") >= ahead, name
 
 
+def test_ptx_of_a_store_warp(compiled) -> None:
+    """Warps that multiply and warps that store: loads by TMA, 16-byte stores to every rank, barriers in between."""
+    kernel = compiled("sm_90")["example_store_warp"]
+    assert (
+        kernel.count(r"setmaxnreg\.inc") >= 2 and kernel.count(r"wgmma\.mma_async") and kernel.count(r"cp\.async\.bulk")
+    )
+    assert kernel.count(r"\bst\.global\.v4\.b32") == WORLD_SIZE * 4 * 8  # ranks, parts of a tile, 16 bytes of a thread
+    # the other warpgroup, too, has read the operands that the next loads overwrite
+    loop = [line for line in kernel.lines if re.search(r"wgmma\.wait_group|bar\.sync|expect_tx", line)]
+    waits = [index for index, line in enumerate(loop) if re.search(r"wait_group\S*\s+1;", line)]
+    assert waits and all("bar.sync" in loop[index + 1] for index in waits), loop
+
+
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     product = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "sm_100": r"tcgen05\.mma\S*kind::f16"}[target]

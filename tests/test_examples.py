@@ -54,7 +54,13 @@ def test_example_runs_in_ranks_that_are_there(name: str) -> None:
 
 def test_every_scatter_is_tested() -> None:
     found = {p.stem for p in (ROOT / "examples" / "all_scatter").glob("[a-z]*.py")}
-    assert found - {"common"} == set(SCATTERS)
+    assert found - {"common", "fused_store_warp"} == set(SCATTERS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what it says without a GPU")
+def test_store_warp_says_what_it_needs(capsys: pytest.CaptureFixture) -> None:
+    importlib.import_module("examples.all_scatter.fused_store_warp").main()
+    assert "need a Hopper GPU" in capsys.readouterr().out
 
 
 def test_example_runs_under_torchrun() -> None:

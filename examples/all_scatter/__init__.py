@@ -7,4 +7,5 @@ Every rank holds all of A and a column block of B, and all want the whole produc
     producer_consumer   the same two kernels at once on two streams; a flag a tile
     fused_sequential    one kernel; a program pushes each tile as it has it
     fused_specialized   one kernel; some programs multiply, some only move tiles
+    fused_store_warp    one kernel; in each program some warps multiply, some only store and push (Gluon, Hopper)
 """

@@ -51,6 +51,7 @@ class Case:
         self.sync = ctx.zeros(sync.sync_words(ctx.num_ranks), dtype=torch.int32)
         self.flags = ctx.zeros(self.tiles, dtype=torch.int32)  # the epoch in which this rank had each tile
         self.programs = ctx.get_cu_count()
+        self.second_stream = torch.cuda.Stream(ctx.device) if ctx.device.type == "cuda" else None
         ctx.barrier()
 
     def args(self) -> dict:

@@ -6,8 +6,6 @@ On CPUs, where there are no streams, the consumer runs after the producer.
     python -m examples.all_scatter.producer_consumer
 """
 
-import functools
-
 import iris
 from iris.device import sync
 import torch
@@ -48,11 +46,6 @@ def consumer_kernel(
     sync.leave(ctx, sync_words, epoch, ok, USER, TOGETHER=True)
 
 
-@functools.cache
-def second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 def all_scatter(case: Case) -> None:
     consumers = case.grid(case.blocks.movers)
     producers = case.grid(max(1, case.programs - consumers[0]))
@@ -60,7 +53,7 @@ def all_scatter(case: Case) -> None:
         producer_kernel[producers](**case.args())
         consumer_kernel[consumers](**case.args())
         return
-    first, second = torch.cuda.current_stream(), second_stream(case.ctx.device)
+    first, second = torch.cuda.current_stream(), case.second_stream
     second.wait_stream(first)
     producer_kernel[producers](**case.args())  # first, so that it is right too where the two end up in one queue
     with torch.cuda.stream(second):
