@@ -53,7 +53,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.contenders = args.contenders.split(",")
     if unknown := set(args.contenders) - set(engines.NAMES):
         parser.error(f"--contenders {','.join(sorted(unknown))}: expected some of {','.join(engines.NAMES)}")
-    shape = args.model.rstrip("/").rpartition("/")[2] + (f"-{args.layers}layers" if args.layers else "")
+    args.title = args.model.rstrip("/").rpartition("/")[2]
+    args.command = args.command.replace(args.model, args.title)  # no folders of this machine
+    shape = args.title + (f"-{args.layers}layers" if args.layers else "")
     args.benchmark = f"llm_{shape}"
     return args
 
@@ -77,11 +79,11 @@ def run(team: Team, args: argparse.Namespace) -> None:
     config = model.config
     team.synchronize()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    say(f"{args.model}, {config.num_hidden_layers} layers: {weights / 2**30:.2f} GiB of weights on each rank")
+    say(f"{args.title}, {config.num_hidden_layers} layers: {weights / 2**30:.2f} GiB of weights on each rank")
     found, failed = engines.contenders(team, ctx, model, args.contenders)
     measured = {
         **report.describe_run(team, args),
-        "model": args.model,
+        "model": args.title,
         "layers": config.num_hidden_layers,
         "shortened": bool(args.layers),
         "output": args.output,

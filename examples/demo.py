@@ -33,6 +33,7 @@ class Task:
     tokens: int
     dtype: torch.dtype
     started: float
+    engine: bool = False  # generate by `layers.Engine`, not by transformers' generate()
 
     def inputs(self, tokenizer, device):
         """Token ids and attention mask of the prompt in the model's chat format."""
@@ -87,14 +88,21 @@ def rank_main(task: Task, results: Path) -> None:
             model.generate(**inputs, max_new_tokens=2, do_sample=False)  # compiles the kernels
         if first:
             print(tokenizer.decode(inputs["input_ids"][0]), end="", flush=True)
+        if task.engine:
+            engine = layers.Engine(model, ctx, max_length=inputs["input_ids"].shape[1] + task.tokens)
+            if engine.graphs:
+                engine.generate(inputs["input_ids"], min(3, task.tokens))  # captures its step
         streamer = TextStreamer(tokenizer, skip_prompt=True) if first else None
         ctx.barrier()
         start = time.perf_counter()
-        output = model.generate(**inputs, max_new_tokens=task.tokens, do_sample=False, streamer=streamer)
+        if task.engine:
+            new = engine.generate(inputs["input_ids"], task.tokens, stop=model.generation_config.eos_token_id)[0]
+        else:
+            output = model.generate(**inputs, max_new_tokens=task.tokens, do_sample=False, streamer=streamer)
+            new = output[0, inputs["input_ids"].shape[1] :].tolist()
         seconds = time.perf_counter() - start
-        new = output[0, inputs["input_ids"].shape[1] :].tolist()
         if first:
-            print()
+            print(tokenizer.decode(new) if task.engine else "")
             say(task.started, f"{len(new)} tokens in {seconds:.1f} s: {len(new) / seconds:.2f} tokens/s")
         (results / f"{ctx.cur_rank}.json").write_text(json.dumps(new))
 
@@ -124,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16" if on_gpu else "float32"
     )
+    parser.add_argument("--engine", action="store_true", help="generate by layers.Engine, on GPUs from a CUDA graph")
     args = parser.parse_args(argv)
     try:
         _launch.check_ranks(args.ranks)
@@ -137,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
 
     started = time.time()
     say(started, "preparing SmolLM2-135M-Instruct (the first time, it is converted from GGUF to safetensors)")
-    task = Task(_smollm2.checkpoint(), args.prompt, args.tokens, getattr(torch, args.dtype), started)
+    task = Task(_smollm2.checkpoint(), args.prompt, args.tokens, getattr(torch, args.dtype), started, args.engine)
     say(started, f"generating with the unsplit model in {args.dtype}")
     expected = reference(task)
     say(started, f"starting {args.ranks} ranks on {'GPUs' if on_gpu else 'CPUs, with the Triton interpreter'}")

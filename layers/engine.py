@@ -75,7 +75,7 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
-        stop: int | Iterable[int] = (),
+        stop: int | Iterable[int] | None = None,
     ) -> list[list[int]]:
         """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
 
@@ -88,7 +88,7 @@ class Engine:
                 f"temperature, top_p are {temperature}, {top_p}: expected 0 or more, and 0 < top_p <= 1"
             )
         rows, mask = self._padded(prompts, max_new_tokens)
-        ends = {stop} if isinstance(stop, int) else set(stop)
+        ends = {stop} if isinstance(stop, int) else set(stop or ())
         self._greedy = temperature == 0
         if not self._greedy:
             self.temperature.fill_(temperature)
