@@ -1,7 +1,7 @@
 """A ring inside one kernel: a vector travels from rank to rank, each adds its own, and then the sum travels once more.
 
-Every step has a slot and a flag of its own, so nothing is overwritten while it may still be read; flags carry the
-number of the call, so nothing is reset between calls.
+Every step has a slot and a flag of its own, so nothing is overwritten while it may still be read. Flags carry the
+number of the call, which the kernel itself counts: nothing is reset, and a captured call can be replayed.
 
     python -m examples.ring
 """
@@ -16,9 +16,12 @@ from examples import _launch
 
 
 @triton.jit
-def ring_kernel(words, x, slots, flags, n, call, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """slots [2 * world, n]; flags int32 [2 * world]. The last slot that is filled holds the sum of all ranks' x [n]."""
+def ring_kernel(words, x, slots, flags, calls, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """slots [2 * world, n]; flags int32 [2 * world]; calls int32, so far. Leaves the sum of all ranks' x [n] in slot
+    world + rank.
+    """
     ctx = iris.DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    call = tl.load(calls) + 1
     following = (ctx.rank + 1) % WORLD_SIZE
     previous = (ctx.rank + WORLD_SIZE - 1) % WORLD_SIZE
     offsets = tl.arange(0, BLOCK)
@@ -38,17 +41,19 @@ def ring_kernel(words, x, slots, flags, n, call, WORLD_SIZE: tl.constexpr, BLOCK
         if ok and step + 1 < 2 * WORLD_SIZE:
             ctx.store(slots + (step + 1) * n + offsets, total, following, mask=mask)
             sync.signal(ctx, flags + step + 1, call, following)
+    tl.store(calls, call)
 
 
-def rank_main(n: int = 1000, calls: int = 3) -> None:
+def rank_main(n: int = 1000, repeats: int = 3) -> None:
     with iris.iris(heap_size=1 << 24) as ctx:
         world = ctx.num_ranks
         slots = ctx.zeros(2 * world, n)
         flags = ctx.zeros(2 * world, dtype=torch.int32)
-        for call in range(1, calls + 1):
+        calls = torch.zeros(1, dtype=torch.int32, device=ctx.device)
+        for call in range(1, repeats + 1):
             x = torch.full((n,), float(call * (ctx.cur_rank + 1)), device=ctx.device)
             ctx.barrier()  # nobody still reads the sum of the call before
-            ring_kernel[(1,)](ctx.get_device_context(), x, slots, flags, n, call, WORLD_SIZE=world, BLOCK=1024)
+            ring_kernel[(1,)](ctx.get_device_context(), x, slots, flags, calls, n, WORLD_SIZE=world, BLOCK=1024)
             ctx.barrier()
             total = slots[world + ctx.cur_rank]
             assert total.eq(call * world * (world + 1) / 2).all(), total
