@@ -32,7 +32,7 @@ def greedy_body(ctx, name: str) -> list:
 
 
 @on(3)
-@pytest.mark.parametrize("name", ["kv2", "tied", "gathered_qkv", "sliding"])
+@pytest.mark.parametrize("name", ["kv2", "sliding"])
 def test_greedy_tokens_are_those_of_the_unsplit_model(world_size: int, name: str) -> None:
     whole, padded = (models.generate(models.build(name), padded=padded)[:, 7:].tolist() for padded in (False, True))
     for plain, shorter, again, stopped in run_ranks(world_size, greedy_body, name):
@@ -59,7 +59,7 @@ def sampled_body(ctx) -> list:
     return [engine.generate(models.prompt(), 6, **each) for each in options]
 
 
-@on(2)
+@on(3)
 def test_samples_agree_follow_rank_0s_seed_and_top_p(world_size: int) -> None:
     results = run_ranks(world_size, sampled_body)
     assert all(result == results[0] for result in results)
@@ -80,7 +80,7 @@ def distribution_body(ctx) -> torch.Tensor:
     return torch.bincount(engine._choose(logits.expand(4000, 4)).flatten(), minlength=4)
 
 
-@on(1)
+@on(3)
 def test_samples_follow_the_probabilities(world_size: int) -> None:
     # softmax([2.5, 2, 1.5, -0.5]) is [.493, .299, .181, .025]: the first three begin below 0.8
     expected = 4000 * torch.tensor([0.5065, 0.3072, 0.1863, 0.0])
@@ -110,6 +110,6 @@ def refused_body(ctx) -> None:
     assert len(engine.generate([[1]], 7)[0]) == 7
 
 
-@on(1)
+@on(3)
 def test_bad_arguments(world_size: int) -> None:
     run_ranks(world_size, refused_body)
