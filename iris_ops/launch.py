@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from iris import platform
+from iris import platform, repeat
 from iris.device.sync import WAITERS
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import repeat
 from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
@@ -351,31 +350,10 @@ _OVERLAPPED = {
 def launch(
     kernels: dict, ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, *tensors
 ) -> Callable[[], bool] | None:
-    """Launches the kernel of `problem` on `tensors` (out, A, B, bias) in the current stream.
-
-    `kernels` keeps what was compiled, by all that Triton specialises a kernel on, so that later calls skip Triton's
-    own look-up, which costs several times the launch itself. Returns a function that launches the same once more at a
-    tenth of the host's time, or None where there is none.
-    """
-    prepare = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
-    kernel, grid, args = prepare(ctx, workspace, problem, config, *tensors)
+    """Launches the kernel of `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`."""
+    arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
+    kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
-    key = (kernel, problem.dtype, config.num_warps, config.num_stages, *map(_specialization, args.values()))
-    known = kernels.get(key)
-    if known is None:
-        compiled = kernel[grid](**args, num_warps=config.num_warps, num_stages=config.num_stages)
-        if compiled is None:  # the interpreter compiles nothing
-            return None
-        known = kernels[key] = compiled, kernel.arg_names
-    else:
-        compiled, names = known
-        compiled[grid](*[args[name] for name in names])
-    compiled, names = known
-    return repeat.prepare(compiled, grid, [args[name] for name in names], ctx.device)
-
-
-def _specialization(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr() % _TMA_ALIGNMENT == 0
-    return "descriptor" if isinstance(value, TensorDescriptor) else value
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    return repeat.launch(kernels, ctx.device, kernel, grid, args, **options)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from iris import platform
+from iris import platform, repeat
 from iris.errors import ArgumentError
 import torch
 
-from . import launch, repeat
+from . import launch
 from .config import FusedConfig
 from .plan import plan
 from .problem import (
