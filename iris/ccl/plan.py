@@ -23,7 +23,7 @@ class Machine:
     """Programs that run at once."""
     link_gbs: float = 363.0
     """Stores to all peers together, each way."""
-    words_gbs: float = 250.0
+    words_gbs: float = 310.0
     """The same for words that are polled, read and emptied again."""
     launch_us: float = 3.2
     hop_us: float = 1.6
