@@ -17,7 +17,7 @@ from .few_rows import few_rows_kernel
 from .few_rows_gather import few_rows_gather_kernel
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
-from .plan import Machine, gemm_tiles, machine_named, whole_tiles
+from .plan import Machine, cut_tiles, gemm_tiles, machine_named
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of, part_size
 
 if TYPE_CHECKING:
@@ -87,10 +87,7 @@ def _staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 def _parts(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many parts of tiles are staged within a rank, to be added up by the unit that has the tile's last part."""
-    if problem.op in (ALL_REDUCE, REDUCE_SCATTER):
-        return 0
-    tiles = gemm_tiles(problem, config)
-    return (tiles - whole_tiles(tiles, config, programs)) * (config.splits - 1)
+    return cut_tiles(problem, config, programs) * (config.splits - 1)
 
 
 def _exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
@@ -177,17 +174,17 @@ def _product(A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) 
 def _units(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig) -> tuple[int, dict]:
     """(number of units, the arguments that say how the last tiles are split; see `tiles.join_parts`)."""
     tiles, programs = gemm_tiles(problem, config), platform.num_programs(ctx.device)
-    rounded = whole_tiles(tiles, config, programs)
+    cut = cut_tiles(problem, config, programs)
     staged = _staged(problem, config)[1]
     nbytes = _parts(problem, config, programs) * config.block_m * config.block_n * 4
     args = dict(
         parts=workspace.staging[staged : staged + nbytes].view(torch.float32),
         flags=workspace.flags,
-        rounded=rounded,
-        SPLITS=config.splits,
+        rounded=tiles - cut,
+        SPLITS=config.splits if cut else 1,
         GROUP_M=config.group_m,
     )
-    return rounded + (tiles - rounded) * config.splits, args
+    return tiles + cut * (config.splits - 1), args
 
 
 def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
@@ -260,7 +257,7 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
     # pieces: about as many as programs, so that all move data at once
     across = triton.cdiv(cols, _PIECE_K)
     programs = config.num_programs or platform.num_programs(ctx.device)
-    piece_m = min(32, triton.next_power_of_2(triton.cdiv(rows * across, programs)))
+    piece_m = min(32, triton.next_power_of_2(max(1, triton.cdiv(rows * across, programs))))
     pieces = triton.cdiv(rows, piece_m) * across
     args = dict(
         a=A,

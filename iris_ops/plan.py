@@ -149,8 +149,9 @@ def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     Of a single round of tiles all are cut: while some units move data, others multiply. By measurement: more parts,
     parts of larger tiles, and parts in reductions cost more to add up than they save.
     """
-    gathers = problem.op == MATMUL_GATHER or problem.form == "rows" and problem.op == GATHER_MATMUL
-    if not gathers or config.algorithm != "overlapped" or machine.name == INTERPRETER:
+    if config.algorithm != "overlapped" or machine.name == INTERPRETER:
+        return 1
+    if not cut_tiles(problem, replace(config, splits=2), _programs(config, machine)):
         return 1
     if config.block_m * config.block_n > 1 << 14 or problem.gemm[2] < 16 * config.block_k:
         return 1
@@ -193,7 +194,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     elif config.stagger_us:
         link = nbytes / (machine.link_gbs * 1e3)
         tiles, programs = gemm_tiles(problem, config), _programs(config, machine)
-        units = tiles + (tiles - whole_tiles(tiles, config, programs)) * (config.splits - 1)
+        units = tiles + cut_tiles(problem, config, programs) * (config.splits - 1)
         waves = -(-units // programs)
         # of the programs with most units the last starts latest, and each pushes without the others' company
         late = config.stagger_us * (units % programs or programs) / programs
@@ -258,12 +259,12 @@ def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         return tiles * (4000.0 + steps * (1500.0 + elements * 0.02 + bm * bn * bk * 2e-5))
     programs = _programs(config, machine)
     tile_us = _tile_us(problem, config, machine)
-    whole = whole_tiles(tiles, config, programs)
-    compute = -(-whole // programs) * tile_us
-    if whole < tiles:
+    cut = cut_tiles(problem, config, programs)
+    compute = -(-(tiles - cut) // programs) * tile_us
+    if cut:
         # each part of a tile is stored, and the last one loads the others
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
-        units = -(-(tiles - whole) * config.splits // programs)
+        units = -(-cut * config.splits // programs)
         compute += units * (tile_us / config.splits + store_us) + (config.splits - 1) * store_us
     stream = (m * k + k * n) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
@@ -300,10 +301,16 @@ def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
     return _tiles(m, n, config.block_m, config.block_n)
 
 
-def whole_tiles(tiles: int, config: FusedConfig, programs: int) -> int:
-    """How many tiles are not split: those that fill whole rounds of programs. Of few rounds all are split."""
-    programs = config.num_programs or programs
-    return tiles if config.splits == 1 else tiles // programs * programs if tiles >= 2 * programs else 0
+def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many tiles are cut along K: those that do not fill a round of programs; of few rounds all of them.
+
+    Only gathers by rows or columns cut tiles.
+    """
+    gathers = problem.op == MATMUL_GATHER or (problem.op == GATHER_MATMUL and problem.form == "rows")
+    if config.splits == 1 or not gathers:
+        return 0
+    tiles, programs = gemm_tiles(problem, config), config.num_programs or programs
+    return tiles % programs if tiles >= 2 * programs else tiles
 
 
 def _tiles(rows: int, cols: int, block_m: int, block_n: int) -> int:

@@ -128,6 +128,7 @@ def relay_kernel(words, flags, count, WORLD_SIZE: tl.constexpr):
 
 
 def check_alignment(ctx, folder, shift_s):
+    folder = ctx.broadcast(folder)  # where each rank is a process of pytest, each has a folder of its own
     """A message arrives after it was sent on the common clock, though rank r's clock is r * shift_s ahead."""
     flags, count = ctx.zeros(1, dtype=torch.int32), ctx.zeros(1, dtype=torch.int32)
     ctx.barrier()
@@ -183,6 +184,7 @@ def test_ranks_are_aligned_by_the_measured_offset(world_size, shift_s, tmp_path)
 
 
 def check_bad_arguments(ctx, folder):
+    folder = ctx.broadcast(folder)
     for call in (ctx.tracing.reset, ctx.tracing.events, lambda: ctx.tracing.export(f"{folder}/x.json")):
         with pytest.raises(ArgumentError, match=r"call ctx.tracing.enable\(\) first"):
             call()
