@@ -128,8 +128,8 @@ def relay_kernel(words, flags, count, WORLD_SIZE: tl.constexpr):
 
 
 def check_alignment(ctx, folder, shift_s):
-    folder = ctx.broadcast(folder)  # where each rank is a process of pytest, each has a folder of its own
     """A message arrives after it was sent on the common clock, though rank r's clock is r * shift_s ahead."""
+    folder = ctx.broadcast(folder)  # where each rank is a process of pytest, each has a folder of its own
     flags, count = ctx.zeros(1, dtype=torch.int32), ctx.zeros(1, dtype=torch.int32)
     ctx.barrier()
     host_clock = arch._host_clock
