@@ -54,7 +54,8 @@ def test_a_wrong_contender_and_one_that_raises_are_named(alone, monkeypatch):  #
         for key, ops in others:
             swapped = argparse.Namespace(**{**vars(found[0].context), "ops": ops})
             found.append(engines.Contender(key, model, lambda swapped=swapped: engines.serve(model, swapped)))
-        args = argparse.Namespace(output=3, dtype="float32", rounds=1, torch_attention=False, profile=True, tolerance=1e-3)
+        args = argparse.Namespace(output=3, dtype="float32", rounds=1, torch_attention=False, profile=True)
+        args.tolerance = 1e-3
         right, ours, wrong, raising = llm.run_row(alone, ctx, found, 1, 2, args, lambda: False)
         assert right["status"] == ours["status"] == "ok" and ours["tokens_per_s"] > 0
         assert wrong["status"] == "WRONG" and "logits differ by" in wrong["notes"][0] and "first_ms" not in wrong
