@@ -4,13 +4,11 @@ Writes docs/plots/NAME_bars.svg: for each shape a bar a variant, its time over t
 product alone and the bytes over the link.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 from benchmarks.all_scatter import ALONE, us
-from benchmarks.plots import FOLDER, plt
-from benchmarks.report import headline
+from benchmarks.pictures import command, plt, save, sign
 
 
 def bars(measured: dict) -> plt.Figure:
@@ -34,27 +32,12 @@ def bars(measured: dict) -> plt.Figure:
     axes.set(ylabel="time / floor", title="GEMM + all-scatter; figures in µs")
     axes.margins(y=0.15)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.text(0.01, -0.01, f"{headline(measured)} Median, slowest rank.", fontsize=7, va="top")
-    return figure
+    return sign(figure, measured, "Median, slowest rank.")
 
 
-def draw(file: Path, folder: Path) -> Path:
-    figure = bars(json.loads(file.read_text()))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{file.stem}_bars.svg"
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
-    return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws results of benchmarks.all_scatter.")
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
-    args = parser.parse_args()
-    for file in args.files:
-        print(draw(file, args.out))
+def draw(file: Path, folder: Path) -> list[Path]:
+    return [save(bars(json.loads(file.read_text())), folder / f"{file.stem}_bars.svg")]
 
 
 if __name__ == "__main__":
-    main()
+    command(draw, "all_scatter")

@@ -101,12 +101,7 @@ def _us(value: float) -> str:
 
 def draw(report: dict, path: Path) -> None:
     """Bus bandwidth over size in CUDA graphs, one panel an op."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "iris"  # the same picture from the same figures
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    from matplotlib import pyplot as plt
+    from benchmarks.pictures import OURS, plt, save, sign  # tables need no matplotlib
 
     ops = list(dict.fromkeys(row["op"] for row in report["rows"]))
     figure, panels = plt.subplots(1, len(ops), figsize=(4.2 * len(ops), 3.8), layout="constrained", squeeze=False)
@@ -121,7 +116,7 @@ def draw(report: dict, path: Path) -> None:
             ]
             if not found:
                 continue
-            style = dict(color="tab:red", zorder=3) if name == "ours" else {}
+            style = OURS if name == "ours" else {}
             axes.plot(*zip(*found, strict=True), marker=".", label=name, **style)
         axes.set_xscale("log", base=2)
         sizes = [row["bytes"] for row in rows]
@@ -129,10 +124,7 @@ def draw(report: dict, path: Path) -> None:
         axes.set(title=op, ylabel="bus GB/s", ylim=0)
         axes.grid(alpha=0.3)
     panels[0][0].legend(frameon=False)
-    figure.text(0.01, -0.01, headline(report), fontsize=7, va="top")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
+    save(sign(figure, report), path)
 
 
 def main() -> None:

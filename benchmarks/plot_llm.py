@@ -6,12 +6,11 @@ Writes docs/plots/NAME.svg, NAME being the result file's. Above: tokens per seco
 (where there are none, eager); below: the inverse of the time to first token. Needs matplotlib.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 from benchmarks.engines import NAMES, NCCL, OURS
-from benchmarks.plots import FOLDER, headline, plt
+from benchmarks.pictures import command, plt, save, sign
 
 PANELS = {
     "decode": (("step_graph_ms", "step_eager_ms"), lambda row: f"batch {row['batch']}\nafter {row['prompt']}"),
@@ -36,8 +35,7 @@ def bars(report: dict) -> plt.Figure:
         axes.set_xticks(range(len(report["rows"])), map(label, report["rows"]))
         axes.set(ylabel=f"speed in {title}", title=f"{report['model']}, {report['layers']} layers: {title}")
     panels[0].legend(frameon=False, fontsize=8)
-    figure.text(0.01, -0.01, f"{headline(report)} 1: {NAMES[NCCL]}.", fontsize=7, va="top")
-    return figure
+    return sign(figure, report, f"1: {NAMES[NCCL]}.")
 
 
 def speed(row: dict, key: str, fields: tuple[str, ...]) -> float | None:
@@ -50,23 +48,9 @@ def speed(row: dict, key: str, fields: tuple[str, ...]) -> float | None:
     return None
 
 
-def draw(file: Path, folder: Path) -> Path:
-    figure = bars(json.loads(file.read_text()))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{file.stem}.svg"
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
-    return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
-    args = parser.parse_args()
-    for file in args.files:
-        print(draw(file, args.out))
+def draw(file: Path, folder: Path) -> list[Path]:
+    return [save(bars(json.loads(file.read_text())), folder / f"{file.stem}.svg")]
 
 
 if __name__ == "__main__":
-    main()
+    command(draw, "llm")

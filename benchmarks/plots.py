@@ -6,24 +6,15 @@ Writes docs/plots/NAME_ar.svg and so on, NAME being the result file's, and NAME_
 where a product was measured for several. Needs matplotlib (`pip install -e '.[bench]'`).
 """
 
-import argparse
 from collections import defaultdict
 import json
 from pathlib import Path
 
 import matplotlib
 
+from benchmarks.pictures import OURS, command, plt, save, sign
 from benchmarks.shapes import CALLS, label
-from benchmarks.table import headline
 
-matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "iris"  # the same picture from the same figures
-matplotlib.rcParams["svg.fonttype"] = "none"
-
-from matplotlib import pyplot as plt  # noqa: E402
-
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "plots"
-OURS = dict(color="tab:red", zorder=3)
 MODE = "graph_us"
 
 
@@ -83,33 +74,15 @@ def _series(rows: list[dict], value, everyone: bool = False) -> dict[str, list[t
 def _finished(figure: plt.Figure, axes: plt.Axes, report: dict, legend_beside: bool = False) -> plt.Figure:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, **(dict(loc="upper left", bbox_to_anchor=(1, 1)) if legend_beside else {}))
-    figure.text(0.01, -0.01, f"{headline(report)} µs per call: median, slowest rank.", fontsize=7, va="top")
-    return figure
+    return sign(figure, report, "µs per call: median, slowest rank.")
 
 
 def draw(file: Path, folder: Path) -> list[Path]:
     """Draws all that `file` has figures for; returns what was written."""
     report = json.loads(file.read_text())
     pictures = {op: over_floor(report, op) for op in CALLS} | {"rows": over_rows(report)}
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, figure in pictures.items():
-        if figure is not None:
-            written.append(folder / f"{file.stem}_{name}.svg")
-            figure.savefig(written[-1], bbox_inches="tight", metadata={"Date": None})
-            plt.close(figure)
-    return written
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws results of benchmarks.ops.")
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
-    args = parser.parse_args()
-    for file in args.files:
-        for path in draw(file, args.out):
-            print(path)
+    return [save(figure, folder / f"{file.stem}_{name}.svg") for name, figure in pictures.items() if figure is not None]
 
 
 if __name__ == "__main__":
-    main()
+    command(draw, "ops")

@@ -4,14 +4,12 @@ Writes docs/plots/NAME_pairs.svg, a heat map of GB/s per pair of ranks for each 
 NAME_rates.svg, GB/s over the size and over the number of programs.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.plots import FOLDER, plt
-from benchmarks.report import headline
+from benchmarks.pictures import command, plt, save, sign
 from benchmarks.rma_table import size
 
 
@@ -36,7 +34,7 @@ def heat_maps(report: dict) -> plt.Figure:
                 place.text(peer, caller, f"{value:.3g}", ha="center", va="center", color=color, fontsize=9)
         ranks = range(report["world"])
         place.set(title=title, xlabel="peer", ylabel="caller", xticks=ranks, yticks=ranks)
-    return _signed(figure, report)
+    return sign(figure, report)
 
 
 def rates(report: dict) -> plt.Figure:
@@ -62,7 +60,7 @@ def rates(report: dict) -> plt.Figure:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     left.legend(frameon=False)
-    return _signed(figure, report)
+    return sign(figure, report)
 
 
 def _grid(cases: list[dict], key: str, world: int) -> np.ndarray:
@@ -72,32 +70,11 @@ def _grid(cases: list[dict], key: str, world: int) -> np.ndarray:
     return values
 
 
-def _signed(figure: plt.Figure, report: dict) -> plt.Figure:
-    figure.text(0.01, -0.01, headline(report), fontsize=7, va="top")
-    return figure
-
-
 def draw(file: Path, folder: Path) -> list[Path]:
     report = json.loads(file.read_text())
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, picture in {"pairs": heat_maps, "rates": rates}.items():
-        figure = picture(report)
-        written.append(folder / f"{file.stem}_{name}.svg")
-        figure.savefig(written[-1], bbox_inches="tight", metadata={"Date": None})
-        plt.close(figure)
-    return written
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws results of benchmarks.rma.")
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
-    args = parser.parse_args()
-    for file in args.files:
-        for path in draw(file, args.out):
-            print(path)
+    pictures = {"pairs": heat_maps, "rates": rates}
+    return [save(picture(report), folder / f"{file.stem}_{name}.svg") for name, picture in pictures.items()]
 
 
 if __name__ == "__main__":
-    main()
+    command(draw, "rma")

@@ -6,23 +6,15 @@ Writes docs/plots/NAME.svg for each NAME.npz that `benchmarks.timeline` left bes
 (`pip install -e '.[bench]'`).
 """
 
-import argparse
 import json
 from pathlib import Path
 
-import matplotlib
-import numpy as np
-
-from benchmarks.report import headline
-from benchmarks.shapes import CALLS, LINK_GB_S, label
-
-matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "iris"  # the same picture from the same figures
-matplotlib.rcParams["svg.fonttype"] = "none"
-
-from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.collections import PolyCollection  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
+import numpy as np
+
+from benchmarks.pictures import command, plt, save, sign
+from benchmarks.shapes import CALLS, LINK_GB_S, label
 
 COLOURS = {
     "product": "#9ecae1",
@@ -32,7 +24,6 @@ COLOURS = {
     "signal": "black",
 }
 BINS = 240
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "plots"
 
 
 def draw(report: dict, row: dict, ranks: list[np.ndarray], file: Path) -> None:
@@ -57,12 +48,8 @@ def draw(report: dict, row: dict, ranks: list[np.ndarray], file: Path) -> None:
     axes[0].legend(handles=handles, title="of rank 0's time", loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     axes[0].set_title(f"{CALLS[row['op']]}, M, N, K = {label(row)}", loc="left")
     axes[-1].set(xlabel="µs", xlim=(0, row["span_us"]))
-    text = (
-        f"{headline(report)} A call takes {row['plain_us']:.4g} µs, {row['traced_us']:.4g} µs while it records itself."
-    )
-    figure.text(0.01, -0.01, text, fontsize=7, va="top")
-    figure.savefig(file, bbox_inches="tight", metadata={"Date": None}, dpi=150)
-    plt.close(figure)
+    taken = f"A call takes {row['plain_us']:.4g} µs, {row['traced_us']:.4g} µs while it records itself."
+    save(sign(figure, report, taken), file)
 
 
 def _lines(panel: plt.Axes, events: np.ndarray, start: int, names: dict[int, str]) -> None:
@@ -97,7 +84,6 @@ def _link(panel: plt.Axes, ranks: list[np.ndarray], start: int, names: dict[int,
 def draw_all(file: Path, folder: Path) -> list[Path]:
     """Draws every row of a report whose events lie beside it; returns what was written."""
     report = json.loads(file.read_text())
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for row in report["rows"]:
         events = file.with_name(f"{row['name']}.npz")
@@ -109,15 +95,5 @@ def draw_all(file: Path, folder: Path) -> list[Path]:
     return written
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws what benchmarks.timeline recorded.")
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
-    args = parser.parse_args()
-    for file in args.files:
-        for path in draw_all(file, args.out):
-            print(path)
-
-
 if __name__ == "__main__":
-    main()
+    command(draw_all, "timeline")

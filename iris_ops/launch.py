@@ -18,7 +18,8 @@ from .few_rows_gather import few_rows_gather_kernel
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .plan import Machine, cut_tiles, gemm_tiles, machine_named
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of, part_size
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
+from .staging import TMA_ALIGNMENT, exchange_ld, exchanged_part, gathered_part, parts, pieces, staged, tiles_of
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -28,17 +29,10 @@ if TYPE_CHECKING:
 # A kernel, its grid and its arguments by name.
 Launch = tuple[triton.JITFunction, tuple[int, int, int], dict]
 
-# Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
-# reports an illegal instruction for a tile that begins elsewhere).
-_TMA_ALIGNMENT = 16
-# Words of the exchange area: a row of them is a multiple.
-_EXCHANGE_GRANULE = 16
 # Columns of a piece of A that a program of the gather for few rows moves.
 _PIECE_K = 512
 # Blocks of rows from which on a rank's rows are worth reading all weights for.
 _TALL = 4
-# What a mover of all_gather_matmul pushes before it signals: long against the signal, short against a tile's product.
-_PIECE_BYTES = 1 << 19
 
 
 def machine(device: torch.device) -> Machine:
@@ -54,76 +48,6 @@ def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
     return problem.op in (ALL_REDUCE, MATMUL_GATHER) and config.algorithm == "overlapped"
 
 
-def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tuple[int, int, int]:
-    """(flags, bytes of staging, bytes of exchange) that a call needs on a device with so many programs at once."""
-    w, itemsize = problem.world_size, problem.dtype.itemsize
-    if problem.empty:
-        return 0, 0, 0
-    if config.algorithm != "overlapped":
-        rows, cols = _exchanged_part(problem, config)
-        behind = rows * w * _exchange_ld(cols) if config.algorithm == "two_shot" else _EXCHANGE_GRANULE
-        words = w * rows * _exchange_ld(cols) + behind
-        gathered = problem.M * _exchange_ld(problem.K) if problem.op == GATHER_MATMUL else 0
-        return 0, gathered * itemsize, 2 * words * itemsize
-    flags, nbytes = _staged(problem, config)
-    parts = _parts(problem, config, programs)
-    return flags + parts, nbytes + parts * config.block_m * config.block_n * 4, 0
-
-
-def _staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
-    """(flags, bytes) of what the ranks stage for each other in an overlapped call; parts of tiles come after."""
-    w, itemsize = problem.world_size, problem.dtype.itemsize
-    if problem.op == MATMUL_GATHER:
-        return 0, 0
-    if problem.op == GATHER_MATMUL:
-        rows, _, ld = _gathered_part(problem)
-        flags, nbytes = w * triton.cdiv(rows, config.block_m) * _pieces(problem, config), w * rows * ld * itemsize
-    else:
-        rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
-        flags = w * _tiles(rows, cols, config)
-        nbytes = flags * config.block_m * config.block_n * itemsize
-    return flags, -(-nbytes // _TMA_ALIGNMENT) * _TMA_ALIGNMENT
-
-
-def _parts(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many parts of tiles are staged within a rank, to be added up by the unit that has the tile's last part."""
-    return cut_tiles(problem, config, programs) * (config.splits - 1)
-
-
-def _exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
-    """(rows, columns) that one rank sends to another at most, in words."""
-    if problem.op == GATHER_MATMUL:
-        return _gathered_part(problem)[:2]
-    return part_size(
-        problem.M, problem.world_size
-    ) if config.algorithm == "two_shot" else problem.part_rows, problem.part_cols
-
-
-def _exchange_ld(cols: int) -> int:
-    """Words of a row in the exchange area: whole vectors, also where the columns are odd."""
-    return -(-cols // _EXCHANGE_GRANULE) * _EXCHANGE_GRANULE
-
-
-def _tiles(rows: int, cols: int, config: FusedConfig) -> int:
-    return triton.cdiv(rows, config.block_m) * triton.cdiv(cols, config.block_n)
-
-
-def _gathered_part(problem: Problem) -> tuple[int, int, int]:
-    """(rows, columns, row stride in elements) of one rank's part in the gathered A."""
-    rows = problem.part_rows
-    cols = -(-problem.K // problem.world_size) if problem.form == "k" else problem.K
-    granule = _TMA_ALIGNMENT // problem.dtype.itemsize
-    return rows, cols, -(-cols // granule) * granule
-
-
-def _pieces(problem: Problem, config: FusedConfig) -> int:
-    """Into how many pieces a block of gathered rows is cut: every mover has one, and none is long under way."""
-    rows, _, ld = _gathered_part(problem)
-    blocks = triton.cdiv(rows, config.block_m) * max(1, problem.world_size - 1)
-    nbytes = min(rows, config.block_m) * ld * problem.dtype.itemsize
-    return max(triton.cdiv(config.comm_programs, blocks), nbytes // _PIECE_BYTES)
-
-
 def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, int, int]:
     """At most one program a multiprocessor: all of them are resident, so they may wait for peers."""
     limit = platform.num_programs(device)
@@ -135,14 +59,14 @@ def _operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[ob
 
     Tiles begin in a row at multiples of `step`, the width of a part, plus multiples of the block.
     """
-    granule = _TMA_ALIGNMENT // t.element_size()
+    granule = TMA_ALIGNMENT // t.element_size()
     fits = (
         t.numel() > 0
         and t.stride(1) == 1
         and t.stride(0) % granule == 0
         and t.stride(0) > 0
         and step % granule == 0
-        and t.data_ptr() % _TMA_ALIGNMENT == 0
+        and t.data_ptr() % TMA_ALIGNMENT == 0
         and torch.version.hip is None
     )
     return (TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)), True) if fits else (t, False)
@@ -175,10 +99,10 @@ def _units(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfi
     """(number of units, the arguments that say how the last tiles are split; see `tiles.join_parts`)."""
     tiles, programs = gemm_tiles(problem, config), platform.num_programs(ctx.device)
     cut = cut_tiles(problem, config, programs)
-    staged = _staged(problem, config)[1]
-    nbytes = _parts(problem, config, programs) * config.block_m * config.block_n * 4
+    first = staged(problem, config)[1]
+    nbytes = parts(problem, config, programs) * config.block_m * config.block_n * 4
     args = dict(
-        parts=workspace.staging[staged : staged + nbytes].view(torch.float32),
+        parts=workspace.staging[first : first + nbytes].view(torch.float32),
         flags=workspace.flags,
         rounded=tiles - cut,
         SPLITS=config.splits if cut else 1,
@@ -212,6 +136,7 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         N=problem.N,
         part_rows=rows,
         part_cols=cols,
+        stagger=platform.ticks(config.stagger_us * 1e-6),
         BY_COLS=by_cols,
         ALL_REDUCE=problem.op == ALL_REDUCE,
         **_product(A, B, bias, config, n_step=cols if by_cols else 0),
@@ -223,7 +148,7 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
 
 def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     w, by_cols, gather = problem.world_size, problem.form == "cols", problem.op == MATMUL_GATHER
-    rows, cols = _exchanged_part(problem, config)
+    rows, cols = exchanged_part(problem, config)
     tile_rows, tile_cols = (rows, cols) if gather else (problem.M, problem.N)
     args = dict(
         **_exchange(workspace, problem, cols),
@@ -240,17 +165,17 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         **_product(A, B, bias, config),
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
-    return few_rows_kernel, _grid(ctx.device, config, _tiles(tile_rows, tile_cols, config)), args
+    return few_rows_kernel, _grid(ctx.device, config, tiles_of(tile_rows, tile_cols, config)), args
 
 
 def _exchange(workspace: Workspace, problem: Problem, cols: int) -> dict:
     words = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
-    return dict(staging=words, ld=_exchange_ld(cols), slot_words=words.numel() // 2)
+    return dict(staging=words, ld=exchange_ld(cols), slot_words=words.numel() // 2)
 
 
 def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
-    rows, cols, _ = _gathered_part(problem)
-    ld = _exchange_ld(problem.K)
+    rows, cols, _ = gathered_part(problem)
+    ld = exchange_ld(problem.K)
     gathered = workspace.staging.view(problem.dtype)[: problem.M * ld].view(problem.M, ld)[:, : problem.K]
     gathered_tile, tma_g = _operand(gathered, (config.block_m, config.block_k))
     product = {name: value for name, value in _product(A, B, bias, config).items() if name not in ("a", "TMA_A")}
@@ -278,7 +203,7 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
         **product,
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
-    grid = _grid(ctx.device, config, max(pieces, _tiles(problem.M, problem.N, config)))
+    grid = _grid(ctx.device, config, max(pieces, tiles_of(problem.M, problem.N, config)))
     return few_rows_gather_kernel, grid, args
 
 
@@ -301,7 +226,7 @@ def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
 
 def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     w, by_k = problem.world_size, problem.form == "k"
-    rows, cols, ld = _gathered_part(problem)
+    rows, cols, ld = gathered_part(problem)
     gathered = workspace.staging.view(problem.dtype)[: w * rows * ld].view(w * rows, ld)[:, :cols]
     tile = (config.block_m, config.block_k)
     gathered_tile, tma_g = _operand(gathered, tile)
@@ -325,7 +250,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         ld=ld,
         columns=columns,
         COMM_PROGRAMS=min(config.comm_programs, grid[0]),
-        PIECES=_pieces(problem, config),
+        PIECES=pieces(problem, config),
         BY_K=by_k,
         TMA_G=tma_g,
         **product,

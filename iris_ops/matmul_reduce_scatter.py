@@ -17,7 +17,7 @@ from iris.device.tracing import PRODUCT, PUSH, SUM, tile_bytes
 import triton
 import triton.language as tl
 
-from .tiles import Matrix, add_bias, grouped, multiply, packed
+from .tiles import Matrix, add_bias, grouped, multiply, packed, start_in_turn
 
 
 @triton.jit
@@ -41,6 +41,7 @@ def reduce_scatter_kernel(
     stride_on,
     part_rows,
     part_cols,
+    stagger,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -65,6 +66,7 @@ def reduce_scatter_kernel(
     num_n = tl.cdiv(part_cols, BLOCK_N)
     owned = num_m * num_n
     epoch = enter(ctx, sync)
+    start_in_turn(stagger)
 
     ok = True  # nothing has been missed so far
     entered = False  # the peers are known to be in this call

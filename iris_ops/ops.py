@@ -27,6 +27,7 @@ from .problem import (
     describe,
     problem_asked,
 )
+from .staging import workspace_size
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -177,6 +178,4 @@ class Ops:
         chosen = config or self._plan(problem)
         if chosen.algorithm == "two_shot" and op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
-        return _Prepared(
-            problem, chosen, *launch.workspace_size(problem, chosen, platform.num_programs(self._ctx.device))
-        )
+        return _Prepared(problem, chosen, *workspace_size(problem, chosen, platform.num_programs(self._ctx.device)))

@@ -34,7 +34,7 @@ def test_all_variants_are_right(written) -> None:
 
 
 def test_bars_show_every_contender(written, tmp_path: Path) -> None:
-    picture = all_scatter_plots.draw(written[0], tmp_path).read_text()
+    picture = all_scatter_plots.draw(written[0], tmp_path)[0].read_text()
     assert all(name in picture for name in (*all_scatter.VARIANTS, "ctx.ops", "64, 96, 64"))
 
 

@@ -27,7 +27,7 @@ def test_every_contender_from_end_to_end(tmp_path):
         assert result["tokens_per_s"] == pytest.approx(2e3 / result["step_eager_ms"], rel=0.01)
         assert max(result["errors"].values()) <= report["tolerance"]
     assert "| 2 x 3" in done.stdout and "left out" not in done.stdout
-    picture = plot_llm.draw(tmp_path / "tiny.json", tmp_path).read_text()
+    picture = plot_llm.draw(tmp_path / "tiny.json", tmp_path)[0].read_text()
     assert "transformers" in picture and "first token" in picture
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import iris
 from iris_ops import FusedConfig
-from iris_ops.launch import workspace_size
 from iris_ops.plan import Machine, machine_named, plan, predict
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem
+from iris_ops.staging import workspace_size
 import pytest
 import torch
 
