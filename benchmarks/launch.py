@@ -34,6 +34,8 @@ class Team:
     rank: int
     world: int
     device: torch.device
+    own_process: bool = False
+    """Whether the process is this rank's alone, and ends when the ranks hang."""
 
     @property
     def cuda(self) -> bool:
@@ -55,7 +57,8 @@ class Team:
 
     def attempt(self, step: Callable[[], T]) -> tuple[T | None, str | None]:
         """Runs `step` on every rank: its result, or on all ranks the reason why it failed on one of them."""
-        faulthandler.dump_traceback_later(STEP_SECONDS + 30, exit=True)
+        if self.own_process:
+            faulthandler.dump_traceback_later(STEP_SECONDS + 30, exit=True)
         result, reason = None, None
         try:
             result = step()
@@ -121,7 +124,7 @@ def _run(worker: Callable, args: argparse.Namespace) -> None:
         device = torch.device("cpu")
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=STEP_SECONDS))
-    worker(Team(rank, world, device), args)
+    worker(Team(rank, world, device, own_process=True), args)
     dist.barrier()
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

@@ -21,7 +21,7 @@ import torch
 from tests.checks import poison
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
 from tests.iris_ops.calls import Call
-from tests.reference import Case
+from tests.reference import FORMS, Case
 
 pytestmark = both
 
@@ -39,6 +39,12 @@ CASES = [
     Case(GATHER_MATMUL, "k", 16, 20, 40, config=BLOCKS),
     Case(REDUCE_SCATTER, "cols", 16, 36, 16, config=BLOCKS),
     Case(MATMUL_GATHER, "rows", 3, 16, 8, config=BLOCKS),  # with four ranks, one has nothing to send
+    # In words, where a rank that has nothing to send, or gets nothing, must still hear from all.
+    *(
+        Case(op, form, m, 20, 24, config=replace(BLOCKS, algorithm="one_shot"))
+        for m, (op, form) in enumerate(FORMS, 1)
+        if op != ALL_REDUCE
+    ),
 ]
 
 

@@ -21,7 +21,7 @@ pytestmark = both
 
 SIZES = [1, 2, 3, 17, 127, 129, 255, 5, 7, 13, 61, 97, 16, 32, 64, 128, 256]
 PER_TEST = 20
-DRAW = 4  # one in which every kind that the last test asks for occurs
+DRAW = 7
 # Tests of PER_TEST calls for each number of ranks; on GPUs every call compiles a kernel of its own.
 TESTS = {size: 3 for size in WORLDS} if UNDER_TORCHRUN else {1: 4, 2: 6, 3: 4, 4: 4}
 
@@ -47,13 +47,13 @@ def draw_case(rng: random.Random, world_size: int) -> Case:
         transposed=rng.random() < 0.5,
         on_heap=rng.random() < 0.7,
         pad=rng.choice([0, 0, 1, 8]),
-        config=draw_config(rng, M, N, K, world_size) if explicit else None,
+        config=draw_config(rng, op, M, N, K, world_size) if explicit else None,
         uneven=explicit and rng.random() < 0.5,  # ranks of different sizes plan differently
         seed=rng.randrange(1 << 30),
     )
 
 
-def draw_config(rng: random.Random, M: int, N: int, K: int, world_size: int) -> FusedConfig:
+def draw_config(rng: random.Random, op: str, M: int, N: int, K: int, world_size: int) -> FusedConfig:
     """Blocks down to a half or a third of each size, so that a product takes a few of them."""
 
     def block(size: int) -> int:
@@ -73,7 +73,8 @@ def draw_config(rng: random.Random, M: int, N: int, K: int, world_size: int) -> 
         num_programs=rng.choice([0, 1, 2, 7]),
         comm_programs=rng.choice([1, 3, 16]),
         stagger_us=rng.choice([0, 0, 5]),
-        algorithm=rng.choice(ALGORITHMS),
+        splits=rng.choice([1, 2, 3]),
+        algorithm=rng.choice(ALGORITHMS if op == ALL_REDUCE else ("one_shot", "overlapped")),
     )
 
 

@@ -24,7 +24,11 @@ REPLAYS = 1000
 INPUTS = 8  # different inputs that replays take in random order
 ONE_SHOT = FusedConfig(16, 64, 64, num_warps=4, algorithm="one_shot")
 TWO_SHOT = FusedConfig(64, 64, 32, num_warps=8, algorithm="two_shot")
-VARIANTS = [(ALL_REDUCE, "", ONE_SHOT), (ALL_REDUCE, "", TWO_SHOT), *((op, form, None) for op, form in FORMS)]
+VARIANTS = [
+    (ALL_REDUCE, "", TWO_SHOT),
+    *((op, form, ONE_SHOT) for op, form in FORMS),
+    *((op, form, None) for op, form in FORMS),
+]
 
 
 class Pool:
