@@ -232,3 +232,14 @@ def test_pictures_of_what_was_not_measured_are_left_out(tmp_path):
     report["rows"] = [row for row in report["rows"] if row["op"] == "rs"]
     (tmp_path / "some.json").write_text(json.dumps(report))
     assert [path.name for path in plots.draw(tmp_path / "some.json", tmp_path)] == ["some_rs.svg"]
+
+
+def test_a_chain_of_ops_on_two_cpu_ranks(tmp_path):
+    line = [sys.executable, "-m", "benchmarks.chain", "--device", "cpu", "--ranks", "2", "--rows", "1,3"]
+    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "chain_cpu_x2.json").read_text())
+    assert [(row["M"], row["ops"]) for row in report["rows"]] == [(1, 4), (3, 4)]
+    for row in report["rows"]:
+        assert row["layer_us"] > 0 and len(row["alone_us"]) == 2
+        assert row["over_sum"] == pytest.approx(row["layer_us"] / sum(row["alone_us"].values()), rel=0.01)
