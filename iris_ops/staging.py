@@ -24,7 +24,7 @@ def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tupl
         return 0, 0, 0
     if config.algorithm != "overlapped":
         rows, cols = exchanged_part(problem, config)
-        behind = rows * w * exchange_ld(cols) if config.algorithm == "two_shot" else _EXCHANGE_GRANULE
+        behind = rows * w * exchange_ld(cols) if config.algorithm == "two_shot" else exchange_ld(w)
         words = w * rows * exchange_ld(cols) + behind
         gathered = problem.M * exchange_ld(problem.K) if problem.op == GATHER_MATMUL else 0
         return 0, gathered * itemsize, 2 * words * itemsize
