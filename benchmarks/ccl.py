@@ -298,7 +298,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
             else:
                 measure(case, found, row, args)
             measured["rows"].append(row)
-            shown = " | ".join(f"{r['name']} {_summary(r)}" for r in row["results"][:8])
+            shown = " | ".join(f"{r['name']} {report.summary(r)}" for r in row["results"][:8])
             team.say(f"[{elapsed:4.0f} s] {op} {ccl_report.size_name(nbytes)}: {shown}")
             if team.rank == 0:
                 report.write(measured, args)
@@ -415,12 +415,6 @@ def sweep(case: Case, ours: Ours, row: dict) -> None:
         taken, _ = timing.interleave(team, {name: batch}, budget.repeats_for(estimate * count, 1))
         if name in taken:
             result["graph_us" if team.cuda else "eager_us"] = taken[name].call_us
-
-
-def _summary(result: dict) -> str:
-    if result["status"] != "ok":
-        return f"{result['status']} ({result['notes'][-1]})"
-    return " / ".join(f"{result[key]:.1f}" if key in result else "-" for key in ("graph_us", "eager_us"))
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
             break
         result = run_row(row, team, found, dtype, args)
         measured["rows"].append(result)
-        shown = [f"{r['name']} {summary(r)}" for r in result["results"]] or result["notes"]
+        shown = [f"{r['name']} {report.summary(r)}" for r in result["results"]] or result["notes"]
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {' | '.join(shown)}")
         if team.rank == 0:
             report.write(measured, args)
@@ -180,12 +180,6 @@ def replayed_error(inputs: Inputs, batch: timing.Batch, out: torch.Tensor, alone
 def drop(result: dict, status: str, reason: str) -> None:
     result["status"] = status
     result["notes"].append(reason)
-
-
-def summary(result: dict) -> str:
-    if result["status"] != "ok":
-        return f"{result['status']} ({result['notes'][-1]})"
-    return " / ".join(f"{result[key]:.1f}" if key in result else "-" for key in ("graph_us", "eager_us"))
 
 
 def main() -> None:

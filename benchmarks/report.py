@@ -80,6 +80,13 @@ def slug(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
 
 
+def summary(result: dict) -> str:
+    """Of a contender, for the progress line: its times in graphs and eager, or what went wrong."""
+    if result["status"] != "ok":
+        return f"{result['status']} ({result['notes'][-1]})"
+    return " / ".join(f"{result[key]:.1f}" if key in result else "-" for key in ("graph_us", "eager_us"))
+
+
 def write(report: dict, args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     name = args.name or f"{report['benchmark']}_{slug(report['gpu'])}_x{report['world']}"
