@@ -95,8 +95,10 @@ def write(report: dict, args: argparse.Namespace) -> None:
 
 
 def rounded(value):
-    """Figures to three decimals; what is not finite as text, which JSON can hold."""
+    """Figures to three decimals, below 1 to three digits; what is not finite as text, which JSON can hold."""
     if isinstance(value, float):
+        if abs(value) < 1:
+            return float(f"{value:.3g}")
         return round(value, 3) if abs(value) < float("inf") else str(value)
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
