@@ -4,8 +4,8 @@ For each row: random inputs; every contender checked against the full reference,
 them timed in turns, as CUDA graphs and eager; graphs checked once more by a replay. A contender that raises or is
 wrong is named in the table and not timed, and the run goes on.
 
-Prints the tables and writes `ops_<gpu>_x<ranks>.json`, after every row, so that a run that is cut short leaves what it
-has measured. Under torchrun it uses the ranks that are there.
+Prints the tables and writes `ops_<gpu>_x<ranks>.json` (with `--dtype float16` `ops_float16_<gpu>_x<ranks>.json`), after
+every row, so that a run that is cut short leaves what it has measured. Under torchrun it uses the ranks that are there.
 """
 
 import argparse

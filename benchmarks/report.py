@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heap-gib", type=float, help="symmetric heap of a rank; default 8, on CPUs 0.25")
     parser.add_argument("--time-limit", type=float, default=400, help="seconds after which nothing new starts")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--name", help="of the JSON file; default: benchmark, GPU and ranks")
+    parser.add_argument("--name", help="of the JSON file; default: benchmark, dtype unless bf16, GPU, ranks")
 
 
 def settle(args: argparse.Namespace, argv: list[str] | None, benchmark: str) -> None:
@@ -89,9 +89,15 @@ def summary(result: dict) -> str:
 
 def write(report: dict, args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
-    name = args.name or f"{report['benchmark']}_{slug(report['gpu'])}_x{report['world']}"
+    name = args.name or file_name(report)
     text = json.dumps(rounded(report), indent=1, allow_nan=False)
     (args.out / f"{name}.json").write_text(text + "\n")
+
+
+def file_name(report: dict) -> str:
+    """By benchmark, dtype if it is a float other than bf16, GPU and ranks."""
+    dtype = f"_{report['dtype']}" if report["dtype"] in ("float16", "float32") else ""
+    return f"{report['benchmark']}{dtype}_{slug(report['gpu'])}_x{report['world']}"
 
 
 def rounded(value):

@@ -178,13 +178,13 @@ def prefill(world: int) -> list[Row]:
 
 
 def prefill_sample(world: int) -> list[Row]:
-    """Each layer once an op, M taking turns; then some that are ragged."""
+    """Each layer once an op, M taking turns; then one of each op that is ragged."""
     rows = [
         Row(op, PREFILL_M[(turn + start) % len(PREFILL_M)], *layer, form)
         for start, ((op, form), shapes) in enumerate(_prefill_layers(world).items())
         for turn, layer in enumerate(shapes)
     ]
-    ragged = [row for i, row in enumerate(_ragged(world)) if i in (1, 3, 8)]
+    ragged = [row for i, row in enumerate(_ragged(world)) if i in (1, 3, 8, 10)]
     return _once([*rows, *ragged, *_lm_heads((512,), [models.LLAMA_8B])])
 
 
@@ -217,6 +217,18 @@ def decode_sample(world: int) -> list[Row]:
     return _once([*sweep, *others, *rest, *_lm_heads((1, 16, 64, 256), [models.LLAMA_70B])])
 
 
+def fp16_sample(world: int) -> list[Row]:
+    """Of each op one row of prompts and one of decoding, to be measured with `--dtype float16`."""
+    model = models.LLAMA_70B
+    (o, down), (qkv, gate_up) = model.row_linears(world), model.column_linears(world)
+    return [
+        *(Row("ar", 2048, *down), Row("ar", 16, *o)),
+        *(Row("rs", 4096, *o), Row("rs", 32, *down)),
+        *(Row("ag", 2048, *gate_up), Row("ag", 32, *qkv)),
+        *(Row("ga", 512, model.qkv, model.hidden, "cols"), *_lm_heads([1], [model])),
+    ]
+
+
 def stress(world: int) -> list[Row]:
     """Small, of every algorithm, even and uneven: what `benchmarks.stress` shuffles."""
     reduced = ((1, 4096, 1024), (5, 5120, 520), (16, 8192, 512), (64, 2048, 1024), (200, 1536, 256), (700, 2048, 512))
@@ -240,6 +252,7 @@ SETS: dict[str, Callable[[int], list[Row]]] = {
     "prefill-sample": prefill_sample,
     "decode": decode,
     "decode-sample": decode_sample,
+    "fp16-sample": fp16_sample,
     "stress": stress,
     "quick": lambda world: _rows("ar rs ag ga", SQUARE, (512, 8192, 2048)),
     "tiny": lambda world: _rows("ar rs ag ga", (16, 48, 32), (32, 32, 64)),  # for machines without a GPU

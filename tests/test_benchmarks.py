@@ -75,6 +75,16 @@ def test_select_keeps_what_was_asked():
         shapes.select("facts", ["rs"], 4, "1,1,1")
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_samples_have_every_op_ragged_and_in_fp16(world):
+    ops = list(shapes.CALLS)
+    sample = [row for row in shapes.select("prefill-sample", ops, world) if row.M in shapes.RAGGED_M]
+    assert {row.op for row in sample} == set(ops) and {row.M for row in sample} == {1000, 3001, 5120}
+    sample = shapes.select("fp16-sample", ops, world)
+    assert [row.op for row in sample] == [op for op in ops for _ in range(2)]
+    assert all(row.serves(world) and row.even(world) and (row.M > 256) == (i % 2 == 0) for i, row in enumerate(sample))
+
+
 def test_command_and_reasons_name_no_folder():
     assert command("ops", ["--ranks", "4", "--out", "/a/b", "--quick"]) == "python -m benchmarks.ops --ranks 4 --quick"
     assert command("ops", ["--rows", "1,2,3;4,5,6"]) == "python -m benchmarks.ops --rows '1,2,3;4,5,6'"
@@ -184,9 +194,10 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
 
 def test_other_forms_and_uneven_parts_on_three_cpu_ranks(tmp_path):
     line = [sys.executable, "-m", "benchmarks.ops", "--device", "cpu", "--ranks", "3", "--shapes", "tiny-forms"]
+    line += ["--dtype", "float16"]
     done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "ops_cpu_x3.json").read_text())
+    report = json.loads((tmp_path / "ops_float16_cpu_x3.json").read_text())
     assert len(report["rows"]) == len(shapes.select("tiny-forms", list(shapes.CALLS), 3))
     for row in report["rows"]:
         assert [r["status"] for r in row["results"]] == ["ok"] * len(row["results"]), row
