@@ -88,16 +88,15 @@ def summary(result: dict) -> str:
 
 
 def write(report: dict, args: argparse.Namespace) -> None:
+    path(report, args).write_text(json.dumps(rounded(report), indent=1, allow_nan=False) + "\n")
+
+
+def path(report: dict, args: argparse.Namespace, suffix: str = ".json") -> Path:
+    """Named by benchmark, dtype if it is a float other than bf16, GPU and ranks, unless a name was given."""
     args.out.mkdir(parents=True, exist_ok=True)
-    name = args.name or file_name(report)
-    text = json.dumps(rounded(report), indent=1, allow_nan=False)
-    (args.out / f"{name}.json").write_text(text + "\n")
-
-
-def file_name(report: dict) -> str:
-    """By benchmark, dtype if it is a float other than bf16, GPU and ranks."""
     dtype = f"_{report['dtype']}" if report["dtype"] in ("float16", "float32") else ""
-    return f"{report['benchmark']}{dtype}_{slug(report['gpu'])}_x{report['world']}"
+    name = args.name or f"{report['benchmark']}{dtype}_{slug(report['gpu'])}_x{report['world']}"
+    return args.out / (name + suffix)
 
 
 def rounded(value):

@@ -1,15 +1,17 @@
 """What each multiprocessor does in a call of a fused op: `python -m benchmarks.timeline --op rs --rows 2048,8192,7168`
 
 The op is checked, timed as it is and timed while it records itself, so that the picture says what the recording costs.
-Then the ranks meet on the device, and one call is recorded. For each row, timeline_<op>_<M>x<N>x<K>_<gpu>_x<ranks> is
-written as .trace.json, for ui.perfetto.dev, and as .npz, from which `benchmarks.timeline_plot` draws; and one JSON file
-has each rank's share of time in products, pushes, waits.
+Then the ranks meet on the device, and one call is recorded. timeline_<gpu>_x<ranks>.json has each rank's share of time
+in products, pushes, waits, and .trace.json.gz beside it the events of all rows and ranks, all rows from time 0: for
+ui.perfetto.dev as it is, and for `benchmarks.timeline_plot`. Both are written after every row.
 """
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
+import gzip
+import json
 import sys
+import tempfile
 
 import numpy as np
 import torch
@@ -46,25 +48,25 @@ def run(team: Team, args: argparse.Namespace) -> None:
     rows = shapes.select("given", args.op, team.world, args.rows)
     heap, _ = rivals.heaps(team, rows, dtype, args.heap_gib)
     measured = {**report.describe_run(team, args), "rows": []}
-    args.out.mkdir(parents=True, exist_ok=True)
+    trace: dict = {"traceEvents": []}
     for row in rows:
         size = "x".join(map(str, (row.M, row.N, row.K)))
         name = f"timeline_{row.op}_{size}_{report.slug(measured['gpu'])}_x{team.world}"
-        found, ranks = record(row, team, heap, dtype, args.max_events, args.out / f"{name}.trace.json")
+        found, events = record(row, team, heap, dtype, args.max_events)
         measured["rows"].append(found | {"name": name})
         shown = ", ".join(f"{name} {share:.0%}" for name, share in found["shares"][0].items())
         times = f"{found['plain_us']:.1f} us, {found['traced_us']:.1f} us while recorded"
         team.say(f"{row}: {times}; rank 0: {shown}; {found['dropped']} events dropped")
         if team.rank == 0:
-            np.savez_compressed(args.out / f"{name}.npz", *ranks)
+            trace["traceEvents"] += in_trace(events, row, len(measured["rows"]) - 1, team.world)
+            with gzip.open(report.path(measured, args, ".trace.json.gz"), "wt", compresslevel=6) as file:
+                json.dump(trace, file)
             report.write(measured, args)
     heap.close()
 
 
-def record(
-    row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_events: int, trace: Path
-) -> tuple[dict, list[np.ndarray]]:
-    """One call's figures, and its events of each rank, aligned and in order of time."""
+def record(row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_events: int) -> tuple[dict, list[dict]]:
+    """One call's figures, and on rank 0 the events of all ranks in Chrome's trace format."""
     inputs, ctx = Inputs(row, team, dtype), heap.ctx
     out = heap.out(*inputs.out_shape)
     op = getattr(ctx.ops, CALLS[row.op])
@@ -92,7 +94,9 @@ def record(
     call(0)
     team.synchronize()
     dropped, events = ctx.tracing.dropped, ctx.tracing.aligned()
-    ctx.tracing.export(trace, merge=True)
+    with tempfile.TemporaryDirectory() as folder:
+        exported = ctx.tracing.export(f"{folder}/trace.json", merge=True)
+        written = json.loads(exported.read_text())["traceEvents"] if team.rank == 0 else []
     names = dict(ctx.tracing.names)
     ctx.tracing.disable()
     ranks: list[np.ndarray] = [events] * team.world
@@ -110,7 +114,29 @@ def record(
         "shares": [shares(events, names) for events in ranks],
         "names": names,
     }
-    return found, ranks
+    return found, written
+
+
+def in_trace(events: list[dict], row: Row, number: int, world: int) -> list[dict]:
+    """A call's events as a part of the trace of all rows: rank r of row n becomes process n * world + r."""
+    placed = [event | {"pid": number * world + event["pid"]} for event in events]
+    for event in placed:
+        if event["name"] == "process_name":
+            event["args"] = {"name": f"{row}: {event['args']['name']}"}
+    return placed
+
+
+def events_in(trace: dict, number: int, world: int, kinds: dict[str, int]) -> list[np.ndarray]:
+    """The way back: each rank's events of row `number`, with what pictures show of them; times in ns."""
+    found: list[list[tuple]] = [[] for _ in range(world)]
+    for event in trace["traceEvents"]:
+        rank = event["pid"] - number * world
+        if event["ph"] == "X" and 0 <= rank < world:
+            begin, lasted = round(1e3 * event["ts"]), round(1e3 * event["dur"])
+            told = event["args"]["target_rank"], event["args"]["bytes"]
+            found[rank].append((begin, begin + lasted, kinds[event["name"]], event["tid"] // 64, *told))
+    fields = [(name, "<i8") for name in ("begin", "end", "event", "multiprocessor", "target_rank", "bytes")]
+    return [np.array(events, dtype=fields) for events in found]
 
 
 def own_time(events: np.ndarray) -> np.ndarray:

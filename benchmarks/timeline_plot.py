@@ -2,10 +2,11 @@
 
     python -m benchmarks.timeline_plot benchmarks/results/timeline_h200_x4.json ...
 
-Writes docs/plots/NAME.svg for each NAME.npz that `benchmarks.timeline` left beside the JSON. Needs matplotlib
-(`pip install -e '.[bench]'`).
+Writes docs/plots/NAME.svg for each row, NAME being the row's, from the .trace.json.gz that `benchmarks.timeline` left
+beside the JSON. Needs matplotlib (`pip install -e '.[bench]'`).
 """
 
+import gzip
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from benchmarks.pictures import command, plt, save, sign
 from benchmarks.shapes import CALLS, LINK_GB_S, label
+from benchmarks.timeline import events_in
 
 COLOURS = {
     "product": "#9ecae1",
@@ -82,16 +84,15 @@ def _link(panel: plt.Axes, ranks: list[np.ndarray], start: int, names: dict[int,
 
 
 def draw_all(file: Path, folder: Path) -> list[Path]:
-    """Draws every row of a report whose events lie beside it; returns what was written."""
+    """Draws every row of a report, whose events lie beside it; returns what was written."""
     report = json.loads(file.read_text())
+    trace = json.loads(gzip.decompress(file.with_suffix(".trace.json.gz").read_bytes()))
     written = []
-    for row in report["rows"]:
-        events = file.with_name(f"{row['name']}.npz")
-        if events.exists():
-            row["names"] = {int(kind): name for kind, name in row["names"].items()}
-            with np.load(events) as ranks:
-                written.append(folder / f"{row['name']}.svg")
-                draw(report, row, [ranks[name] for name in ranks.files], written[-1])
+    for number, row in enumerate(report["rows"]):
+        row["names"] = {int(kind): name for kind, name in row["names"].items()}
+        kinds = {name: kind for kind, name in row["names"].items()}
+        written.append(folder / f"{row['name']}.svg")
+        draw(report, row, events_in(trace, number, report["world"], kinds), written[-1])
     return written
 
 

@@ -1,5 +1,6 @@
 """Timelines: times inside each other are counted once, pictures show what was recorded, a run leaves all its files."""
 
+import gzip
 import json
 from pathlib import Path
 import subprocess
@@ -69,15 +70,24 @@ def test_the_picture_shows_ranks_shares_and_the_link(tmp_path):
 
 
 def test_end_to_end_on_two_cpu_ranks(tmp_path):
-    line = [sys.executable, "-m", "benchmarks.timeline", "--device", "cpu", "--op", "rs", "--rows", "32,32,32"]
+    line = [sys.executable, "-m", "benchmarks.timeline", "--device", "cpu", "--op", "rs,ga", "--rows", "32,32,32"]
     done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads((tmp_path / "timeline_cpu_x2.json").read_text())["rows"]
-    assert row["dropped"] == 0 and row["events"] > 4 and row["plain_us"] > 0 < row["traced_us"]
-    for found in row["shares"]:
-        assert sum(found.values()) == pytest.approx(1, abs=0.01) and found["product"] > 0 < found["push"]
-    stem = tmp_path / "timeline_rs_32x32x32_cpu_x2"
-    trace = json.loads(stem.with_suffix(".trace.json").read_text())
-    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == row["events"]
-    (picture,) = timeline_plot.draw_all(tmp_path / "timeline_cpu_x2.json", tmp_path)
-    assert picture == stem.with_suffix(".svg") and "rank 1" in picture.read_text()
+    assert {file.name for file in tmp_path.iterdir()} == {"timeline_cpu_x2.json", "timeline_cpu_x2.trace.json.gz"}
+    rows = json.loads((tmp_path / "timeline_cpu_x2.json").read_text())["rows"]
+    trace = json.loads(gzip.decompress((tmp_path / "timeline_cpu_x2.trace.json.gz").read_bytes()))
+    titles = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    expected = [f"{op} 32, 32, 32: rank {rank}" for op in ("rs", "ga") for rank in (0, 1)]
+    assert [title.rpartition(":")[0] for title in titles] == expected
+    for number, row in enumerate(rows):
+        assert row["dropped"] == 0 and row["events"] > 4 and row["plain_us"] > 0 < row["traced_us"]
+        kinds = {name: int(kind) for kind, name in row["names"].items()}
+        ranks = timeline.events_in(trace, number, 2, kinds)
+        assert sum(map(len, ranks)) == row["events"]
+        span = max(events["end"].max() for events in ranks) - min(events["begin"].min() for events in ranks)
+        assert span / 1e3 == pytest.approx(row["span_us"], rel=0.01)
+        for found in row["shares"]:
+            assert sum(found.values()) == pytest.approx(1, abs=0.01) and found["product"] > 0 < found["push"]
+    pictures = timeline_plot.draw_all(tmp_path / "timeline_cpu_x2.json", tmp_path)
+    assert [picture.name for picture in pictures] == [f"timeline_{op}_32x32x32_cpu_x2.svg" for op in ("rs", "ga")]
+    assert "rank 1" in pictures[0].read_text()
