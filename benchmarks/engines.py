@@ -21,6 +21,7 @@ import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
+from iris import names
 import torch
 from torch import nn
 import torch.distributed as dist
@@ -117,7 +118,7 @@ class AsyncTpOps(NcclOps):
 
 def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
     """Those of `wanted` that can be built on `model`, a split one, and why the others cannot."""
-    nccl, async_tp = (_context(ctx, ops) for ops in (NcclOps(), AsyncTpOps()))
+    nccl, async_tp = (_Context(ctx, name, ops) for name, ops in ((NCCL, NcclOps()), (ASYNC_TP, AsyncTpOps())))
     shared = functools.cache(lambda: sequence_parallel(model, ctx))
     makers = {
         SEQUENCE: lambda: Contender(SEQUENCE, shared(), lambda: serve(shared(), ctx), ctx, lambda: ctx._heap.used),
@@ -148,10 +149,13 @@ def serve(model: nn.Module, ctx) -> None:
                 hook.ctx = ctx
 
 
-def _context(ctx, ops) -> SimpleNamespace:
-    """What layers ask of a context, with `ops` and torch's gather in place of ours."""
-    place = {name: getattr(ctx, name) for name in ("device", "cur_rank", "num_ranks")}
-    return SimpleNamespace(**place, ops=ops, ccl=SimpleNamespace(all_gather=dist.all_gather_into_tensor))
+class _Context:
+    """What layers ask of a context, with `ops` and torch's gather in place of ours. Compiled layers find it by name."""
+
+    def __init__(self, ctx, name: str, ops: NcclOps):
+        self.device, self.cur_rank, self.num_ranks, self.ops = ctx.device, ctx.cur_rank, ctx.num_ranks, ops
+        self.ccl = SimpleNamespace(all_gather=dist.all_gather_into_tensor)
+        self.group_name = names.add(self, name)
 
 
 def sequence_parallel(split: nn.Module, ctx) -> nn.Module:

@@ -35,6 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contenders", default="ours,nccl,transformers", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; default: %(default)s")
     parser.add_argument("--torch-attention", action="store_true", help="torch's attention in steps too, for all")
+    parser.add_argument("--compile", action="store_true", help="decoder layers by torch.compile, for all who can")
     parser.add_argument("--profile", action="store_true", help="prints what kernels take, in prompts and in steps")
     parser.add_argument("--quick", action="store_true", help="one round, one batch, one prompt length")
     args = parser.parse_args(argv)
@@ -54,7 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.title = args.model.rstrip("/").rpartition("/")[2]
     args.command = args.command.replace(args.model, args.title)  # no folders of this machine
     shape = args.title + (f"-{args.layers}layers" if args.layers else "")
-    args.benchmark = f"llm_{shape}"
+    args.benchmark = f"llm_{shape}" + ("_compiled" if args.compile else "")
     return args
 
 
@@ -87,6 +88,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         "model": args.title,
         "layers": config.num_hidden_layers,
         "shortened": bool(args.layers),
+        "compiled": args.compile,
         "output": args.output,
         "allowed": {"times": truth.ALLOWED, "eps": truth.FLOOR},
         "weights_gib": weights / 2**30,
@@ -127,13 +129,18 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
             row["results"].append(result)
         began, held = time.monotonic(), allocated(team)
 
-        def warm_up(contender=contender, cache=cache):
+        def warm_up(compile, contender=contender, cache=cache):
             contender.prepare()
             own = contender.key != engines.TRANSFORMERS and not args.torch_attention  # theirs stays as it is
-            engine = Engine(contender.model, ctx, batch, length, cache=cache, step_attention=own and team.cuda)
+            options = {"step_attention": own and team.cuda, "compile": compile}
+            engine = Engine(contender.model, ctx, batch, length, cache=cache, **options)
             return engine, check(engine, tokens)
 
-        outcome, reason = team.attempt(warm_up)
+        outcome, reason = team.attempt(lambda warm_up=warm_up: warm_up(args.compile))
+        if reason and args.compile:
+            refusal = f"not compiled ({reason})"
+            outcome, reason = team.attempt(lambda warm_up=warm_up: warm_up(False))
+            result["notes"] += [] if reason else [refusal]
         result["warm_up_s"] = team.slowest([time.monotonic() - began])[0]
         if reason:
             result.update(status="n/a", notes=[reason])
@@ -147,7 +154,7 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
         if not worst <= row.get("limit", 0):
             accepted = f"at most {row['limit']:.2g}" if "limit" in row else "nothing, without cuBLAS + NCCL"
             note = f"logits are off by {worst:.2g} of their root mean square: accepted is {accepted}"
-            result.update(status="WRONG", notes=[note])
+            result.update(status="WRONG", notes=[*result["notes"], note])
             continue
         if contender.key not in args.contenders:
             continue
@@ -287,6 +294,7 @@ def summary(result: dict) -> str:
 def render(measured: dict) -> str:
     """The table: a line for each row and contender, with how many times ours each takes."""
     depth = f"{measured['layers']} layers" + (" (SHORTENED)" if measured["shortened"] else "")
+    depth += ", compiled" if measured.get("compiled") else ""
     head = ["batch x prompt", "contender", "first token, ms", "step, ms", "eager step, ms", "tokens/s", "GiB", "error"]
     lines = []
     for row in measured["rows"]:

@@ -16,11 +16,13 @@ whatever the position. Not a server: one batch at a time, all rows to the end of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 from iris.errors import ArgumentError
 import torch
 from torch import nn
 
+from .compiled import CompiledLayers
 from .step_attention import use as use_step_attention
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
@@ -31,7 +33,8 @@ class Engine:
 
     `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share.
     `step_attention`: whether steps of a model that uses torch's attention are served by `step_attention` (by default on
-    GPUs).
+    GPUs). `compile`: whether its decoder layers are compiled when they are first used, which takes seconds and saves
+    kernels in each step; by inductor, or by the backend of torch.compile that it names.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Engine:
         graphs: bool | None = None,
         cache=None,
         step_attention: bool | None = None,
+        compile: bool | str = False,
     ):
         _positive(batch_size=batch_size, max_length=max_length)
         device = torch.device(ctx.device)
@@ -65,6 +69,9 @@ class Engine:
         self._greedy = True
         self._random = torch.Generator(device)
         self._captured: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._compiled: CompiledLayers | None = None
+        if compile:
+            self._compile("inductor" if compile is True else compile)
 
     @torch.no_grad()
     def generate(
@@ -139,6 +146,7 @@ class Engine:
                 self.step()  # compiles and allocates whatever a capture could not
                 self._captured[self._greedy] = self._capture()
 
+    @torch.no_grad()
     def step(self) -> torch.Tensor:
         """One token a row, eagerly, on the engine's own tensors; the logits that they were chosen from."""
         logits = self._logits(self.tokens, self.mask, self.positions)
@@ -158,15 +166,23 @@ class Engine:
 
     def _logits(self, tokens, mask, positions) -> torch.Tensor:
         """Of the last token only: the head's product is the largest there is."""
-        result = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with nullcontext() if self._compiled is None else self._compiled.serving(tokens.shape[1]):
+            result = self.model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return result.logits[:, -1]
+
+    @torch.no_grad()
+    def _compile(self, backend: str) -> None:
+        if not all(layer.is_initialized for layer in self.cache.layers):
+            self._logits(self.tokens, self.mask, self.positions)  # allocates them, which a compiled layer could not
+            self.cache.reset()
+        self._compiled = CompiledLayers(self.model, self.cache, backend)
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         if self._greedy:

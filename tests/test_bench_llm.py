@@ -90,7 +90,7 @@ def test_a_wrong_contender_and_one_that_raises_are_named(alone, dtype):  # noqa:
             serve = lambda swapped=swapped: engines.serve(model, swapped)  # noqa: E731
             found.append(engines.Contender("ours", model, serve))  # any key that is not the yardstick's
         args = argparse.Namespace(output=3, dtype=dtype, rounds=1, torch_attention=False, profile=dtype == "float32")
-        args.contenders = ["nccl", "ours"]
+        args.contenders, args.compile = ["nccl", "ours"], False
         row = llm.run_row(alone, ctx, found, 2, 3, args, lambda: False)
         right, ours, rounded, too_much, exchanged, raising = row["results"]
         assert right["status"] == ours["status"] == rounded["status"] == "ok" and ours["tokens_per_s"] > 0

@@ -1,0 +1,112 @@
+"""A model's decoder layers under torch.compile: one code for all of them, with few kernels between the products.
+
+Layer by layer, not the whole model, so that compiling takes as long as for one layer. For the layers to share what is
+compiled, nothing that differs between them may be looked at while it is traced, except tensors:
+
+- Each is a call of one function, with the layer and its part of the cache as arguments.
+- The cache that a layer sees, `_Slots`, holds that part only and passes over the layer's index.
+- torch's own marks on a static cache, which tie code to one address, are left behind by `detach`.
+
+A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew. Layers that truly
+differ (of Gemma, some with a sliding window) are compiled apart, and so are prompts with and without padding.
+
+Layers are compiled inside `with compiled.serving(...)` only: there an instance's `forward` is the compiled one, and the
+hooks around it run as they are. Outside, `generate()` of the model runs eagerly as before. What a layer adds to its
+length in the cache, one small kernel each, is added for all layers at once when the block ends.
+
+Code is compiled for one engine: another one, of other sizes or on another context, has its own, and none of theirs
+count as recompilations of another's. A context that is exchanged in the layers is seen by its name (`iris.names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+import functools
+import types
+
+from iris.errors import ArgumentError
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+_LENGTH_DIM = {1: 0, 2: 1, 3: 1, 4: 2}  # of positions [B, T], states [B, T, H], masks [B, 1, T, L]: by their dimensions
+
+
+class CompiledLayers:
+    """The decoder layers of `model` over a static `cache`, which is allocated, compiled by `backend` when first used.
+
+    A layer that cannot be compiled as a whole raises `ArgumentError` then.
+    """
+
+    def __init__(self, model: nn.Module, cache, backend: str):
+        self.cache, self.backend, self.layers = cache, backend, decoder_layers(model, len(cache.layers))
+        self._slots = [tuple(t.detach() for t in (c.keys, c.values, c.cumulative_length)) for c in cache.layers]
+        self._lengths = [each.cumulative_length for each in cache.layers]
+        own = types.FunctionType(_run.__code__.replace(), globals())  # torch keeps what is compiled by code object
+        self._compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+
+    @contextmanager
+    def serving(self, length: int) -> Iterator[None]:
+        """For one call of the model on rows of `length` tokens."""
+        for layer, slots in zip(self.layers, self._slots, strict=True):
+            layer.forward = functools.partial(self._forward, layer, slots, length)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                del layer.forward
+        torch._foreach_add_(self._lengths, length)
+
+    def _forward(self, layer: nn.Module, slots: tuple, length: int, *args, **kwargs) -> torch.Tensor:
+        given = {key: value for key, value in kwargs.items() if value is not self.cache}
+        if len(given) + 1 != len(kwargs):
+            raise self._refusal(layer, "it is called without the cache by name")
+        if length > 1:
+            for each in tree_leaves((args, given)):
+                dim = _LENGTH_DIM.get(each.dim()) if isinstance(each, torch.Tensor) else None
+                if dim is not None and each.shape[dim] == length:
+                    torch._dynamo.mark_dynamic(each, dim)
+        name = next(iter(kwargs.keys() - given.keys()))
+        try:
+            return self._compiled(layer, name, *slots, args, given)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise self._refusal(layer, str(error).strip().partition("\n")[0]) from error
+
+    def _refusal(self, layer: nn.Module, reason: str) -> ArgumentError:
+        return ArgumentError(
+            f"compile is {self.backend!r}: expected False for layers of type {type(layer).__name__}, which cannot be"
+            f" compiled: {reason}"
+        )
+
+
+def _run(layer: nn.Module, name: str, keys, values, start, args: tuple, kwargs: dict) -> torch.Tensor:
+    """What is compiled: a layer's forward with the cache's slots as its argument `name`."""
+    return type(layer).forward(layer, *args, **{name: _Slots(keys, values, start)}, **kwargs)
+
+
+class _Slots:
+    """One layer's cache [B, heads, L, D], filled to `start`."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor):
+        self.keys, self.values, self.start = keys, values, start
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object):
+        """Writes what is new, [B, heads, T, D], behind; all that there is then."""
+        at = self.start + torch.arange(keys.shape[2], device=keys.device)
+        self.keys.index_copy_(2, at, keys)
+        self.values.index_copy_(2, at, values)
+        return self.keys, self.values
+
+
+def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
+    """The list of the model's `count` decoder layers, of which the attention of each knows its index in the cache."""
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList) and len(stack) == count:
+            indices = [{m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx")} for layer in stack]
+            if indices == [{index} for index in range(count)] and not any("forward" in vars(each) for each in stack):
+                return list(stack)
+    raise ArgumentError(
+        f"compile is set for a {type(model).__name__}: expected False, for it has no list of {count} decoder layers"
+        " with one index each"
+    )
