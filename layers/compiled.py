@@ -34,13 +34,13 @@ _LENGTH_DIM = {1: 0, 2: 1, 3: 1, 4: 2}  # of positions [B, T], states [B, T, H],
 
 
 class CompiledLayers:
-    """The decoder layers of `model` over a static `cache`, which is allocated, compiled by `backend` when first used.
+    """Decoder layers over a static `cache`, which is allocated already, compiled by `backend` when they are first used.
 
     A layer that cannot be compiled as a whole raises `ArgumentError` then.
     """
 
-    def __init__(self, model: nn.Module, cache, backend: str):
-        self.cache, self.backend, self.layers = cache, backend, decoder_layers(model, len(cache.layers))
+    def __init__(self, layers: list[nn.Module], cache, backend: str):
+        self.layers, self.cache, self.backend = layers, cache, backend
         self._slots = [tuple(t.detach() for t in (c.keys, c.values, c.cumulative_length)) for c in cache.layers]
         self._lengths = [each.cumulative_length for each in cache.layers]
         own = types.FunctionType(_run.__code__.replace(), globals())  # torch keeps what is compiled by code object

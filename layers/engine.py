@@ -22,7 +22,7 @@ from iris.errors import ArgumentError
 import torch
 from torch import nn
 
-from .compiled import CompiledLayers
+from .compiled import CompiledLayers, decoder_layers
 from .step_attention import use as use_step_attention
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
@@ -179,10 +179,11 @@ class Engine:
 
     @torch.no_grad()
     def _compile(self, backend: str) -> None:
-        if not all(layer.is_initialized for layer in self.cache.layers):
+        layers = decoder_layers(self.model, len(self.cache.layers))
+        if not all(each.is_initialized for each in self.cache.layers):
             self._logits(self.tokens, self.mask, self.positions)  # allocates them, which a compiled layer could not
             self.cache.reset()
-        self._compiled = CompiledLayers(self.model, self.cache, backend)
+        self._compiled = CompiledLayers(layers, self.cache, backend)
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         if self._greedy:

@@ -1,13 +1,20 @@
-"""Split models under torch.compile: one graph without a break, the logits of the eager model, captured and replayed."""
+"""Split models under torch.compile: one graph without a break, the logits of the eager model, captured and replayed.
+
+Whole models, and the decoder layers that an engine compiles: once for all of them, and with whose ops they are served.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+
+from iris.errors import ArgumentError
 import layers
 import pytest
 import torch
 from torch import nn
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from benchmarks import engines
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
 
 pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2], scope="session")]
@@ -98,3 +105,116 @@ def sequence_body(ctx) -> None:
 
 def test_sequence_parallel_linears_compile(world_size: int) -> None:
     run_ranks(world_size, sequence_body)
+
+
+def compilations() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@torch.no_grad()
+def layers_body(ctx) -> None:
+    """The layers of an engine: two compilations for all of them, one more for padding, none for another length."""
+    model, rows = models.build("kv2"), models.prompt().tolist()
+    layers.parallelize(model, ctx)
+    batches = [rows, [row + row for row in rows], [rows[0], rows[1][2:]]]
+    expected = [layers.Engine(model, ctx, 2, 18).generate(batch, 3) for batch in batches]
+    engine = layers.Engine(model, ctx, 2, 18, compile=backend(ctx), step_attention=True)
+    before, counts = compilations(), []
+    for batch, tokens in zip(batches, expected, strict=True):
+        assert engine.generate(batch, 3) == tokens
+        counts.append(compilations() - before)
+    assert counts == [2, 2, 3]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        engine.generate([rows[0] + rows[1][:3], rows[1]], 3)
+    assert bool(engine._captured) == (ctx.device.type == "cuda")
+    tokens = models.generate(model, ctx.device).cpu()
+    assert torch.equal(tokens, models.expected("kv2")[2]), "generate() is as before"
+    assert compilations() - before == 3, "and eager"
+
+
+def test_the_layers_of_an_engine_are_compiled_once(world_size: int) -> None:
+    run_ranks(world_size, layers_body)
+
+
+class Counting:
+    def __init__(self, ops):
+        self.ops, self.calls = ops, Counter()
+
+    def __getattr__(self, name: str):
+        self.calls[name] += 1
+        return getattr(self.ops, name)
+
+
+def contexts_body(ctx) -> None:
+    """Compiled layers call the ops of the context that they have now, whatever they were compiled with."""
+    model, prompts = models.build("plain"), models.prompt()
+    layers.parallelize(model, ctx)
+    ours, nccl = Counting(ctx.ops), Counting(engines.NcclOps())
+    ctx._ops = ours
+    other = engines._Context(ctx, "counted", nccl)
+    expected = layers.Engine(model, ctx, 2, 16).generate(prompts, 2)
+    engine = layers.Engine(model, ctx, 2, 16, compile=backend(ctx), graphs=False)
+    for context in (ctx, other, ctx):
+        engines.serve(model, context)
+        ours.calls.clear()
+        nccl.calls.clear()
+        assert engine.generate(prompts, 2) == expected
+        called, idle = (ours, nccl) if context is ctx else (nccl, ours)
+        assert called.calls["matmul_all_reduce"] == 2 * 2 * 2  # of two layers, in two passes
+        assert not idle.calls
+
+
+def test_compiled_layers_call_the_ops_of_the_context_that_they_have(world_size: int) -> None:
+    run_ranks(world_size, contexts_body)
+
+
+class Undecided(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum().item() > 1e9 else nn.functional.silu(x)
+
+
+def refused_body(ctx) -> None:
+    model, prompts = models.build("plain"), models.prompt()
+    layers.parallelize(model, ctx)
+    expected = layers.Engine(model, ctx, 2, 16).generate(prompts, 4)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Undecided()
+    engine = layers.Engine(model, ctx, 2, 16, compile=backend(ctx))
+    with pytest.raises(ArgumentError, match="expected False for layers of type LlamaDecoderLayer"):
+        engine.generate(prompts, 4)
+    assert layers.Engine(model, ctx, 2, 16, graphs=False).generate(prompts, 4) == expected, "nothing is left of it"
+    del model.model.layers[1].self_attn.layer_idx
+    with pytest.raises(ArgumentError, match="no list of 2 decoder layers"):
+        layers.Engine(model, ctx, 2, 16, compile=True)
+
+
+def test_what_cannot_be_compiled_is_refused(world_size: int) -> None:
+    run_ranks(world_size, refused_body)
+
+
+def kernels_body(ctx) -> None:
+    """Of one step: its kernels, and the memory that it takes beside what there is."""
+    model, prompts, length = models.build("kv2"), models.prompt().to(ctx.device), 1 << 15
+    layers.parallelize(model, ctx)
+    kernels, taken = [], []
+    for compile in (False, True):
+        engine = layers.Engine(model, ctx, 2, length, compile=compile)
+        engine.accept(engine.prefill(prompts))
+        engine.decode(2)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.step()
+        torch.cuda.synchronize()
+        taken.append(torch.cuda.max_memory_allocated() - before)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            engine.step()
+            torch.cuda.synchronize()
+        kernels.append(sum(each.count for each in trace.key_averages()))
+    keys = engine.cache.layers[0].keys
+    assert taken[1] <= taken[0] + keys.nbytes / 2, f"{taken}: a copy of a layer's keys takes {keys.nbytes} bytes"
+    assert kernels[1] <= kernels[0] - 10 * len(model.model.layers), kernels
+
+
+@pytest.mark.skipif(not ON_GPU, reason="kernels are counted on GPUs")
+def test_a_compiled_step_has_few_kernels_and_copies_no_cache(world_size: int) -> None:
+    run_ranks(world_size, kernels_body)
