@@ -44,7 +44,9 @@ class CompiledLayers:
         self._slots = [tuple(t.detach() for t in (c.keys, c.values, c.cumulative_length)) for c in cache.layers]
         self._lengths = [each.cumulative_length for each in cache.layers]
         own = types.FunctionType(_run.__code__.replace(), globals())  # torch keeps what is compiled by code object
-        self._compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+        # What rotates the query, and what writes keys and values, becomes one kernel of three.
+        options = {"combo_kernels": True} if backend == "inductor" else None
+        self._compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=backend, options=options)
 
     @contextmanager
     def serving(self, length: int) -> Iterator[None]:
