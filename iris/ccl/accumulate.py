@@ -16,7 +16,8 @@ import triton.language as tl
 from ..device.context import DeviceContext
 from ..device.exchange import load_bases, remote
 from ..device.function import device_function
-from ..device.sync import advance, lock, next_epoch, signal_others, unlock, wait_others
+from ..device.lock import lock, unlock
+from ..device.sync import advance, next_epoch, signal_others, wait_others
 from .by_flags import LANES
 from .by_words import rounded
 from .view import View

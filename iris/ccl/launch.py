@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..device.sync import WAITERS
+from ..device.bounded import WAITERS
 from .accumulate import accumulate_kernel
 from .by_flags import LANES, flags_kernel
 from .by_words import words_kernel

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from . import arch
+from .bounded import anyone_gone, deadline, is_late, keeps_waiting, report
 from .context import HEADER
 from .function import device_function
 from .rma import BASE_ALIGNMENT
-from .sync import POLLS_A_CHECK, mark_if, report
 from .tracing import WAIT
 
 EMPTY = tl.constexpr(-1)
@@ -93,30 +93,22 @@ def _look(first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr):
 
 @device_function
 def _poll(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr):
-    limit = tl.load(ctx.words + 4)
-    own_mark = tl.program_id(0) + 1
-    start = arch.clock()
-    polls = 0
+    end = deadline(ctx)
     total = tl.zeros(mask.shape, dtype=sum_type(dtype))
+    polls = 0
     missing = True
     waiting = True
     while waiting:
-        arch.pause()
-        late = arch.clock() - start > limit
-        for i in tl.static_range(ctx.world_size):
-            late = late | arch.peer_gone(ctx.pid(i))
+        late = is_late(end) | anyone_gone(ctx)
         total, missing = _look(first, step, mask, dtype, COUNT)
-        waiting = missing
         polls += 1
-        if polls % POLLS_A_CHECK == 0:
-            mark = mark_if(ctx, late & missing, own_mark)
-            if mark == own_mark:
-                peer = -1
-                for i in tl.static_range(COUNT):
-                    words = arch.load_fresh(first + i * step, mask)
-                    peer = tl.maximum(peer, tl.max(tl.where(words == EMPTY, source + i, -1)))
-                report(ctx, own_mark, waiter, epoch, peer, epoch - 1)
-            waiting = waiting and mark == 0
+        waiting = keeps_waiting(ctx, missing, late, polls)
+    if missing:
+        peer = -1
+        for i in tl.static_range(COUNT):
+            words = arch.load_fresh(first + i * step, mask)
+            peer = tl.maximum(peer, tl.max(tl.where(words == EMPTY, source + i, -1)))
+        report(ctx, waiter, epoch, peer, epoch - 1)
     return total, missing
 
 

@@ -1,8 +1,7 @@
-"""Signals, bounded waits and epochs: how ranks agree, inside a kernel, on what has arrived.
+"""Signals, waits and epochs: how ranks agree, inside a kernel, on what has arrived.
 
 A *signal* makes this program's earlier stores visible to a peer and then sets a flag there. A *wait* polls one of
-this rank's own flags. It never lasts longer than the context's time-out: the first wait of a rank that fails writes a
-record that the host raises from, all others see the status word and give up, and nobody signals work that was
+this rank's own flags, never longer than the context's time-out (`bounded.py`), and nobody signals work that was
 skipped. Flags carry epochs, which only ever advance, so nothing is reset and a captured kernel can be replayed.
 """
 
@@ -10,58 +9,24 @@ import triton
 import triton.language as tl
 
 from . import arch, rma
+from .bounded import RECORD_WORDS as RECORD_WORDS
+from .bounded import WAITERS, anyone_gone, deadline, healthy, is_late, keeps_waiting, report
 from .context import own_context
 from .function import device_function
 from .tracing import SIGNAL, WAIT
 
-# Who waits, by the number that a failure record carries.
-WAITERS = (
-    "a kernel",
-    "device_barrier",
-    "matmul_all_reduce",
-    "all_gather_matmul",
-    "matmul_all_gather",
-    "matmul_reduce_scatter",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-)
 _USER = tl.constexpr(WAITERS.index("a kernel"))
 _BARRIER = tl.constexpr(WAITERS.index("device_barrier"))
-# A failure record is int64: [written, waiter, rank, peer, expected, seen]; what is expected is an epoch or a count.
-RECORD_WORDS = 6
-
 # The sync block of a communicator, int32 on the heap:
 # [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size]].
 _FINISHED = tl.constexpr(1)
 _NEXT_TILE = tl.constexpr(2)
 _ENTERED = tl.constexpr(16)
-# Polls of a flag between two looks at the rank's status, which would double the time of each.
-POLLS_A_CHECK = tl.constexpr(16)
 
 
 def sync_words(world_size: int) -> int:
     """int32 words of a sync block."""
     return _ENTERED.value + 2 * world_size
-
-
-@device_function
-def _status(ctx):
-    return tl.load(ctx.words + 2).to(tl.pointer_type(tl.int32))
-
-
-@device_function
-def healthy(ctx):
-    """Whether no wait of this rank has failed so far; the same answer for all threads of a program."""
-    return _mark(ctx) == 0
-
-
-@device_function
-def _mark(ctx):
-    # An atomic is done by one thread and its result given to all. Each thread's own load could differ from the next
-    # one's, and threads that part company around a barrier hang the program.
-    return tl.atomic_add(_status(ctx), 0, sem="relaxed", scope="gpu")
 
 
 @device_function
@@ -100,60 +65,20 @@ def _reached(seen, expected, exact: tl.constexpr):
 
 @device_function
 def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
-    limit = tl.load(ctx.words + 4)
-    pid = ctx.pid(peer)
-    own_mark = tl.program_id(0) + 1
-    start = arch.clock()
+    end = deadline(ctx)
     polls = 0
+    seen = expected
     arrived = False
     waiting = True
     while waiting:
-        arch.pause()
-        # before the flag is read: a signal sent just before the end still counts
-        late = (arch.clock() - start > limit) | arch.peer_gone(pid)
+        late = is_late(end) | arch.peer_gone(ctx.pid(peer))
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         arrived = _reached(seen, expected, exact)
-        waiting = not arrived
         polls += 1
-        if polls % POLLS_A_CHECK == 0:
-            mark = mark_if(ctx, late & (not arrived), own_mark)
-            if mark == own_mark:
-                report(ctx, own_mark, waiter, expected, peer, seen)
-            waiting = waiting and mark == 0
+        waiting = keeps_waiting(ctx, not arrived, late, polls)
+    if not arrived:
+        report(ctx, waiter, expected, peer, seen)
     return arrived
-
-
-@device_function
-def mark_if(ctx, late, own_mark):
-    """Marks this rank as one whose wait has failed if it is `late`. Returns the mark that it has, the same for all
-    threads, though they read the clock at different times: one of them marks, and all go by the mark.
-    """
-    tl.atomic_cas(_status(ctx), 0, tl.where(late, own_mark, 0), sem="relaxed", scope="gpu")
-    return _mark(ctx)
-
-
-@device_function
-def report(ctx, own_mark, waiter: tl.constexpr, expected, peer, seen):
-    """Writes the failure record that the host raises from, for the program that has marked this rank."""
-    if tl.atomic_cas(_status(ctx), own_mark, -1) == own_mark:  # once, however many waits of this program follow
-        record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
-        tl.store(record + 1, waiter)
-        tl.store(record + 2, _name(ctx, ctx.rank))
-        tl.store(record + 3, _name(ctx, peer))
-        tl.store(record + 4, tl.cast(expected, tl.int64))
-        tl.store(record + 5, tl.cast(seen, tl.int64))
-        tl.debug_barrier()
-        tl.atomic_xchg(record, 1, sem="release", scope="sys")
-
-
-@device_function
-def _name(ctx, rank):
-    """What a rank, counted in a group, is called by the host: its number among all ranks."""
-    names = tl.load(ctx.words + 7)
-    name = tl.cast(rank, tl.int64)
-    if names != 0:
-        name = tl.load(names.to(tl.pointer_type(tl.int64)) + tl.maximum(name, 0))
-    return name
 
 
 @device_function
@@ -212,45 +137,6 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
         tl.store(sync, epoch)
 
 
-@device_function
-def lock(ctx, word, to_rank, waiter: tl.constexpr):
-    """Takes the lock in `word`, 0 when free, at `to_rank`. Returns whether it was had in time."""
-    taken = rma.atomic_cas(word, 0, 1, ctx.rank, to_rank, ctx.heap_bases(), sem="acquire", scope="sys") == 0
-    if not taken:
-        taken = _poll_lock(ctx, word, to_rank, waiter)
-    return taken
-
-
-@device_function
-def unlock(ctx, word, to_rank):
-    """All of this program's earlier stores, then the lock is free."""
-    signal(ctx, word, 0, to_rank)
-
-
-@device_function
-def _poll_lock(ctx, word, to_rank, waiter: tl.constexpr):
-    limit = tl.load(ctx.words + 4)
-    own_mark = tl.program_id(0) + 1
-    start = arch.clock()
-    polls = 0
-    taken = False
-    waiting = True
-    while waiting:
-        arch.pause()
-        late = arch.clock() - start > limit
-        for i in tl.static_range(ctx.world_size):  # whoever holds it
-            late = late | arch.peer_gone(ctx.pid(i))
-        taken = rma.atomic_cas(word, 0, 1, ctx.rank, to_rank, ctx.heap_bases(), sem="acquire", scope="sys") == 0
-        waiting = not taken
-        polls += 1
-        if polls % POLLS_A_CHECK == 0:
-            mark = mark_if(ctx, late & (not taken), own_mark)
-            if mark == own_mark:
-                report(ctx, own_mark, waiter, 0, to_rank, 1)
-            waiting = waiting and mark == 0
-    return taken
-
-
 # --- all other ranks at once -----------------------------------------------------------------------------------------
 
 
@@ -300,31 +186,23 @@ def _missing(ctx, flags, step, expected):
 
 @device_function
 def _poll_others(ctx, flags, step, expected, waiter: tl.constexpr):
-    limit = tl.load(ctx.words + 4)
-    own_mark = tl.program_id(0) + 1
-    start = arch.clock()
+    end = deadline(ctx)
     polls = 0
     missing = True
     waiting = True
     while waiting:
-        arch.pause()
-        late = arch.clock() - start > limit
-        for i in tl.static_range(ctx.world_size):
-            late = late | arch.peer_gone(ctx.pid(i))
+        late = is_late(end) | anyone_gone(ctx)
         missing = _missing(ctx, flags, step, expected)
-        waiting = missing
         polls += 1
-        if polls % POLLS_A_CHECK == 0:
-            mark = mark_if(ctx, late & missing, own_mark)
-            if mark == own_mark:
-                # one that is known to be gone before one that may only have given up; the first report counts
-                for turn in range(2 * ctx.world_size):
-                    peer = (ctx.rank + turn) % ctx.world_size
-                    seen = tl.load(flags + peer * step, volatile=True)
-                    gone = (turn >= ctx.world_size) | arch.peer_gone(ctx.pid(peer))
-                    if gone & (seen != expected) & (peer != ctx.rank):
-                        report(ctx, own_mark, waiter, expected, peer, seen)
-            waiting = waiting and mark == 0
+        waiting = keeps_waiting(ctx, missing, late, polls)
+    if missing:
+        # one that is known to be gone before one that may only have given up; the first report counts
+        for turn in range(2 * ctx.world_size):
+            peer = (ctx.rank + turn) % ctx.world_size
+            seen = tl.load(flags + peer * step, volatile=True)
+            gone = (turn >= ctx.world_size) | arch.peer_gone(ctx.pid(peer))
+            if gone & (seen != expected) & (peer != ctx.rank):
+                report(ctx, waiter, expected, peer, seen)
     return missing
 
 

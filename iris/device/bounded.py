@@ -1,0 +1,117 @@
+"""Why every wait ends: a deadline, a look at whether the peers still live, and one status word for all waits of a rank.
+
+A loop that polls is
+
+    end = deadline(ctx)
+    polls = 0
+    missing = True
+    waiting = True
+    while waiting:
+        late = is_late(end) | anyone_gone(ctx)  # before the look: what came just before the end still counts
+        missing = ...                           # the look; the same answer for all threads
+        polls += 1
+        waiting = keeps_waiting(ctx, missing, late, polls)
+
+and whoever leaves it with something still missing calls `report`. The first wait of a rank that fails marks the status
+word and writes a record that the host raises from; all other waits of the rank see the mark and give up too.
+"""
+
+import triton.language as tl
+
+from . import arch
+from .function import device_function
+
+# Who waits, by the number that a failure record carries.
+WAITERS = (
+    "a kernel",
+    "device_barrier",
+    "matmul_all_reduce",
+    "all_gather_matmul",
+    "matmul_all_gather",
+    "matmul_reduce_scatter",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)
+# A failure record is int64: [written, waiter, rank, peer, expected, seen]; what is expected is an epoch or a count.
+RECORD_WORDS = 6
+# Polls between two looks at the rank's status, which would double the time of each.
+_POLLS_A_CHECK = tl.constexpr(16)
+
+
+@device_function
+def healthy(ctx):
+    """Whether no wait of this rank has failed so far; the same answer for all threads of a program."""
+    # An atomic is done by one thread and its result given to all. Each thread's own load could differ from the next
+    # one's, and threads that part company around a barrier hang the program.
+    return tl.atomic_add(_status(ctx), 0, sem="relaxed", scope="gpu") == 0
+
+
+@device_function
+def deadline(ctx):
+    """When a wait that begins now has lasted too long."""
+    return arch.clock() + tl.load(ctx.words + 4)
+
+
+@device_function
+def is_late(end):
+    """Whether it is past `end` by this thread's clock; lets other ranks run first."""
+    arch.pause()
+    return arch.clock() > end
+
+
+@device_function
+def anyone_gone(ctx):
+    """Whether any rank's process has ended."""
+    gone = False
+    for i in tl.static_range(ctx.world_size):
+        gone = gone | arch.peer_gone(ctx.pid(i))
+    return gone
+
+
+@device_function
+def keeps_waiting(ctx, missing, late, polls):
+    """Whether to poll again: something is `missing`, and no wait of this rank, this one included, has failed.
+
+    The same answer for all threads if `missing` is, though they read the clock at different times: one marks, and all
+    go by the mark.
+    """
+    if polls % _POLLS_A_CHECK == 0:
+        tl.atomic_cas(_status(ctx), 0, tl.where(late & missing, _own_mark(), 0), sem="relaxed", scope="gpu")
+        missing = missing & healthy(ctx)
+    return missing
+
+
+@device_function
+def report(ctx, waiter: tl.constexpr, expected, peer, seen):
+    """After a wait in vain: writes the record that the host raises from, if it is this program that marked the rank."""
+    if tl.atomic_cas(_status(ctx), _own_mark(), -1) == _own_mark():  # once, however many reports follow
+        record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
+        tl.store(record + 1, waiter)
+        tl.store(record + 2, _name(ctx, ctx.rank))
+        tl.store(record + 3, _name(ctx, peer))
+        tl.store(record + 4, tl.cast(expected, tl.int64))
+        tl.store(record + 5, tl.cast(seen, tl.int64))
+        tl.debug_barrier()
+        tl.atomic_xchg(record, 1, sem="release", scope="sys")
+
+
+@device_function
+def _status(ctx):
+    return tl.load(ctx.words + 2).to(tl.pointer_type(tl.int32))
+
+
+@device_function
+def _own_mark():
+    return tl.program_id(0) + 1
+
+
+@device_function
+def _name(ctx, rank):
+    """What a rank, counted in a group, is called by the host: its number among all ranks."""
+    names = tl.load(ctx.words + 7)
+    name = tl.cast(rank, tl.int64)
+    if names != 0:
+        name = tl.load(names.to(tl.pointer_type(tl.int64)) + tl.maximum(name, 0))
+    return name

@@ -1,0 +1,44 @@
+"""A lock that ranks share: a word on the heap, 0 when free, which whoever has it frees by a signal."""
+
+import triton.language as tl
+
+from . import rma
+from .bounded import anyone_gone, deadline, is_late, keeps_waiting, report
+from .function import device_function
+from .sync import signal
+
+
+@device_function
+def lock(ctx, word, to_rank, waiter: tl.constexpr):
+    """Takes the lock in `word` at `to_rank`. Returns whether it was had in time."""
+    taken = _try(ctx, word, to_rank)
+    if not taken:
+        taken = _poll(ctx, word, to_rank, waiter)
+    return taken
+
+
+@device_function
+def unlock(ctx, word, to_rank):
+    """All of this program's earlier stores, then the lock is free."""
+    signal(ctx, word, 0, to_rank)
+
+
+@device_function
+def _try(ctx, word, to_rank):
+    return rma.atomic_cas(word, 0, 1, ctx.rank, to_rank, ctx.heap_bases(), sem="acquire", scope="sys") == 0
+
+
+@device_function
+def _poll(ctx, word, to_rank, waiter: tl.constexpr):
+    end = deadline(ctx)
+    polls = 0
+    taken = False
+    waiting = True
+    while waiting:
+        late = is_late(end) | anyone_gone(ctx)  # anyone may hold it
+        taken = _try(ctx, word, to_rank)
+        polls += 1
+        waiting = keeps_waiting(ctx, not taken, late, polls)
+    if not taken:
+        report(ctx, waiter, 0, to_rank, 1)
+    return taken
