@@ -28,7 +28,7 @@ from ..device.exchange import load_bases, remote, sum_type
 from ..device.function import device_function
 from ..device.sync import advance, next_epoch, signal_others, wait_others
 from .by_words import rounded
-from .view import View
+from .view import views
 
 # Lanes of the fixed table of done flags: more than any chip has multiprocessors.
 LANES = tl.constexpr(512)
@@ -138,21 +138,13 @@ def flags_kernel(
 ):
     # flags: entered [rank], done [rank, LANES], arrived [slot][source rank, lane, chunk];
     # staging: [slot][source rank, unit, BLOCK].
-    # ONE_OUT: `out` has one part only, this rank's.
-    source = View(
-        inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step, IN_LAYOUT, INTERLEAVED, TILE_N, GROUP_M
-    )
-    target = View(
-        out,
-        out_n,
-        out_cols,
-        stride_om,
-        stride_on,
-        out_share,
-        out_limit,
-        out_step,
+    source, target = views(
+        (inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step),
+        (out, out_n, out_cols, stride_om, stride_on, out_share, out_limit, out_step),
+        IN_LAYOUT,
         OUT_LAYOUT,
-        INTERLEAVED and not ONE_OUT,
+        INTERLEAVED,
+        ONE_OUT,
         TILE_N,
         GROUP_M,
     )

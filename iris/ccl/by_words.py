@@ -16,7 +16,7 @@ from ..device.context import DeviceContext
 from ..device.exchange import load_bases, put, seal, take, widen
 from ..device.function import device_function
 from ..device.sync import advance, next_epoch
-from .view import View
+from .view import views
 
 
 @device_function
@@ -73,22 +73,14 @@ def words_kernel(
     WAITER: tl.constexpr,
 ):
     # staging: [2 slots], each [source rank, unit, BLOCK] words, then with GATHER the sums [owner, unit, BLOCK].
-    # ONE_OUT: `out` has one part only, this rank's.
     dtype: tl.constexpr = inp.dtype.element_ty
-    source = View(
-        inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step, IN_LAYOUT, INTERLEAVED, TILE_N, GROUP_M
-    )
-    target = View(
-        out,
-        out_n,
-        out_cols,
-        stride_om,
-        stride_on,
-        out_share,
-        out_limit,
-        out_step,
+    source, target = views(
+        (inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step),
+        (out, out_n, out_cols, stride_om, stride_on, out_share, out_limit, out_step),
+        IN_LAYOUT,
         OUT_LAYOUT,
-        INTERLEAVED and not ONE_OUT,
+        INTERLEAVED,
+        ONE_OUT,
         TILE_N,
         GROUP_M,
     )

@@ -94,3 +94,20 @@ class View:
         inside = tile % (self.GROUP_M * num_n)
         over = tl.where(tile < num_m * num_n, 0, num_m)
         return first + inside % height + over, inside // height
+
+
+@device_function
+def views(
+    inp,
+    out,
+    IN_LAYOUT: tl.constexpr,
+    OUT_LAYOUT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ONE_OUT: tl.constexpr,
+    TILE_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Of `inp` and `out`, each what a view begins with, a tuple. ONE_OUT: `out` has one part only, this rank's."""
+    source = View(*inp, IN_LAYOUT, INTERLEAVED, TILE_N, GROUP_M)
+    target = View(*out, OUT_LAYOUT, INTERLEAVED and not ONE_OUT, TILE_N, GROUP_M)
+    return source, target
