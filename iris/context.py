@@ -7,7 +7,7 @@ through which a failed wait reaches the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 import os
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import names, platform, tensors
+from . import names, platform, repeat, tensors
 from .device import sync
 from .device.context import HEADER, pack
 from .errors import ArgumentError, CaptureError, ClosedError, IrisError, NotSymmetricError, PeerLostError, PlatformError
@@ -78,7 +78,7 @@ class Iris(tensors.TensorMethods):
         self._words = torch.tensor(words, dtype=torch.int64, device=self.device)
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._barrier_counts = self._heap.allocate((2, self.num_ranks), torch.int32)
-        self._barrier_members: dict[tuple[int, ...], torch.Tensor] = {}
+        self._barriers: dict[tuple[int, ...], tuple[torch.Tensor, Callable[..., bool] | None]] = {}
         self._ops = self._ccl = self._pool = None
         self._tracing: Tracing | None = None
         self._side = SideStream(self.device)
@@ -129,17 +129,39 @@ class Iris(tensors.TensorMethods):
         """A barrier of the ranks (of `group`) in the current stream's order. Can be captured and replayed."""
         self.check()
         members = tuple(self._ranks.members(group))
-        if members not in self._barrier_members:
+        table, again = self._barriers.get(members, (None, None))
+        if table is None:
             if platform.is_capturing(self.device):
                 raise CaptureError("call device_barrier() for this group once before capturing it")
-            self._barrier_members[members] = torch.tensor(members, dtype=torch.int32, device=self.device)
+            table = torch.tensor(members, dtype=torch.int32, device=self.device)
         self._side.join()
-        sent, arrived = self._barrier_counts
-        table = self._barrier_members[members]
-        sync.device_barrier_kernel[(1,)](
-            self._words, table, len(members), sent, arrived, WORLD_SIZE=self.num_ranks, num_warps=1
-        )
+        if again is None or not again():
+            sent, arrived = self._barrier_counts
+            args = dict(words=self._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
+                        WORLD_SIZE=self.num_ranks)  # fmt: skip
+            again = repeat.launch({}, self.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
+            self._barriers[members] = table, again
         self.check()
+
+    def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """`tensor`, which lies on the heap, as `rank` has it: its memory at the same place of that rank's heap.
+
+        To copy from or into; who does so orders it with what that rank does (`device_barrier`). Not to be used once the
+        context is closed. Raises `NotSymmetricError` for a tensor elsewhere.
+        """
+        self.check()
+        if not self.is_symmetric(tensor):
+            raise NotSymmetricError(f"a tensor {tuple(tensor.shape)} of {tensor.dtype} lies outside the symmetric heap")
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
+            raise ArgumentError(f"rank is {rank!r}; expected a rank from 0 to {self.num_ranks - 1}")
+        distance = self._segment.bases[rank] - self._segment.bases[self.cur_rank]
+        reach = (
+            sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
+        )
+        storage = torch._C._construct_storage_from_data_pointer(
+            tensor.data_ptr() + distance, self.device, reach * tensor.element_size()
+        )
+        return torch.empty(0, dtype=tensor.dtype, device=self.device).set_(storage, 0, tensor.shape, tensor.stride())
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.

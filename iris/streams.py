@@ -19,6 +19,7 @@ class SideStream:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pending: torch.cuda.Event | None = None
+        self._captured = False  # the pending event belongs to a graph
 
     def run(self, go: Callable[[], None]) -> torch.cuda.Event:
         """What `go` launches, after all that the current stream has so far. Returns the event of its end."""
@@ -29,11 +30,16 @@ class SideStream:
             go()
             self._pending = torch.cuda.Event()
             self._pending.record(self._stream)
+            self._captured = platform.is_capturing(self._device)
         return self._pending
 
     def join(self) -> None:
         """Makes the current stream wait for what `run` has launched."""
-        if self._pending is not None:
+        if self._pending is None:
+            return
+        capturing = platform.is_capturing(self._device)
+        if self._captured == capturing:
             torch.cuda.current_stream(self._device).wait_event(self._pending)
-            if not platform.is_capturing(self._device):
-                self._pending = None
+        # A capture begins on an idle device, and ends with everything joined: neither waits for the other's events.
+        if self._captured or not capturing:
+            self._pending = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from iris.errors import ArgumentError
 
-ALGORITHMS = ("one_shot", "two_shot", "overlapped")
+ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_engines")
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,15 @@ class FusedConfig:
 
     `block_m`, `block_n`, `block_k`: the tile of the product, powers of two. `group_m`: row blocks that neighbouring
     programs share, for the L2 cache. `num_programs`: size of the persistent grid, at most the chip's multiprocessors; 0
-    takes them all. `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-
-    reduce only, "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel
-    during the product). `stagger_us`: over what time the programs start, so that they do not all push at once; not in
+    takes them all. `stagger_us`: over what time the programs start, so that they do not all push at once; not in
     all_gather_matmul. Of the overlapped gathers only: `comm_programs`, how many programs of all_gather_matmul first
     move data; `splits`, by rows or columns, into how many parts along K the tiles are cut that do not fill a round of
     programs.
+
+    `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
+    "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
+    product). With torch's product in place of tiles of ours: "sequential" (before or after it a collective of
+    `iris.ccl`) and "copy_engines" (all_gather_matmul by rows: they carry rows while the own ones are multiplied).
     """
 
     block_m: int = 128

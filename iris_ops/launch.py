@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from iris import platform, repeat
@@ -20,6 +21,7 @@ from .matmul_reduce_scatter import reduce_scatter_kernel
 from .plan import Machine, cut_tiles, gemm_tiles, machine_named
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .staging import TMA_ALIGNMENT, exchange_ld, exchanged_part, gathered_part, parts, pieces, staged, tiles_of
+from .unfused import UNFUSED
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -271,8 +273,12 @@ _OVERLAPPED = {
 
 def launch(
     kernels: dict, ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, *tensors
-) -> Callable[[], bool] | None:
-    """Launches the kernel of `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`."""
+) -> Callable[..., bool] | None:
+    """Launches what serves `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`."""
+    if config.algorithm in UNFUSED:
+        run = UNFUSED[config.algorithm].run
+        run(workspace, problem, *tensors)
+        return partial(run, workspace, problem)
     arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
     kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:

@@ -28,6 +28,7 @@ from .problem import (
     problem_asked,
 )
 from .staging import workspace_size
+from .unfused import UNFUSED
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Ops:
         if key in self._repeats:
             again, target, workspace = self._repeats[key]
             self.join()
-            if again():
+            if again(out, A, B, bias):
                 if target is not None:
                     out.copy_(target)
                 return workspace
@@ -178,4 +179,7 @@ class Ops:
         chosen = config or self._plan(problem)
         if chosen.algorithm == "two_shot" and op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
+        objection = UNFUSED[chosen.algorithm].objection(problem) if chosen.algorithm in UNFUSED else None
+        if objection:
+            raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
         return _Prepared(problem, chosen, *workspace_size(problem, chosen, platform.num_programs(self._ctx.device)))

@@ -16,6 +16,7 @@ import torch
 from . import tritonblas
 from .config import FusedConfig, Prediction
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
+from .unfused import UNFUSED
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
     scored = []
     for candidate in _candidates(problem, machine):
         objection = _objection(problem, candidate)
-        label = f"{candidate.block_m}x{candidate.block_n}x{candidate.block_k} {_variant(problem, candidate)}".rstrip()
+        label = _label(problem, candidate)
         if objection:
             reasons.append(f"rejected {label}: {objection}")
             continue
@@ -110,17 +111,20 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
         )
         scored.append((prediction.total_us, len(scored), replace(candidate, prediction=prediction)))
     chosen = min(scored)[2]
-    reasons.append(f"chosen {chosen.block_m}x{chosen.block_n}x{chosen.block_k} {_variant(problem, chosen)}".rstrip())
+    reasons.append(f"chosen {_label(problem, chosen)}")
     if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
         reasons.append("peers write out directly when it lies on the heap; otherwise it is staged and copied once more")
     return replace(chosen, reasons=tuple(reasons))
 
 
-def _variant(problem: Problem, config: FusedConfig) -> str:
-    if config.algorithm != "overlapped" or problem.op != ALL_REDUCE:
-        return config.algorithm
-    by_cols = owned_part(problem, config.block_m, config.block_n)[2]
-    return f"overlapped, each rank sums {'columns' if by_cols else 'rows'}"
+def _label(problem: Problem, config: FusedConfig) -> str:
+    if config.algorithm in UNFUSED:
+        return f"{config.algorithm}, torch's product"
+    label = f"{config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
+    if config.algorithm == "overlapped" and problem.op == ALL_REDUCE:
+        by_cols = owned_part(problem, config.block_m, config.block_n)[2]
+        label += f", each rank sums {'columns' if by_cols else 'rows'}"
+    return label
 
 
 def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
@@ -140,7 +144,10 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     ]
     if problem.op == GATHER_MATMUL and problem.part_rows <= 128 and comm > 1:
         found = [replace(config, comm_programs=2 * comm) for config in found]  # little to move, and soon needed
-    return [replace(config, splits=_splits(problem, config, machine)) for config in found]
+    found = [replace(config, splits=_splits(problem, config, machine)) for config in found]
+    if machine.name.startswith("NVIDIA") and problem.dtype.itemsize == 2:  # where their times are known
+        found += [FusedConfig(algorithm=algorithm) for algorithm in UNFUSED]
+    return found
 
 
 def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
@@ -168,6 +175,9 @@ def _powers(size: int) -> list[int]:
 
 def _objection(problem: Problem, config: FusedConfig) -> str | None:
     m, n, _ = problem.gemm
+    if config.algorithm in UNFUSED:
+        few = "few rows: a stream of weights needs no library" if m < 128 else None
+        return few or UNFUSED[config.algorithm].objection(problem)
     if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
         return "a block has more than half a million elements"
     largest = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
@@ -178,6 +188,8 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
 
 def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
     """The time that `config` should take."""
+    if config.algorithm in UNFUSED:
+        return Prediction(*UNFUSED[config.algorithm].predict(problem, machine))
     gemm = _gemm_us(problem, config, machine)
     w, nbytes = problem.world_size, problem.link_bytes
     hops = 0 if w == 1 else 1
@@ -191,7 +203,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         total = gemm + link + hops * shots * machine.exchange_us
         if problem.op == GATHER_MATMUL:
             total += hops * machine.exchange_us  # until all programs know that all have come
-    elif config.stagger_us:
+    elif config.stagger_us and problem.op == MATMUL_GATHER:
         link = nbytes / (machine.link_gbs * 1e3)
         tiles, programs = gemm_tiles(problem, config), _programs(config, machine)
         units = tiles + cut_tiles(problem, config, programs) * (config.splits - 1)
@@ -231,22 +243,24 @@ _PUSH_GBS = 43.0
 
 
 def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
-    """Over what time the programs of matmul_all_gather start.
+    """Over what time the programs of an op that pushes tiles from its epilogue start.
 
-    Best is, by measurement, a third more than all of them take to push a tile at once; with more than a tile's product
-    the last would push with the first again. Programs that have one tile each gain nothing.
+    Best is, by measurement, about the time that all of them take to push a tile at once; a third more where tiles go to
+    everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each
+    gain nothing.
     """
     programs = _programs(config, machine)
-    if problem.op != MATMUL_GATHER or config.algorithm != "overlapped":
+    if problem.op == GATHER_MATMUL or config.algorithm != "overlapped":
         return 0
     if problem.world_size == 1 or machine.name == INTERPRETER:
         return 0
     tiles = gemm_tiles(problem, config)
     if tiles * config.splits <= programs:
         return 0
-    wave = (problem.world_size - 1) * programs * config.block_m * config.block_n * problem.dtype.itemsize
+    copies = 1.35 * (problem.world_size - 1) if problem.op == MATMUL_GATHER else 1
+    wave = copies * programs * config.block_m * config.block_n * problem.dtype.itemsize
     unit_us = _tile_us(problem, config, machine) / (config.splits if tiles <= programs else 1)
-    return int(min(1.35 * wave / (machine.link_gbs * 1e3), unit_us))
+    return int(min(wave / (machine.link_gbs * 1e3), unit_us))
 
 
 def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:

@@ -7,6 +7,7 @@ from triton import cdiv
 from .config import FusedConfig
 from .plan import cut_tiles
 from .problem import GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part, part_size
+from .unfused import UNFUSED
 
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
 # reports an illegal instruction for a tile that begins elsewhere).
@@ -22,6 +23,8 @@ def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tupl
     w, itemsize = problem.world_size, problem.dtype.itemsize
     if problem.empty:
         return 0, 0, 0
+    if config.algorithm in UNFUSED:
+        return 0, UNFUSED[config.algorithm].staged_elements(problem) * itemsize, 0
     if config.algorithm != "overlapped":
         rows, cols = exchanged_part(problem, config)
         behind = rows * w * exchange_ld(cols) if config.algorithm == "two_shot" else exchange_ld(w)

@@ -102,6 +102,10 @@ class Collectives:
             self._reserve(workspace, self._prepare(ALL_REDUCE, out, inp, config or Config(), members), out)
         return workspace
 
+    def new_workspace(self, group=None) -> Workspace:
+        """An empty workspace, for calls that may run beside others of the group."""
+        return Workspace(self._group(group))
+
     def plan(self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, group=None) -> Plan:
         """What a call would do, and the time that it should take; launches nothing."""
         check_tensors(op, out, inp, self._ctx.device)

@@ -35,6 +35,28 @@ def _attributes(ctx):
     return ctx.cur_rank, ctx.num_ranks, ctx.heap_size
 
 
+def _peer_views(ctx):
+    """Every rank fills its rows in everyone's table, strided, with no kernel of its own."""
+    table = ctx.zeros(ctx.num_ranks, 5)
+    ctx.device_barrier()
+    for peer in range(ctx.num_ranks):
+        theirs = ctx.peer_view(table[:, ::2], peer)
+        assert theirs.shape == (ctx.num_ranks, 3) and theirs.device == ctx.device
+        theirs[ctx.cur_rank].copy_(torch.arange(3, device=ctx.device) + 10 * ctx.cur_rank)
+    ctx.device_barrier()
+    with pytest.raises(errors.NotSymmetricError, match="outside the symmetric heap"):
+        ctx.peer_view(torch.zeros(3, device=ctx.device), 0)
+    with pytest.raises(errors.ArgumentError, match=f"rank is {ctx.num_ranks}"):
+        ctx.peer_view(table, ctx.num_ranks)
+    return table.tolist()
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_tensor_can_be_had_as_a_peer_has_it(world_size):
+    rows = [[10.0 * rank, 0, 10 * rank + 1, 0, 10 * rank + 2] for rank in range(world_size)]
+    assert run_ranks(world_size, _peer_views) == [rows] * world_size
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_what_a_context_tells(world_size):
     told = run_ranks(world_size, _attributes)

@@ -9,7 +9,7 @@ import time
 import iris
 from iris.errors import CaptureError
 from iris_ops import FusedConfig
-from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
 import pytest
 import torch
 
@@ -28,6 +28,8 @@ VARIANTS = [
     (ALL_REDUCE, "", TWO_SHOT),
     *((op, form, ONE_SHOT) for op, form in FORMS),
     *((op, form, None) for op, form in FORMS),
+    *((op, form, FusedConfig(algorithm="sequential")) for op, form in FORMS if form in ("", "rows")),
+    (GATHER_MATMUL, "rows", FusedConfig(algorithm="copy_engines")),
 ]
 
 
@@ -249,6 +251,28 @@ def test_async_op_leaves_the_stream_free(world_size: int, op: str, form: str, co
         pytest.skip("with nobody to wait for, the call may end first")
     ran_on = run_ranks(world_size, overlap, Case(op, form, 64, 128, 64, config=config))
     assert all(ran_on[1:])
+
+
+def captured_and_eager(ctx: iris.Iris, case: Case) -> None:
+    """A captured call on the side stream leaves nothing for eager calls to wait for, nor they for a capture."""
+    call = Call(ctx, case)
+    call.run()
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        call.run(async_op=True)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call.run(async_op=True)
+            ctx.ops.join()
+        call.run()
+        call.check()
+        poison(call.guarded.tensor)
+        graph.replay()
+        call.check()
+
+
+@pytest.mark.parametrize("op, form, config", VARIANTS)
+def test_captured_and_eager_calls_in_turn(world_size: int, op: str, form: str, config: FusedConfig | None) -> None:
+    run_ranks(world_size, captured_and_eager, Case(op, form, 64, 128, 64, config=config))
 
 
 def mixed(ctx: iris.Iris, calls: int) -> int:

@@ -34,7 +34,7 @@ class Repeats:
 
         monkeypatch.setattr(ops.launch, "launch", launch_and_keep)
 
-    def found(self) -> bool:
+    def found(self, *_) -> bool:
         self.count += 1
         return False
 

@@ -1,0 +1,85 @@
+"""`all_gather_matmul` by rows with copy engines: they carry this rank's rows to the peers while torch multiplies them.
+
+    stream        enter | A @ B: own rows ........... | the rows before, the rows behind
+    side stream         | copy to each peer | arrived |
+
+No multiprocessor moves data, so the product, a library's, runs as it would alone; only its first part must last as long
+as the copies. Two barriers stand around the copies: before them every rank has left the gathered rows of earlier calls,
+after them all rows are there. They use the device's clock and counts, so a captured call can be replayed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import torch_product
+from .problem import GATHER_MATMUL, Problem, part_of
+
+if TYPE_CHECKING:
+    from .plan import Machine
+    from .workspace import Workspace
+
+# Microseconds: a barrier of the ranks in a stream, and the start of a copy.
+_BARRIER_US = 4.0
+_COPY_US = 2.0
+
+
+def objection(problem: Problem) -> str | None:
+    """Why this problem cannot be served so."""
+    if problem.op != GATHER_MATMUL or problem.form != "rows":
+        return "copy engines serve all_gather_matmul by rows"
+    return None
+
+
+def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
+    """Microseconds of the products, of the copies, and of all."""
+    w, rows = problem.world_size, problem.part_rows
+    own = torch_product.expected_us(rows, problem.N, problem.K, machine)
+    around = [rows * (w // 2), rows * ((w - 1) // 2)]  # of a rank in the middle
+    others = sum(torch_product.expected_us(m, problem.N, problem.K, machine) for m in around if m)
+    copies = problem.link_bytes / (machine.link_gbs * 1e3) + _COPY_US * (w - 1)
+    return own + others, copies, _BARRIER_US + max(own, copies + _BARRIER_US) + others
+
+
+def staged_elements(problem: Problem) -> int:
+    """Elements of the gathered rows."""
+    return problem.M * problem.K
+
+
+def run(workspace: Workspace, problem: Problem, out, A, B, bias) -> bool:
+    """Launches all of it in the current stream and the side stream. True, as a repeated launch says."""
+    ctx, rows = workspace.ctx, problem.part_rows
+    begin = ctx.cur_rank * rows
+    end = begin + part_of(problem.M, ctx.num_ranks, ctx.cur_rank)
+    gathered = _rows(workspace.staging, problem)
+
+    def send() -> None:
+        for step in range(1, ctx.num_ranks):
+            theirs = _rows(workspace.staging_at((ctx.cur_rank + step) % ctx.num_ranks), problem)
+            theirs[begin:end].copy_(A, non_blocking=True)
+        ctx.device_barrier()
+
+    ctx.device_barrier()
+    beside = ctx.device.type == "cuda" and ctx.num_ranks > 1
+    if beside:
+        ctx._side.run(send)
+    else:
+        send()
+    _multiply(out, begin, end, A, B, bias)
+    if beside:
+        ctx._side.join()
+    for first, last in ((0, begin), (end, problem.M)):
+        _multiply(out, first, last, gathered[first:last], B, bias)
+    return True
+
+
+def _rows(staging: torch.Tensor, problem: Problem) -> torch.Tensor:
+    nbytes = problem.M * problem.K * problem.dtype.itemsize
+    return staging[:nbytes].view(problem.dtype).view(problem.M, problem.K)
+
+
+def _multiply(out, begin: int, end: int, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if begin < end:
+        torch_product.multiply(out[begin:end], A, B, bias)

@@ -1,0 +1,86 @@
+"""The product by torch, which is cuBLAS's or hipBLASLt's, and the collective of `iris.ccl` after it, or, for
+`all_gather_matmul`, before it.
+
+Nothing overlaps here, and each half is the fastest there is: with some hundred rows a library's product, whose programs
+share operands between multiprocessors, gains more on ours than an overlap would hide. As in the other algorithms, what
+travels is rounded once to the tensors' dtype, and sums are kept in fp32 in rank order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from iris.ccl import Config
+from iris.ccl import plan as collectives
+from iris.ccl.problem import ALL_GATHER
+from iris.ccl.problem import ALL_REDUCE as REDUCE
+from iris.ccl.problem import REDUCE_SCATTER as SCATTER
+from iris.ccl.problem import Problem as Collective
+
+from . import torch_product
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
+
+if TYPE_CHECKING:
+    from .plan import Machine
+    from .workspace import Workspace
+
+
+def objection(problem: Problem) -> str | None:
+    """Why this problem cannot be served so."""
+    if problem.form not in ("", "rows"):
+        return f"the collectives of whole tensors gather and scatter rows, not {problem.form}"
+    if problem.op in (GATHER_MATMUL, MATMUL_GATHER) and problem.M % problem.world_size:
+        return f"{problem.M} rows to gather do not split evenly over {problem.world_size} ranks"
+    return None
+
+
+def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
+    """Microseconds of the product, of the collective, and of both."""
+    link = collectives.Machine(machine.num_programs, 0.955 * machine.link_gbs, 0.815 * machine.link_gbs)
+    gemm = torch_product.expected_us(*problem.gemm, machine)
+    moved = collectives.plan(_collective(problem), Config(), link).expected_us
+    return gemm, moved, gemm + moved
+
+
+def _collective(problem: Problem) -> Collective:
+    w, dtype = problem.world_size, problem.dtype
+    if problem.op == GATHER_MATMUL:
+        part = problem.part_rows * problem.K
+        return Collective(ALL_GATHER, part, part, 0, dtype, w)
+    if problem.op == MATMUL_GATHER:
+        part = problem.part_rows * problem.N
+        return Collective(ALL_GATHER, part, part, 0, dtype, w)
+    n = problem.M * problem.N
+    if problem.op == ALL_REDUCE:
+        return Collective(REDUCE, n, 0, 0, dtype, w)
+    return Collective(SCATTER, n, problem.part_rows * problem.N, 0, dtype, w)
+
+
+def staged_elements(problem: Problem) -> int:
+    """Elements between the two halves, where `out` cannot hold them."""
+    if problem.op in (ALL_REDUCE, MATMUL_GATHER):
+        return 0
+    return problem.M * (problem.K if problem.op == GATHER_MATMUL else problem.N)
+
+
+def run(workspace: Workspace, problem: Problem, out, A, B, bias) -> bool:
+    """Launches both halves in the current stream. True, as a repeated launch says."""
+    ctx, collective = workspace.ctx, workspace.collective
+    between = workspace.staging[: staged_elements(problem) * problem.dtype.itemsize].view(problem.dtype)
+    once = bias if ctx.cur_rank == 0 else None
+    if problem.op == ALL_REDUCE:
+        torch_product.multiply(out, A, B, once)
+        ctx.ccl.all_reduce(out, out, workspace=collective)
+    elif problem.op == GATHER_MATMUL:
+        gathered = between.view(problem.M, problem.K)
+        ctx.ccl.all_gather(gathered, A, workspace=collective)
+        torch_product.multiply(out, gathered, B, bias)
+    elif problem.op == MATMUL_GATHER:
+        part = out[ctx.cur_rank * problem.part_rows : (ctx.cur_rank + 1) * problem.part_rows]
+        torch_product.multiply(part, A, B, bias)
+        ctx.ccl.all_gather(out, part, workspace=collective)
+    else:
+        partial = between.view(problem.M, problem.N)
+        torch_product.multiply(partial, A, B, once)
+        ctx.ccl.reduce_scatter(out, partial, workspace=collective)
+    return True

@@ -1,0 +1,5 @@
+"""The algorithms whose product is torch's: each a module with `objection`, `predict`, `staged_elements` and `run`."""
+
+from . import copy_engines, sequential
+
+UNFUSED = {"sequential": sequential, "copy_engines": copy_engines}
