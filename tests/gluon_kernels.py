@@ -1,4 +1,4 @@
-"""Gluon kernels as a user would write them; compiled and inspected by test_codegen.py, run on GPUs by test_gluon.py."""
+"""Gluon kernels as a user would write them; test_codegen*.py looks at the assembly, test_gluon.py runs them."""
 
 from iris.device import sync, tracing
 import iris.experimental.iris_gluon as iris_gl

@@ -1,4 +1,4 @@
-"""Kernels that use the RMA functions as a user would, and broken ones; compiled and inspected by test_codegen.py."""
+"""Kernels that use the RMA functions as a user would, and broken ones; compiled and inspected by test_codegen*.py."""
 
 import iris
 from iris.device import arch, sync, tracing
@@ -38,7 +38,7 @@ def recorded_put_kernel(src, dst, words, rank, peer, n, WORLD_SIZE: tl.constexpr
     ctx.tracing.record_event_end(span)
 
 
-# --- each lacks one thing that test_codegen.py looks for -------------------------------------------------------------
+# --- each lacks one thing that assembly.py looks for -----------------------------------------------------------------
 
 
 @triton.jit

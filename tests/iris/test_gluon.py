@@ -1,4 +1,4 @@
-"""The Gluon device context on GPUs: every call against what torch says; what compiles is in test_codegen.py."""
+"""The Gluon device context on GPUs: every call against what torch says; what compiles is in test_codegen*.py."""
 
 import iris
 import iris.experimental.iris_gluon as iris_gl

@@ -1,0 +1,175 @@
+"""What the compilers make of every kernel, and checks that read it: each returns what is wrong with the assembly.
+
+`tests/compile_kernels.py` compiles in a process of its own, a target once a session. Kernels that are broken on purpose
+(`tests/rma_kernels.py`) show that each check can fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+import itertools
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+from tests.harness import ROOT
+
+CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
+FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
+EXCHANGES = ("few_rows_all", "few_rows_owners", "few_rows_scatter", "few_rows_gather", "few_rows_gather_first")
+WORLD_SIZE = 4  # of compile_kernels.py
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    text: str
+    shared: int
+
+    def count(self, pattern: str) -> int:
+        return len(re.findall(pattern, self.text, re.MULTILINE))
+
+    @property
+    def lines(self) -> list[str]:
+        """Instructions and labels, without what debuggers read."""
+        stripped = (line.split("//")[0].split(" ; ")[0].strip() for line in self.text.splitlines())
+        return [line for line in stripped if line and not re.match(r"\.loc|\$L__tmp|\.Ltmp|;|\{|\}|\.reg", line)]
+
+    @property
+    def instructions(self) -> list[str]:
+        """The lines before the first source file's name, with which the tables for debuggers begin."""
+        return list(itertools.takewhile(lambda line: not line.startswith(".file"), self.lines))
+
+
+Kernels = dict[str, Kernel]
+
+
+def compile_all(target: str, folder: Path, source: Path = ROOT) -> Kernels:
+    command = [sys.executable, "-m", "tests.compile_kernels", target, str(folder)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {path.stem: _read(path) for path in sorted(folder.iterdir()) if path.suffix in (".ptx", ".amdgcn")}
+
+
+def _read(path: Path) -> Kernel:
+    return Kernel(path.stem, path.read_text(), int(path.with_suffix(".shared").read_text()))
+
+
+def sound(kernels: Kernels) -> list[Kernel]:
+    return [kernel for name, kernel in kernels.items() if not name.startswith(("broken_", "gluon_atomics"))]
+
+
+def fused(kernels: Kernels) -> list[Kernel]:
+    found = [kernel for name, kernel in kernels.items() if name.startswith(FUSED)]
+    assert {prefix for prefix in FUSED for kernel in found if kernel.name.startswith(prefix)} == set(FUSED)
+    return found
+
+
+def all_complaints(kernels: list[Kernel], check: Callable[[Kernel], list[str]]) -> list[str]:
+    return [f"{kernel.name}: {complaint}" for kernel in kernels for complaint in check(kernel)]
+
+
+# --- PTX -------------------------------------------------------------------------------------------------------------
+
+# Between programs of one GPU: the next tile of a common count; which program reports a failed wait; that one failed;
+# the next recorded event.
+LOCAL = (
+    "atom.global.gpu.relaxed.add.u32",
+    "atom.global.acq_rel.gpu.cas.b32",
+    "atom.global.relaxed.gpu.cas.b32",
+    "ld.global.gpu.relaxed.b32",
+    "atom.global.gpu.relaxed.add.u64",
+    "atom.global.gpu.relaxed.add.u64",  # the next record of a trace
+)
+# That all programs of this rank have put what arrived into the one gathered matrix.
+AMONG_PROGRAMS = ("atom.global.gpu.acq_rel.add.u32", "atom.global.gpu.release.exch.b32")
+ORDERED = re.compile(r"\b(?:atom|red|ld|st)\.[a-z0-9_.]*(?:release|acquire|acq_rel|relaxed)[a-z0-9_.]*")
+BLOCK_BORDER = re.compile(r"\$L__BB\S*:|.*\bbra\b")
+
+
+def unordered_releases(kernel: Kernel) -> list[str]:
+    """Releases to peers that no barrier of the program precedes directly: nothing is stored in between."""
+    found, lines = [], kernel.lines
+    for index, line in enumerate(lines):
+        if not re.search(r"\b(atom|red|st)\.\S*(release|acq_rel)", line) or LOCAL[1] in line:
+            continue
+        for before in reversed(lines[:index]):
+            if before.startswith("bar.sync"):
+                break
+            if BLOCK_BORDER.match(before) or re.search(r"\b(st|atom|red)\.(?!shared)|cp\.async|\.func", before):
+                found.append(f"{line} after {before}")
+                break
+        else:
+            found.append(f"{line} without a barrier")
+    return found
+
+
+def narrow_scopes(kernel: Kernel) -> list[str]:
+    """Ordered accesses that stop short of the system, other than the known local ones."""
+    accesses = {match.group() for match in ORDERED.finditer(kernel.text)}
+    local = {*LOCAL, *(AMONG_PROGRAMS if kernel.name.endswith("few_rows_gather_first") else ())}
+    return sorted(access for access in accesses if ".sys" not in access and access not in local)
+
+
+def narrow_stores(kernel: Kernel) -> list[str]:
+    """Stores to global memory of other than 16 bytes, but for the words of sync blocks and failure records."""
+    kinds = re.findall(r"\bst\.(?:volatile\.)?global[a-z0-9_.:]*", kernel.text)
+    reports = kernel.text.count(LOCAL[1])
+    allowed = {"st.global.v4.b32": len(kinds), "st.global.b32": 3, "st.global.b64": 6 * reports}
+    return [
+        f"{kinds.count(kind)} times {kind}" for kind in sorted(set(kinds)) if kinds.count(kind) > allowed.get(kind, 0)
+    ]
+
+
+def unbounded_waits(kernel: Kernel) -> list[str]:
+    """A wait looks at its flag once, and then again and again between two looks at the clock, one of them before."""
+    clocks = kernel.count(r"%globaltimer;|\bs_memrealtime\b")
+    if kernel.name in EXCHANGES:  # what is polled is data, by loads of several words
+        return [f"{clocks} looks at the clock"] if clocks < 2 else []
+    looks = kernel.count(r"\bld\.global\.sys\.acquire|^\s*global_load_dword .*sc0 sc1")
+    return [f"{looks} acquires and {clocks} looks at the clock"] if clocks < looks else []
+
+
+def unfenced_loads(kernel: Kernel) -> list[str]:
+    """TMA loads after an acquire with no proxy fence in between."""
+    found, acquired = [], False
+    for line in kernel.lines:
+        if ".acquire" in line:
+            acquired = True
+        elif line.startswith("fence.proxy.async.global"):
+            acquired = False
+        elif "cp.async.bulk.tensor" in line and acquired:
+            found.append(line)
+    return found
+
+
+# --- AMD -------------------------------------------------------------------------------------------------------------
+
+
+def undrained_signals(kernel: Kernel) -> list[str]:
+    """Signals to peers without, in this order and nothing stored in between: all stores drained, the program's barrier,
+    the write-back to the system, the atomic. A program of one wave has no barrier.
+    """
+    found, lines = [], kernel.lines
+    barrier = [] if kernel.count(r"\.max_flat_workgroup_size: 64$") else ["s_barrier"]
+    for index, line in enumerate(lines):
+        if not re.match(r"global_atomic_(swap|add) .* sc1", line):
+            continue
+        missing = ["buffer_wbl2 sc0 sc1", *barrier, "s_waitcnt vmcnt(0)"]
+        for before in reversed(lines[:index]):
+            if missing and before.startswith(missing[0]):
+                missing.pop(0)
+            if not missing:
+                break
+            if re.match(r"(global|flat|buffer)_(store|atomic)|\.LBB", before):
+                found.append(f"{line}: no {missing[0]} after {before}")
+                break
+    return found
+
+
+def narrow_hip_stores(kernel: Kernel) -> list[str]:
+    return sorted(set(re.findall(r"(?:global|flat)_store_(?:short|byte)\w*", kernel.text)))

@@ -1,0 +1,76 @@
+"""AMD's assembly of every kernel: what no CPU run can show about ordering, and how wide its accesses are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import re
+
+import pytest
+
+from tests.assembly import (
+    EXCHANGES,
+    HIP,
+    WORLD_SIZE,
+    Kernel,
+    all_complaints,
+    fused,
+    narrow_hip_stores,
+    sound,
+    unbounded_waits,
+    undrained_signals,
+)
+
+pytestmark = pytest.mark.compile
+
+
+@pytest.mark.parametrize("target", HIP)
+@pytest.mark.parametrize("check", [undrained_signals, unbounded_waits], ids=lambda f: f.__name__)
+def test_amd_orders_signals(compiled, target: str, check: Callable[[Kernel], list[str]]) -> None:
+    assert not all_complaints(sound(compiled(target)), check)
+    for kernel in fused(compiled(target)):
+        assert kernel.count(r"global_atomic_swap .* sc1") >= WORLD_SIZE - 1, kernel.name
+        assert kernel.count(r"global_load_dword .*sc0 sc1") >= 2 * (WORLD_SIZE - 1), kernel.name
+
+
+@pytest.mark.parametrize("target", HIP)
+def test_amd_exchanges_words_past_its_caches(compiled, target: str) -> None:
+    for name in EXCHANGES:
+        kernel = compiled(target)[name]
+        assert kernel.count(r"global_store_dword\w* .*sc0 sc1") >= WORLD_SIZE - 1, name
+        assert kernel.count(r"global_load_dword\w* .*sc0 sc1") >= 2 * (WORLD_SIZE - 1), name
+
+
+@pytest.mark.parametrize("target", HIP)
+def test_amd_invalidates_what_it_acquired(compiled, target: str) -> None:
+    for kernel in fused(compiled(target)):
+        lines = kernel.lines
+        for index, line in enumerate(lines):
+            if re.match(r"global_load_dword .*sc0 sc1", line):
+                after = lines[index + 1 : index + 4]
+                assert "s_waitcnt vmcnt(0)" in after and "buffer_inv sc0 sc1" in after, (kernel.name, after)
+
+
+@pytest.mark.parametrize("target", HIP)
+def test_amd_uses_matrix_cores_and_wide_stores(compiled, target: str) -> None:
+    kernels = compiled(target)
+    stores = [*fused(kernels), kernels["rma_store"], kernels["rma_put_and_signal"]]
+    assert not all_complaints(stores, narrow_hip_stores)
+    for kernel in fused(kernels):
+        assert kernel.count(r"v_mfma_f32_\w*bf16"), kernel.name
+    for kernel in stores:
+        assert kernel.count(r"global_store_dwordx4"), kernel.name
+    assert kernels["rma_load"].count(r"global_load_dwordx4")
+
+
+@pytest.mark.parametrize("target", HIP)
+def test_amd_of_gluon_is_wide_and_reaches_the_system(compiled, target: str) -> None:
+    kernels = compiled(target)
+    copies, message, atomics = (kernels[f"gluon_{name}"] for name in ("copies", "put_and_signal", "atomics"))
+    for kernel in (copies, message):
+        assert kernel.count("global_store_dwordx4") and not narrow_hip_stores(kernel)
+    assert copies.count("global_load_dwordx4") == copies.count("global_store_dwordx4") == 4
+    assert message.count(r"global_atomic_swap .* sc1") == 1
+    # at system scope LLVM makes loops around cmpswap of what PCIe does not offer: xor, and, or, min, max
+    kinds = re.findall(r"global_atomic_(\w+) .*sc1", atomics.text)
+    assert sorted(kinds) == ["add", *6 * ["cmpswap"], "swap"]
+    assert atomics.count("global_atomic_") == len(kinds) + 1  # the one that was asked for at gpu scope

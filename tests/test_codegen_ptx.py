@@ -1,0 +1,159 @@
+"""The PTX of every kernel: what x86 and small tests cannot show about ordering, and how wide its accesses are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import re
+
+import pytest
+
+from tests.assembly import (
+    CUDA,
+    EXCHANGES,
+    LOCAL,
+    WORLD_SIZE,
+    Kernel,
+    all_complaints,
+    fused,
+    narrow_scopes,
+    narrow_stores,
+    sound,
+    unbounded_waits,
+    unfenced_loads,
+    unordered_releases,
+)
+
+pytestmark = pytest.mark.compile
+
+
+@pytest.mark.parametrize("target", CUDA)
+@pytest.mark.parametrize("check", [unordered_releases, narrow_scopes, unbounded_waits], ids=lambda f: f.__name__)
+def test_ptx_orders_signals(compiled, target: str, check: Callable[[Kernel], list[str]]) -> None:
+    assert not all_complaints(sound(compiled(target)), check)
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
+    """So that the checks above do not look at nothing."""
+    for kernel in fused(compiled(target)):
+        # on entering a call, to each peer
+        assert kernel.count(r"atom\.global\.sys\.release\.exch\.b32") >= WORLD_SIZE - 1, kernel.name
+        assert kernel.count(r"atom\.global\.sys\.acq_rel\.add\.u32") == 1, kernel.name  # programs that have finished
+        assert kernel.count(r"ld\.global\.sys\.acquire\.b32") >= 2 * (WORLD_SIZE - 1), kernel.name
+    assert compiled(target)["rma_put_and_signal"].count(r"sys\.release\.exch\.b32") == 1
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_accesses_peers_by_16_bytes(compiled, target: str) -> None:
+    kernels = compiled(target)
+    stores = [*fused(kernels), kernels["rma_store"], kernels["rma_put_and_signal"]]
+    assert not all_complaints(stores, narrow_stores)
+    for kernel in stores:
+        assert kernel.count(r"\bst\.global\.v4\.b32"), kernel.name
+    for name in ("all_reduce_tma", "matmul_all_gather_tma"):
+        # each value goes to every peer
+        assert kernels[name].count(r"\bst\.global\.v4\.b32") >= WORLD_SIZE, name
+    for name in ("rma_load", "rma_put_and_signal"):
+        loads = set(re.findall(r"\bld\.global[a-z0-9_.]*", kernels[name].text))
+        assert "ld.global.v4.b32" in loads and not loads & {"ld.global.b16", "ld.global.v2.b32"}, (name, loads)
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_of_benchmarks_moves_16_bytes_at_a_time(compiled, target: str) -> None:
+    kernels = compiled(target)
+    for name in ("benchmark_store", "benchmark_put"):
+        assert not narrow_stores(kernels[name])
+        assert kernels[name].count(r"\bst\.global\.v4\.b32") == 4, name
+    for name in ("benchmark_load", "benchmark_put"):
+        ahead = 2 * 4  # two blocks before the loop, and as many words in it for the next
+        assert kernels[name].count(r"cp\.async\.cg\.shared\.global .*0x10") >= ahead, name
+
+
+def test_ptx_of_a_store_warp(compiled) -> None:
+    """Warps that multiply and warps that store: loads by TMA, 16-byte stores to every rank, barriers in between."""
+    kernel = compiled("sm_90")["example_store_warp"]
+    assert (
+        kernel.count(r"setmaxnreg\.inc") >= 2 and kernel.count(r"wgmma\.mma_async") and kernel.count(r"cp\.async\.bulk")
+    )
+    assert kernel.count(r"\bst\.global\.v4\.b32") == WORLD_SIZE * 4 * 8  # ranks, parts of a tile, 16 bytes of a thread
+    # the other warpgroup, too, has read the operands that the next loads overwrite
+    loop = [line for line in kernel.lines if re.search(r"wgmma\.wait_group|bar\.sync|expect_tx", line)]
+    waits = [index for index, line in enumerate(loop) if re.search(r"wait_group\S*\s+1;", line)]
+    assert waits and all("bar.sync" in loop[index + 1] for index in waits), loop
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
+    product = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "sm_100": r"tcgen05\.mma\S*kind::f16"}[target]
+    for kernel in fused(compiled(target)):
+        assert kernel.count(product), kernel.name
+        assert bool(kernel.count(r"cp\.async\.bulk\.tensor")) != kernel.name.endswith("pointers"), kernel.name
+    step = compiled(target)["step_stretch"]
+    assert step.count(r"mma.sync.*bf16") and step.count(r"ld.global.*v4.b32"), "attention of a step reads 16 bytes"
+    rounding = compiled(target)["round_rows"]
+    assert rounding.count(r"cvt\.rn\.satfinite\.e4m3x2") and rounding.count(r"ld\.global\.v4\.b32")
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_fences_tma_loads_of_what_peers_stored(compiled, target: str) -> None:
+    gathers = [compiled(target)[f"all_gather_matmul_{form}_tma"] for form in ("rows", "k")]
+    assert not all_complaints(gathers, unfenced_loads)
+    assert [kernel.count(r"fence\.proxy\.async\.global") >= 1 for kernel in gathers] == [True, True]
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> None:
+    """Sealed words go out written through and are read as volatile, 16 bytes at a time; no release to a peer."""
+    for name in EXCHANGES:
+        kernel = compiled(target)[name]
+        peers = WORLD_SIZE if name in EXCHANGES[:3] else WORLD_SIZE - 1  # where all sum the same, its own words too
+        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") >= peers, name
+        if target == "sm_90":  # 8 bytes where a share has few rows, and one word that says that a rank is in the call
+            assert kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32)") in (0, WORLD_SIZE - 1), name
+        assert kernel.count(r"\bld\.volatile\.global\.v[24]\.b32") >= peers, name
+        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
+        assert len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (name, released)  # only failure records
+        # only the flag of this rank's own programs that A is gathered
+        assert kernel.count(r"sys\.acquire") == (2 if name == "few_rows_gather_first" else 0), name
+        assert kernel.count(LOCAL[2].replace(".", r"\.")), name  # one thread marks a wait that has failed
+        assert not narrow_scopes(kernel)
+        assert kernel.count({"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync"}[target]), name
+
+
+WORDS = {"ccl_words_one_shot": WORLD_SIZE, "ccl_words_two_shot": 1 + WORLD_SIZE}  # stores to ranks
+FLAGS = {"ccl_flags_two_shot": 2 * WORLD_SIZE, "ccl_flags_scatter": WORLD_SIZE, "ccl_flags_gather": WORLD_SIZE}
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> None:
+    """Of rows that stand apart too; words without fence or flag, and all ranks signalled by one release."""
+    kernels = compiled(target)
+    for name, stores in WORDS.items():
+        kernel = kernels[name]
+        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == stores, name
+        assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)"), name
+        assert kernel.count(r"\bld\.volatile\.global\.v4\.b32") >= WORLD_SIZE, name
+        assert not kernel.count(r"sys\.acquire|sys\.release\.exch\.b32"), name
+    for name, stores in FLAGS.items():
+        kernel = kernels[name]
+        assert kernel.count(r"\bst\.global\.v4\.b32") >= stores, name
+        assert not narrow_stores(kernel), name
+        assert not kernel.count(r"\bld\.global\.(?!v4\.b32|b32|b64|cg\.v4|sys|gpu)"), name
+        assert kernel.count(r"sys\.release\.exch\.b32") == (1 if name == "ccl_flags_scatter" else 2), name
+    assert kernels["ccl_atomic"].count(r"\b(red|atom)\.global\.sys\.relaxed\.add\S*\.f32"), "no atomic at the system"
+    assert not narrow_stores(kernels["ccl_ring"])
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_of_gluon_is_wide_and_reaches_the_system(compiled, target: str) -> None:
+    kernels = compiled(target)
+    copies, message, atomics = (kernels[f"gluon_{name}"] for name in ("copies", "put_and_signal", "atomics"))
+    assert not narrow_stores(copies) and not narrow_stores(message)
+    accesses = 2 * 4  # 2048 elements of 2 bytes by 128 threads are two of 16 bytes each, four times
+    assert copies.count(r"\bst\.global\.v4\.b32") == copies.count(r"\bld\.global\.v4\.b32") == accesses
+    assert message.count(r"sys\.release\.exch\.b32") == 1 and message.count(r"ld\.global\.sys\.acquire\.b32")
+    for op in ("add.u32", "xor.b32", "and.b32", "or.b32", "min.s32", "max.s32"):
+        assert atomics.count(re.escape(f"atom.global.sys.acq_rel.{op}")) == 1, op
+    assert atomics.count(r"atom\.global\.acq_rel\.sys\.cas\.b32") == 1
+    # as asked for
+    assert atomics.count(r"sys\.relaxed\.exch\.b32") == atomics.count(r"gpu\.release\.add\.u32") == 1
