@@ -14,7 +14,7 @@ import torch
 
 from ..errors import NotSymmetricError, PlatformError
 from .base import ALIGNMENT
-from .vmem import Extent
+from .pages import Extent
 
 _REMEDY = (
     "Make it with ctx.empty(...), or allocate it in `with ctx.memory_pool():`, or let torch take its memory from "

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import NotSymmetricError
 from .base import ALIGNMENT
-from .vmem import Extent
+from .pages import Extent
 
 # Linux; Python names the second only since 3.13.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000

@@ -3,17 +3,15 @@
 Every rank reserves, for itself and for each peer, addresses for the whole heap and behind them a window for imports.
 Where an allocation needs memory, each rank makes one chunk of the same size at the same offset, sends it to all peers
 as a file descriptor (`channel.py`) and maps theirs. So growing, trimming and importing are collective, and follow from
-the calls alone: ranks that make the same calls do it at the same points. What a chunk is knows only `Pages`, the
-driver's (`cuda_pages.py`) or the host's (`host_pages.py`).
+the calls alone: ranks that make the same calls do it at the same points. What a chunk is knows only `Pages`
+(`pages.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 import hashlib
 import os
-from typing import Any, Protocol
-import weakref
+from typing import Any
 
 import torch
 
@@ -23,103 +21,13 @@ from ..group import Ranks
 from .base import ALIGNMENT, agree_on_success
 from .channel import Channel, Message, close_all
 from .offsets import Offsets, rounded
+from .pages import Extent, Region, pages_of
 
 # The heap grows and shrinks by these, at multiples of it: fewer and larger ones cost fewer exchanges, smaller ones
 # return more of a heap in which little is left.
 CHUNK = 64 << 20
 # Descriptors that a rank sends to each peer at once.
 _BATCH = 32
-
-
-@dataclass
-class Extent:
-    """Memory that stands behind some of a tensor's addresses."""
-
-    address: int
-    size: int
-    memory: Any
-    fd: int
-    start: int = 0
-    """Where in the memory `address` begins."""
-
-
-class Pages(Protocol):
-    """Reserving, making, sending and mapping memory. Every call raises `OSError` or `PlatformError` that says why."""
-
-    granule: int
-    """Addresses and sizes of imports are multiples of it; those of the heap's own chunks, of ALIGNMENT too."""
-
-    def window(self, size: int) -> int:
-        """How many bytes to reserve for imports beside a heap of `size`."""
-
-    def reserve(self, size: int) -> int: ...
-
-    def unreserve(self, base: int, size: int) -> None: ...
-
-    def create(self, size: int) -> Any: ...
-
-    def export(self, memory: Any) -> int:
-        """A file descriptor of the memory, which the caller closes."""
-
-    def receive(self, fd: int) -> Any: ...
-
-    def release(self, memory: Any) -> None: ...
-
-    def map(self, address: int, size: int, memory: Any, start: int = 0) -> None: ...
-
-    def unmap(self, address: int, size: int) -> None: ...
-
-    def clear(self, address: int, size: int) -> None: ...
-
-    def idle(self) -> None:
-        """Waits until nothing on the device can still use what is about to be unmapped."""
-
-    def tensor(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
-        """uint8 [nbytes] there; `owner` lives as long as it does."""
-
-    def extents(self, begin: int, end: int) -> list[Extent]:
-        """What stands behind an outside tensor's addresses. Raises `NotSymmetricError` where it cannot be shared."""
-
-
-def pages_of(device: torch.device) -> Pages:
-    if device.type == "cpu":
-        from .host_pages import HostPages
-
-        return HostPages()
-    if torch.version.hip:
-        raise PlatformError("allocator 'vmem' is not served on AMD; use allocator_type='torch'")
-    from .cuda_pages import CudaPages
-
-    return CudaPages(device)
-
-
-class Region:
-    """The addresses of one rank's segment in this process, and what is mapped there. Lives as long as its tensors."""
-
-    def __init__(self, pages: Pages, span: int) -> None:
-        self._pages = pages
-        self.base = pages.reserve(span)
-        self.mapped: dict[int, int] = {}  # [offset] = size
-        self.release = weakref.finalize(self, _release, pages, self.base, span, self.mapped)
-        self.release.atexit = False  # the process takes everything along
-
-    def map(self, offset: int, size: int, memory: Any, start: int = 0) -> None:
-        self._pages.map(self.base + offset, size, memory, start)
-        self.mapped[offset] = size
-
-    def unmap(self, begin: int, end: int) -> int:
-        """Unmaps all that begins in [begin, end). Returns how many bytes."""
-        inside = [offset for offset in self.mapped if begin <= offset < end]
-        for offset in inside:
-            self._pages.unmap(self.base + offset, self.mapped[offset])
-        return sum(self.mapped.pop(offset) for offset in inside)
-
-
-def _release(pages: Pages, base: int, span: int, mapped: dict[int, int]) -> None:
-    pages.idle()
-    for offset, size in mapped.items():
-        pages.unmap(base + offset, size)
-    pages.unreserve(base, span)
 
 
 class VirtualSegment:

@@ -1,84 +1,26 @@
-"""Allocator "vmem": growing and shrinking, imports, torch's pool on the heap, and everything else on top of it."""
+"""Allocator "vmem": growing and shrinking, torch's pool on the heap, and everything else on top of it."""
 
-import contextlib
-import math
 import os
-import random
-import socket
-import struct
 import time
 
 import iris
 from iris import errors
-from iris.memory import channel
 from iris.memory.base import ALIGNMENT
-from iris.memory.offsets import Offsets
-from iris.memory.vmem import CHUNK, pages_of
+from iris.memory.pages import pages_of
+from iris.memory.vmem import CHUNK
 import pytest
 import torch
 
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
 from tests.iris import test_failures, test_rma
+from tests.iris.heaps import MIB, exchange_through, mapped
 from tests.iris_ops.calls import check_cases
 from tests.reference import FORMS, Case
 
 pytestmark = both
 
-MIB = 1 << 20
 FEW = WORLDS if UNDER_TORCHRUN else [1, 3]
 alone = pytest.mark.skipif(UNDER_TORCHRUN, reason="makes its own processes")
-
-
-def _mapped(ctx) -> int:
-    """Bytes of this rank's heap that have memory."""
-    return sum(ctx._segment._regions[ctx.cur_rank].mapped.values())
-
-
-def _exchange_through(ctx, tensor):
-    """Every rank puts its number into the neighbour's `tensor` and reads the other neighbour's."""
-    world, rank = ctx.num_ranks, ctx.cur_rank
-    flat = tensor.view(-1)
-    flat.fill_(-1)
-    ctx.barrier()
-    ends = ctx.full((test_rma.BLOCK,), rank, dtype=flat.dtype)
-    offset = flat.numel() - test_rma.BLOCK
-    for at in (0, offset):
-        test_rma._far_kernel[(1,)](ends, flat, rank, (rank + 1) % world, ctx.get_heap_bases(), at, N=test_rma.BLOCK)
-    ctx.barrier()
-    before = (rank - 1) % world
-    assert (flat[: test_rma.BLOCK] == before).all() and (flat[offset:] == before).all()
-    assert (flat[test_rma.BLOCK : offset] == -1).all()
-    ctx.barrier()
-    ctx.free(ends)
-
-
-# --- offsets ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="no ranks")
-def test_offsets_never_overlap_and_come_back_whole():
-    for seed in range(20):
-        draw, offsets, taken = random.Random(seed), Offsets(5000), {}
-        for _ in range(400):
-            if taken and draw.random() < 0.45:
-                begin = draw.choice(sorted(taken))
-                offsets.give(begin)
-                del taken[begin]
-            else:
-                nbytes, alignment = draw.randint(1, 400), draw.choice([1, 16, 128])
-                begin = offsets.take(nbytes, alignment)
-                if begin is None:
-                    continue
-                assert begin % alignment == 0 and 0 <= begin and begin + nbytes <= 5000
-                assert all(begin + nbytes <= other or end <= begin for other, end in taken.items())
-                taken[begin] = begin + nbytes
-            assert offsets.blocks == sorted(taken.items())
-            assert offsets.free == 5000 - sum(end - begin for begin, end in taken.items())
-            assert offsets.used == max(taken.values(), default=0)
-        with pytest.raises(KeyError):
-            offsets.give(4999)
-        offsets.cut(0)
-        assert offsets.take(5000, 1) == 0 and offsets.take(1, 1) is None
 
 
 # --- what is below ---------------------------------------------------------------------------------------------------
@@ -120,6 +62,14 @@ def test_memory_is_reserved_made_passed_on_mapped_and_found_again(world_size):
     run_ranks(world_size, _pages_one_by_one)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the bindings come with CUDA")
+def test_missing_bindings_say_how_to_install_them():
+    from iris.memory.cuda_pages import CudaPages
+
+    with pytest.raises(errors.PlatformError, match=r"pip install 'iris-tp\[vmem\]'"):
+        CudaPages(torch.device("cuda", 0))
+
+
 # --- growing and shrinking -------------------------------------------------------------------------------------------
 
 
@@ -127,15 +77,15 @@ def _grow_and_trim(ctx):
     free_before = torch.cuda.mem_get_info()[0] if ON_GPU else 0
     with iris.iris(1 << 38, "vmem") as heap:  # more than any GPU has
         assert all(int(base) % (2 << 20) == 0 for base in heap.get_heap_bases().cpu())
-        assert _mapped(heap) == CHUNK
+        assert mapped(heap) == CHUNK
         small = heap.full((1000,), 1.0)
-        assert _mapped(heap) == CHUNK
+        assert mapped(heap) == CHUNK
         large = heap.zeros(200 * MIB // 4, dtype=torch.int32)  # crosses from the first chunk into a new one
-        assert _mapped(heap) == 4 * CHUNK
+        assert mapped(heap) == 4 * CHUNK
         behind = heap.zeros(CHUNK // 4, dtype=torch.int32)
-        _exchange_through(heap, large)
-        _exchange_through(heap, behind)
-        whole, place = _mapped(heap), large.data_ptr()
+        exchange_through(heap, large)
+        exchange_through(heap, behind)
+        whole, place = mapped(heap), large.data_ptr()
         if ON_GPU:
             assert free_before - torch.cuda.mem_get_info()[0] >= whole
         heap.barrier()
@@ -145,13 +95,13 @@ def _grow_and_trim(ctx):
         with pytest.raises(errors.ArgumentError, match="no allocation of this heap begins"):
             heap.free(small[1:])
         returned = heap.trim()
-        assert returned == 2 * CHUNK and _mapped(heap) == whole - returned  # those between `small` and `behind`
+        assert returned == 2 * CHUNK and mapped(heap) == whole - returned  # those between `small` and `behind`
         assert heap.trim() == 0
         assert (small == 1).all()
-        _exchange_through(heap, behind)  # the chunk behind the gap is still there
+        exchange_through(heap, behind)  # the chunk behind the gap is still there
         again = heap.zeros(200 * MIB // 4, dtype=torch.int32)
-        assert again.data_ptr() == place and _mapped(heap) == whole
-        _exchange_through(heap, again)
+        assert again.data_ptr() == place and mapped(heap) == whole
+        exchange_through(heap, again)
         assert (heap.empty(3 * CHUNK, dtype=torch.uint8)[CHUNK:] == 0).all()  # memory is zeroed when it comes
         with pytest.raises(errors.HeapExhausted, match="are free. Make the heap larger"):
             heap.empty(1 << 40, dtype=torch.uint8)
@@ -198,7 +148,7 @@ def _too_much(rank, world_size):
             heap.empty(300 * MIB, dtype=torch.uint8)
         if rank == 1:
             os.memfd_create = real
-        assert _exchange_through(heap, heap.empty(300 * MIB // 4, dtype=torch.int32)) is None
+        assert exchange_through(heap, heap.empty(300 * MIB // 4, dtype=torch.int32)) is None
 
 
 @alone
@@ -239,102 +189,6 @@ def test_a_lost_rank_is_named(monkeypatch):
     assert [end.exitcode for end in ended] == [0, -9, 0], [end.traceback for end in ended]
 
 
-# --- imports ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _shareable():
-    """torch takes memory in the block from where it can be shared; on CPUs `_outside` does that itself."""
-    if ON_GPU:
-        torch.cuda.empty_cache()
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    try:
-        yield
-    finally:
-        if ON_GPU:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-
-
-def _outside(ctx, *sizes, dtype=torch.int32):
-    if not ON_GPU:
-        return torch.zeros(*sizes, dtype=dtype).share_memory_()
-    # so large that no gap between tensors that are not shareable can hold it
-    room = torch.zeros(max(64 * MIB, math.prod(sizes) * dtype.itemsize), dtype=torch.uint8, device=ctx.device)
-    return room.view(dtype)[: math.prod(sizes)].view(sizes)
-
-
-def _imports(ctx):
-    with iris.iris(256 * MIB, "vmem") as heap, _shareable():
-        assert heap.as_symmetric(inside := heap.zeros(5)) is inside
-        for mib in (1, 3, 70):  # on GPUs: a small segment, one handle, several handles
-            theirs = _outside(ctx, mib * MIB // 4)
-            ours = heap.as_symmetric(theirs)
-            assert heap.is_symmetric(ours) and not heap.is_symmetric(theirs)
-            assert ours.data_ptr() != theirs.data_ptr() and ours.shape == theirs.shape
-            _exchange_through(heap, ours)
-            assert torch.equal(ours, theirs)  # the same memory, not a copy
-            theirs[1234] = 99
-            assert ours[1234] == 99
-        part = _outside(ctx, 64, 64, dtype=torch.float32)[3:60, 1:40:2]
-        imported = heap.as_symmetric(part)
-        assert imported.stride() == part.stride() and imported.shape == part.shape
-        part.fill_(3.0)
-        assert (imported == 3).all()
-        mapped = _mapped(heap)
-        heap.free(ours, imported)
-        del ours, imported
-        heap.trim()
-        assert _mapped(heap) <= mapped - 70 * MIB
-        with pytest.raises(errors.ArgumentError, match="no allocation of this heap begins"):
-            heap.free(theirs)
-        assert (theirs[test_rma.BLOCK + 2000 : 5000] == -1).all()  # the memory itself stays
-        last = heap.as_symmetric(theirs)
-    assert torch.equal(last, theirs)  # and lives on after the heap
-
-
-@pytest.mark.parametrize("world_size", FEW)
-def test_outside_memory_is_imported_without_a_copy(world_size):
-    run_ranks(world_size, _imports)
-
-
-def _refused_imports(ctx):
-    remedy = "expandable_segments:True" if ON_GPU else "share_memory_"
-    with iris.iris(64 * MIB, "vmem") as heap:
-        ordinary = torch.zeros(3 * MIB, device=ctx.device)
-        with pytest.raises(errors.NotSymmetricError, match=f"cannot import the tensor of ranks.*{remedy}"):
-            heap.as_symmetric(ordinary)
-        with pytest.raises(errors.NotSymmetricError, match="has no elements"):
-            heap.as_symmetric(torch.zeros(0, device=ctx.device))
-        with pytest.raises(errors.NotSymmetricError, match="on meta; expected"):
-            heap.as_symmetric(torch.zeros(3, device="meta"))
-        with pytest.raises(errors.ArgumentError, match="tensor is 5"):
-            heap.as_symmetric(5)
-        with _shareable():
-            if ctx.num_ranks > 1:
-                theirs = _outside(ctx, 100)
-                with pytest.raises(errors.NotSymmetricError, match="another form on other ranks"):
-                    heap.as_symmetric(theirs[: 50 + ctx.cur_rank])
-                with pytest.raises(errors.NotSymmetricError, match="lie at different distances from a page"):
-                    heap.as_symmetric(theirs[ctx.cur_rank :][:50])
-                with pytest.raises(errors.NotSymmetricError, match="on the heap on some ranks and outside on others"):
-                    heap.as_symmetric(heap.zeros(100, dtype=torch.int32) if ctx.cur_rank else theirs)
-                with pytest.raises(errors.NotSymmetricError, match="different offsets on the heap"):
-                    heap.as_symmetric(heap.zeros(100, dtype=torch.int32)[ctx.cur_rank :][:50])
-            if not ON_GPU:
-                with pytest.raises(errors.HeapExhausted, match="the window for imports"):
-                    heap.as_symmetric(_outside(ctx, 200 * MIB, dtype=torch.uint8))
-            _exchange_through(heap, heap.as_symmetric(_outside(ctx, 5000)))  # nothing is out of step after all that
-    with iris.iris(64 * MIB, "torch") as heap:
-        if not os.environ.get("IRIS_ALLOCATOR"):
-            with pytest.raises(errors.NotSymmetricError, match="allocator_type='vmem'"):
-                heap.as_symmetric(ordinary)
-
-
-@pytest.mark.parametrize("world_size", FEW)
-def test_what_cannot_be_imported_says_what_to_do_on_every_rank(world_size):
-    run_ranks(world_size, _refused_imports)
-
-
 # --- torch's allocations on the heap ---------------------------------------------------------------------------------
 
 
@@ -356,7 +210,7 @@ def _pool(ctx, allocator):
         expected = x.cpu().double() @ layer.weight.detach().cpu().double().t() + layer.bias.detach().cpu().double()
         torch.testing.assert_close(y.detach().cpu().double(), expected, rtol=1e-2, atol=1e-2)
         assert not heap.is_symmetric(torch.zeros(3, device=ctx.device))
-        _exchange_through(heap, large)
+        exchange_through(heap, large)
         taken = heap.zeros(100)  # the heap's own allocations go around the pool's
         assert not torch.equal(taken, large[:100])
         if ON_GPU:  # torch still cuts tensors from there
@@ -431,50 +285,3 @@ def _many_contexts(ctx):
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="looks at the mappings of shared memory")
 def test_closed_contexts_leave_nothing_behind(world_size):
     run_ranks(world_size, _many_contexts)
-
-
-# --- the channel -----------------------------------------------------------------------------------------------------
-
-
-def _with_strangers(rank, world_size, folder):
-    """Before each rank's call come some that know no nonce, and one that does but is another rank."""
-    real, modes = channel.Channel._dial, []
-
-    def dial(self, to, pid, path, nonce):
-        modes.append(os.stat(os.path.dirname(path)).st_mode & 0o777)
-        wrong = (b"", b"short", struct.pack("!32sI", b"guessed", rank), struct.pack("!32sI", nonce, to))
-        for shown in wrong:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-                stranger.connect(path)
-                if shown:
-                    stranger.send(shown)
-        return real(self, to, pid, path, nonce)
-
-    channel.Channel._dial = dial
-    with iris.iris(MIB, "vmem") as ctx:
-        _exchange_through(ctx, ctx.zeros(5000, dtype=torch.int32))
-        assert set(modes) <= {0o700}
-        assert not os.listdir(folder)  # nobody can call any more
-
-
-@alone
-def test_strangers_are_turned_away(tmp_path):
-    for end in run_fresh(3, _with_strangers, str(tmp_path), env={"TMPDIR": str(tmp_path), "IRIS_TIMEOUT": "20"}):
-        assert end.exitcode == 0, end.traceback
-
-
-@alone
-def test_another_process_behind_a_socket_is_refused():
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        channel._check_process(ours, 1, os.getpid())
-        with pytest.raises(errors.PlatformError, match="expected 1 of user"):
-            channel._check_process(ours, 1, 1)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the bindings come with CUDA")
-def test_missing_bindings_say_how_to_install_them():
-    from iris.memory.cuda_pages import CudaPages
-
-    with pytest.raises(errors.PlatformError, match=r"pip install 'iris-tp\[vmem\]'"):
-        CudaPages(torch.device("cuda", 0))
