@@ -1,4 +1,4 @@
-"""Ranks for tests; `checks.py` has what a test asks of an output.
+"""Ranks for tests; `checks.py` has what a test asks of an output, `outcomes.py` how results come back.
 
 `run_ranks(world_size, body, *args)` calls `body(ctx, *args)` on every rank and returns the results in rank order.
 `body` is a function of a module, for it is sent by name.
@@ -21,7 +21,6 @@ import contextlib
 import ctypes
 from dataclasses import dataclass
 import faulthandler
-import io
 import mmap
 import multiprocessing as mp
 from multiprocessing.connection import Connection, wait
@@ -33,13 +32,14 @@ import signal
 import socket
 import tempfile
 import time
-import traceback
 from typing import Any
 
 import iris
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.outcomes import Failure, attempt, dumps, raise_first
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,77 +62,6 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: fl
     if UNDER_TORCHRUN:
         return _run_directly(world_size, body, args)
     return _pool(world_size).run(body, args, timeout)
-
-
-# --- results and exceptions between processes ------------------------------------------------------------------------
-
-
-class _Pickler(pickle.Pickler):
-    """Sends a tensor's elements, where pickle would send its whole storage: for a heap tensor, the heap."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            dense = obj.detach().cpu().contiguous().reshape(-1)
-            return _rebuild, (bytearray(dense.view(torch.uint8).numpy().tobytes()), obj.dtype, tuple(obj.shape))
-        return NotImplemented
-
-
-def _rebuild(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(shape)
-
-
-def _dumps(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-class _RankTraceback(Exception):
-    """The cause of a re-raised exception: where it was raised, on which rank."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An exception of a rank."""
-
-    error: BaseException
-    text: str
-
-    @staticmethod
-    def of(error: BaseException) -> _Failure:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        try:
-            pickle.loads(_dumps(error))
-        except Exception:
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        return _Failure(error, text)
-
-    def raise_from(self, rank: int) -> None:
-        raise self.error from _RankTraceback(f"on rank {rank}:\n{self.text}")
-
-
-def _attempt(body: Callable[..., Any], *args: Any) -> Any:
-    """What `body` returns, or its `_Failure`."""
-    try:
-        return body(*args)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # pytest.skip and pytest.fail are not Exceptions
-        return _Failure.of(error)
-
-
-def _raise_first(outcomes: list[Any]) -> None:
-    """Raises what a rank raised; a lost peer only if no rank says more, for it is the consequence."""
-    failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)]
-    failures.sort(key=lambda failure: isinstance(failure[1].error, iris.errors.PeerLostError))
-    if failures:
-        rank, failure = failures[0]
-        failure.raise_from(rank)
 
 
 # --- a context that is as new for each body --------------------------------------------------------------------------
@@ -208,15 +137,15 @@ def _worker(rank: int, world_size: int, folder: str, tasks: Connection) -> None:
         except EOFError:
             os._exit(0)
         except Exception as error:  # a module that cannot be imported here
-            tasks.send_bytes(_dumps(_Failure.of(error)))
+            tasks.send_bytes(dumps(Failure.of(error)))
             continue
         renewable.renew()
         dist.barrier()
-        outcome = _attempt(body, renewable.ctx, *args)
+        outcome = attempt(body, renewable.ctx, *args)
         try:
-            message = _dumps(outcome)
+            message = dumps(outcome)
         except Exception as error:
-            message = _dumps(_Failure.of(error))
+            message = dumps(Failure.of(error))
         tasks.send_bytes(message)
 
 
@@ -236,7 +165,7 @@ class _Pool:
             self.pipes.append(ours)
 
     def run(self, body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        message = _dumps((body, args))
+        message = dumps((body, args))
         deadline = time.monotonic() + timeout
         outcomes: list[Any] = [None] * len(self.pipes)
         running = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
@@ -256,8 +185,8 @@ class _Pool:
                         self.processes[rank].join(1)
                         code = self.processes[rank].exitcode
                         lost = RuntimeError(f"rank {rank} ended with exit code {code}")
-                        outcomes[rank] = _Failure(lost, str(lost))
-                    if isinstance(outcomes[rank], _Failure) and not failed:
+                        outcomes[rank] = Failure(lost, str(lost))
+                    if isinstance(outcomes[rank], Failure) and not failed:
                         failed = True
                         deadline = min(deadline, time.monotonic() + 5)  # the others may wait for this one in vain
                 if not ready:
@@ -265,7 +194,7 @@ class _Pool:
             if running and not failed:
                 ranks = sorted(running.values())
                 raise TimeoutError(f"ranks {ranks} did not end {body.__qualname__} in time\n{self._stacks(ranks)}")
-            _raise_first(outcomes)
+            raise_first(outcomes)
             sound = True
         finally:
             if not sound:
@@ -352,7 +281,7 @@ def run_fresh(
             "MASTER_PORT": str(port),
             **(env or {}),
         }
-        message = _dumps((body, (rank, world_size, *args)))
+        message = dumps((body, (rank, world_size, *args)))
         process = context.Process(target=_fresh, args=(message, variables, theirs), daemon=True)
         process.start()
         theirs.close()
@@ -370,7 +299,7 @@ def run_fresh(
         if code is None:
             process.kill()
             process.join(10)
-        if isinstance(outcome, _Failure):
+        if isinstance(outcome, Failure):
             ended.append(Ended(code, None, outcome.error, outcome.text))
         else:
             ended.append(Ended(code, outcome))
@@ -386,9 +315,9 @@ def _fresh(message: bytes, variables: dict[str, str | None], reply: Connection) 
         else:
             os.environ[name] = value
     body, args = pickle.loads(message)
-    outcome = _attempt(body, *args)
-    reply.send_bytes(_dumps(outcome))
-    os._exit(1 if isinstance(outcome, _Failure) else 0)
+    outcome = attempt(body, *args)
+    reply.send_bytes(dumps(outcome))
+    os._exit(1 if isinstance(outcome, Failure) else 0)
 
 
 def _free_port() -> int:
@@ -433,13 +362,13 @@ def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ..
     renewable.renew()
     _synchronize()
     dist.barrier(control)
-    outcome = _attempt(body, renewable.ctx, *pickle.loads(_dumps(args)))
-    if not isinstance(outcome, _Failure):
-        outcome = _attempt(_synchronized, outcome)
+    outcome = attempt(body, renewable.ctx, *pickle.loads(dumps(args)))
+    if not isinstance(outcome, Failure):
+        outcome = attempt(_synchronized, outcome)
     outcomes: list[Any] = [None] * world_size
-    dist.all_gather_object(outcomes, _dumps(outcome), control)
+    dist.all_gather_object(outcomes, dumps(outcome), control)
     outcomes = [pickle.loads(text) for text in outcomes]
-    if any(isinstance(outcome, _Failure) for outcome in outcomes):
+    if any(isinstance(outcome, Failure) for outcome in outcomes):
         # the ranks stand at different places: no barrier of this context can be right again
         spoilt = _session.pop("renewable").ctx
         with contextlib.suppress(RuntimeError):
@@ -447,7 +376,7 @@ def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ..
         dist.barrier(control)  # no kernel of a peer writes here any more
         spoilt._closed = True
         spoilt._segment.close()
-    _raise_first(outcomes)
+    raise_first(outcomes)
     return outcomes
 
 
