@@ -9,17 +9,15 @@ after every row. `--sweep` times our variants instead, over programs and blocks,
 """
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-import functools
-import math
 import sys
 import time
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import ccl_report, report, timing
+from benchmarks.ccl_case import COPIES, Case, Contender, Ours
+from benchmarks.ccl_rivals import symmetric_memory, torch_distributed
+from benchmarks.ccl_sweep import sweep
 from benchmarks.launch import Team, launch
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -28,227 +26,7 @@ SIZES = [2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB
 QUICK = [2 * KIB, 64 * KIB, MIB, 16 * MIB]
 SWEEP = [2 * KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 TINY = [2 * KIB, 16 * KIB]
-PROGRAMS = (8, 16, 32, 64, 132)
-BLOCKS = {"words": (256, 512, 1024, 2048), "flags": (2048, 8192, 16384)}
-COPIES = 2  # of the inputs, so that a stale result is seen
-ONE_SHOT_LIMIT = 16 * MIB  # beyond it nobody would send everything to everyone
 BUDGET = timing.Budget(batch_ms=1.0, longest_ms=8.0, measure_ms=25.0, calls=(4, 40), repeats=(4, 15))
-BRIEF = timing.Budget(batch_ms=0.5, longest_ms=4.0, measure_ms=4.0, calls=(4, 20), repeats=(2, 3))
-
-Call = Callable[[int], torch.Tensor]
-
-
-@dataclass(eq=False)
-class Case:
-    """One row on one rank: inputs, and what every rank must get."""
-
-    op: str
-    nbytes: int
-    team: Team
-    dtype: torch.dtype
-    inputs: list[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        w = self.team.world
-        n = -(-self.nbytes // (self.dtype.itemsize * w * w)) * w * w
-        self.shape, self.out_shape = {
-            "all_reduce": ((n,), (n,)),
-            "all_gather": ((n // w,), (n,)),
-            "reduce_scatter": ((w, n // w), (1, n // w)),
-            "all_to_all": ((1, n), (1, n)),
-        }[self.op]
-        generator = torch.Generator(self.team.device).manual_seed(self.nbytes % 65521 * 64 + self.team.rank)
-        draw = functools.partial(torch.randn, generator=generator, device=self.team.device, dtype=self.dtype)
-        self.inputs = [draw(self.shape) for _ in range(COPIES)]
-
-    @property
-    def bus_bytes(self) -> float:
-        w = self.team.world
-        return self.nbytes * (w - 1) / w * (2 if self.op == "all_reduce" else 1)
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.out_shape, dtype=self.dtype, device=self.team.device)
-
-    @functools.cache  # noqa: B019  a case is short-lived
-    def expected(self, copy: int) -> torch.Tensor:
-        """By torch.distributed; sums in float32."""
-        reduces = self.op in ("all_reduce", "reduce_scatter")
-        given = self.inputs[copy].float() if reduces else self.inputs[copy]
-        out = torch.empty(self.out_shape, dtype=given.dtype, device=given.device)
-        if self.op == "all_reduce":
-            out.copy_(given)
-            dist.all_reduce(out)
-        elif self.op == "all_gather":
-            dist.all_gather_into_tensor(out, given)
-        elif self.op == "reduce_scatter":
-            dist.reduce_scatter_tensor(out, given)
-        else:
-            parts = list(out.view(self.team.world, -1).unbind())
-            sent = list(given.reshape(self.team.world, -1).unbind())
-            if self.team.cuda:
-                dist.all_to_all(parts, sent)
-            else:  # gloo has none
-                everything = [torch.empty_like(given) for _ in range(self.team.world)]
-                dist.all_gather(everything, given)
-                mine = torch.cat(everything).view(self.team.world, self.team.world, -1)[:, self.team.rank]
-                out.view(self.team.world, -1).copy_(mine)
-        return out
-
-    def error(self, out: torch.Tensor, copy: int) -> float:
-        """1 is the limit: for sums, of rounding at every one of them; for copies, bits."""
-        expected = self.expected(copy)
-        if self.op in ("all_gather", "all_to_all"):
-            return 0.0 if torch.equal(out.view_as(expected), expected) else math.inf
-        difference = (out.view_as(expected).float() - expected).abs()
-        scale = expected.square().mean().sqrt()
-        eps = torch.finfo(self.dtype).eps
-        in_norm = difference.square().mean().sqrt() / scale / eps
-        worst = torch.maximum(in_norm, difference.max() / scale / (8 * eps)).item()
-        return worst if math.isfinite(worst) else math.inf
-
-    def poison(self, out: torch.Tensor) -> None:
-        """NaN everywhere, and no rank goes on before all have done so."""
-        out.fill_(float("nan"))
-        self.team.synchronize()
-        self.team.barrier()
-        self.team.synchronize()
-
-    def check(self, contender: "Contender", call: Call) -> float:
-        worst = 0.0
-        for copy in (0, COPIES - 1):
-            if not contender.in_place:
-                self.poison(call(copy))  # the first call also compiles and allocates
-            worst = max(worst, self.error(call(copy), copy))
-        return worst
-
-
-@dataclass(frozen=True)
-class Contender:
-    name: str
-    kind: str  # "ours" or "rival"
-    prepare: Callable[[Case], tuple[Call, Call]]  # the call that is checked, and the one that is timed
-    serves: Callable[[Case], bool]
-    in_place: bool = False  # what it returns was its input: poison would be summed
-    plan: Callable[[Case], dict] | None = None
-
-
-class Ours:
-    """A context, and one output on its heap that all rows share."""
-
-    def __init__(self, team: Team, nbytes: int, heap_gib: float, dtype: torch.dtype) -> None:
-        import iris
-
-        self.ctx = iris.iris(int(heap_gib * 2**30))
-        self.buffer = self.ctx.empty(nbytes // dtype.itemsize + team.world**2, dtype=dtype)
-
-    def out(self, case: Case) -> torch.Tensor:
-        return self.buffer[: math.prod(case.out_shape)].view(case.out_shape)
-
-    def call(self, case: Case, config=None) -> Call:
-        out, op = self.out(case), getattr(self.ctx.ccl, case.op)
-
-        def call(i: int) -> torch.Tensor:
-            op(out, case.inputs[i], config=config)
-            return out
-
-        return call
-
-    def contender(self) -> Contender:
-        def prepare(case: Case) -> tuple[Call, Call]:
-            call = self.call(case)
-            return call, call
-
-        return Contender("ours", "ours", prepare, lambda case: True, plan=self.plan)
-
-    def plan(self, case: Case, config=None) -> dict:
-        return asdict(self.ctx.ccl.plan(case.op, self.out(case), case.inputs[0], config))
-
-
-def torch_distributed(team: Team) -> Contender:
-    def prepare(case: Case) -> tuple[Call, Call]:
-        out, w = case.empty(), team.world
-
-        def all_reduce(i: int) -> torch.Tensor:
-            out.copy_(case.inputs[i])
-            dist.all_reduce(out)
-            return out
-
-        def all_reduce_again(i: int) -> torch.Tensor:
-            # there is no call but in place; the mean of means keeps the numbers finite, at the same cost
-            dist.all_reduce(out, op=dist.ReduceOp.AVG if team.cuda else dist.ReduceOp.SUM)
-            return out
-
-        def gather(i: int) -> torch.Tensor:
-            dist.all_gather_into_tensor(out, case.inputs[i])
-            return out
-
-        def scatter(i: int) -> torch.Tensor:
-            dist.reduce_scatter_tensor(out, case.inputs[i])
-            return out
-
-        def exchange(i: int) -> torch.Tensor:
-            dist.all_to_all_single(out.view(w, -1), case.inputs[i].view(w, -1))
-            return out
-
-        if case.op == "all_reduce":
-            return all_reduce, all_reduce_again
-        call = {"all_gather": gather, "reduce_scatter": scatter, "all_to_all": exchange}[case.op]
-        return call, call
-
-    def serves(case: Case) -> bool:
-        return team.cuda or case.op != "all_to_all"
-
-    return Contender("NCCL" if team.cuda else "gloo", "rival", prepare, serves, in_place=True)
-
-
-def symmetric_memory(team: Team, nbytes: int, dtype: torch.dtype) -> list[Contender]:
-    """Torch's one-shot and two-shot. Their input has to lie in symmetric memory; copying it there is not counted."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    @functools.cache
-    def memory() -> torch.Tensor:
-        found = symm_mem.empty(nbytes // dtype.itemsize + team.world**2, dtype=dtype, device=team.device)
-        symm_mem.rendezvous(found, dist.group.WORLD.group_name)
-        return found
-
-    group = dist.group.WORLD.group_name
-
-    def one_shot(case: Case) -> tuple[Call, Call]:
-        shared, out = memory()[: math.prod(case.shape)], case.empty()
-
-        def timed(i: int) -> torch.Tensor:
-            return torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", group, out)
-
-        def checked(i: int) -> torch.Tensor:
-            case.team.barrier()
-            shared.copy_(case.inputs[i])
-            return timed(i)
-
-        return checked, timed
-
-    def two_shot(case: Case) -> tuple[Call, Call]:
-        shared = memory()[: math.prod(case.shape)]
-
-        def timed(i: int) -> torch.Tensor:
-            return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group)
-
-        def checked(i: int) -> torch.Tensor:
-            case.team.barrier()
-            shared.copy_(case.inputs[i])
-            return timed(i)
-
-        return checked, timed
-
-    def reduces(case: Case) -> bool:
-        return case.op == "all_reduce" and dtype in (torch.bfloat16, torch.float32)
-
-    def small(case: Case) -> bool:
-        return reduces(case) and case.nbytes <= ONE_SHOT_LIMIT
-
-    return [
-        Contender("torch one-shot", "rival", one_shot, small, in_place=True),
-        Contender("torch two-shot", "rival", two_shot, reduces, in_place=True),
-    ]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -367,54 +145,6 @@ def _replay_is_right(case: Case, batch: timing.Batch, out: torch.Tensor) -> bool
 
     error, reason = case.team.attempt(replay)
     return not reason and case.team.slowest([error])[0] <= 1
-
-
-def sweep(case: Case, ours: Ours, row: dict) -> None:
-    """Every variant of ours with every number of programs and every block, as graphs; each checked."""
-    from iris.ccl import Config
-
-    team = case.team
-    variants = [("two_shot", "words"), ("two_shot", "flags")]
-    if case.op == "all_reduce":
-        variants.insert(0, ("one_shot", "words"))
-    configs = {"as planned": None}
-    for variant, protocol in variants:
-        if (protocol == "words" and case.nbytes > 64 * MIB) or (variant == "one_shot" and case.nbytes > MIB):
-            continue
-        for block in BLOCKS[protocol] if team.cuda else (2048,):
-            for programs in PROGRAMS if team.cuda else (1,):
-                reduce = dict(all_reduce_variant=variant) if case.op == "all_reduce" else {}
-                config = Config(1, block, comm_sms=programs, protocol=protocol, **reduce)
-                configs[f"{variant} {protocol} {programs} x {block}"] = config
-    known = set()
-    for name, config in configs.items():
-        plan = ours.plan(case, config)
-        launched = tuple(plan[key] for key in ("variant", "protocol", "block", "programs"))
-        if config is not None and (launched in known or plan["programs"] < config.comm_sms // 2):
-            continue  # fewer units than programs: measured with fewer already
-        known.add(launched)
-        result = {"name": name, "kind": "ours", "status": "ok", "notes": [], "plan": plan}
-        row["results"].append(result)
-        call = ours.call(case, config)
-        contender = Contender(name, "ours", lambda case: None, lambda case: True)
-        error, reason = team.attempt(lambda contender=contender, call=call: case.check(contender, call))
-        if reason or team.slowest([error])[0] > 1:
-            result.update(status="WRONG", notes=[reason or f"{error:.3g} times the allowed error"])
-            continue
-        estimate = team.slowest([timing.estimate_us(team, call, COPIES)])[0]
-        budget = BRIEF if team.cuda else timing.INTERPRETED
-        count = budget.calls_for(estimate, COPIES)
-        if team.cuda:
-            captured, reason = team.attempt(lambda call=call, count=count: timing.graph_batch(call, count, COPIES))
-            if reason:
-                result.update(status="n/a", notes=[reason])
-                continue
-            batch = captured[0]
-        else:
-            batch = timing.eager_batch(call, count, COPIES)
-        taken, _ = timing.interleave(team, {name: batch}, budget.repeats_for(estimate * count, 1))
-        if name in taken:
-            result["graph_us" if team.cuda else "eager_us"] = taken[name].call_us
 
 
 def main() -> None:
