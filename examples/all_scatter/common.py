@@ -158,5 +158,6 @@ def demonstrate(all_scatter: Callable[[Case], None], M: int = 96, N: int = 80, K
         ctx.info(f"{case.tiles} tiles of mine, {shape} in all from {ctx.num_ranks} ranks; error {error:.1e}")
 
 
-def run(rank_main: Callable[[], None]) -> None:
-    _launch.run(rank_main)
+def run(all_scatter: Callable[[Case], None]) -> None:
+    """`demonstrate` on every rank."""
+    _launch.run(demonstrate, None, all_scatter)

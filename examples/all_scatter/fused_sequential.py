@@ -37,12 +37,8 @@ def all_scatter(case: Case) -> None:
     fused_kernel[case.grid()](**case.args())
 
 
-def rank_main() -> None:
-    common.demonstrate(all_scatter)
-
-
 def main() -> None:
-    common.run(rank_main)
+    common.run(all_scatter)
 
 
 if __name__ == "__main__":

@@ -47,12 +47,8 @@ def all_scatter(case: Case) -> None:
     specialized_kernel[(multipliers + movers,)](**case.args(), MOVERS=movers)
 
 
-def rank_main() -> None:
-    common.demonstrate(all_scatter)
-
-
 def main() -> None:
-    common.run(rank_main)
+    common.run(all_scatter)
 
 
 if __name__ == "__main__":

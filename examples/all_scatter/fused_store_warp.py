@@ -168,15 +168,11 @@ def all_scatter(case: Case) -> None:
     )
 
 
-def rank_main() -> None:
-    common.demonstrate(all_scatter)
-
-
 def main() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("skipped: warps with different work need a Hopper GPU; the other variants run anywhere")
         return
-    common.run(rank_main)
+    common.run(all_scatter)
 
 
 if __name__ == "__main__":

@@ -61,12 +61,8 @@ def all_scatter(case: Case) -> None:
     first.wait_stream(second)
 
 
-def rank_main() -> None:
-    common.demonstrate(all_scatter)
-
-
 def main() -> None:
-    common.run(rank_main)
+    common.run(all_scatter)
 
 
 if __name__ == "__main__":
