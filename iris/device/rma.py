@@ -5,6 +5,7 @@ difference of two heap bases is the peer's. `pointer` arguments are always the c
 block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered unless an atomic's `sem` orders them.
 """
 
+import triton
 import triton.language as tl
 
 from .function import device_function
@@ -101,6 +102,11 @@ def copy(
     tl.store(remote, data, mask=mask, cache_modifier=store_cache_modifier)
 
 
+@triton.constexpr_function
+def _reach(scope):
+    return "sys" if scope is None else scope
+
+
 @device_function
 def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem: tl.constexpr = None, scope: tl.constexpr = None):
     """Stores `val` at `pointer` on `to_rank` if `cmp` stands there; returns what stood there.
@@ -109,8 +115,7 @@ def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem: tl.conste
     is right between ranks. The same holds for every atomic here.
     """
     remote = translate(pointer, from_rank, to_rank, heap_bases)
-    reach: tl.constexpr = "sys" if scope is None else scope
-    return tl.atomic_cas(remote, cmp, val, sem=sem, scope=reach)
+    return tl.atomic_cas(remote, cmp, val, sem=sem, scope=_reach(scope))
 
 
 @device_function
@@ -119,8 +124,7 @@ def atomic_add(
 ):
     """Adds `val` at `pointer` on `to_rank`; returns what stood there. fp16 and bf16 round at each addition."""
     remote = translate(pointer, from_rank, to_rank, heap_bases)
-    reach: tl.constexpr = "sys" if scope is None else scope
-    return tl.atomic_add(remote, val, mask=mask, sem=sem, scope=reach)
+    return tl.atomic_add(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
@@ -129,8 +133,7 @@ def atomic_xchg(
 ):
     """Stores `val` at `pointer` on `to_rank`; returns what stood there."""
     remote = translate(pointer, from_rank, to_rank, heap_bases)
-    reach: tl.constexpr = "sys" if scope is None else scope
-    return tl.atomic_xchg(remote, val, mask=mask, sem=sem, scope=reach)
+    return tl.atomic_xchg(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
@@ -139,8 +142,7 @@ def atomic_xor(
 ):
     """Exclusive-ors `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
     remote = translate(pointer, from_rank, to_rank, heap_bases)
-    reach: tl.constexpr = "sys" if scope is None else scope
-    return tl.atomic_xor(remote, val, mask=mask, sem=sem, scope=reach)
+    return tl.atomic_xor(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
@@ -149,8 +151,7 @@ def atomic_and(
 ):
     """Ands `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
     remote = translate(pointer, from_rank, to_rank, heap_bases)
-    reach: tl.constexpr = "sys" if scope is None else scope
-    return tl.atomic_and(remote, val, mask=mask, sem=sem, scope=reach)
+    return tl.atomic_and(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
@@ -159,8 +160,7 @@ def atomic_or(
 ):
     """Ors `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
     remote = translate(pointer, from_rank, to_rank, heap_bases)
-    reach: tl.constexpr = "sys" if scope is None else scope
-    return tl.atomic_or(remote, val, mask=mask, sem=sem, scope=reach)
+    return tl.atomic_or(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
@@ -169,8 +169,7 @@ def atomic_min(
 ):
     """Leaves the smaller of `val` and what stands at `pointer` on `to_rank`; returns what stood there."""
     remote = translate(pointer, from_rank, to_rank, heap_bases)
-    reach: tl.constexpr = "sys" if scope is None else scope
-    return tl.atomic_min(remote, val, mask=mask, sem=sem, scope=reach)
+    return tl.atomic_min(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
@@ -179,5 +178,4 @@ def atomic_max(
 ):
     """Leaves the larger of `val` and what stands at `pointer` on `to_rank`; returns what stood there."""
     remote = translate(pointer, from_rank, to_rank, heap_bases)
-    reach: tl.constexpr = "sys" if scope is None else scope
-    return tl.atomic_max(remote, val, mask=mask, sem=sem, scope=reach)
+    return tl.atomic_max(remote, val, mask=mask, sem=sem, scope=_reach(scope))
