@@ -7,6 +7,10 @@ compiled, nothing that differs between them may be looked at while it is traced,
 - The cache that a layer sees, `_Slots`, holds that part only and passes over the layer's index.
 - torch's own marks on a static cache, which tie code to one address, are left behind by `detach`.
 
+A layer ends with a sum that the next one begins to norm. For one kernel to do both, what is compiled ends with the next
+layer's `input_layernorm`, where there is one, and begins with an `_Ahead` in its place, which knows the result already.
+A hook that exchanges what a layer returns has it normed anew; one that changes it in place would not be seen.
+
 A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew. Layers that truly
 differ (of Gemma, some with a sliding window) are compiled apart, and so are prompts with and without padding.
 
@@ -30,6 +34,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+_NORM = "input_layernorm"
 _LENGTH_DIM = {1: 0, 2: 1, 3: 1, 4: 2}  # of positions [B, T], states [B, T, H], masks [B, 1, T, L]: by their dimensions
 
 
@@ -41,6 +46,9 @@ class CompiledLayers:
 
     def __init__(self, layers: list[nn.Module], cache, backend: str):
         self.layers, self.cache, self.backend = layers, cache, backend
+        norms = [getattr(layer, _NORM, None) for layer in layers]
+        self._norms = None if None in norms else norms
+        self._known: tuple = None, None  # what the last layer returned, and what the next one's norm makes of that
         self._slots = [tuple(t.detach() for t in (c.keys, c.values, c.cumulative_length)) for c in cache.layers]
         self._lengths = [each.cumulative_length for each in cache.layers]
         own = types.FunctionType(_run.__code__.replace(), globals())  # torch keeps what is compiled by code object
@@ -51,29 +59,38 @@ class CompiledLayers:
     @contextmanager
     def serving(self, length: int) -> Iterator[None]:
         """For one call of the model on rows of `length` tokens."""
-        for layer, slots in zip(self.layers, self._slots, strict=True):
-            layer.forward = functools.partial(self._forward, layer, slots, length)
+        for index, layer in enumerate(self.layers):
+            vars(layer)["forward"] = functools.partial(self._forward, index, length)
+            if self._norms:
+                vars(layer)[_NORM] = _Ahead(self._norms[index])  # comes before the child of that name
         try:
             yield
         finally:
             for layer in self.layers:
-                del layer.forward
+                vars(layer).pop("forward")
+                vars(layer).pop(_NORM, None)
+            self._known = None, None
         torch._foreach_add_(self._lengths, length)
 
-    def _forward(self, layer: nn.Module, slots: tuple, length: int, *args, **kwargs) -> torch.Tensor:
-        given = {key: value for key, value in kwargs.items() if value is not self.cache}
-        if len(given) + 1 != len(kwargs):
-            raise self._refusal(layer, "it is called without the cache by name")
+    def _forward(self, index: int, length: int, *args, **kwargs) -> torch.Tensor:
+        layer, given = self.layers[index], {key: value for key, value in kwargs.items() if value is not self.cache}
+        if len(given) + 1 != len(kwargs) or not args:
+            raise self._refusal(layer, "it is not called with hidden states first, and the cache by name")
+        name = next(iter(kwargs.keys() - given.keys()))
+        following, normed = None, None
+        if self._norms:
+            following = self._norms[(index + 1) % len(self.layers)]  # after the last of no use, but all are alike so
+            normed = self._known[1] if args[0] is self._known[0] else self._norms[index](args[0])
         if length > 1:
-            for each in tree_leaves((args, given)):
+            for each in tree_leaves((args, given, normed)):
                 dim = _LENGTH_DIM.get(each.dim()) if isinstance(each, torch.Tensor) else None
                 if dim is not None and each.shape[dim] == length:
                     torch._dynamo.mark_dynamic(each, dim)
-        name = next(iter(kwargs.keys() - given.keys()))
         try:
-            return self._compiled(layer, name, *slots, args, given)
+            self._known = self._compiled(layer, following, normed, name, *self._slots[index], args, given)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise self._refusal(layer, str(error).strip().partition("\n")[0]) from error
+        return self._known[0]
 
     def _refusal(self, layer: nn.Module, reason: str) -> ArgumentError:
         return ArgumentError(
@@ -82,9 +99,25 @@ class CompiledLayers:
         )
 
 
-def _run(layer: nn.Module, name: str, keys, values, start, args: tuple, kwargs: dict) -> torch.Tensor:
-    """What is compiled: a layer's forward with the cache's slots as its argument `name`."""
-    return type(layer).forward(layer, *args, **{name: _Slots(keys, values, start)}, **kwargs)
+def _run(layer, following, normed, name: str, keys, values, start, args: tuple, kwargs: dict):
+    """What is compiled: a layer's forward with the cache's slots as its argument `name`, and the norm that follows."""
+    kwargs = {name: _Slots(keys, values, start), **kwargs}
+    if following is None:
+        return type(layer).forward(layer, *args, **kwargs), None
+    layer.input_layernorm.known = args[0], normed
+    hidden = type(layer).forward(layer, *args, **kwargs)
+    layer.input_layernorm.known = None, None
+    return hidden, following(hidden)
+
+
+class _Ahead:
+    """A layer's norm, of which one result is known."""
+
+    def __init__(self, norm: nn.Module):
+        self.norm, self.known = norm, (None, None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.known[1] if x is self.known[0] else self.norm(x)
 
 
 class _Slots:
