@@ -16,8 +16,10 @@ import subprocess
 import sys
 
 from tests.harness import ROOT
+from tests.untraced import copy_untraced
 
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
+UNTRACED = "sm_90 without tracing"
 FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
 EXCHANGES = ("few_rows_all", "few_rows_owners", "few_rows_scatter", "few_rows_gather", "few_rows_gather_first")
 WORLD_SIZE = 4  # of compile_kernels.py
@@ -47,7 +49,12 @@ class Kernel:
 Kernels = dict[str, Kernel]
 
 
-def compile_all(target: str, folder: Path, source: Path = ROOT) -> Kernels:
+def compile_all(target: str, folder: Path) -> Kernels:
+    """The kernels of a target, or as they are without any call that records events."""
+    source = ROOT
+    if target == UNTRACED:
+        target, source = "sm_90", folder / "source"
+        copy_untraced(source)
     command = [sys.executable, "-m", "tests.compile_kernels", target, str(folder)]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=600)

@@ -1,6 +1,8 @@
 """Which tests run where: `gpu` ones under torchrun and only those, the rest without it; and what a session shares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+import os
 
 import pytest
 
@@ -21,13 +23,16 @@ def _workers_end():
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], assembly.Kernels]:
-    """Of a target's name, its kernels by name; each target is compiled once."""
-    known: dict[str, assembly.Kernels] = {}
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], assembly.Kernels]]:
+    """Of a target's name, its kernels by name. The first call starts the compilation of all targets, side by side."""
+    known: dict[str, Future[assembly.Kernels]] = {}
+    pool = ThreadPoolExecutor(os.cpu_count())
 
     def kernels(target: str) -> assembly.Kernels:
-        if target not in known:
-            known[target] = assembly.compile_all(target, tmp_path_factory.mktemp(target))
-        return known[target]
+        for name in (target, *assembly.CUDA, *assembly.HIP, assembly.UNTRACED):
+            if name not in known:
+                known[name] = pool.submit(assembly.compile_all, name, tmp_path_factory.mktemp("compiled"))
+        return known[target].result()
 
-    return kernels
+    yield kernels
+    pool.shutdown(cancel_futures=True)
