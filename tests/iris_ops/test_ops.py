@@ -11,7 +11,7 @@ from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SC
 import pytest
 import torch
 
-from tests.harness import WORLDS, both, run_ranks
+from tests.harness import ON_GPU, WORLDS, both, run_ranks
 from tests.iris_ops.calls import Call, assert_same_bits, bits, check_cases
 from tests.reference import FORMS, Case
 
@@ -25,6 +25,7 @@ VARIANTS = [
     (GATHER_MATMUL, "rows", "copy_engines"),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+RUNS = 2 if ON_GPU else 1  # where the other tests have looked at a second run of the same kernels
 # Sizes that nothing divides, that blocks and ranks divide, a long and a wide one.
 SHAPES = [(19, 29, 19), (32, 32, 32), (35, 17, 24), (5, 33, 38)]
 # Several tiles and rounds in small matrices; on GPUs a few programs, so that each has several tiles.
@@ -64,25 +65,30 @@ def cases(op: str, form: str, algorithm: str, dtype: torch.dtype) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def dtypes(world_size: int) -> list[torch.dtype]:
+    """On CPUs fp16, which differs from bf16 in how a sum is rounded, on two ranks only."""
+    return DTYPES if ON_GPU or world_size == 2 else [torch.bfloat16, torch.float32]
+
+
 @pytest.mark.parametrize("op, form, algorithm", VARIANTS)
-def test_op_is_right_with_given_blocks(world_size: int, op: str, form: str, algorithm: str, dtype: torch.dtype) -> None:
-    called = cases(op, form, algorithm, dtype)
+def test_op_is_right_with_given_blocks(world_size: int, op: str, form: str, algorithm: str) -> None:
+    called = [case for dtype in dtypes(world_size) for case in cases(op, form, algorithm, dtype)]
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op, form", FORMS)
-def test_op_is_right_as_planned(world_size: int, op: str, form: str, dtype: torch.dtype) -> None:
-    called = [replace(case, config=None) for case in cases(op, form, "overlapped", dtype)[::3]]
+def test_op_is_right_as_planned(world_size: int, op: str, form: str) -> None:
+    given = [case for dtype in dtypes(world_size) for case in cases(op, form, "overlapped", dtype)[::3]]
+    called = [replace(case, config=None) for case in given]
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
-@pytest.mark.parametrize("on_heap", [True, False])
 @pytest.mark.parametrize("op, form", FORMS)
-def test_out_may_lie_anywhere(world_size: int, op: str, form: str, on_heap: bool) -> None:
-    called = [Case(op, form, 20, 56, 24, on_heap=on_heap, pad=pad, seed=pad) for pad in (0, 5)]
-    assert_same_bits(called, run_ranks(world_size, check_cases, called))
+def test_out_may_lie_anywhere(world_size: int, op: str, form: str) -> None:
+    called = [
+        Case(op, form, 20, 56, 24, on_heap=on_heap, pad=pad, seed=pad) for on_heap in (True, False) for pad in (0, 5)
+    ]
+    assert_same_bits(called, run_ranks(world_size, check_cases, called, RUNS))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -96,13 +102,13 @@ def test_ranks_may_differ_in_depth_or_columns(world_size: int, algorithm: str) -
     ]
     called = [case for case in called if (case.op, case.form, algorithm) in VARIANTS]
     assert called
-    assert_same_bits(called, run_ranks(world_size, check_cases, called))
+    assert_same_bits(called, run_ranks(world_size, check_cases, called, RUNS))
 
 
 @pytest.mark.parametrize("op, form", FORMS)
 def test_a_product_of_depth_zero_is_the_bias(world_size: int, op: str, form: str) -> None:
     called = [Case(op, form, m, 20, 0, bias=bias) for m in (1, 19) for bias in (True, False)]
-    assert_same_bits(called, run_ranks(world_size, check_cases, called))
+    assert_same_bits(called, run_ranks(world_size, check_cases, called, RUNS))
 
 
 def unusual_strides(ctx) -> None:
