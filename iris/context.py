@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from . import names, platform, repeat, tensors
-from .device import sync
+from .device import bounded, sync
 from .device.context import HEADER, pack
 from .errors import ArgumentError, CaptureError, ClosedError, IrisError, NotSymmetricError, PeerLostError, PlatformError
 from .group import Ranks
@@ -65,7 +65,7 @@ class Iris(tensors.TensorMethods):
         self._heap = Heap(self._segment)
         self.heap_size = heap_size
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._record = torch.zeros(sync.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._record = torch.zeros(bounded.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._record_view: np.ndarray = self._record.numpy()
         words = pack(
             self.cur_rank,
@@ -241,9 +241,9 @@ class Iris(tensors.TensorMethods):
         if self._record_view[0]:
             _, waiter, rank, peer, expected, seen = (int(word) for word in self._record_view)
             raise PeerLostError(
-                f"rank {rank} lost rank {peer}: {sync.WAITERS[waiter]} waited for its signal {expected} and saw {seen} "
-                f"until the process ended or {platform.timeout_s(self.device):g} s (IRIS_TIMEOUT) had passed. Results "
-                f"since then are void; end all ranks and start again."
+                f"rank {rank} lost rank {peer}: {bounded.WAITERS[waiter]} waited for its signal {expected} and saw "
+                f"{seen} until the process ended or {platform.timeout_s(self.device):g} s (IRIS_TIMEOUT) had passed. "
+                f"Results since then are void; end all ranks and start again."
             )
 
     def close(self) -> None:

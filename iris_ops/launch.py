@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from iris import platform, repeat
-from iris.device.sync import WAITERS
+from iris.device.bounded import WAITERS
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor

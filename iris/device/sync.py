@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from . import arch, rma
-from .bounded import RECORD_WORDS as RECORD_WORDS
 from .bounded import WAITERS, anyone_gone, deadline, healthy, is_late, keeps_waiting, report
 from .context import own_context
 from .function import device_function
