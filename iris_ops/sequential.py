@@ -8,6 +8,7 @@ travels is rounded once to the tensors' dtype, and sums are kept in fp32 in rank
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from iris.ccl import Config
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from .workspace import Workspace
 
 
+# Microseconds from one kernel to the next that reads what it wrote.
+_BETWEEN_US = 4.0
+
+
 def objection(problem: Problem) -> str | None:
     """Why this problem cannot be served so."""
     if problem.form not in ("", "rows"):
@@ -36,10 +41,12 @@ def objection(problem: Problem) -> str | None:
 
 def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
     """Microseconds of the product, of the collective, and of both."""
-    link = collectives.Machine(machine.num_programs, 0.955 * machine.link_gbs, 0.815 * machine.link_gbs)
+    link = collectives.Machine(machine.num_programs, resident=2)
+    share = machine.link_gbs / 380.0  # of an H200's
+    link = replace(link, **{name: share * getattr(link, name) for name in ("link_gbs", "words_gbs", "two_hops_gbs")})
     gemm = torch_product.expected_us(*problem.gemm, machine)
     moved = collectives.plan(_collective(problem), Config(), link).expected_us
-    return gemm, moved, gemm + moved
+    return gemm, moved, gemm + moved + _BETWEEN_US
 
 
 def _collective(problem: Problem) -> Collective:

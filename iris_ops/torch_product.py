@@ -24,11 +24,11 @@ _TILES = {(128, 256): 1.0, (128, 192): 0.97, (128, 160): 0.95, (128, 128): 0.93,
           (64, 128): 0.72, (192, 256): 1.0, (256, 160): 1.0}  # fmt: skip
 _SPLIT_US = 2.5
 # The rate over the machine's, which is that of a millisecond's product: the chip slows as it comes to its power limit.
-_FASTEST, _SLOWEST = (350.0, 1.1), (1500.0, 0.94)
+_FASTEST, _SLOWEST = (150.0, 1.1), (1500.0, 0.93)
 _SHORTEST_SPLIT = 512
 
 
-def expected_us(m: int, n: int, k: int, machine: Machine) -> float:
+def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3) -> float:
     """Microseconds of a product [m, k] @ [k, n] in 16 bits: rounds of the tiles that suit it best, or its stream.
 
     Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on.
@@ -36,7 +36,7 @@ def expected_us(m: int, n: int, k: int, machine: Machine) -> float:
     rounds = []
     for (rows, cols), share in _TILES.items():
         for bm, bn in ((rows, cols), (cols, rows)):
-            for splits in (s for s in (1, 2, 3, 4) if s == 1 or k >= s * _SHORTEST_SPLIT):
+            for splits in (s for s in range(1, most_splits + 1) if k >= s * _SHORTEST_SPLIT or s == 1):
                 units = ceil(m / bm) * ceil(n / bn) * splits
                 rate = machine.tflops * share / machine.num_programs * 1e6
                 tile_us = 2.0 * bm * bn * k / splits / rate

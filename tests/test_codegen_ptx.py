@@ -120,7 +120,7 @@ def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> Non
         assert kernel.count({"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync"}[target]), name
 
 
-WORDS = {"ccl_words_one_shot": WORLD_SIZE, "ccl_words_two_shot": 1 + WORLD_SIZE}  # stores to ranks
+WORDS = {"ccl_words_one_shot": WORLD_SIZE - 1, "ccl_words_two_shot": WORLD_SIZE}  # stores to ranks
 FLAGS = {"ccl_flags_two_shot": 2 * WORLD_SIZE, "ccl_flags_scatter": WORLD_SIZE, "ccl_flags_gather": WORLD_SIZE}
 
 

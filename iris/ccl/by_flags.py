@@ -36,11 +36,11 @@ LANES = tl.constexpr(512)
 
 @device_function
 def _push(ctx, bases, source, staging, first, end, units, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Units from `first` to `end` of every part into this rank's place in the owners' staging memory, its own too."""
+    """Units from `first` to `end` of the others' parts into this rank's place in their staging memory."""
     lane = tl.arange(0, BLOCK)
     mine = staging + tl.cast(ctx.rank, tl.int64) * units * BLOCK + lane
     for unit in range(first, end):
-        for i in tl.static_range(1, WORLD_SIZE + 1):
+        for i in tl.static_range(1, WORLD_SIZE):
             owner = (ctx.rank + i) % WORLD_SIZE
             pointers, mask = source.place(owner, unit, BLOCK, WORLD_SIZE)
             value = tl.load(pointers, mask=mask)
@@ -66,11 +66,13 @@ def _sum(
     dtype: tl.constexpr = staging.dtype.element_ty
     lane = tl.arange(0, BLOCK)
     for unit in range(first, end):
-        _, mask = source.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
+        places, mask = source.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
+        own = tl.load(places, mask=mask, other=0).to(sum_type(dtype))
         total = tl.zeros((BLOCK,), sum_type(dtype))
         for i in tl.static_range(WORLD_SIZE):
             staged = staging + (tl.cast(i, tl.int64) * units + unit) * BLOCK + lane
-            total += tl.load(staged, mask=mask, other=0, cache_modifier=".cg").to(total.dtype)
+            theirs = tl.load(staged, mask=mask & (i != ctx.rank), other=0, cache_modifier=".cg").to(total.dtype)
+            total += tl.where(i == ctx.rank, own, theirs)
         result = rounded(total, dtype)
         pointers, _ = target.place(0 if ONE_OUT else ctx.rank, unit, BLOCK, WORLD_SIZE)
         if GATHER:

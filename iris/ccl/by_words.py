@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..device import arch
 from ..device.context import DeviceContext
-from ..device.exchange import load_bases, put, seal, take, widen
+from ..device.exchange import load_bases, put, seal, sum_type, take, widen
 from ..device.function import device_function
 from ..device.sync import advance, next_epoch
 from .view import views
@@ -94,42 +94,50 @@ def words_kernel(
     sums = slot + WORLD_SIZE * source_step
 
     # Unit t of this program's is, here and at the end, a unit of the same part: in place, it has been sent before it
-    # is overwritten.
+    # is overwritten. A rank's own words go nowhere: what they say is read, or written, where it belongs.
     if SCATTER:
         for t in range(tl.program_id(0), WORLD_SIZE * units, tl.num_programs(0)):
             part, unit = (rank + 1 + t % WORLD_SIZE) % WORLD_SIZE, t // WORLD_SIZE
             pointers, mask = source.place(part, unit, BLOCK, WORLD_SIZE)
-            value = _words(tl.load(pointers, mask=mask, other=0), dtype, REDUCE)
-            place = slot + rank * source_step + unit * BLOCK + lane
-            put(ctx, place, value, mask, bases, part)
+            if part != rank:
+                value = _words(tl.load(pointers, mask=mask, other=0), dtype, REDUCE)
+                put(ctx, slot + rank * source_step + unit * BLOCK + lane, value, mask, bases, part)
+            elif not REDUCE:
+                places, _ = target.place(part, unit, BLOCK, WORLD_SIZE)
+                tl.store(places, tl.load(pointers, mask=mask, other=0), mask=mask)
     else:
         for unit in range(tl.program_id(0), units, tl.num_programs(0)):
             pointers, mask = source.place(0, unit, BLOCK, WORLD_SIZE)
-            value = _words(tl.load(pointers, mask=mask, other=0), dtype, REDUCE)
+            value = tl.load(pointers, mask=mask, other=0)
+            if not REDUCE:
+                places, _ = target.place(rank, unit, BLOCK, WORLD_SIZE)
+                tl.store(places, value, mask=mask)
+            sealed = _words(value, dtype, REDUCE)
             place = slot + rank * source_step + unit * BLOCK + lane
-            for i in tl.static_range(1, WORLD_SIZE + 1):
-                put(ctx, place, value, mask, bases, (rank + i) % WORLD_SIZE)
+            for i in tl.static_range(1, WORLD_SIZE):
+                put(ctx, place, sealed, mask, bases, (rank + i) % WORLD_SIZE)
     advance(sync, epoch)  # while the words are under way
 
     if REDUCE:
         mine = rank if SCATTER else 0
         for unit in range(tl.program_id(0), units, tl.num_programs(0)):
             pointers, mask = source.place(mine, unit, BLOCK, WORLD_SIZE)
+            own = tl.load(pointers, mask=mask, other=0).to(sum_type(dtype))
             place = slot + unit * BLOCK + lane
-            total, ok = take(ctx, place, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE)
+            total, ok = take(ctx, place, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, own)
             if GATHER:
                 if ok:
                     value = _words(total, dtype, REDUCE)
                     place = sums + rank * source_step + unit * BLOCK + lane
-                    for i in tl.static_range(1, WORLD_SIZE + 1):
+                    for i in tl.static_range(1, WORLD_SIZE):
                         put(ctx, place, value, mask, bases, (rank + i) % WORLD_SIZE)
-            else:
-                pointers, _ = target.place(0 if ONE_OUT else mine, unit, BLOCK, WORLD_SIZE)
-                tl.store(pointers, rounded(total, dtype), mask=mask)
+            pointers, _ = target.place(0 if ONE_OUT else mine, unit, BLOCK, WORLD_SIZE)
+            tl.store(pointers, rounded(total, dtype), mask=mask)
     if GATHER or not REDUCE:
         for t in range(tl.program_id(0), WORLD_SIZE * units, tl.num_programs(0)):
             part, unit = (rank + 1 + t % WORLD_SIZE) % WORLD_SIZE, t // WORLD_SIZE
-            pointers, mask = target.place(part, unit, BLOCK, WORLD_SIZE)
-            place = (sums if GATHER else slot) + part * source_step + unit * BLOCK + lane
-            total, _ = take(ctx, place, 0, mask, part, epoch, WAITER, dtype, 1)
-            tl.store(pointers, rounded(total, dtype), mask=mask)
+            if part != rank:
+                pointers, mask = target.place(part, unit, BLOCK, WORLD_SIZE)
+                place = (sums if GATHER else slot) + part * source_step + unit * BLOCK + lane
+                total, _ = take(ctx, place, 0, mask, part, epoch, WAITER, dtype, 1)
+                tl.store(pointers, rounded(total, dtype), mask=mask)

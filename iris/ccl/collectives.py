@@ -143,7 +143,9 @@ class Collectives:
             )
             grid = prepared.plan.programs, 1, 1
             kernel = launch.kernel_of(prepared.plan)
-            again = repeat.launch(self._kernels, ctx.device, kernel, grid, args, num_warps=prepared.plan.num_warps)
+            again = repeat.launch(
+                self._kernels, ctx.device, kernel, grid, args, **launch.options(prepared.plan, self._machine)
+            )
             if staged is not None:
                 out.copy_(staged)
             if again and key:

@@ -11,7 +11,7 @@ from ..device.bounded import WAITERS
 from .accumulate import accumulate_kernel
 from .by_flags import LANES, flags_kernel
 from .by_words import words_kernel
-from .plan import Plan, part_of, units_of
+from .plan import Machine, Plan, part_of, units_of
 from .problem import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Problem, Rows, rows_of
 from .ring import ring_kernel
 from .view import FLAT, ROWS, TILES
@@ -89,6 +89,14 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
         WAITER=WAITERS.index(problem.op),
     )
     return {name: args[name] for name in kernel_of(plan).arg_names}
+
+
+def options(plan: Plan, machine: Machine) -> dict[str, int]:
+    """How Triton compiles the kernel; with few enough registers where programs share a multiprocessor."""
+    found = {"num_warps": plan.num_warps}
+    if plan.programs > machine.num_programs:
+        found["maxnreg"] = 65536 // (32 * plan.num_warps * machine.resident)
+    return found
 
 
 def kernel_of(plan: Plan) -> triton.JITFunction:

@@ -23,15 +23,21 @@ class Machine:
     """Programs that run at once."""
     link_gbs: float = 363.0
     """Stores to all peers together, each way."""
-    words_gbs: float = 310.0
-    """The same for words that are polled, read and emptied again."""
-    launch_us: float = 3.2
-    hop_us: float = 1.6
+    words_gbs: float = 240.0
+    """The same for words, which are polled, read and emptied again."""
+    two_hops_gbs: float = 335.0
+    """For words in two hops between several peers, where one goes on beside the other."""
+    words_mb: float = 100.0
+    """Of so many words twice as long: they leave the cache before they are polled."""
+    launch_us: float = 1.4
+    hop_us: float = 1.5
     """A word that says itself that it has arrived: stored there, seen there."""
-    signal_us: float = 4.2
+    signal_us: float = 3.6
     """A program's stores drained, its signal sent and seen."""
-    enter_us: float = 2.7
+    enter_us: float = 1.4
     """A signal with nothing to drain."""
+    resident: int = 1
+    """Programs of the kernels here that fit on a multiprocessor at once."""
     interpreted: bool = False
 
 
@@ -71,6 +77,8 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
         )
     us, _, variant, protocol = min(candidates)
     programs = min(config.comm_sms or machine.num_programs, machine.num_programs)
+    if _sums_beside_stores(problem, protocol) and not config.comm_sms:
+        programs *= machine.resident
     tile_m, tile_n = config.tile
     if problem.cols:
         block = tile_m * tile_n
@@ -79,7 +87,7 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
     units = units_of(problem, variant, block, tile_n)
     per_lane, unit_bytes = -(-units // programs), block * problem.dtype.itemsize
     least, most = (max(1, nbytes // unit_bytes) for nbytes in _CHUNK_BYTES)
-    chunk = min(max(-(-per_lane // _CHUNKS), least), most, per_lane)
+    chunk = min(max(-(-per_lane // _CHUNKS.get(problem.op, 1)), least), most, per_lane)
     work = units * (problem.world_size if variant not in WHOLE else 1)
     lanes = units if protocol == "flags" else work
     return Plan(
@@ -101,7 +109,7 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
 WHOLE = ("one_shot", "atomic", "spinlock")
 # Into how many chunks a lane cuts its units, so that sums begin while others are pushed, and what it pushes to an owner
 # between two signals, from and to: a signal costs about as much time as 8 KiB of the lane's share of the link.
-_CHUNKS = 4
+_CHUNKS = {ALL_REDUCE: 2, REDUCE_SCATTER: 8}
 _CHUNK_BYTES = 8 << 10, 64 << 10
 
 
@@ -146,9 +154,21 @@ def _expected_us(problem: Problem, variant: str, protocol: str, machine: Machine
         return machine.launch_us + machine.signal_us + sums / (machine.link_gbs * 1e3)
     if protocol == "words":
         wide = 1 if problem.reduces and problem.dtype.is_floating_point else 2
-        return machine.launch_us + hops * machine.hop_us + wide * sent / (machine.words_gbs * 1e3)
+        words_gbs = machine.words_gbs if hops == 1 or others == 1 else machine.two_hops_gbs
+        moved = wide * sent * (1 + wide * sent / (machine.words_mb * 1e6))
+        return machine.launch_us + hops * machine.hop_us + moved / (words_gbs * 1e3)
     enter = 0.0 if problem.reduces else machine.enter_us
-    return machine.launch_us + enter + hops * machine.signal_us + sent / (machine.link_gbs * 1e3)
+    # the sums of a reduce-scatter hide less behind the stores
+    link_gbs = machine.link_gbs * (0.85 if problem.op == REDUCE_SCATTER else 1.0)
+    return machine.launch_us + enter + hops * machine.signal_us + sent / (link_gbs * 1e3)
+
+
+def _sums_beside_stores(problem: Problem, protocol: str) -> bool:
+    """Whether two programs share a multiprocessor, so that one sums while the other stores: in large reduce-scatters.
+
+    In an all-reduce the sums are stored to everyone, and the links are busy all the time as it is.
+    """
+    return problem.op == REDUCE_SCATTER and protocol == "flags" and problem.nbytes >= problem.world_size << 22
 
 
 def _has_owners(problem: Problem, variant: str) -> bool:
@@ -199,5 +219,5 @@ def _num_warps(block: int, protocol: str) -> int:
 def machine_of(device: torch.device, num_programs: int) -> Machine:
     if device.type == "cpu":
         # hops are a switch of processes, and each operation of a kernel costs more than its data
-        return Machine(1, 1.0, 0.8, 2000.0, 2000.0, 4000.0, 2000.0, interpreted=True)
-    return Machine(num_programs)
+        return Machine(1, 1.0, 0.8, 0.8, 100.0, 2000.0, 2000.0, 4000.0, 2000.0, interpreted=True)
+    return Machine(num_programs, resident=1 if torch.version.hip else 2)

@@ -60,39 +60,54 @@ def sum_type(dtype):
 
 
 @device_function
-def take(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr):
+def take(
+    ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr, own=None
+):
     """Waits for COUNT blocks of words of `dtype`, `step` words apart, the first at the pointers `first`; empties them.
 
-    `source`: which rank each word of the first block comes from; those of block i come from the i-th after it. Returns
-    (the blocks' sum in `sum_type(dtype)`, in order; whether all came in time).
+    `source`: which rank each word of the first block comes from; those of block i come from the i-th after it. `own`:
+    values in place of the words that would be this rank's, block number `ctx.rank`. Returns (the blocks' sum in
+    `sum_type(dtype)`, in order; whether all came in time).
     """
-    total, missing = _look(first, step, mask, dtype, COUNT)
+    total, missing = _look(ctx, first, step, mask, dtype, COUNT, own)
     if missing:
         span = ctx.tracing.record_event_start(WAIT, -1, first, mask=mask)
-        total, missing = _poll(ctx, first, step, mask, source, epoch, waiter, dtype, COUNT)
+        total, missing = _poll(ctx, first, step, mask, source, epoch, waiter, dtype, COUNT, own)
         ctx.tracing.record_event_end(span)
     # `_look` ends with a barrier: no thread still looks
     empty = tl.full(mask.shape, -1, first.dtype.element_ty)
     for i in tl.static_range(COUNT):
-        tl.store(first + i * step, empty, mask=mask)
+        tl.store(first + i * step, empty, mask=_sent(ctx, mask, i, own))
     return total, not missing
 
 
 @device_function
-def _look(first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr):
+def _sent(ctx, mask, i, own):
+    """The mask of block i: nobody sends what is our own."""
+    if own is None:
+        return mask
+    else:
+        return mask & (i != ctx.rank)
+
+
+@device_function
+def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own):
     total = tl.zeros(mask.shape, dtype=sum_type(dtype))
     missing = tl.zeros(mask.shape, dtype=tl.int32)
     for i in tl.static_range(COUNT):
-        words = arch.load_fresh(first + i * step, mask)
+        words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
         missing |= (words == EMPTY).to(tl.int32)
-        total += _unwrapped(words, dtype)
+        if own is None:
+            total += _unwrapped(words, dtype)
+        else:
+            total += tl.where(i == ctx.rank, own, _unwrapped(words, dtype))
     # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than there
     # are threads makes one answer of all their answers.
     return total, tl.max(tl.zeros((2048,), tl.int32) + tl.max(missing)) != 0
 
 
 @device_function
-def _poll(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr):
+def _poll(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr, own):
     end = deadline(ctx)
     total = tl.zeros(mask.shape, dtype=sum_type(dtype))
     polls = 0
@@ -100,13 +115,13 @@ def _poll(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl
     waiting = True
     while waiting:
         late = is_late(end) | anyone_gone(ctx)
-        total, missing = _look(first, step, mask, dtype, COUNT)
+        total, missing = _look(ctx, first, step, mask, dtype, COUNT, own)
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)
     if missing:
         peer = -1
         for i in tl.static_range(COUNT):
-            words = arch.load_fresh(first + i * step, mask)
+            words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
             peer = tl.maximum(peer, tl.max(tl.where(words == EMPTY, source + i, -1)))
         report(ctx, waiter, epoch, peer, epoch - 1)
     return total, missing
