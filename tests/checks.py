@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import math
 
 import iris
@@ -87,3 +88,20 @@ class Guarded:
 def guarded(ctx: iris.Iris, sizes: tuple[int, ...], dtype: torch.dtype, row_pad: int = 0) -> Guarded:
     """A poisoned tensor on the heap, `.tensor`, with guard bands that `.check()` looks at."""
     return Guarded(ctx, tuple(sizes), dtype, row_pad)
+
+
+def assert_only_launches(ctx: iris.Iris, call: Callable[[], object]) -> None:
+    """On a busy GPU: three calls neither wait for it nor allocate."""
+    used, allocated = ctx._heap.used, torch.cuda.memory_stats()["allocation.all.allocated"]
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    busy.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not busy.query(), "the calls waited for the device"
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated, "the calls allocated device memory"
+    assert ctx._heap.used == used, "the calls allocated heap memory"

@@ -9,7 +9,7 @@ from iris.errors import CaptureError
 import pytest
 import torch
 
-from tests.checks import poison
+from tests.checks import assert_only_launches, poison
 from tests.harness import WORLDS, run_ranks
 from tests.iris.test_ccl import FLAGS, ONE, OTHERS, TWO, WORDS, Call, Case
 
@@ -111,19 +111,7 @@ def eager_cost(ctx: iris.Iris, case: Case) -> None:
     pool = Pool(ctx, case)
     pool.launch()
     torch.cuda.synchronize()
-    used, allocated = ctx._heap.used, torch.cuda.memory_stats()["allocation.all.allocated"]
-    busy = torch.cuda.Event()
-    torch.cuda._sleep(1_000_000_000)  # about half a second
-    busy.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            pool.launch()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not busy.query(), "the calls waited for the device"
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated, "the calls allocated device memory"
-    assert ctx._heap.used == used, "the calls allocated heap memory"
+    assert_only_launches(ctx, pool.launch)
     torch.cuda.synchronize()
     pool.call.check()
 
