@@ -30,6 +30,7 @@ import pickle
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from typing import Any
@@ -52,7 +53,7 @@ both = [pytest.mark.gpu] if UNDER_TORCHRUN else []
 
 TIMEOUT_S = 120.0
 _WAIT_LIMIT_S = 100.0  # of a wait inside a kernel: below the above, so that its own report comes first
-_POOLS_KEPT = 2
+_POOLS_KEPT = len(WORLDS)
 _CPU_HEAP = 8 << 30  # address space; memory is taken where it is touched
 _GPU_HEAP = 16 << 30
 
@@ -106,7 +107,8 @@ def _forkserver() -> Any:
     for name, value in _child_environment().items():
         os.environ.setdefault(name, value)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.harness", "iris.device", "torch.distributed"])
+    models = ["transformers.models.llama.modeling_llama"] if "tests.layers" in sys.modules else []  # takes seconds
+    context.set_forkserver_preload(["tests.harness", "iris.device", "torch.distributed", *models])
     return context
 
 
