@@ -5,11 +5,14 @@ A model is drawn from its name alone, so that every rank and the test itself hav
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+
+from tests.harness import UNDER_TORCHRUN, WORLDS
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 36,
@@ -46,6 +49,18 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "offset_norm": ("Gemma", {"num_key_value_heads": 2}),
     "gathered_qkv": ("Olmo2", {"num_key_value_heads": 2, "hidden_size": 32}),
 }
+
+
+# Whose heads or words run out on more ranks.
+FEW = ("tied", "kv2", "kv1", "nine_heads", "two_heads", "vocab257")
+
+
+def cases(names: Iterable[str]) -> list[tuple[int, str]]:
+    """(world size, model): on CPUs all on two and three ranks, those of `FEW` on four, and "plain" on one."""
+    if UNDER_TORCHRUN:
+        return [(world_size, name) for world_size in WORLDS for name in names]
+    sizes = {name: (2, 3, 4) if name in FEW else (1, 2, 3) if name == "plain" else (2, 3) for name in names}
+    return [(world_size, name) for world_size in WORLDS for name in names if world_size in sizes[name]]
 
 
 def config_of(name: str):

@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import ON_GPU, WORLDS, both, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
 
-pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
+pytestmark = both
+
+
+def ranks(*sizes: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else sizes)
 
 
 def split(ctx, name: str, **options) -> tuple[nn.Module, layers.Report]:
@@ -28,7 +32,7 @@ def greedy_body(ctx, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return models.logits(model, ctx.device), models.generate(model, ctx.device)
 
 
-@pytest.mark.parametrize("name", [*models.CONFIGS, *models.MORE])
+@pytest.mark.parametrize("world_size, name", models.cases([*models.CONFIGS, *models.MORE]))
 def test_logits_and_greedy_tokens_are_the_unsplit_models(world_size: int, name: str) -> None:
     results = run_ranks(world_size, greedy_body, name)
     _, _, tokens = models.expected(name)
@@ -44,6 +48,7 @@ def attention_body(ctx, name: str, attention: str, padded: bool) -> tuple[torch.
     return models.logits(model, ctx.device), models.generate(model, ctx.device, padded=padded)
 
 
+@ranks(3, 4)
 @pytest.mark.parametrize("attention, padded", [("eager", False), ("sdpa", True)])
 @pytest.mark.parametrize("name", ["kv2", "kv1", "nine_heads"])
 def test_groups_of_heads_are_right_however_attention_repeats_them(
@@ -63,6 +68,7 @@ def wrong_heads_body(ctx, name: str) -> torch.Tensor:
     return models.logits(model, ctx.device)
 
 
+@ranks(1, 2)
 def test_the_bound_on_logits_sees_heads_in_the_wrong_order(world_size: int) -> None:
     for result in run_ranks(world_size, wrong_heads_body, "kv2"):
         with pytest.raises(AssertionError, match="unsplit"):
@@ -80,6 +86,7 @@ def static_body(ctx, name: str, options: dict) -> tuple[torch.Tensor, set]:
     return models.generate(model, ctx.device, cache_implementation="static", **options), caches
 
 
+@ranks(2, 3)
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}], ids=["", "chunked"])
 @pytest.mark.parametrize("name", ["plain", "kv2", "kv1"])
 def test_static_cache_gives_the_same_tokens(world_size: int, name: str, options: dict) -> None:
@@ -99,6 +106,7 @@ def sampled_body(ctx, shared: bool, static: bool) -> torch.Tensor:
     return models.generate(model, ctx.device, **options)
 
 
+@ranks(1, 3)
 @pytest.mark.parametrize("static", [False, True])
 def test_sampled_tokens_agree_and_follow_rank_0s_seed(world_size: int, static: bool) -> None:
     results = run_ranks(world_size, sampled_body, True, static)
@@ -109,6 +117,7 @@ def test_sampled_tokens_agree_and_follow_rank_0s_seed(world_size: int, static: b
         assert torch.equal(results[0], whole)
 
 
+@ranks(2)
 def test_samples_would_differ_if_ranks_kept_their_own_seeds(world_size: int) -> None:
     results = run_ranks(world_size, sampled_body, False, False)
     assert world_size == 1 or not all(torch.equal(result, results[0]) for result in results)
@@ -121,6 +130,7 @@ def clock_body(ctx) -> None:
     assert models.generate(model, ctx.device).shape == (2, 12)
 
 
+@ranks(2)
 def test_a_stop_by_each_ranks_clock_is_refused(world_size: int) -> None:
     run_ranks(world_size, clock_body)
 
@@ -138,6 +148,7 @@ def report_body(ctx) -> tuple[layers.Report, str, int, dict]:
     return report, str(report), sum(storages.values()), {r.name: r for r in report.rows}
 
 
+@ranks(*WORLDS)
 def test_report_says_style_shape_bytes_and_op(world_size: int) -> None:
     for rank, (report, text, nbytes, rows) in enumerate(run_ranks(world_size, report_body)):
         assert report.bytes == nbytes, "a tied head shares the embedding's memory, and nothing whole is kept"
@@ -168,6 +179,7 @@ def plan_body(ctx, plan, by_filter: bool) -> tuple[torch.Tensor, list[str]]:
     return models.logits(model, ctx.device), [row.name for row in report.rows if row.op != "-"]
 
 
+@ranks(2, 3)
 @pytest.mark.parametrize("plan, by_filter", [(MLP_ONLY, False), ("auto", True)], ids=["dict", "filter"])
 def test_a_plan_or_a_filter_splits_a_part_of_the_model(world_size: int, plan, by_filter: bool) -> None:
     for result, names in run_ranks(world_size, plan_body, plan, by_filter):
@@ -198,6 +210,7 @@ def packed_body(ctx) -> torch.Tensor:
     return model(x.to(ctx.device))
 
 
+@ranks(1, 2, 3)
 def test_packed_colwise_splits_both_halves(world_size: int) -> None:
     model, x = packed()
     for result in run_ranks(world_size, packed_body):
@@ -227,6 +240,7 @@ def refused_body(ctx, plan: dict, match: str) -> torch.Tensor:
     return models.logits(model, ctx.device)
 
 
+@ranks(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_served_is_refused_by_name(world_size: int, case: str) -> None:
     for result in run_ranks(world_size, refused_body, *REFUSED[case]):
@@ -246,5 +260,6 @@ def bad_arguments_body(ctx) -> None:
         parallelize(model, ctx)
 
 
+@ranks(2)
 def test_bad_arguments(world_size: int) -> None:
     run_ranks(world_size, bad_arguments_body)

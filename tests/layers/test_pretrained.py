@@ -68,8 +68,7 @@ def load_body(ctx, folder: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return models.logits(model, ctx.device), models.generate(model, ctx.device)
 
 
-@every_world
-@pytest.mark.parametrize("name", [*models.CONFIGS, "nine_heads", "two_heads", "fused"])
+@pytest.mark.parametrize("world_size, name", models.cases([*models.CONFIGS, "nine_heads", "two_heads", "fused"]))
 def test_loaded_by_slices_is_split_in_memory(world_size: int, saved, name: str) -> None:
     for result, tokens in run_ranks(world_size, load_body, str(saved(name)), name):
         models.assert_logits(result, name)
@@ -110,7 +109,7 @@ def dtype_body(ctx, folder: str) -> set:
     return {parameter.dtype for parameter in model.parameters()}
 
 
-@every_world
+@two_ranks
 def test_dtype_of_the_weights(world_size: int, saved) -> None:
     assert run_ranks(world_size, dtype_body, str(saved("plain"))) == [{torch.bfloat16}] * world_size
 
@@ -201,7 +200,7 @@ def misshapen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**tensors, **more, key: tensors[key][:-1], "model.embed_tokens.weight": torch.zeros(120, 37)}
 
 
-@every_world
+@two_ranks
 @pytest.mark.parametrize(
     "change, lines",
     [
