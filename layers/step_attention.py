@@ -2,7 +2,8 @@
 
 torch's attention with a mask copies the cache for grouped heads, walks it with one program a head, and reads all of it,
 however little is filled. Here each program takes a stretch of the cache for one kv head and all query heads that use
-it, and skips blocks that the mask hides; a second kernel weighs the stretches together. Sums are kept in fp32.
+it, and skips blocks that the mask hides; a second kernel weighs the stretches together. Sums are kept in fp32. Where
+heads enough share a short cache, a stretch is the whole of it, and there is no second kernel.
 
 `use(model)` registers this as an attention implementation with transformers and sets it on the model: prompts, and
 whatever is not one token over a boolean mask, go to transformers' `sdpa` as before.
@@ -21,6 +22,7 @@ import triton.language as tl
 NAME = "iris_step"
 _BLOCK = 64
 _MOST_PARTS = 64
+_SHORT = 16  # blocks
 _UNSERVED = ("softcap", "s_aux", "position_bias", "cache")  # options of some models
 
 
@@ -36,9 +38,12 @@ def _load(base, rows, there, stride_row, columns, COLUMNS: tl.constexpr):
 def stretch_kernel(
     q, k, v, mask, out, weights, scale, length, groups, dim, kv_heads, stretch,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_mb,
-    GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Over one stretch: out [B*H, parts, D] fp32, not yet divided; weights [B*H, parts, 2]: the maximum and the sum."""
+    """Over one stretch: out [B*H, parts, D] fp32, not yet divided; weights [B*H, parts, 2]: the maximum and the sum.
+
+    `WHOLE`: one stretch is all. out [B*H, D] is the attention then, and weights are left alone.
+    """
     pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     first = head * groups
@@ -67,9 +72,13 @@ def stretch_kernel(
     place = ((batch * kv_heads + head) * groups + g) * parts + part
     there = g < groups
     d = tl.arange(0, DIM)
-    tl.store(out + place[:, None] * dim + d[None, :], acc, mask=there[:, None] & (d < dim)[None, :])
-    tl.store(weights + place * 2, top, mask=there)
-    tl.store(weights + place * 2 + 1, total, mask=there)
+    if WHOLE:
+        acc = acc / total[:, None]
+    else:
+        tl.store(weights + place * 2, top, mask=there)
+        tl.store(weights + place * 2 + 1, total, mask=there)
+    where = out + place[:, None] * dim + d[None, :]
+    tl.store(where, acc.to(out.dtype.element_ty), mask=there[:, None] & (d < dim)[None, :])
 
 
 @triton.jit
@@ -93,22 +102,26 @@ def step_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     groups = heads // kv_heads
     programs = 2 * platform.num_programs(q.device)
     blocks = triton.cdiv(length, _BLOCK)
-    parts = max(1, min(_MOST_PARTS, triton.cdiv(programs, batch * kv_heads), blocks))
+    # All at once on the device; but a long cache may be almost empty, and is passed over faster by more of them.
+    parts = programs // (batch * kv_heads) if blocks <= _SHORT else triton.cdiv(programs, batch * kv_heads)
+    parts = max(1, min(_MOST_PARTS, parts, blocks))
     stretch = triton.cdiv(blocks, parts) * _BLOCK
     parts = triton.cdiv(length, stretch)
-    stretches = q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
-    weights = q.new_empty(batch * heads, parts, 2, dtype=torch.float32)
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
+    weights = q.new_empty(batch * heads, parts, 2, dtype=torch.float32)
+    stretches = out if parts == 1 else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
     padded = max(16, triton.next_power_of_2(dim))  # the least that a product of tiles takes
     stretch_kernel[(batch * kv_heads, parts)](
         q, k, v, mask, stretches, weights, scale, length, groups, dim, kv_heads, stretch,
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask.stride(0),
-        GROUPS=max(16, triton.next_power_of_2(groups)), DIM=padded, BLOCK=_BLOCK, num_warps=4, num_stages=3,
+        WHOLE=parts == 1, GROUPS=max(16, triton.next_power_of_2(groups)), DIM=padded, BLOCK=_BLOCK, num_warps=4,
+        num_stages=3,
     )  # fmt: skip
-    grid = (batch * heads,)
-    weigh_kernel[grid](
-        stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), DIM=padded, num_warps=4
-    )
+    if parts > 1:
+        grid = (batch * heads,)
+        weigh_kernel[grid](
+            stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), DIM=padded, num_warps=4
+        )
     return out
 
 

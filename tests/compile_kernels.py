@@ -148,7 +148,9 @@ def variants(target: GPUTarget):
         {**few, **flags},
     )
     heads = dict(GROUPS=16, DIM=128, BLOCK=64)
-    yield "step_stretch", stretch_kernel, dict(num_warps=4, num_stages=3), heads
+    for whole in (False, True):
+        name = "step_whole" if whole else "step_stretch"
+        yield name, stretch_kernel, dict(num_warps=4, num_stages=3), {**heads, "WHOLE": whole}
     if cuda:  # AMD's e4m3 is another one
         yield "round_rows", round_rows_kernel, dict(num_warps=8), dict(BLOCK=4096)
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)

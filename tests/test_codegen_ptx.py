@@ -88,8 +88,9 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     for kernel in fused(compiled(target)):
         assert kernel.count(product), kernel.name
         assert bool(kernel.count(r"cp\.async\.bulk\.tensor")) != kernel.name.endswith("pointers"), kernel.name
-    step = compiled(target)["step_stretch"]
-    assert step.count(r"mma.sync.*bf16") and step.count(r"ld.global.*v4.b32"), "attention of a step reads 16 bytes"
+    for name in ("step_stretch", "step_whole"):
+        step = compiled(target)[name]
+        assert step.count(r"mma.sync.*bf16") and step.count(r"ld.global.*v4.b32"), "attention of a step reads 16 bytes"
     rounding = compiled(target)["round_rows"]
     assert rounding.count(r"cvt\.rn\.satfinite\.e4m3x2") and rounding.count(r"ld\.global\.v4\.b32")
 
