@@ -25,7 +25,7 @@ class SideStream:
         """What `go` launches, after all that the current stream has so far. Returns the event of its end."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device.index))
         with torch.cuda.stream(self._stream):
             go()
             self._pending = torch.cuda.Event()
@@ -39,7 +39,7 @@ class SideStream:
             return
         capturing = platform.is_capturing(self._device)
         if self._captured == capturing:
-            torch.cuda.current_stream(self._device).wait_event(self._pending)
+            torch.cuda.current_stream(self._device.index).wait_event(self._pending)
         # A capture begins on an idle device, and ends with everything joined: neither waits for the other's events.
         if self._captured or not capturing:
             self._pending = None

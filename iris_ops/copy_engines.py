@@ -56,15 +56,14 @@ def staged_elements(problem: Problem) -> int:
 
 def run(workspace: Workspace, problem: Problem, out, A, B, bias) -> bool:
     """Launches all of it in the current stream and the side stream. True, as a repeated launch says."""
-    ctx, rows = workspace.ctx, problem.part_rows
-    begin = ctx.cur_rank * rows
+    ctx = workspace.ctx
+    begin = ctx.cur_rank * problem.part_rows
     end = begin + part_of(problem.M, ctx.num_ranks, ctx.cur_rank)
-    gathered = _rows(workspace.staging, problem)
+    places, before, behind = workspace.views.get(problem) or _views(workspace, problem, begin, end)
 
     def send() -> None:
-        for step in range(1, ctx.num_ranks):
-            theirs = _rows(workspace.staging_at((ctx.cur_rank + step) % ctx.num_ranks), problem)
-            theirs[begin:end].copy_(A, non_blocking=True)
+        for place in places:
+            place.copy_(A, non_blocking=True)
         ctx.device_barrier()
 
     ctx.device_barrier()
@@ -76,14 +75,20 @@ def run(workspace: Workspace, problem: Problem, out, A, B, bias) -> bool:
     _multiply(out, begin, end, A, B, bias)
     if beside:
         ctx._side.join()
-    for first, last in ((0, begin), (end, problem.M)):
-        _multiply(out, first, last, gathered[first:last], B, bias)
+    _multiply(out, 0, begin, before, B, bias)
+    _multiply(out, end, problem.M, behind, B, bias)
     return True
 
 
-def _rows(staging: torch.Tensor, problem: Problem) -> torch.Tensor:
+def _views(workspace: Workspace, problem: Problem, begin: int, end: int) -> tuple:
+    """Where this rank's rows go on each peer, the next one first, and here the rows before and behind them."""
+    ctx = workspace.ctx
     nbytes = problem.M * problem.K * problem.dtype.itemsize
-    return staging[:nbytes].view(problem.dtype).view(problem.M, problem.K)
+    gathered = workspace.staging[:nbytes].view(problem.dtype).view(problem.M, problem.K)
+    peers = [(ctx.cur_rank + step) % ctx.num_ranks for step in range(1, ctx.num_ranks)]
+    places = [ctx.peer_view(gathered, peer)[begin:end] for peer in peers]
+    workspace.views[problem] = found = places, gathered[:begin], gathered[end:]
+    return found
 
 
 def _multiply(out, begin: int, end: int, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -30,7 +30,7 @@ class Workspace:
         # [epoch, programs that came so far, flag] of the calls that use the exchange area (`iris/device/exchange.py`)
         self.exchange_sync = torch.zeros(4, dtype=torch.int32, device=ctx.device)
         self.collective = ctx.ccl.new_workspace()  # of the collectives that follow a product
-        self._peers: dict[int, torch.Tensor] = {}
+        self.views: dict[object, tuple] = {}  # of `staging`, by problem; gone when it moves
         self._done: torch.cuda.Event | None = None
         ctx.device_barrier()  # no peer signals here before this rank's words are zero
 
@@ -48,18 +48,12 @@ class Workspace:
         if nbytes > self.staging.numel() * self.staging.element_size():
             _refuse_capture(self.ctx)
             self.staging = self.ctx._heap.allocate((_grown(nbytes),), torch.uint8)
-            self._peers.clear()
+            self.views.clear()
         if exchange > self.exchange.numel() * self.exchange.element_size():
             _refuse_capture(self.ctx)
             self.exchange = self.ctx._heap.allocate((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
             self.ctx.device_barrier()  # on every rank, before a peer's words arrive
         return any(old is not new for old, new in zip(before, (self.flags, self.staging, self.exchange), strict=True))
-
-    def staging_at(self, rank: int) -> torch.Tensor:
-        """`staging` as `rank` has it."""
-        if rank not in self._peers:
-            self._peers[rank] = self.ctx.peer_view(self.staging, rank)
-        return self._peers[rank]
 
     def wait(self) -> None:
         """Makes the current stream wait for the last call that ran with `async_op=True`."""
