@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 import json
 from pathlib import Path
+from statistics import median
 
 import iris
-from iris_ops import FusedConfig
+from iris_ops import FusedConfig, torch_product
 from iris_ops.plan import Machine, machine_named, plan, predict
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem
 from iris_ops.staging import workspace_size
@@ -177,3 +178,20 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
         if abs(expected / ours["graph_us"] - 1) > 0.2:
             misses.append((op, row["M"], row["N"], row["K"], expected, ours["graph_us"]))
     assert len(misses) <= len(report["rows"]) / 10, misses
+
+
+def test_the_model_of_a_library_s_product_is_within_a_tenth_on_nine_measured_products_of_ten() -> None:
+    """From 128 rows on, where plans ask it."""
+    measured: dict[tuple[int, int, int], list[float]] = {}
+    for path in RESULTS:
+        report = json.loads(path.read_text())
+        for row in report["rows"]:
+            op = CALLS[row["op"]]
+            form = "" if op == ALL_REDUCE else row.get("form", "rows")
+            gemm = problem(op, form, row["M"], row["N"], row["K"], report["world"]).gemm
+            alone = [each["graph_us"] for each in row["results"] if each["name"] == "cuBLAS alone"]
+            if gemm[0] >= 128 and alone and report["dtype"] == "bfloat16":
+                measured.setdefault(gemm, []).extend(alone)
+    share = {gemm: torch_product.expected_us(*gemm, H200) / median(times) for gemm, times in measured.items()}
+    misses = {gemm: found for gemm, found in share.items() if abs(found - 1) > 0.1}
+    assert len(measured) > 50 and len(misses) <= len(measured) / 10, misses
