@@ -5,7 +5,8 @@
 
 No multiprocessor moves data, so the product, a library's, runs as it would alone; only its first part must last as long
 as the copies. Two barriers stand around the copies: before them every rank has left the gathered rows of earlier calls,
-after them all rows are there. They use the device's clock and counts, so a captured call can be replayed.
+after them all rows are there. They use the device's clock and counts, so a captured call can be replayed. A rank whose
+first barrier has failed signals no second one, so its copies, which came too soon for a peer, are an error there.
 """
 
 from __future__ import annotations

@@ -225,14 +225,17 @@ def advance(sync, epoch):
 def device_barrier_kernel(words, members, num_members, sent, arrived, WORLD_SIZE: tl.constexpr):
     """Every rank in `members` [num_members] has come here. `sent`, `arrived`: int32 [world], counts for each peer.
 
-    Counts are kept for each pair of ranks, so barriers of different groups can share them. One program.
+    Counts are kept for each pair of ranks, so barriers of different groups can share them. One program. A rank of which
+    a wait has failed vouches for nothing that it did since: it signals nobody, and its peers give up too.
     """
     ctx = own_context(words, WORLD_SIZE)
+    sound = healthy(ctx)
     for i in range(num_members):
         peer = tl.load(members + i)
         count = tl.load(sent + peer) + 1
         tl.store(sent + peer, count)
-        signal(ctx, arrived + ctx.rank, count, peer)
+        if sound:
+            signal(ctx, arrived + ctx.rank, count, peer)
     for i in range(num_members):
         peer = tl.load(members + i)
         wait(ctx, arrived + peer, tl.load(sent + peer), peer, _BARRIER)

@@ -95,6 +95,23 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_time_out():
     assert 1.5 <= ended[0].result < 5
 
 
+def _come_after_a_failed_wait(rank, world_size):
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    if rank == 0:
+        ctx._status.fill_(7)  # as a kernel's wait leaves it; its record, from which this host raises, comes later
+        ctx.device_barrier()
+        time.sleep(3)
+        return None
+    with pytest.raises(errors.PeerLostError, match="rank 1 lost rank 0: device_barrier"):
+        ctx.device_barrier()
+
+
+def test_who_has_given_up_vouches_for_nothing_more():
+    ended = run_fresh(2, _come_after_a_failed_wait, env={"IRIS_TIMEOUT": "1.5"})
+    assert [end.exitcode for end in ended] == [0, 0], ended[1].traceback
+
+
 def _bad_time_out(rank, world_size):
     for text in ("soon", "0", "-1", "nan", "inf", "", "1e30"):
         if rank == world_size - 1:  # only there: the others learn of it

@@ -158,23 +158,25 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
             assert len(seen) == 1 and (seen == [given]) == (config is not None)
 
 
+# Measured before reductions started in turn and torch's product was a candidate.
+OLDER = {"ops_h200_x4", "ops_models_h200_x4"}
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/ops_*.json"))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path) -> None:
-    """Of the committed results. Where the plan of today chooses otherwise, it expects to be faster."""
+    """The committed results are what the plan of today chooses, or, of `OLDER` ones, expects to be faster than."""
     report = json.loads(path.read_text())
     machine, misses = machine_named(report["gpu"], 132), []
     for row in report["rows"]:
         op = CALLS[row["op"]]
-        asked = problem(
-            op, "" if op == ALL_REDUCE else row.get("form", "rows"), row["M"], row["N"], row["K"], report["world"]
-        )
+        form = "" if op == ALL_REDUCE else row.get("form", "rows")
+        asked = problem(op, form, row["M"], row["N"], row["K"], report["world"], getattr(torch, report["dtype"]))
         ours = next(result for result in row["results"] if result["name"] == "ours")
         measured = FusedConfig(**{name: value for name, value in ours["plan"].items() if name != "prediction"})
         chosen, expected = plan(asked, machine), predict(asked, measured, machine).total_us
-        assert chosen == measured or chosen.prediction.total_us < ours["graph_us"] * 1.2, f"{asked}: {measured}"
+        faster = path.stem in OLDER and chosen.prediction.total_us < ours["graph_us"] * 1.2
+        assert chosen == measured or faster, f"{asked}: {measured}"
         if abs(expected / ours["graph_us"] - 1) > 0.2:
             misses.append((op, row["M"], row["N"], row["K"], expected, ours["graph_us"]))
     assert len(misses) <= len(report["rows"]) / 10, misses
