@@ -51,16 +51,13 @@ def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
 
 def _collective(problem: Problem) -> Collective:
     w, dtype = problem.world_size, problem.dtype
-    if problem.op == GATHER_MATMUL:
-        part = problem.part_rows * problem.K
-        return Collective(ALL_GATHER, part, part, 0, dtype, w)
-    if problem.op == MATMUL_GATHER:
-        part = problem.part_rows * problem.N
-        return Collective(ALL_GATHER, part, part, 0, dtype, w)
-    n = problem.M * problem.N
+    width = problem.K if problem.op == GATHER_MATMUL else problem.N
+    n, part = problem.M * width, problem.part_rows * width
     if problem.op == ALL_REDUCE:
         return Collective(REDUCE, n, 0, 0, dtype, w)
-    return Collective(SCATTER, n, problem.part_rows * problem.N, 0, dtype, w)
+    if problem.op in (GATHER_MATMUL, MATMUL_GATHER):
+        return Collective(ALL_GATHER, part, part, 0, dtype, w)
+    return Collective(SCATTER, n, part, 0, dtype, w)
 
 
 def staged_elements(problem: Problem) -> int:

@@ -219,5 +219,8 @@ def _num_warps(block: int, protocol: str) -> int:
 def machine_of(device: torch.device, num_programs: int) -> Machine:
     if device.type == "cpu":
         # hops are a switch of processes, and each operation of a kernel costs more than its data
-        return Machine(1, 1.0, 0.8, 0.8, 100.0, 2000.0, 2000.0, 4000.0, 2000.0, interpreted=True)
+        return Machine(
+            num_programs=1, link_gbs=1.0, words_gbs=0.8, two_hops_gbs=0.8, launch_us=2000.0, hop_us=2000.0,
+            signal_us=4000.0, enter_us=2000.0, interpreted=True,
+        )  # fmt: skip
     return Machine(num_programs, resident=1 if torch.version.hip else 2)
