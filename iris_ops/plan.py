@@ -182,6 +182,8 @@ def _powers(size: int) -> list[int]:
 def _objection(problem: Problem, config: FusedConfig) -> str | None:
     m, n, _ = problem.gemm
     if config.algorithm in UNFUSED:
+        if problem.world_size == 1:
+            return "one rank: no collective to follow"
         few = "few rows: a stream of weights needs no library" if m < 128 else None
         return few or UNFUSED[config.algorithm].objection(problem)
     if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
