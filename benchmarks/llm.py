@@ -1,9 +1,9 @@
 """Tokens per second of a whole model, ours beside others: `python -m benchmarks.llm --model llama-3-8b --ranks 4`.
 
-For each row, a batch of prompts of one length: every contender is checked first (logits of the prompts' last tokens, of
-an eager step and of a replayed one: see `truth`), then all are timed in turns: the time to first token, steps replayed
-from a CUDA graph, eager steps. Times are of the wall clock from a common start, the slowest rank counted, and medians
-over the rounds. A contender that raises or is wrong is named in the table and not timed.
+For each row, a batch of prompts of one length: every contender is checked first (logits of the prompts' last tokens and
+of a step, both eager and replayed: see `truth`), then all are timed in turns: the time to first token and steps, each
+replayed from a CUDA graph, where the engine keeps one, and eager. Times are of the wall clock from a common start, the
+slowest rank counted, and medians over the rounds. A contender that raises or is wrong is named and not timed.
 
 Rows: every `--batches` at the first of `--prompts`, and the first batch at every prompt. Prints the table and writes
 `llm_<model>_<gpu>_x<ranks>.json` after every row. `python -m benchmarks.plot_llm FILE` draws it.
@@ -212,7 +212,7 @@ def profile(team: Team, contender, engine, prompts: torch.Tensor, steps: int = 4
     kinds = torch.profiler.ProfilerActivity
     contender.prepare()
     for title, work in (
-        ("prompts", lambda: engine.accept(engine.prefill(prompts))),
+        ("prompts", lambda: engine.accept(engine.read(prompts))),
         (f"{steps} steps", lambda: engine.decode(steps)),
     ):
         if title == "prompts":
@@ -232,14 +232,16 @@ def check(engine, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     logits = {}
     for kind in ("eager", "graph") if engine.graphs else ("eager",):
         engine.reset()
-        logits["prompt"] = engine.prefill(prompts).float()
-        engine.accept(torch.nn.functional.one_hot(last, logits["prompt"].shape[1]))
+        read = engine.prefill(prompts).float()  # the second time it is captured, if at all
+        if kind == "eager" or len(engine.prompts):
+            logits[f"prompt, {kind}"] = read
+        engine.accept(torch.nn.functional.one_hot(last, read.shape[1]))
         if kind == "eager":
-            logits[kind] = engine.step().float()
+            logits["step, eager"] = engine.step().float()
             engine.decode(2)  # captures, and replays once
         else:
             engine.decode(1)
-            logits[kind] = engine.logits.float()
+            logits["step, graph"] = engine.logits.float()
     return logits
 
 
@@ -247,7 +249,10 @@ def time_once(team: Team, contender, engine, prompts: torch.Tensor, output: int)
     """Seconds to the first token, and of one step, replayed and eager."""
     contender.prepare()
     engine.reset()
-    taken = {"first": clock(team, lambda: engine.accept(engine.prefill(prompts)))}
+    taken = {"first_eager": clock(team, lambda: engine.accept(engine.read(prompts)))}
+    if len(engine.prompts):
+        engine.reset()
+        taken["first_graph"] = clock(team, lambda: engine.accept(engine.prefill(prompts)))
     if engine.graphs:
         taken["step_graph"] = clock(team, lambda: engine.decode(output - 1)) / (output - 1)
     steps = EAGER_STEPS if engine.graphs else output - 1
@@ -287,24 +292,26 @@ def allocated(team: Team, peak: bool = False) -> int:
 def summary(result: dict) -> str:
     if result["status"] != "ok":
         return f"{result['name']} {result['status']} ({result['notes'][-1]})"
-    step = result.get("step_graph_ms", result.get("step_eager_ms", 0))
-    return f"{result['name']} first {result['first_ms']:.1f} ms, step {step:.2f} ms"
+    first, step = (result.get(f"{key}_graph_ms", result.get(f"{key}_eager_ms", 0)) for key in ("first", "step"))
+    return f"{result['name']} first {first:.1f} ms, step {step:.2f} ms"
 
 
 def render(measured: dict) -> str:
     """The table: a line for each row and contender, with how many times ours each takes."""
     depth = f"{measured['layers']} layers" + (" (SHORTENED)" if measured["shortened"] else "")
     depth += ", compiled" if measured.get("compiled") else ""
-    head = ["batch x prompt", "contender", "first token, ms", "step, ms", "eager step, ms", "tokens/s", "GiB", "error"]
+    kinds = ("first token, graph, ms", "first token, eager, ms", "step, graph, ms", "step, eager, ms")
+    head = ["batch x prompt", "contender", *kinds, "tokens/s", "GiB", "error"]
     lines = []
     for row in measured["rows"]:
         ours = next((each for each in row["results"] if each["key"] == engines.OURS), {})
         for result in row["results"]:
             line = [f"{row['batch']} x {row['prompt']}", result["name"]]
             if result["status"] != "ok":
-                lines.append([*line, result["status"], *[""] * 5])
+                lines.append([*line, result["status"], *[""] * 6])
                 continue
-            line += [_cell(result, ours, f"{key}_ms") for key in ("first", "step_graph", "step_eager")]
+            keys = ("first_graph_ms", "first_eager_ms", "step_graph_ms", "step_eager_ms")
+            line += [_cell(result, ours, key) for key in keys]
             line += [f"{result['tokens_per_s']:.0f}", f"{result['memory_gib']:.1f}"]
             lines.append([*line, f"{max(result['errors'].values()):.1e}"])
     notes = measured["notes"] + [

@@ -3,7 +3,7 @@
     python -m benchmarks.plot_llm benchmarks/results/llm_llama-3-8b_h200_x4.json ...
 
 Writes docs/plots/NAME.svg, NAME being the result file's. Above: tokens per second in steps replayed from a CUDA graph
-(where there are none, eager); below: the inverse of the time to first token. Needs matplotlib.
+(where there are none, eager); below: the inverse of the time to first token, in the same way. Needs matplotlib.
 """
 
 import json
@@ -14,7 +14,7 @@ from benchmarks.pictures import command, plt, save, sign
 
 PANELS = {
     "decode": (("step_graph_ms", "step_eager_ms"), lambda row: f"batch {row['batch']}\nafter {row['prompt']}"),
-    "first token": (("first_ms",), lambda row: f"{row['batch']} x {row['prompt']}"),
+    "first token": (("first_graph_ms", "first_eager_ms", "first_ms"), lambda row: f"{row['batch']} x {row['prompt']}"),
 }
 
 

@@ -116,7 +116,7 @@ def errors(team: Team, logits: dict[str, torch.Tensor], truth: dict[str, torch.T
     """Root mean square of what a contender's logits miss, over that of the true ones; the worst rank counts."""
     found = {}
     for name, value in logits.items():
-        expected = truth["prompt" if name == "prompt" else "step"]
+        expected = truth[name.partition(",")[0]]
         missed = value[: len(expected)].to(expected.dtype) - expected
         found[name] = (missed.square().mean() / expected.square().mean()).sqrt().item()
     return dict(zip(found, team.slowest(list(found.values())), strict=True))

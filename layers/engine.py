@@ -5,6 +5,10 @@ a cache of fixed size. Then each step makes one token a row. A step reads and wr
 last tokens, their positions, what was generated, how much), so on a GPU it is captured once in a CUDA graph and
 replayed: no Python and no host synchronisation between tokens. On CPUs the same step runs eagerly.
 
+Prompts of few tokens take the device less time than the host needs to launch their kernels (25 ms for 32 layers). So on
+a GPU those, too, are captured, when a shape comes for the second time (`graphs`): batch, length, with or without
+padding. Longer ones gain nothing and run eagerly; a captured one would keep its activations' memory.
+
 Ranks agree on every token without a word. Logits are gathered by an op that gives every rank the same bits, and the
 noise that a sample is drawn with comes from a generator of the engine's own, seeded alike on all ranks. Where to stop
 is read from the same tokens.
@@ -15,17 +19,19 @@ whatever the position. Not a server: one batch at a time, all rows to the end of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from iris.errors import ArgumentError
 import torch
 from torch import nn
 
 from .compiled import CompiledLayers, decoder_layers
+from .graphs import Graphs
 from .step_attention import use as use_step_attention
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
+_GRAPH_TOKENS = 8192  # of prompts that are captured: of more, the device takes longer than the host
 
 
 class Engine:
@@ -34,7 +40,10 @@ class Engine:
     `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share.
     `step_attention`: whether steps of a model that uses torch's attention are served by `step_attention` (by default on
     GPUs). `compile`: whether its decoder layers are compiled when they are first used, which takes seconds and saves
-    kernels in each step; by inductor, or by the backend of torch.compile that it names.
+    kernels in each step; by inductor, or by the backend of torch.compile that it names. `prompt_graphs`: of how many
+    shapes of prompts, up to 8192 tokens in all, graphs are kept, those used last; they hold the memory that the largest
+    needs while it runs. None with `graphs` or `step_attention` off. What is captured must stay as it is: a model whose
+    modules, hooks or tensors are exchanged needs a new engine.
     """
 
     def __init__(
@@ -48,15 +57,19 @@ class Engine:
         cache=None,
         step_attention: bool | None = None,
         compile: bool | str = False,
+        prompt_graphs: int = 8,
     ):
         _positive(batch_size=batch_size, max_length=max_length)
+        if not isinstance(prompt_graphs, int) or prompt_graphs < 0:
+            raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")
         device = torch.device(ctx.device)
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
         self.graphs = device.type == "cuda" if graphs is None else graphs
         if self.graphs and device.type != "cuda":
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
-        if device.type == "cuda" if step_attention is None else step_attention:
-            use_step_attention(model)
+        wanted = device.type == "cuda" if step_attention is None else step_attention
+        # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
+        capturable = wanted and use_step_attention(model) and self.graphs
         self.cache = static_cache(model.config, max_length) if cache is None else cache
         like = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
@@ -68,7 +81,8 @@ class Engine:
         self.top_p = torch.ones((), device=device)
         self._greedy = True
         self._random = torch.Generator(device)
-        self._captured: dict[bool, torch.cuda.CUDAGraph] = {}
+        self.steps = Graphs(2 if self.graphs else 0)
+        self.prompts = Graphs(prompt_graphs if capturable else 0)
         self._compiled: CompiledLayers | None = None
         if compile:
             self._compile("inductor" if compile is True else compile)
@@ -108,7 +122,9 @@ class Engine:
             steps = min(max_new_tokens - made, _LOOK_EVERY if ends else max_new_tokens)
             self.decode(steps)
             made += steps
-        return [_until(row, ends) for row in self.output[: len(prompts), :made].tolist()]
+        tokens = self.output[: len(prompts), :made].tolist()
+        self.ctx.check()  # a replay asks for no failure
+        return [_until(row, ends) for row in tokens]
 
     def reset(self) -> None:
         """Forgets the batch."""
@@ -118,14 +134,27 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded."""
+        """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded.
+
+        The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape.
+        """
+        if not self.prompts.most or prompts.numel() > _GRAPH_TOKENS:
+            return self.read(prompts, mask)
+        prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
+        key = prompts.shape, prompts.dtype, None if mask is None else mask.dtype
+        return self.prompts.run(key, self.read, prompts, mask).clone()  # the next graph may overwrite it
+
+    @torch.no_grad()
+    def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """What `prefill` does, eagerly."""
         length = prompts.shape[1]
         positions = torch.arange(length, device=prompts.device).expand(len(prompts), length)
         if mask is not None:
             self.mask[:, :length] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self.positions.copy_(positions[:, -1:] + 1)
-        return self._logits(prompts, mask, positions)
+        with _known_empty(self.cache):
+            return self._logits(prompts, mask, positions)
 
     @torch.no_grad()
     def accept(self, logits: torch.Tensor) -> None:
@@ -136,15 +165,9 @@ class Engine:
 
     @torch.no_grad()
     def decode(self, steps: int = 1) -> None:
-        """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and then it is captured."""
+        """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured."""
         for _ in range(steps):
-            if not self.graphs:
-                self.step()
-            elif self._greedy in self._captured:
-                self._captured[self._greedy].replay()
-            else:
-                self.step()  # compiles and allocates whatever a capture could not
-                self._captured[self._greedy] = self._capture()
+            self.logits = self.steps.run(self._greedy, self.step, random=None if self._greedy else self._random)
 
     @torch.no_grad()
     def step(self) -> torch.Tensor:
@@ -153,16 +176,6 @@ class Engine:
         self.positions += 1
         self.accept(logits)
         return logits
-
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        if not self._greedy:
-            graph.register_generator_state(self._random)
-        torch.cuda.synchronize(self.ctx.device)
-        # Thread-local: other threads (NCCL's watchdog) may use the device meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.logits = self.step()
-        return graph
 
     def _logits(self, tokens, mask, positions) -> torch.Tensor:
         """Of the last token only: the head's product is the largest there is."""
@@ -229,6 +242,16 @@ def static_cache(config, max_length: int):
             raise ArgumentError(f"model has a cache layer of {type(layer).__name__}: expected attention layers only")
         cache.layers[index] = StaticLayer(max_length)
     return cache
+
+
+@contextmanager
+def _known_empty(cache) -> Iterator[None]:
+    """Inside, masks are made for a cache that is empty, as the host knows: what is on the device, it would wait for."""
+    cache.get_query_offset = lambda layer=0: 0
+    try:
+        yield
+    finally:
+        del cache.get_query_offset
 
 
 def _until(row: list[int], ends: set[int]) -> list[int]:

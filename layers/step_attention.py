@@ -6,7 +6,8 @@ it, and skips blocks that the mask hides; a second kernel weighs the stretches t
 heads enough share a short cache, a stretch is the whole of it, and there is no second kernel.
 
 `use(model)` registers this as an attention implementation with transformers and sets it on the model: prompts, and
-whatever is not one token over a boolean mask, go to transformers' `sdpa` as before.
+whatever is not one token over a boolean mask, go to transformers' `sdpa` as before. Prompts without padding go there
+without a mask, even while a CUDA graph is captured, where transformers would make one and lose flash attention by it.
 """
 
 from __future__ import annotations
@@ -159,13 +160,23 @@ def _serves(query, key, value, mask, options: dict) -> bool:
     )
 
 
+def mask_of(**asked):
+    """A mask as transformers asks for it, None where torch's own causal one is the same."""
+    from transformers.masking_utils import sdpa_mask
+
+    window, first = asked.get("local_size"), asked.get("q_offset", 0)
+    whole = asked.get("attention_mask") is None and (window is None or asked["q_length"] <= window)
+    if asked.get("allow_is_causal_skip", True) and whole and isinstance(first, int) and first == 0:
+        return None
+    return sdpa_mask(**asked)
+
+
 def use(model: nn.Module) -> bool:
     """Makes `model` attend by this; False, and nothing changes, if it does not attend by transformers' sdpa now."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+        AttentionMaskInterface.register(NAME, mask_of)
         model.set_attn_implementation(NAME)
     return model.config._attn_implementation == NAME

@@ -24,9 +24,9 @@ def test_every_contender_from_end_to_end(tmp_path):
     assert (row["batch"], row["prompt"], report["layers"], report["shortened"]) == (2, 3, 2, False)
     assert [result["key"] for result in row["results"]] == ["ours", "nccl", "transformers", "sequence"]
     for result in row["results"]:
-        assert result["status"] == "ok" and result["first_ms"] > 0 and result["step_eager_ms"] > 0, result
+        assert result["status"] == "ok" and result["first_eager_ms"] > 0 and result["step_eager_ms"] > 0, result
         assert result["tokens_per_s"] == pytest.approx(2e3 / result["step_eager_ms"], rel=0.01)
-        assert result["errors"].keys() == {"prompt", "eager"}
+        assert result["errors"].keys() == {"prompt, eager", "step, eager"}
         assert 0 < max(result["errors"].values()) <= row["limit"] < 1e-5
     assert "| 2 x 3" in done.stdout and "left out" not in done.stdout
     picture = plot_llm.draw(tmp_path / "tiny.json", tmp_path)[0].read_text()
@@ -95,7 +95,11 @@ def test_a_wrong_contender_and_one_that_raises_are_named(alone, dtype):  # noqa:
         right, ours, rounded, too_much, exchanged, raising = row["results"]
         assert right["status"] == ours["status"] == rounded["status"] == "ok" and ours["tokens_per_s"] > 0
         for wrong in (too_much, exchanged):
-            assert wrong["status"] == "WRONG" and "logits are off by" in wrong["notes"][0] and "first_ms" not in wrong
+            assert (
+                wrong["status"] == "WRONG"
+                and "logits are off by" in wrong["notes"][0]
+                and "first_eager_ms" not in wrong
+            )
         assert raising["status"] == "n/a" and "no such gather" in raising["notes"][0]
         text = llm.render(
             {

@@ -1,0 +1,166 @@
+"""Prompts and steps from CUDA graphs: the logits and tokens of an eager engine, whatever was captured and run before.
+
+On CPUs a stand-in takes a graph's place: it runs the work again, on tensors of its own, and spoils what other graphs on
+the same memory left. So there the engine's part is tested: what it hands over, keeps and copies. On GPUs, graphs are.
+"""
+
+from __future__ import annotations
+
+import layers
+from layers import graphs
+import pytest
+import torch
+
+from tests.checks import poison
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers import models
+from tests.layers.test_compile import backend, close
+
+pytestmark = both
+
+
+class Again:
+    """As `graphs.Captured`: nothing runs before a replay, and the graphs of an engine share their memory."""
+
+    def __init__(self, work, inputs, other, random):
+        self.work, self.output = work, None
+        self.inputs = [None if each is None else each.clone() for each in inputs]
+        self.family = [] if other is None else other.family
+        self.family.append(self)
+
+    def replay(self, inputs):
+        for own, given in zip(self.inputs, inputs, strict=True):
+            if own is not None:
+                own.copy_(given)
+        for each in self.family:
+            if each.output is not None:
+                poison(each.output)
+        result = self.work(*self.inputs)
+        self.output = result.clone() if self.output is None else self.output.copy_(result)
+        return self.output
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_what_is_captured_replayed_and_forgotten() -> None:
+    ran: list[str] = []
+
+    class Counted(Again):
+        def __init__(self, *args):
+            ran.append("captured")
+            super().__init__(*args)
+
+    kept = graphs.Graphs(2, Counted)
+
+    def run(key: str) -> list[str]:
+        ran.clear()
+        value = torch.tensor([float(ord(key))])
+        result = kept.run(key, lambda x: ran.append("eager" if x is value else "replayed") or x + 1, value)
+        assert result.item() == ord(key) + 1
+        return list(ran)
+
+    assert [run("a") for _ in range(3)] == [["eager"], ["captured", "replayed"], ["replayed"]]
+    assert [run("b") for _ in range(2)] == [["eager"], ["captured", "replayed"]]
+    assert run("a") == ["replayed"] and len(kept) == 2
+    assert [run("c") for _ in range(2)] == [["eager"], ["captured", "replayed"]] and len(kept) == 2
+    assert run("a") == ["replayed"], "b was used least recently"
+    assert run("b") == ["eager"], "and counts as new"
+    for other in range(1000, 1000 + graphs._SEEN):
+        assert run(chr(other)) == ["eager"]
+    assert len(kept._seen) == graphs._SEEN and run("b") == ["eager"], "work that came once is not known for ever"
+    assert run("a") == ["replayed"]
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_what_cannot_be_captured_runs_eagerly_and_a_warning_says_so(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(graphs.log.logger, "propagate", True)
+
+    def refuse(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    kept, never = graphs.Graphs(2, refuse), graphs.Graphs(0, refuse)
+    for _ in range(3):
+        assert kept.run(1, lambda x: x + 1, torch.zeros(1)).item() == 1
+        assert never.run(1, lambda x: x + 1, torch.zeros(1)).item() == 1
+    (record,) = caplog.records
+    assert "stays eager: operation not permitted when stream is capturing" in record.message
+
+
+def captured_engine(model, ctx, most: int, **options) -> layers.Engine:
+    engine = layers.Engine(model, ctx, 2, 32, step_attention=ctx.device.type == "cuda", prompt_graphs=most, **options)
+    if ctx.device.type == "cpu":
+        engine.prompts, engine.steps = graphs.Graphs(most, Again), graphs.Graphs(2, Again)
+    return engine
+
+
+def drawn(seed: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 100, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+# (length, padding of the second row)
+FEW = [(7, 0), (7, 2), (7, 0), (7, 3), (7, 0)]
+MANY = [*FEW, (1, 0), (1, 0), (7, 1), (7, 0)]  # two are kept: of padded prompts and others, then of short ones
+
+
+def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> None:
+    model = models.build(name)
+    layers.parallelize(model, ctx, **options)
+    eager = layers.Engine(model, ctx, 2, 16, graphs=False, step_attention=ctx.device.type == "cuda")
+    engine = captured_engine(model, ctx, 2, compile=backend(ctx) if compile else False)
+    other = captured_engine(model, ctx, 1, cache=engine.cache)  # one cache, graphs of its own
+    held = []
+    for seed, (length, padding) in enumerate(turns):
+        rows = drawn(seed, length).tolist()
+        prompts, mask = eager._padded([rows[0], rows[1][padding:]], 2)
+        if seed == 3:  # what the ops work in moves to other memory
+            work = ctx.ops._workspace
+            assert work.reserve(*(2 * each.nbytes + 4096 for each in (work.flags, work.staging, work.exchange)))
+            ctx.ops.forget_repeats()
+        made = []
+        for each in (engine, eager, *([other] if len(turns) > len(FEW) and length == 7 else [])):
+            each.reset()
+            logits = each.prefill(prompts, mask)
+            each.accept(logits)
+            each.decode(1)
+            made.append((logits, each.output[:, :2].tolist()))
+        held.append(made)
+    assert len(engine.prompts) == 2 and len(eager.prompts) == 0
+    for made in held:
+        for logits, tokens in made:
+            assert tokens == made[1][1] and close(ctx, logits, made[1][0]), "or a later replay has overwritten them"
+    if len(turns) > len(FEW):
+        options = [{"temperature": 3.0, "seed": seed} for seed in (5, 6, 5)]
+        one, two = ([each.generate(models.prompt(), 3, **option) for option in options] for each in (engine, eager))
+        assert one == two and one[0] == one[2] != one[1]
+
+
+CASES = {
+    "grouped heads": ("kv2", MANY, {}, False),
+    "a window": ("sliding", FEW, {}, False),
+    "tokens shared": ("kv2", FEW, {"sequence_parallel": 6}, False),
+    "compiled": ("kv2", FEW, {}, True),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+@pytest.mark.parametrize("case", CASES)
+def test_replayed_prompts_are_those_of_an_eager_engine(world_size: int, case: str) -> None:
+    run_ranks(world_size, replayed_body, *CASES[case])
+
+
+def long_body(ctx) -> None:
+    """More tokens than the host limits are not captured, and shorter ones beside them are."""
+    model = models.build("plain")
+    layers.parallelize(model, ctx)
+    engine = captured_engine(model, ctx, 2)
+    layers.engine._GRAPH_TOKENS, before = 10, layers.engine._GRAPH_TOKENS
+    try:
+        for length in (6, 6, 5, 5):
+            engine.generate(drawn(length, length), 2)
+        assert [key[0] for key in engine.prompts._kept] == [(2, 5)]
+    finally:
+        layers.engine._GRAPH_TOKENS = before
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+def test_long_prompts_are_not_captured(world_size: int) -> None:
+    run_ranks(world_size, long_body)
