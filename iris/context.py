@@ -154,14 +154,7 @@ class Iris(tensors.TensorMethods):
             raise NotSymmetricError(f"a tensor {tuple(tensor.shape)} of {tensor.dtype} lies outside the symmetric heap")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
             raise ArgumentError(f"rank is {rank!r}; expected a rank from 0 to {self.num_ranks - 1}")
-        distance = self._segment.bases[rank] - self._segment.bases[self.cur_rank]
-        reach = (
-            sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
-        )
-        storage = torch._C._construct_storage_from_data_pointer(
-            tensor.data_ptr() + distance, self.device, reach * tensor.element_size()
-        )
-        return torch.empty(0, dtype=tensor.dtype, device=self.device).set_(storage, 0, tensor.shape, tensor.stride())
+        return repeat.alias(tensor, self._segment.bases[rank] - self._segment.bases[self.cur_rank])
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.

@@ -25,6 +25,18 @@ def address(t: torch.Tensor | None) -> tuple | None:
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device(), t.requires_grad
 
 
+def alias(t: torch.Tensor | None, distance: int = 0) -> torch.Tensor | None:
+    """`t`'s memory, or what lies `distance` bytes from it, as a tensor that does not keep it.
+
+    For a call that is repeated only when it is given a tensor at this address.
+    """
+    if t is None:
+        return None
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
+    storage = torch._C._construct_storage_from_data_pointer(t.data_ptr() + distance, t.device, reach * t.element_size())
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
+
+
 def launch(
     kernels: dict,
     device: torch.device,
