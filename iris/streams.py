@@ -1,8 +1,9 @@
-"""The stream beside the user's, for calls with `async_op=True`."""
+"""Streams beside the user's: one for calls with `async_op=True`, and lanes for the parts of an op that overlap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -43,3 +44,45 @@ class SideStream:
         # A capture begins on an idle device, and ends with everything joined: neither waits for the other's events.
         if self._captured or not capturing:
             self._pending = None
+
+
+class Lane:
+    """A stream in which part of an op runs beside the current one. On CPUs, which have none, all runs in order.
+
+    Of high priority: its short kernels come before the programs that a long one has still to start.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """What is launched in the block goes into this lane. `Mark`s order it with other streams."""
+        if self._stream is None:
+            yield
+            return
+        before = torch.cuda.current_stream(self._stream.device)
+        torch.cuda.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(before)
+
+
+class Mark:
+    """A point in a stream that others wait for.
+
+    It may be kept from call to call, captured ones among them, as long as each call sets it before it waits for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def set(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Makes the current stream wait for what its stream had when the mark was set last."""
+        if self._event is not None:
+            self._event.wait()

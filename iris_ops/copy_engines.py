@@ -1,18 +1,30 @@
-"""`all_gather_matmul` by rows with copy engines: they carry this rank's rows to the peers while torch multiplies them.
+"""`all_gather_matmul` by rows with copy engines: they carry this rank's rows to the peers while torch multiplies.
 
-    stream        enter | A @ B: own rows ........... | the rows before, the rows behind
-    side stream         | copy to each peer | arrived |
+    stream      enter | own rows ==== | next rank's ==== | the one's after ==== | ...
+    copies            | >>>>>>>>>> 1  | >>>>>>>>>> 2 | >>>>>>>>>> 3
+    arrivals                     | 1 |          | 2 |         | 3 |
 
-No multiprocessor moves data, so the product, a library's, runs as it would alone; only its first part must last as long
-as the copies. Two barriers stand around the copies: before them every rank has left the gathered rows of earlier calls,
-after them all rows are there. They use the device's clock and counts, so a captured call can be replayed. A rank whose
-first barrier has failed signals no second one, so its copies, which came too soon for a peer, are an error there.
+No multiprocessor moves data, so the products, a library's, run as they would alone, and each hides the copies for the
+next one. In step i every rank sends its rows to the rank i before it, so all links of a step are different ones, and
+rank r multiplies in the order r, r + 1, r + 2 ... in which rows arrive. A rank's rows that are few go with the next
+one's: a product reads all of B however few rows it has. The steps are the same on all ranks, for they have M and K in
+common; the products are each rank's own affair.
+
+A step ends with a barrier of the ranks, in a stream of its own, so that no copy waits for one. Barriers use the
+device's clock and counts, so a captured call can be replayed. Why no row is overwritten too early: a rank copies after
+the first barrier only, to which a peer comes behind its products of earlier calls, in stream order. Why none is read
+too early: a rank comes to the barrier of a step behind its copies of that step, and multiplies behind that barrier. A
+rank whose first barrier has failed signals no further one, so its copies, which came too soon for a peer, are an error
+there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
+from iris import repeat
 import torch
 
 from . import torch_product
@@ -22,9 +34,11 @@ if TYPE_CHECKING:
     from .plan import Machine
     from .workspace import Workspace
 
-# Microseconds: a barrier of the ranks in a stream, and the start of a copy.
-_BARRIER_US = 4.0
-_COPY_US = 2.0
+# Microseconds: of a barrier in a stream for each rank that takes part, and the start of a copy.
+_BARRIER_US = 2.5
+_COPY_US = 10.0
+# Rows from which on a product is worth reading B for.
+_LEAST_ROWS = 512
 
 
 def objection(problem: Problem) -> str | None:
@@ -34,20 +48,45 @@ def objection(problem: Problem) -> str | None:
     return None
 
 
+def _steps(problem: Problem) -> list[range]:
+    """Whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
+    others = problem.world_size - 1
+    together = min(others, -(-_LEAST_ROWS // max(1, problem.part_rows)))
+    if others == 0:
+        return []
+    first = others % together or together  # the smallest group, which the fewest rows hide
+    begins = [1, *range(1 + first, others + 1, together)]
+    return [range(begin, end) for begin, end in zip(begins, [*begins[1:], others + 1], strict=True)]
+
+
+def _rows_of(problem: Problem, rank: int, step: range) -> list[tuple[int, int]]:
+    """The rows [begin, end) that arrive at `rank` in a step: neighbours but where they begin anew at 0."""
+    w, part, M = problem.world_size, problem.part_rows, problem.M
+    first, last = (rank + step[0]) % w, (rank + step[-1]) % w
+    ranks = [(first, last)] if first <= last else [(first, w - 1), (0, last)]
+    spans = [(min(M, low * part), min(M, (high + 1) * part)) for low, high in ranks]
+    return [(begin, end) for begin, end in spans if begin < end]
+
+
 def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
-    """Microseconds of the products, of the copies, and of all."""
-    w, rows = problem.world_size, problem.part_rows
-    own = _part_us(rows, problem, machine)
-    around = [rows * (w // 2), rows * ((w - 1) // 2)]  # of a rank in the middle
-    others = sum(_part_us(m, problem, machine) for m in around if m)
-    gemm = max(own + others, torch_product.expected_us(*problem.gemm, machine))  # one is as hot as the other
-    copies = problem.link_bytes / (machine.link_gbs * 1e3) + _COPY_US * (w - 1)
-    return gemm, copies, 2 * _BARRIER_US + gemm + max(0.0, copies + _BARRIER_US - own)
-
-
-def _part_us(rows: int, problem: Problem, machine: Machine) -> float:
-    # a product of so few tiles that they are split along K takes longer than the model says, and here there are two
-    return torch_product.expected_us(rows, problem.N, problem.K, machine, most_splits=1)
+    """Microseconds of the products, of the copies, and of all, on the rank that takes longest."""
+    w = problem.world_size
+    copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + _COPY_US
+    barrier = _BARRIER_US * w
+    found = []
+    for rank in range(w):
+        steps = [_rows_of(problem, rank, step) for step in _steps(problem)]
+        rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
+        products = torch_product.expected_in_turn(rows, problem.N, problem.K, machine)
+        us, sent, done = barrier + products[0], barrier, 1
+        for step, there in zip(_steps(problem), steps, strict=True):
+            sent += len(step) * copy
+            # a barrier beside a product that fills the chip waits for its end
+            us = max(us, sent) + barrier + sum(products[done : done + len(there)])
+            done += len(there)
+        found.append((us, sum(products)))
+    total, gemm = max(found)
+    return gemm, copy * (w - 1), total
 
 
 def staged_elements(problem: Problem) -> int:
@@ -56,42 +95,65 @@ def staged_elements(problem: Problem) -> int:
 
 
 def run(workspace: Workspace, problem: Problem, out, A, B, bias) -> bool:
-    """Launches all of it in the current stream and the side stream. True, as a repeated launch says."""
-    ctx = workspace.ctx
-    begin = ctx.cur_rank * problem.part_rows
-    end = begin + part_of(problem.M, ctx.num_ranks, ctx.cur_rank)
-    places, before, behind = workspace.views.get(problem) or _views(workspace, problem, begin, end)
+    """Launches all of it in the current stream and beside it. True, as a repeated launch says."""
+    return _prepare(workspace, problem, out, A, B, bias)()
 
-    def send() -> None:
-        for place in places:
-            place.copy_(A, non_blocking=True)
+
+def _prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
+    """A function that launches all of it, on tensors at these addresses."""
+    ctx = workspace.ctx
+    rank, copies, arrivals = ctx.cur_rank, *workspace.lanes
+    gathered, places = workspace.views.get(problem) or _views(workspace, problem)
+    out, A, B, bias = map(repeat.alias, (out, A, B, bias))
+
+    def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
+        return partial(torch_product.multiply, out[begin:end], rows, B, bias)
+
+    begin = min(problem.M, rank * problem.part_rows)
+    own = product(begin, begin + A.shape[0], A) if A.shape[0] else None
+    steps = [
+        (
+            [places[i - 1] for i in step] if A.numel() else [],
+            [product(begin, end, gathered[begin:end]) for begin, end in _rows_of(problem, rank, step)],
+        )
+        for step in _steps(problem)
+    ]
+    entered, *marks = workspace.marks
+    sent, arrived = marks[: len(steps)], marks[len(steps) : 2 * len(steps)]
+
+    def again(*_: object) -> bool:
         ctx.device_barrier()
+        entered.set()
+        if own is not None:
+            own()
+        with copies.current():
+            entered.wait()
+            for (there, _), mark in zip(steps, sent, strict=True):
+                for place in there:
+                    place.copy_(A, non_blocking=True)
+                mark.set()
+        with arrivals.current():
+            for mark, barred in zip(sent, arrived, strict=True):
+                mark.wait()
+                ctx.device_barrier()
+                barred.set()
+        for (_, products), mark in zip(steps, arrived, strict=True):
+            mark.wait()
+            for multiply in products:
+                multiply()
+        return True
 
-    ctx.device_barrier()
-    beside = ctx.device.type == "cuda" and ctx.num_ranks > 1
-    if beside:
-        ctx._side.run(send)
-    else:
-        send()
-    _multiply(out, begin, end, A, B, bias)
-    if beside:
-        ctx._side.join()
-    _multiply(out, 0, begin, before, B, bias)
-    _multiply(out, end, problem.M, behind, B, bias)
-    return True
+    return again
 
 
-def _views(workspace: Workspace, problem: Problem, begin: int, end: int) -> tuple:
-    """Where this rank's rows go on each peer, the next one first, and here the rows before and behind them."""
+def _views(workspace: Workspace, problem: Problem) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gathered rows, and where this rank's belong on the rank 1, 2 ... before it."""
     ctx = workspace.ctx
-    nbytes = problem.M * problem.K * problem.dtype.itemsize
+    w, rank = ctx.num_ranks, ctx.cur_rank
+    nbytes = staged_elements(problem) * problem.dtype.itemsize
     gathered = workspace.staging[:nbytes].view(problem.dtype).view(problem.M, problem.K)
-    peers = [(ctx.cur_rank + step) % ctx.num_ranks for step in range(1, ctx.num_ranks)]
-    places = [ctx.peer_view(gathered, peer)[begin:end] for peer in peers]
-    workspace.views[problem] = found = places, gathered[:begin], gathered[end:]
+    begin = rank * problem.part_rows
+    mine = slice(begin, begin + part_of(problem.M, w, rank))
+    found = gathered, [ctx.peer_view(gathered, (rank - i) % w)[mine] for i in range(1, w)]
+    workspace.views[problem] = found
     return found
-
-
-def _multiply(out, begin: int, end: int, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if begin < end:
-        torch_product.multiply(out[begin:end], A, B, bias)

@@ -110,7 +110,7 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
             f"{label}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
             f"together {prediction.total_us:.1f} us"
         )
-        handicap = _SEQUENTIAL_HANDICAP if candidate.algorithm == "sequential" else 1.0
+        handicap = _HANDICAPS.get(candidate.algorithm, 1.0)
         scored.append((prediction.total_us * handicap, len(scored), replace(candidate, prediction=prediction)))
     chosen = min(scored)[2]
     reasons.append(f"chosen {_label(problem, chosen)}")
@@ -119,8 +119,8 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
     return replace(chosen, reasons=tuple(reasons))
 
 
-# What overlaps is taken unless one after the other would be this much faster.
-_SEQUENTIAL_HANDICAP = 1.03
+# Our kernel, one launch, is taken unless several would be this much faster; what overlaps unless one after the other.
+_HANDICAPS = {"sequential": 1.03, "copy_engines": 1.01}
 
 
 def _label(problem: Problem, config: FusedConfig) -> str:

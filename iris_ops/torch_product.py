@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil, log
 from typing import TYPE_CHECKING
 
@@ -28,11 +29,24 @@ _FASTEST, _SLOWEST = (150.0, 1.1), (1500.0, 0.93)
 _SHORTEST_SPLIT = 512
 
 
-def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3) -> float:
+def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 2) -> float:
     """Microseconds of a product [m, k] @ [k, n] in 16 bits: rounds of the tiles that suit it best, or its stream.
 
     Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on.
     """
+    return expected_in_turn([m], n, k, machine, most_splits)[0]
+
+
+def expected_in_turn(rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2) -> list[float]:
+    """Microseconds of each of several products after each other, of so many rows: they warm the chip together."""
+    rounds = [_rounds_us(m, n, k, machine, most_splits) for m in rows]
+    warm = _heated(sum(rounds)) / max(sum(rounds), 1e-9)
+    streams = ((m * k + k * n + m * n) * 2 / (machine.hbm_gbs * 1e3) for m in rows)
+    return [max(us * warm, stream) + machine.launch_us for us, stream in zip(rounds, streams, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _rounds_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> float:
     rounds = []
     for (rows, cols), share in _TILES.items():
         for bm, bn in ((rows, cols), (cols, rows)):
@@ -41,8 +55,7 @@ def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3) 
                 rate = machine.tflops * share / machine.num_programs * 1e6
                 tile_us = 2.0 * bm * bn * k / splits / rate
                 rounds.append(ceil(units / machine.num_programs) * tile_us + (_SPLIT_US if splits > 1 else 0))
-    stream = (m * k + k * n + m * n) * 2 / (machine.hbm_gbs * 1e3)
-    return max(_heated(min(rounds)), stream) + machine.launch_us
+    return min(rounds)
 
 
 def _heated(us: float) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device.sync import sync_words
 from iris.errors import CaptureError
+from iris.streams import Lane, Mark
 import torch
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ class Workspace:
         self.exchange_sync = torch.zeros(4, dtype=torch.int32, device=ctx.device)
         self.collective = ctx.ccl.new_workspace()  # of the collectives that follow a product
         self.views: dict[object, tuple] = {}  # of `staging`, by problem; gone when it moves
+        # of ops that overlap in several streams: two beside the current one, and what orders them
+        self.lanes = Lane(ctx.device), Lane(ctx.device)
+        self.marks = [Mark(ctx.device) for _ in range(2 * ctx.num_ranks - 1)]
         self._done: torch.cuda.Event | None = None
         ctx.device_barrier()  # no peer signals here before this rank's words are zero
 

@@ -1,0 +1,110 @@
+"""Copy engines: every row is sent once and multiplied once, step after step, whatever a step takes together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+import time
+
+import iris
+from iris.errors import PeerLostError
+from iris_ops import FusedConfig, copy_engines
+from iris_ops.plan import machine_named
+from iris_ops.problem import GATHER_MATMUL, Problem, part_of
+import pytest
+import torch
+
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
+from tests.iris_ops.calls import check_cases
+from tests.iris_ops.test_graph import captured_and_eager, replay
+from tests.reference import Case
+
+pytestmark = both
+
+H200 = machine_named("NVIDIA H200", 132)
+
+
+def problem(M: int, world_size: int, N: int = 2560, K: int = 8192) -> Problem:
+    return Problem(GATHER_MATMUL, "rows", M, N, K, world_size, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 200, 400, 2048])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int) -> None:
+    for M in {rows * world_size, rows * world_size - 1, max(1, rows * (world_size - 1) - 1)}:
+        asked = problem(M, world_size)
+        steps, part = copy_engines._steps(asked), asked.part_rows
+        assert [i for step in steps for i in step] == list(range(1, world_size))
+        assert all(len(step) * part >= copy_engines._LEAST_ROWS for step in steps[1:]) or len(steps) <= 1
+        for rank in range(world_size):
+            for step in steps:
+                spans = copy_engines._rows_of(asked, rank, step)
+                sent = [(rank + i) % world_size for i in step]  # by those who have `rank` so many ranks before them
+                expected = [row for r in sent for row in range(r * part, r * part + part_of(M, world_size, r))]
+                assert sorted(row for begin, end in spans for row in range(begin, end)) == sorted(expected)
+                assert len(spans) <= 2
+
+
+def test_steps_hide_copies() -> None:
+    """Four ranks take little longer than their products, where a copy is shorter than each of them."""
+    assert len(copy_engines._steps(problem(8192, 4))) == 3
+    gemm, copies, total = copy_engines.predict(problem(8192, 4), H200)
+    assert gemm < total < gemm + 0.25 * copies
+    assert copy_engines._steps(problem(8192, 2)) == [range(1, 2)]
+    gemm, copies, total = copy_engines.predict(problem(8192, 4, N=256), H200)
+    assert total > copies > gemm, "nothing hides so much"
+
+
+# --- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def in_steps_of(least_rows: int, body, *args):
+    """`body`, where ranks' rows are multiplied together until they are so many."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(copy_engines, "_LEAST_ROWS", least_rows)
+        return body(*args)
+
+
+def check_in_steps(ctx: iris.Iris, cases: list[Case]) -> None:
+    for least_rows in (1, 2 * -(-cases[0].M // ctx.num_ranks)):
+        in_steps_of(least_rows, check_cases, ctx, cases)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_results_are_right_in_steps(world_size: int) -> None:
+    """Even and uneven rows, and ranks with none; a rank's columns of its own; rows that are not side by side."""
+    config = FusedConfig(algorithm="copy_engines")
+    for M in (2000, 1999, 5, 3) if ON_GPU else (24, 23, 5, 3):
+        case = Case(GATHER_MATMUL, "rows", M, 40, 24, config=config, seed=M)
+        cases = [case, replace(case, uneven=True, bias=False, pad=8), replace(case, dtype=torch.float32, on_heap=False)]
+        run_ranks(world_size, check_in_steps, cases)
+
+
+def come_late(rank: int, world_size: int) -> None:
+    """Rank 0 gives up waiting for rank 1, which comes to a call that rank 0 has vouched for nothing in."""
+    with iris.iris(1 << 22) as ctx, pytest.raises(PeerLostError, match=f"rank {rank} lost rank {1 - rank}"):
+        out, A, B = (torch.ones(8, 8) for _ in range(3))
+        config = FusedConfig(algorithm="copy_engines")
+        ctx.ops.all_gather_matmul(out, A[rank::2], B, config=config)
+        ctx.barrier()
+        time.sleep(3 * rank)
+        ctx.ops.all_gather_matmul(out, A[rank::2], B, config=config)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
+def test_who_gave_up_at_the_entry_lets_nobody_use_its_rows() -> None:
+    ended = run_fresh(2, come_late, env={"IRIS_TIMEOUT": "1"})
+    assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_steps_are_captured(world_size: int) -> None:
+    """Replays with late ranks, and captured and eager calls in turn, which set the same marks."""
+    for M in (512, 37):
+        case = Case(GATHER_MATMUL, "rows", M, 512, 1024, config=FusedConfig(algorithm="copy_engines"))
+        assert run_ranks(world_size, in_steps_on, 1, replay, case, 1000) == [0] * world_size
+        run_ranks(world_size, in_steps_on, 1, captured_and_eager, case)
+
+
+def in_steps_on(ctx: iris.Iris, least_rows: int, body, *args):
+    return in_steps_of(least_rows, body, ctx, *args)
