@@ -5,15 +5,22 @@
 A power of two costs a floating-point format nothing in accuracy, and makes the way back exact: a saved model holds what
 the product used. A weight is off by at most 1/16 of itself.
 
-Served are the linears whose product is local: column-parallel, not gathered (query, key, value, gate, up). On GPUs
-with fp8 tensor cores and for bf16 the input is rounded to e4m3 too, a scale for each row, by one kernel, and
-`torch._scaled_mm` multiplies; elsewhere the weight is converted in each call, which saves memory and not time. The
-fused ops take no fp8 operand, so the linears that they serve (row-parallel ones, the head) keep their dtype; the report
-shows which are which.
+On GPUs with fp8 tensor cores and for bf16 the input is rounded to e4m3 too, a scale for each row, by one kernel, and
+`torch._scaled_mm` multiplies; elsewhere the weight is converted in each call, which saves memory and not time.
+
+    linear                              what runs                                                 fused
+    column-parallel, not gathered       rounding; product and scales                              nothing to exchange
+    row-parallel, summed over ranks     rounding; product and scales; `ctx.ccl.all_reduce`; bias  nothing
+
+Row-parallel weights have a scale for each output channel and rank, for each rank rounds the columns that it holds. Its
+product is rounded to the input's dtype once, then summed in fp32. The fused ops take no fp8 operand, so the sum follows
+the product: whether half the weight's bytes are worth that depends on the shape. Gathered products (the head) and
+sequence-parallel ones keep their dtype. The report shows which are which.
 """
 
 from __future__ import annotations
 
+from iris import names
 import torch
 from torch.nn import functional as F
 import triton
@@ -75,8 +82,40 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, in_fp8: bool):
     """x [M, K] times the weight's transpose, plus the bias: [M, rows], in x's dtype."""
+    call = torch.ops.iris_layers.fp8_matmul if torch.compiler.is_compiling() else _product
+    return call(x, weight, scale, bias, in_fp8)
+
+
+def _product(x, weight, scale, bias, in_fp8):
     if not in_fp8 or x.shape[0] == 0:
         return F.linear(x, restored(weight, scale, x.dtype), bias)
     rounded, scale_x = round_rows(x)
     out = torch._scaled_mm(rounded, weight.t(), scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
     return out if bias is None else out + bias
+
+
+def sum_over_ranks(partial: torch.Tensor, ctx) -> torch.Tensor:
+    """The ranks' sum of `partial`, which is overwritten. The same bits on all of them."""
+    if torch.compiler.is_compiling():
+        return torch.ops.iris_layers.sum_over_ranks(partial, ctx.group_name)
+    ctx.ccl.all_reduce(partial, partial)
+    return partial
+
+
+def _sum_over_ranks(partial: torch.Tensor, group: str) -> torch.Tensor:
+    out = torch.empty_like(partial)
+    names.find(group).ccl.all_reduce(out, partial)
+    return out
+
+
+# Opaque operators for compilers, as `iris_ops.library` has them.
+_library = torch.library.Library("iris_layers", "FRAGMENT")
+_exact = {"tags": (torch.Tag.needs_exact_strides,)}
+_library.define("fp8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias, bool in_fp8) -> Tensor", **_exact)
+_library.define("sum_over_ranks(Tensor partial, str group) -> Tensor", **_exact)
+_library.impl("fp8_matmul", _product, "CompositeExplicitAutograd")
+_library.impl("sum_over_ranks", _sum_over_ranks, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "iris_layers::fp8_matmul", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]), lib=_library
+)
+torch.library.register_fake("iris_layers::sum_over_ranks", lambda partial, _: torch.empty_like(partial), lib=_library)

@@ -7,6 +7,7 @@
     Row                        [N, K/w]      [M, K/w]             [M, N]               matmul_all_reduce
     Row, sequence_parallel     [N, K/w]      [M, K/w]             [M/w, N]             matmul_reduce_scatter by rows
     Row, reduce_results=False  [N, K/w]      [M, K/w]             [M, N], partial      F.linear; the ranks' sum is y
+    Row with fp8 weights       [N, K/w]      [M, K/w]             [M, N]               a product, then `ccl.all_reduce`
 
 MergedColumn and QKV are Columns that fuse several outputs in one W: they only choose `parts` (see `sharded`). Sizes
 need not divide by the ranks (see `shard`). Any leading dimensions are rows.
@@ -28,11 +29,7 @@ from torch.nn import functional as F
 
 from . import fp8
 from .shard import Shard, chunk, merged, plain, split_heads
-from .sharded import ShardedLinear, positive
-
-LOCAL = "matmul (local)"
-FP8_LOCAL = "fp8 matmul (local)"
-CONVERTED_LOCAL = "matmul (local, weight converted from fp8)"
+from .sharded import LOCAL, ShardedLinear, positive
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -72,24 +69,8 @@ class ColumnParallelLinear(ShardedLinear):
             out = self.product(x, self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
             return out if input.dim() == 2 else out.unsqueeze(0)
         else:
-            out = fp8.product(x, self.weight, self.weight_scale, self.bias, self.op == FP8_LOCAL)
+            out = self.local_product(x, self.bias)
         return out.view(*input.shape[:-1], out.shape[-1])
-
-    @torch.no_grad()
-    def store_as_fp8(self) -> None:
-        """Rounds the weight to fp8 (see `fp8`), or, while the layer is empty, each weight that will be loaded."""
-        if self.op != LOCAL:
-            raise ArgumentError(
-                f"the layer is served by {self.op}: expected a product without exchange for fp8 weights"
-            )
-        self._exact = self.weight.dtype
-        if self.weight.is_meta:
-            weight, scale = self.weight.to(fp8.FP8), self.weight.new_empty(self.weight.shape[0], dtype=torch.float32)
-        else:
-            weight, scale = fp8.quantised(self.weight)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.op = FP8_LOCAL if fp8.multiplies_in_fp8(weight.shape, self.ctx.device, self.dtype) else CONVERTED_LOCAL
 
     def _all_tokens(self, local: int, tokens: int | None) -> int:
         total = local * self.ctx.num_ranks if tokens is None else tokens
@@ -242,7 +223,10 @@ class RowParallelLinear(ShardedLinear):
         if not self.input_is_parallel:
             x = self.parts[0].view(x, dim=1)
         if not self.reduce_results:
-            out = F.linear(x, self.weight, self.bias if self.ctx.cur_rank == 0 else None)  # once in the ranks' sum
+            out = self.local_product(x, self.bias if self.ctx.cur_rank == 0 else None)  # once in the ranks' sum
+        elif self.weight_scale is not None:
+            out = fp8.sum_over_ranks(self.local_product(x, None), self.ctx)
+            out = out if self.bias is None else out + self.bias
         elif self.sequence_parallel:
             start, stop = chunk(x.shape[0], self.ctx.num_ranks, self.ctx.cur_rank)
             out = self.product(x, stop - start, self.out_features)

@@ -21,11 +21,13 @@ from . import sequence
 from .attention import head_parameters, head_parts, head_split, is_attention, set_local_heads
 from .fused import merge_siblings
 from .generation import agree_on_samples
-from .linear import LOCAL, ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
-from .sharded import ShardedLinear, split_parameter
+from .sharded import LOCAL, REDUCED, ShardedLinear, split_parameter
+
+_FP8 = {"fp8": (LOCAL,), "fp8_all": (LOCAL, REDUCED)}  # the ops of linears whose weights are stored so
 
 
 def parallelize(
@@ -43,12 +45,13 @@ def parallelize(
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
     product where the model's forward allows it (see `fused`), and plain norms one kernel (see `norms`). `weights="fp8"`
-    keeps the weights of linears without an exchange in eight bits (see `fp8`). `sequence_parallel`: ranks share the
+    keeps the weights of linears without an exchange in eight bits, `"fp8_all"` those of row-parallel ones too, whose
+    exchange is no longer fused then (see `fp8`). `sequence_parallel`: ranks share the
     tokens between the products (see `sequence`) where a call has 512 or more, or another number if one is given. Every
     rank calls this with the same model.
     """
-    if weights not in (None, "fp8"):
-        raise ArgumentError(f"weights is {weights!r}: expected None or 'fp8'")
+    if weights not in (None, *_FP8):
+        raise ArgumentError(f"weights is {weights!r}: expected None, 'fp8' or 'fp8_all'")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     styles = styles_of.resolve_plan(model, plan, filter_fn)
@@ -56,7 +59,10 @@ def parallelize(
         sequence.check(model, styles)
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
-    if weights and (sequence_parallel or not set(linears.values()) & (styles_of.COLUMN | styles_of.PACKED)):
+    served = styles_of.COLUMN | styles_of.PACKED
+    if weights == "fp8_all":
+        served |= styles_of.ROW | styles_of.ROW_SPLIT
+    if weights and (sequence_parallel or not set(linears.values()) & served):
         why = "sequence_parallel" if sequence_parallel else f"{type(model).__name__}'s plan"
         raise ArgumentError(f"weights is {weights!r}, but {why} leaves no colwise product without an exchange")
     heads = _split_heads(model, linears, ctx)
@@ -83,9 +89,9 @@ def parallelize(
         styles = styles | merge_siblings(model, styles)
     if fuse:
         fuse_norms(model)
-    if weights == "fp8":
+    if weights:
         for module in list(model.modules()):
-            if isinstance(module, ColumnParallelLinear) and module.op == LOCAL:
+            if isinstance(module, ShardedLinear) and module.op in _FP8[weights]:
                 module.store_as_fp8()
     model.requires_grad_(False)
     retie(model)

@@ -60,7 +60,8 @@ class _Held:
             index = (slice(None),) * self.dim + (slice(start, stop),)
             piece = self.local.narrow(self.dim, at, stop - start)
             if self.scale is not None:
-                piece = restored(piece, self.scale.narrow(0, at, stop - start), self.dtype)
+                rows = self.scale.narrow(0, at, stop - start) if self.dim == 0 else self.scale
+                piece = restored(piece, rows, self.dtype)
             place.copy_from(piece, index)
             at += stop - start
 

@@ -17,9 +17,18 @@ from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris_ops import library
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from .fp8 import FP8, quantised
+from . import fp8
 from .shard import Shard, concat, fill
+
+LOCAL = "matmul (local)"
+REDUCED = "matmul_all_reduce"
+# What serves in place of an op once the weight is stored in fp8: multiplied as it is, or converted.
+WITH_FP8 = {
+    LOCAL: ("fp8 matmul (local)", "matmul (local, weight converted from fp8)"),
+    REDUCED: ("fp8 matmul, then all_reduce", "matmul (weight converted from fp8), then all_reduce"),
+}
 
 
 class ShardedLinear(nn.Module):
@@ -44,6 +53,7 @@ class ShardedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
         self.weight_scale: nn.Parameter | None = None  # of fp8 weights, with the dtype of what goes in and comes out
         self._exact: torch.dtype | None = None
+        self._in_fp8 = False
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -83,14 +93,15 @@ class ShardedLinear(nn.Module):
         if split:
             before = sum(each.size for each in self.parts[:part]) if part else 0
             local = parameter.narrow(self.dim, before, shard.size)
-            if local.dtype != FP8:
+            if local.dtype != fp8.FP8:
                 shard.fill(local, source, self.dim)
                 return
             exact = torch.empty(local.shape, dtype=self.dtype, device=local.device)
             shard.fill(exact, source, self.dim)
-            weight, scale = quantised(exact)
+            weight, scale = fp8.quantised(exact)
             local.copy_(weight)
-            self._allocated("weight_scale").narrow(0, before, shard.size).copy_(scale)
+            scales = self._allocated("weight_scale")
+            (scales.narrow(0, before, shard.size) if self.dim == 0 else scales).copy_(scale)
         else:
             fill(parameter, source)
 
@@ -141,6 +152,30 @@ class ShardedLinear(nn.Module):
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
         """What `op` makes of `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
         return library.product(self.op, self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
+
+    def local_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x` [M, K] times the weight here, however it is stored, plus `bias`, without an exchange."""
+        if self.weight_scale is None:
+            return F.linear(x, self.weight, bias)
+        return fp8.product(x, self.weight, self.weight_scale, bias, self._in_fp8)
+
+    @torch.no_grad()
+    def store_as_fp8(self) -> None:
+        """Rounds the weight to fp8 (see `fp8`), or, while the layer is empty, each weight that will be loaded."""
+        if self.op not in WITH_FP8 or (self.dim == 1 and len(self.parts) > 1):
+            raise ArgumentError(
+                f"the layer is served by {self.op}: expected a product without exchange, or {REDUCED} of one part, for"
+                " fp8 weights"
+            )
+        self._exact = self.weight.dtype
+        if self.weight.is_meta:
+            weight, scale = self.weight.to(fp8.FP8), self.weight.new_empty(self.weight.shape[0], dtype=torch.float32)
+        else:
+            weight, scale = fp8.quantised(self.weight)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self._in_fp8 = fp8.multiplies_in_fp8(weight.shape, self.ctx.device, self.dtype)
+        self.op = WITH_FP8[self.op][0 if self._in_fp8 else 1]
 
     def extra_repr(self) -> str:
         local = "x".join(map(str, self.weight.shape))

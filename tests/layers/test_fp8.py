@@ -7,8 +7,8 @@ from pathlib import Path
 from iris.errors import ArgumentError
 import layers
 from layers import fp8
-from layers.linear import FP8_LOCAL
 from layers.parallelize import parallelize
+from layers.sharded import LOCAL, WITH_FP8
 import pytest
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ def product_body(ctx) -> tuple[float, str]:
 def test_a_product_is_off_by_what_rounding_costs(world_size: int) -> None:
     for error, op in run_ranks(world_size, product_body):
         # one rounding to three bits is off by 2.6 % in the mean; on GPUs the input is rounded too
-        assert (op == FP8_LOCAL) == ON_GPU
+        assert op == WITH_FP8[LOCAL][0 if ON_GPU else 1]
         assert 0.01 < error < (0.045 if ON_GPU else 0.032), error
 
 
@@ -83,30 +83,90 @@ def test_a_product_in_fp8_is_exact_where_nothing_needs_rounding(world_size: int)
     run_ranks(world_size, exact_body)
 
 
-def rounded_twin(name: str, local: list[str]) -> nn.Module:
-    """The unsplit model with the weights that the split one uses."""
+def row_body(ctx, k: int, dtype: torch.dtype, bias: bool) -> tuple:
+    random = torch.Generator().manual_seed(k)
+    linear = nn.Linear(k, 48, bias).requires_grad_(False)
+    linear.weight.copy_(torch.randn(48, k, generator=random) * torch.logspace(-2, 2, 48)[:, None])
+    if bias:
+        linear.bias.copy_(torch.randn(48, generator=random))
+    layer = layers.RowParallelLinear.from_linear(linear.to(dtype), ctx=ctx)
+    layer.store_as_fp8()
+    if dtype == torch.bfloat16:
+        assert layer._in_fp8 == ON_GPU
+        layer._in_fp8 = True  # what GPUs run
+    x = torch.randint(-8, 9, (5, k), generator=random).to(dtype)  # which e4m3 holds, at a scale that is a power of two
+    start, stop = layers.shard.chunk(k, ctx.num_ranks, ctx.cur_rank)
+    x[:, start] = 14
+    part = x[:, start:stop].to(ctx.device)
+    weight = fp8.restored(layer.weight, layer.weight_scale, torch.float64)
+    out = layer(part.view(1, 5, -1))
+    assert layer(part[:0]).shape == (0, 48)
+    torch.compiler.reset()
+    again = torch.compile(layer, fullgraph=True, backend="aot_eager")(part)
+    assert torch.equal(again, out[0]), "compiled"
+    own = part.double() @ weight.t(), part.cpu().double() @ linear.weight[:, start:stop].double().t()
+    return out[0].cpu(), *(each.cpu() for each in own), linear.bias, layer.op
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:3] or WORLDS)
+@pytest.mark.parametrize("k, dtype, bias", [(96, torch.bfloat16, True), (50, torch.float32, False)])
+def test_a_sum_over_ranks_is_that_of_the_rounded_weights(world_size: int, k: int, dtype, bias: bool) -> None:
+    results = run_ranks(world_size, row_body, k * (16 if UNDER_TORCHRUN else 1), dtype, bias)
+    out, _, _, bias, op = results[0]
+    exact, unrounded = (sum(result[i] for result in results) + (0 if bias is None else bias.double()) for i in (1, 2))
+    assert "then all_reduce" in op and out.dtype == dtype
+    assert all(torch.equal(result[0], out) for result in results)
+    errors, lost = ((out - each).norm(dim=0) for each in (exact, unrounded))  # of each channel
+    # rounded are each rank's part, the sum, and the sum with the bias
+    sizes = sum(result[1].norm(dim=0) for result in results) + 2 * exact.norm(dim=0)
+    assert (errors < torch.finfo(dtype).eps * (1 if dtype == torch.bfloat16 else 8) * sizes).all()
+    assert 0.005 < (lost / unrounded.norm(dim=0)).mean() < 0.045
+
+
+def unserved_body(ctx) -> None:
+    row = layers.RowParallelLinear(32, 16, sequence_parallel=True, ctx=ctx)
+    with pytest.raises(ArgumentError, match="served by matmul_reduce_scatter: expected a product without exchange"):
+        row.store_as_fp8()
+    partial = layers.RowParallelLinear(32, 16, reduce_results=False, ctx=ctx)
+    x = torch.randn(3, partial.weight.shape[1], device=ctx.device)
+    before = partial(x)
+    partial.store_as_fp8()
+    assert 0 < (partial(x) - before).norm() / before.norm() < 0.05
+
+
+@two_ranks
+def test_what_is_scattered_keeps_its_dtype_and_what_is_not_summed_does_not(world_size: int) -> None:
+    run_ranks(world_size, unserved_body)
+
+
+COLUMNS, ROWS = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], ["o_proj", "down_proj"]
+
+
+def rounded_twin(name: str, weights: str, world_size: int) -> nn.Module:
+    """The unsplit model with the weights that the split one uses: where inputs are split, each rank rounds its own."""
     model = models.build(name)
     for module_name, module in model.named_modules():
-        if any(module_name.endswith(end) for end in local):
-            module.weight.data = fp8.restored(*fp8.quantised(module.weight.data), torch.float32)
+        kind = module_name.rpartition(".")[2]
+        if kind in COLUMNS or (kind in ROWS and weights == "fp8_all"):
+            parts = module.weight.data.chunk(world_size if kind in ROWS else 1, dim=1)
+            rounded = [fp8.restored(*fp8.quantised(part), torch.float32) for part in parts]
+            module.weight.data = torch.cat(rounded, 1)
     return model
 
 
-LOCAL = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
-
-
-def model_body(ctx, folder: str, name: str) -> torch.Tensor:
+def model_body(ctx, folder: str, name: str, weights: str) -> torch.Tensor:
     model = models.build(name)
-    with pytest.raises(ArgumentError, match="weights is 'int4': expected None or 'fp8'"):
+    with pytest.raises(ArgumentError, match="weights is 'int4': expected None, 'fp8' or 'fp8_all'"):
         parallelize(model, ctx, weights="int4")
     with pytest.raises(ArgumentError, match="sequence_parallel leaves no colwise product without an exchange"):
         parallelize(model, ctx, weights="fp8", sequence_parallel=True)
     with pytest.raises(ArgumentError, match="Phi3ForCausalLM's plan leaves no colwise product"):
         parallelize(models.build("fused"), ctx, weights="fp8")
-    report = parallelize(model, ctx, weights="fp8")
-    assert sum("converted from fp8" in row.op for row in report.rows) == 4  # float32: never multiplied in fp8
+    report = parallelize(model, ctx, weights=weights)
+    # float32: never multiplied in fp8
+    assert sum("converted from fp8" in row.op for row in report.rows) == (4 if weights == "fp8" else 8)
     model.save_pretrained(f"{folder}/{name}")
-    again = layers.from_pretrained(f"{folder}/{name}", ctx, weights="fp8")
+    again = layers.from_pretrained(f"{folder}/{name}", ctx, weights=weights)
     state, loaded = model.state_dict(), again.state_dict()
     for key, value in loaded.items():
         assert value.dtype == state[key].dtype, key
@@ -120,13 +180,15 @@ def model_body(ctx, folder: str, name: str) -> torch.Tensor:
 
 
 @two_ranks
-@pytest.mark.parametrize("name", ["plain", "bias"])
-def test_a_split_model_uses_the_rounded_weights_and_saves_them(world_size: int, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name, weights", [("plain", "fp8"), ("bias", "fp8_all")])
+def test_a_split_model_uses_the_rounded_weights_and_saves_them(
+    world_size: int, tmp_path: Path, name: str, weights: str
+) -> None:
     import transformers
 
     folder = agreed(tmp_path)
-    results = run_ranks(world_size, model_body, str(folder), name)
-    twin = rounded_twin(name, LOCAL)
+    results = run_ranks(world_size, model_body, str(folder), name, weights)
+    twin = rounded_twin(name, weights, world_size)
     state = transformers.AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
     for key, value in twin.state_dict().items():
         assert torch.equal(state[key], value), key
