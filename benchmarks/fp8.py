@@ -3,15 +3,21 @@
 Query, key and value, and gate and up, of 8B and 70B shapes split over four ranks, as a step and as a prompt. Weights
 rotate, so that none is found in the L2 cache. `rounding` is the part of the fp8 call that rounds its input; `converted`
 is what a GPU without fp8 tensor cores would run. Each is compared with float64 first.
+
+With `--ranks` 2 or more the row-parallel ones instead, each rank with its part: bf16 is `matmul_all_reduce`, the others
+are a product and then `ctx.ccl.all_reduce`.
 """
 
 import argparse
+from collections.abc import Callable
 import json
 import sys
 import time
 
+import iris
 from layers import fp8
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from benchmarks import report
@@ -23,6 +29,12 @@ SHAPES = {  # name: (outputs on one of four ranks, inputs)
     "8B gate_up": (7168, 4096),
     "70B qkv": (2560, 8192),
     "70B gate_up": (14336, 8192),
+}
+ROW_SHAPES = {  # name: (outputs, inputs of all ranks)
+    "8B o": (4096, 4096),
+    "8B down": (4096, 14336),
+    "70B o": (8192, 8192),
+    "70B down": (8192, 28672),
 }
 TINY = {"tiny": (48, 64)}
 ROWS = [1, 16, 64, 256, 1024, 4096, 8192]
@@ -36,22 +48,22 @@ def run(team: Team, args: argparse.Namespace) -> None:
     team.say(
         "| shape | M | bf16 µs | fp8 µs | factor | rounding µs | converted µs |\n|---|---:|---:|---:|---:|---:|---:|"
     )
-    for name, (n, k) in SHAPES.items() if team.cuda else TINY.items():
+    ctx = iris.iris(int(args.heap_gib * 2**30)) if team.world > 1 else None
+    shapes = TINY if not team.cuda else ROW_SHAPES if ctx else SHAPES
+    for name, (n, k) in shapes.items():
+        k //= team.world
         copies = max(2, min(16, ROTATED_BYTES // (2 * n * k))) if team.cuda else 2
         weights = [torch.randn(n, k, device=team.device).to(torch.bfloat16) for _ in range(copies)]
         rounded = [fp8.quantised(weight) for weight in weights]
         for m in args.rows:
-            if time.monotonic() - begin > args.time_limit:
+            if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
                 break
             x = torch.randn(m, k, device=team.device).to(torch.bfloat16)
-            calls = {
-                "bf16": lambda i, x=x, w=weights: F.linear(x, w[i]),
-                "fp8": lambda i, x=x, w=rounded: fp8.product(x, *w[i], None, in_fp8=True),
-                "rounding": lambda i, x=x: fp8.round_rows(x)[0],
-                "converted": lambda i, x=x, w=rounded: fp8.product(x, *w[i], None, in_fp8=False),
-            }
+            calls = calls_of(ctx, x, weights, rounded)
             rows_out.append({"shape": name, "M": m, "N": n, "K": k, **measure(team, calls, x, weights, budget)})
             team.say(line(rows_out[-1]))
+    if ctx:
+        ctx.close()
     if team.rank == 0:
         report.write(report.describe_run(team, args) | {"rows": rows_out}, args)
     wrong = [row for row in rows_out if row["wrong"]]
@@ -60,13 +72,35 @@ def run(team: Team, args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
+def calls_of(ctx, x: torch.Tensor, weights: list[torch.Tensor], rounded: list[tuple]) -> dict[str, Callable]:
+    """What is measured; the argument says which weight."""
+
+    def fused(i: int) -> torch.Tensor:
+        out = x.new_empty(len(x), len(weights[i]))
+        ctx.ops.matmul_all_reduce(out, x, weights[i].t())
+        return out
+
+    def product(i: int, in_fp8: bool) -> torch.Tensor:
+        partial = fp8.product(x, *rounded[i], None, in_fp8)
+        return fp8.sum_over_ranks(partial, ctx) if ctx else partial
+
+    return {
+        "bf16": fused if ctx else lambda i: F.linear(x, weights[i]),
+        "fp8": lambda i: product(i, True),
+        "rounding": lambda i: fp8.round_rows(x)[0],
+        "converted": lambda i: product(i, False),
+    }
+
+
 def measure(team: Team, calls: dict, x: torch.Tensor, weights: list[torch.Tensor], budget: Budget) -> dict:
     some = slice(0, 64)  # rows that are compared: float64 is slow
     exact = x[some].double() @ weights[0].double().t()
+    dist.all_reduce(exact)
     errors = {name: ((calls[name](0)[some].double() - exact).norm() / exact.norm()).item() for name in ALLOWED}
     batches = {}
     for name, call in calls.items():
-        count = budget.calls_for(estimate_us(team, call, len(weights)), len(weights))
+        longest = team.slowest([estimate_us(team, call, len(weights))])[0]  # every rank makes as many calls
+        count = budget.calls_for(longest, len(weights))
         make = graph_batch if team.cuda else None
         batches[name] = make(call, count, len(weights))[0] if make else eager_batch(call, count, len(weights))
     repeats = budget.repeats_for(max(1.0, budget.batch_ms * 1e3 * len(calls)), len(calls))

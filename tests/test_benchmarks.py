@@ -212,11 +212,12 @@ def test_stress_on_two_cpu_ranks_sees_no_mismatch(tmp_path):
     assert report["calls"]["done"] == 60 and report["replays"]["done"] == 2 and not report["deviating"]
 
 
-def test_fp8_products_are_right_before_they_are_timed(tmp_path):
-    line = [sys.executable, "-m", "benchmarks.fp8", "--device", "cpu", "--out", str(tmp_path)]
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_fp8_products_are_right_before_they_are_timed(tmp_path, ranks):
+    line = [sys.executable, "-m", "benchmarks.fp8", "--device", "cpu", "--ranks", ranks, "--out", str(tmp_path)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads((tmp_path / "fp8_cpu_x1.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / f"fp8_cpu_x{ranks}.json").read_text())["rows"]
     assert row["us"].keys() == {"bf16", "fp8", "rounding", "converted"} and not row["failed"]
     assert 0.01 < row["errors"]["converted"] < row["errors"]["fp8"]
 
