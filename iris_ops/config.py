@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from iris.errors import ArgumentError
 
-ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_engines")
+ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_engines", "shard_sums")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class FusedConfig:
     `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
     "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
     product). With torch's product in place of tiles of ours: "sequential" (before or after it a collective of
-    `iris.ccl`) and "copy_engines" (all_gather_matmul by rows: they carry rows while the own ones are multiplied).
+    `iris.ccl`), "copy_engines" (all_gather_matmul by rows: they carry rows while others are multiplied) and
+    "shard_sums" (matmul_reduce_scatter by rows: they carry each owner's partial result while the next is multiplied).
     """
 
     block_m: int = 128

@@ -1,5 +1,5 @@
 """The algorithms whose product is torch's: each a module with `objection`, `predict`, `staged_elements` and `run`."""
 
-from . import copy_engines, sequential
+from . import copy_engines, sequential, shard_sums
 
-UNFUSED = {"sequential": sequential, "copy_engines": copy_engines}
+UNFUSED = {"sequential": sequential, "copy_engines": copy_engines, "shard_sums": shard_sums}

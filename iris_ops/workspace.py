@@ -34,7 +34,7 @@ class Workspace:
         self.views: dict[object, tuple] = {}  # of `staging`, by problem; gone when it moves
         # of ops that overlap in several streams: two beside the current one, and what orders them
         self.lanes = Lane(ctx.device), Lane(ctx.device)
-        self.marks = [Mark(ctx.device) for _ in range(2 * ctx.num_ranks - 1)]
+        self.marks = [Mark(ctx.device) for _ in range(2 * ctx.num_ranks)]
         self._done: torch.cuda.Event | None = None
         ctx.device_barrier()  # no peer signals here before this rank's words are zero
 

@@ -24,6 +24,7 @@ from iris_ops.few_rows import few_rows_kernel  # noqa: E402
 from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
+from iris_ops.sum_parts import sum_parts_kernel  # noqa: E402
 from layers.fp8 import round_rows_kernel  # noqa: E402
 from layers.step_attention import stretch_kernel, weigh_kernel  # noqa: E402
 import triton  # noqa: E402
@@ -147,6 +148,8 @@ def variants(target: GPUTarget):
         dict(num_warps=4, num_stages=4 if cuda else 2),
         {**few, **flags},
     )
+    constants = dict(stride_on=1, BLOCK_M=2, BLOCK_N=1024, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True)
+    yield "sum_parts", sum_parts_kernel, dict(num_warps=8), constants
     heads = dict(GROUPS=16, DIM=128, BLOCK=64)
     for whole in (False, True):
         name = "step_whole" if whole else "step_stretch"

@@ -30,6 +30,7 @@ VARIANTS = [
     *((op, form, None) for op, form in FORMS),
     *((op, form, FusedConfig(algorithm="sequential")) for op, form in FORMS if form in ("", "rows")),
     (GATHER_MATMUL, "rows", FusedConfig(algorithm="copy_engines")),
+    (REDUCE_SCATTER, "rows", FusedConfig(algorithm="shard_sums")),
 ]
 
 

@@ -1,0 +1,139 @@
+"""`matmul_reduce_scatter` by rows, shard by shard: torch multiplies, copy engines carry.
+
+    stream        the next rank's rows | those of the one after | ... | own rows | sum
+    copies        entered ............ | copy to the next rank  | ... | arrived  |
+
+Each rank multiplies the rows that others own first, and while it multiplies on, the copy engines carry each partial
+result into its owner's memory. The owner adds what arrived to its own, in fp32, in rank order from its own on. No
+multiprocessor moves data during the products, so they run as a library's do alone; exposed is the sum at the end.
+
+Among the copies stand two barriers of the ranks: after the first all have left the memory that is written, after the
+second all parts are there. They use the device's clock and counts, so a captured call can be replayed. A rank of which
+one has failed signals no other, so what it copied too soon for a peer is an error there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from iris import repeat
+import triton
+
+from . import torch_product
+from .problem import REDUCE_SCATTER, Problem, part_of
+from .sum_parts import sum_parts_kernel
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+    from .plan import Machine
+    from .workspace import Workspace
+
+# Microseconds: a barrier of the ranks in a stream, what a copy takes beside its bytes, and a kernel behind another.
+_BARRIER_US, _COPY_US, _BEHIND_US = 5.0, 8.0, 3.0
+# Of the memory's rate, what the sum reaches.
+_SUM_SHARE = 0.8
+# Rows and columns that a program sums: 16 bytes a thread; the interpreter is quicker with large blocks.
+_SUM_BLOCK = {"cuda": (2, 1024), "cpu": (64, 256)}
+
+
+def objection(problem: Problem) -> str | None:
+    """Why this problem cannot be served so."""
+    if problem.op != REDUCE_SCATTER or problem.form != "rows":
+        return "shards are rows of a sum, in matmul_reduce_scatter by rows"
+    return None
+
+
+def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
+    """Microseconds of the products, of the copies, and of all: what each stream has done by when."""
+    w, rows = problem.world_size, problem.part_rows
+    nbytes = rows * problem.N * problem.dtype.itemsize
+    products = torch_product.expected_in_turn([rows] * w, problem.N, problem.K, machine)
+    copy = nbytes / (machine.link_gbs * 1e3) + _COPY_US
+    stream, side = 0.0, _BARRIER_US
+    for product in products[1:]:
+        stream += product
+        side = max(side, stream) + copy
+    added = _BEHIND_US + (w + 1) * nbytes / (_SUM_SHARE * machine.hbm_gbs * 1e3)
+    return sum(products), (w - 1) * copy, max(stream + products[0], side + _BARRIER_US) + added
+
+
+def staged_elements(problem: Problem) -> int:
+    """Elements of the parts that arrive and of those that leave."""
+    return (problem.world_size * problem.part_rows + problem.M) * problem.N
+
+
+def run(workspace: Workspace, problem: Problem, out, A, B, bias) -> bool:
+    """Launches all of it in the current stream and beside it. True, as a repeated launch says."""
+    return _prepare(workspace, problem, out, A, B, bias)()
+
+
+def _prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
+    """A function that launches all of it, on tensors at these addresses."""
+    ctx = workspace.ctx
+    out, A, B, bias = map(repeat.alias, (out, A, B, bias))
+    arriving, shards = workspace.views.get(problem) or _views(workspace, problem)
+    copies, (begun, arrived, *marks) = workspace.lanes[0], workspace.marks
+    others = [(A[rows], leaving, place, mark) for (rows, leaving, place), mark in zip(shards[1:], marks, strict=False)]
+    own = A[shards[0][0]]
+    add = _sum(ctx, problem, out, arriving, bias) if out.numel() else None
+
+    def again(*_: object) -> bool:
+        begun.set()
+        with copies.current():
+            begun.wait()
+            ctx.device_barrier()
+        for rows, leaving, _, multiplied in others:
+            if leaving.numel():
+                torch_product.multiply(leaving, rows, B, None)
+            multiplied.set()
+        with copies.current():
+            for _, leaving, place, multiplied in others:
+                multiplied.wait()
+                if leaving.numel():
+                    place.copy_(leaving, non_blocking=True)
+            ctx.device_barrier()
+            arrived.set()
+        if add is not None:
+            torch_product.multiply(out, own, B, None)
+        arrived.wait()
+        if add is not None:
+            add()
+        return True
+
+    return again
+
+
+def _sum(ctx: Iris, problem: Problem, out, arriving, bias) -> Callable[[], None]:
+    """A function that launches the sum of the parts."""
+    rows, columns = out.shape
+    block_m, block_n = _SUM_BLOCK[ctx.device.type]
+    grid = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n), 1, 1
+    args = dict(out=out, staging=arriving, bias=bias, rank=ctx.cur_rank, rows=rows, N=columns, stride_om=out.stride(0),
+                stride_on=out.stride(1), BLOCK_M=block_m, BLOCK_N=block_n, WORLD_SIZE=problem.world_size,
+                HAS_BIAS=bias is not None)  # fmt: skip
+    launched = None
+
+    def add() -> None:
+        nonlocal launched
+        if launched is None or not launched():
+            launched = repeat.launch({}, ctx.device, sum_parts_kernel, grid, args, num_warps=8)
+
+    return add
+
+
+def _views(workspace: Workspace, problem: Problem) -> tuple:
+    """Where parts arrive, and for each owner from this rank on: its rows of A, their product here, its place there."""
+    ctx, n, w = workspace.ctx, problem.N, problem.world_size
+    nbytes = staged_elements(problem) * problem.dtype.itemsize
+    staging = workspace.staging[:nbytes].view(problem.dtype)
+    arriving, leaving = staging.split([w * problem.part_rows * n, problem.M * n])
+    leaving, shards = leaving.view(problem.M, n), []
+    for owner in ((ctx.cur_rank + step) % w for step in range(w)):
+        begin, size = min(problem.M, owner * problem.part_rows), part_of(problem.M, w, owner)
+        rows = slice(begin, begin + size)
+        mine = arriving[ctx.cur_rank * size * n : (ctx.cur_rank + 1) * size * n].view(size, n)
+        shards.append((rows, leaving[rows], ctx.peer_view(mine, owner)))
+    workspace.views[problem] = found = arriving, shards
+    return found
