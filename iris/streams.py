@@ -46,6 +46,11 @@ class SideStream:
             self._pending = None
 
 
+def current(device: torch.device) -> torch.cuda.Stream | None:
+    """The current stream, where there are streams."""
+    return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
+
+
 class Lane:
     """A stream in which part of an op runs beside the current one. On CPUs, which have none, all runs in order.
 
@@ -53,20 +58,19 @@ class Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
-    def current(self) -> Iterator[None]:
-        """What is launched in the block goes into this lane. `Mark`s order it with other streams."""
-        if self._stream is None:
-            yield
+    def instead_of(self, stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | None]:
+        """What is launched in the block goes into this lane, and behind it into `stream`, the current one, again."""
+        if self.stream is None:
+            yield None
             return
-        before = torch.cuda.current_stream(self._stream.device)
-        torch.cuda.set_stream(self._stream)
+        torch.cuda.set_stream(self.stream)
         try:
-            yield
+            yield self.stream
         finally:
-            torch.cuda.set_stream(before)
+            torch.cuda.set_stream(stream)
 
 
 class Mark:
@@ -78,11 +82,11 @@ class Mark:
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
-    def set(self) -> None:
+    def set(self, stream: torch.cuda.Stream | None) -> None:
         if self._event is not None:
-            self._event.record()
+            self._event.record(stream)
 
-    def wait(self) -> None:
-        """Makes the current stream wait for what its stream had when the mark was set last."""
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        """Makes `stream` wait for what the marked one had when the mark was set last."""
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(stream)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from iris import repeat
+from iris import repeat, streams
 import torch
 
 from . import torch_product
@@ -94,13 +94,11 @@ def staged_elements(problem: Problem) -> int:
     return problem.M * problem.K
 
 
-def run(workspace: Workspace, problem: Problem, out, A, B, bias) -> bool:
-    """Launches all of it in the current stream and beside it. True, as a repeated launch says."""
-    return _prepare(workspace, problem, out, A, B, bias)()
+def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
+    """A function that launches all of it on tensors at these addresses, in the current stream and beside it.
 
-
-def _prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
-    """A function that launches all of it, on tensors at these addresses."""
+    It returns True, as a repeated launch does.
+    """
     ctx = workspace.ctx
     rank, copies, arrivals = ctx.cur_rank, *workspace.lanes
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
@@ -122,23 +120,24 @@ def _prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callabl
     sent, arrived = marks[: len(steps)], marks[len(steps) : 2 * len(steps)]
 
     def again(*_: object) -> bool:
+        stream = streams.current(ctx.device)
         ctx.device_barrier()
-        entered.set()
+        entered.set(stream)
         if own is not None:
             own()
-        with copies.current():
-            entered.wait()
+        with copies.instead_of(stream) as lane:
+            entered.wait(lane)
             for (there, _), mark in zip(steps, sent, strict=True):
                 for place in there:
                     place.copy_(A, non_blocking=True)
-                mark.set()
-        with arrivals.current():
+                mark.set(lane)
+        with arrivals.instead_of(stream) as lane:
             for mark, barred in zip(sent, arrived, strict=True):
-                mark.wait()
+                mark.wait(lane)
                 ctx.device_barrier()
-                barred.set()
+                barred.set(lane)
         for (_, products), mark in zip(steps, arrived, strict=True):
-            mark.wait()
+            mark.wait(stream)
             for multiply in products:
                 multiply()
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from iris import platform, repeat
@@ -276,9 +275,9 @@ def launch(
 ) -> Callable[..., bool] | None:
     """Launches what serves `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`."""
     if config.algorithm in UNFUSED:
-        run = UNFUSED[config.algorithm].run
-        run(workspace, problem, *tensors)
-        return partial(run, workspace, problem)
+        again = UNFUSED[config.algorithm].prepare(workspace, problem, *tensors)
+        again()
+        return again
     arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
     kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:

@@ -8,9 +8,12 @@ travels is rounded once to the tensors' dtype, and sums are kept in fp32 in rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from iris import repeat
 from iris.ccl import Config
 from iris.ccl import plan as collectives
 from iris.ccl.problem import ALL_GATHER
@@ -67,24 +70,33 @@ def staged_elements(problem: Problem) -> int:
     return problem.M * (problem.K if problem.op == GATHER_MATMUL else problem.N)
 
 
-def run(workspace: Workspace, problem: Problem, out, A, B, bias) -> bool:
-    """Launches both halves in the current stream. True, as a repeated launch says."""
-    ctx, collective = workspace.ctx, workspace.collective
+def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
+    """A function that launches both halves on tensors at these addresses, in the current stream.
+
+    It returns True, as a repeated launch does.
+    """
+    ctx = workspace.ctx
     between = workspace.staging[: staged_elements(problem) * problem.dtype.itemsize].view(problem.dtype)
+    out, A, B, bias = map(repeat.alias, (out, A, B, bias))
     once = bias if ctx.cur_rank == 0 else None
     if problem.op == ALL_REDUCE:
-        torch_product.multiply(out, A, B, once)
-        ctx.ccl.all_reduce(out, out, workspace=collective)
+        product, collective = (out, A, B, once), (REDUCE, out, out)
     elif problem.op == GATHER_MATMUL:
         gathered = between.view(problem.M, problem.K)
-        ctx.ccl.all_gather(gathered, A, workspace=collective)
-        torch_product.multiply(out, gathered, B, bias)
+        product, collective = (out, gathered, B, bias), (ALL_GATHER, gathered, A)
     elif problem.op == MATMUL_GATHER:
         part = out[ctx.cur_rank * problem.part_rows : (ctx.cur_rank + 1) * problem.part_rows]
-        torch_product.multiply(part, A, B, bias)
-        ctx.ccl.all_gather(out, part, workspace=collective)
+        product, collective = (part, A, B, bias), (ALL_GATHER, out, part)
     else:
-        partial = between.view(problem.M, problem.N)
-        torch_product.multiply(partial, A, B, once)
-        ctx.ccl.reduce_scatter(out, partial, workspace=collective)
-    return True
+        partial_sums = between.view(problem.M, problem.N)
+        product, collective = (partial_sums, A, B, once), (SCATTER, out, partial_sums)
+    halves = [partial(torch_product.multiply, *product), ctx.ccl.ready(*collective, workspace.collective)]
+    if problem.op == GATHER_MATMUL:
+        halves.reverse()
+
+    def again(*_: object) -> bool:
+        for half in halves:
+            half()
+        return True
+
+    return again

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from iris import repeat
+from iris import repeat, streams
 import triton
 
 from . import torch_product
@@ -64,13 +64,11 @@ def staged_elements(problem: Problem) -> int:
     return (problem.world_size * problem.part_rows + problem.M) * problem.N
 
 
-def run(workspace: Workspace, problem: Problem, out, A, B, bias) -> bool:
-    """Launches all of it in the current stream and beside it. True, as a repeated launch says."""
-    return _prepare(workspace, problem, out, A, B, bias)()
+def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
+    """A function that launches all of it on tensors at these addresses, in the current stream and beside it.
 
-
-def _prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
-    """A function that launches all of it, on tensors at these addresses."""
+    It returns True, as a repeated launch does.
+    """
     ctx = workspace.ctx
     out, A, B, bias = map(repeat.alias, (out, A, B, bias))
     arriving, shards = workspace.views.get(problem) or _views(workspace, problem)
@@ -80,24 +78,25 @@ def _prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callabl
     add = _sum(ctx, problem, out, arriving, bias) if out.numel() else None
 
     def again(*_: object) -> bool:
-        begun.set()
-        with copies.current():
-            begun.wait()
+        stream = streams.current(ctx.device)
+        begun.set(stream)
+        with copies.instead_of(stream) as lane:
+            begun.wait(lane)
             ctx.device_barrier()
         for rows, leaving, _, multiplied in others:
             if leaving.numel():
                 torch_product.multiply(leaving, rows, B, None)
-            multiplied.set()
-        with copies.current():
+            multiplied.set(stream)
+        with copies.instead_of(stream) as lane:
             for _, leaving, place, multiplied in others:
-                multiplied.wait()
+                multiplied.wait(lane)
                 if leaving.numel():
                     place.copy_(leaving, non_blocking=True)
             ctx.device_barrier()
-            arrived.set()
+            arrived.set(lane)
         if add is not None:
             torch_product.multiply(out, own, B, None)
-        arrived.wait()
+        arrived.wait(stream)
         if add is not None:
             add()
         return True

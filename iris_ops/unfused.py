@@ -1,4 +1,4 @@
-"""The algorithms whose product is torch's: each a module with `objection`, `predict`, `staged_elements` and `run`."""
+"""The algorithms whose product is torch's, each a module: `objection`, `predict`, `staged_elements`, `prepare`."""
 
 from . import copy_engines, sequential, shard_sums
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+import gc
 
 import iris
 from iris.errors import ArgumentError
 from iris_ops import FusedConfig, ops
-from iris_ops.problem import MATMUL_GATHER
+from iris_ops.problem import MATMUL_GATHER, Problem
+from iris_ops.unfused import UNFUSED
 from iris_ops.workspace import Workspace
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.harness import WORLDS, both, run_ranks
 from tests.iris_ops.calls import Call
@@ -84,3 +87,33 @@ def vary(ctx: iris.Iris, case: Case) -> None:
 @pytest.mark.parametrize("world_size", [WORLDS[-1]])
 def test_only_the_same_call_is_repeated(world_size: int, op: str, form: str) -> None:
     run_ranks(world_size, vary, Case(op, form, 24, 40, 32, bias=True, transposed=True, config=BLOCKS))
+
+
+def give_back(ctx: iris.Iris, cases: list[Case]) -> list[Case]:
+    """The cases of which a kept call holds memory that its caller has let go."""
+    held = []
+    for case in cases:
+        call = Call(ctx, replace(case, on_heap=False))
+        call.run()
+        call.run()
+        call.check()
+        tensors = call.A, call.B, call.bias, call.guarded.buffer
+        memory = [StorageWeakRef(t.untyped_storage()) for t in tensors]
+        del call, tensors
+        gc.collect()
+        if not all(each.expired() for each in memory):
+            held.append(case)
+    return held
+
+
+@pytest.mark.parametrize("world_size", [WORLDS[-1]])
+def test_what_is_kept_of_a_call_keeps_no_memory(world_size: int) -> None:
+    cases = [Case(op, form, 24, 40, 32) for op, form in FORMS]
+    cases += [replace(case, config=FusedConfig(algorithm=kind)) for case in cases for kind in UNFUSED]
+    for held in run_ranks(world_size, give_back, [case for case in cases if served(case, world_size)]):
+        assert not held
+
+
+def served(case: Case, world_size: int) -> bool:
+    problem = Problem(case.op, case.form, case.M, case.N, case.K, world_size, case.dtype)
+    return case.config is None or not UNFUSED[case.config.algorithm].objection(problem)
