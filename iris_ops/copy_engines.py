@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Microseconds: of a barrier in a stream for each rank that takes part, and the start of a copy.
 _BARRIER_US = 2.5
-_COPY_US = 10.0
+_COPY_US = 8.0
 # Rows from which on a product is worth reading B for.
 _LEAST_ROWS = 512
 
