@@ -17,7 +17,7 @@ from .few_rows import few_rows_kernel
 from .few_rows_gather import few_rows_gather_kernel
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
-from .plan import Machine, cut_tiles, gemm_tiles, machine_named
+from .plan import Machine, cut_tiles, early_tiles, gemm_tiles, machine_named
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .staging import TMA_ALIGNMENT, exchange_ld, exchanged_part, gathered_part, parts, pieces, staged, tiles_of
 from .unfused import UNFUSED
@@ -138,6 +138,7 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         part_rows=rows,
         part_cols=cols,
         stagger=platform.ticks(config.stagger_us * 1e-6),
+        early=early_tiles(problem, config, platform.num_programs(ctx.device)),
         BY_COLS=by_cols,
         ALL_REDUCE=problem.op == ALL_REDUCE,
         **_product(A, B, bias, config, n_step=cols if by_cols else 0),

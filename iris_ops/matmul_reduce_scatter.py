@@ -1,9 +1,10 @@
 """`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owner, who sums them.
 
-Each rank computes the tiles of all owners, the next rank's first and its own last, and pushes those of others into
-the owner's staging memory. A tile is signalled one tile later, when its stores have long landed. The owner adds what
-arrived to its own tile in fp32, in rank order from its own on, and stores the part. A wait looks at tiles that come
-earlier in the same order on the peers, so no wait can be circular, with any number of programs.
+Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. A tile is
+signalled one tile later, when its stores have long landed. The owner adds what arrived to its own tile in fp32, in rank
+order from its own on, and stores the part. A rank's own tiles come last, or, behind the first `early` tiles of each
+other owner, between the others' (`turn`). A wait looks at tiles that come earlier in the same order on the peers, so no
+wait can be circular, with any number of programs.
 
 `matmul_all_reduce` in two shots is this kernel with owners whose sums go to everyone.
 """
@@ -12,12 +13,33 @@ from __future__ import annotations
 
 from iris.device import arch
 from iris.device.context import own_context
+from iris.device.function import device_function
 from iris.device.sync import await_entered, enter, leave, signal, wait
 from iris.device.tracing import PRODUCT, PUSH, SUM, tile_bytes
 import triton
 import triton.language as tl
 
 from .tiles import Matrix, add_bias, grouped, multiply, packed, start_in_turn
+
+
+@device_function
+def turn(t, owned, early, WORLD_SIZE: tl.constexpr):
+    """(how many ranks on the owner is, the number of its tile) of the tile that is computed as number `t`.
+
+    With `early == owned` owner by owner, the next rank first and the own one last. Else tile by tile, the other owners'
+    in turn and, behind the first `early` of each, after each round of them an own one; the last `early` are own ones.
+    """
+    if WORLD_SIZE == 1:
+        return 0, t
+    others: tl.constexpr = WORLD_SIZE - 1
+    late = t - early * others
+    mixed = (owned - early) * WORLD_SIZE
+    before = tl.where(late < 0, t, early * others + late // WORLD_SIZE * others + late % WORLD_SIZE)
+    own = tl.where(late < mixed, late // WORLD_SIZE, late - mixed + owned - early)
+    is_own = (late >= mixed) | ((late >= 0) & (late % WORLD_SIZE == others))
+    by_owner = early == owned
+    step = tl.where(by_owner, (1 + t // owned) % WORLD_SIZE, tl.where(is_own, 0, 1 + before % others))
+    return step, tl.where(by_owner, t % owned, tl.where(is_own, own, before // others))
 
 
 @triton.jit
@@ -42,6 +64,7 @@ def reduce_scatter_kernel(
     part_rows,
     part_cols,
     stagger,
+    early,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -73,8 +96,9 @@ def reduce_scatter_kernel(
     pending = -1  # the slot that was pushed last and not yet signalled
     pending_owner = 0
     for t in range(tl.program_id(0), owned * WORLD_SIZE, tl.num_programs(0)):
-        owner = (ctx.rank + 1 + t // owned) % WORLD_SIZE  # the next rank first, this one last
-        tile_m, tile_n = grouped(t % owned, num_m, num_n, GROUP_M)
+        step, number = turn(t, owned, early, WORLD_SIZE)
+        owner = (ctx.rank + step) % WORLD_SIZE
+        tile_m, tile_n = grouped(number, num_m, num_n, GROUP_M)
         slot = tile_m * num_n + tile_n
         if BY_COLS:
             row, col = tile_m * BLOCK_M, owner * part_cols + tile_n * BLOCK_N
