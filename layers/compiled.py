@@ -14,6 +14,8 @@ A hook that exchanges what a layer returns has it normed anew; one that changes 
 A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew. Layers that truly
 differ (of Gemma, some with a sliding window) are compiled apart, and so are prompts with and without padding.
 
+Of a step, the rotary embedding before the layers is compiled too: some ten kernels on a few numbers.
+
 Layers are compiled inside `with compiled.serving(...)` only: there an instance's `forward` is the compiled one, and the
 hooks around it run as they are. Outside, `generate()` of the model runs eagerly as before. What a layer adds to its
 length in the cache, one small kernel each, is added for all layers at once when the block ends.
@@ -39,12 +41,12 @@ _LENGTH_DIM = {1: 0, 2: 1, 3: 1, 4: 2}  # of positions [B, T], states [B, T, H],
 
 
 class CompiledLayers:
-    """Decoder layers over a static `cache`, which is allocated already, compiled by `backend` when they are first used.
+    """The decoder `layers` of `model` over a static `cache`, compiled by `backend` when they are first used.
 
-    A layer that cannot be compiled as a whole raises `ArgumentError` then.
+    The cache is allocated already. A layer that cannot be compiled as a whole raises `ArgumentError` then.
     """
 
-    def __init__(self, layers: list[nn.Module], cache, backend: str):
+    def __init__(self, model: nn.Module, layers: list[nn.Module], cache, backend: str):
         self.layers, self.cache, self.backend = layers, cache, backend
         norms = [getattr(layer, _NORM, None) for layer in layers]
         self._norms = None if None in norms else norms
@@ -55,6 +57,10 @@ class CompiledLayers:
         # What rotates the query, and what writes keys and values, becomes one kernel of three.
         options = {"combo_kernels": True} if backend == "inductor" else None
         self._compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=backend, options=options)
+        inside = {module for layer in layers for module in layer.modules()}
+        self._rotary = [module for module in model.modules() if _rotates(module) and module not in inside]
+        own = types.FunctionType(_rotate.__code__.replace(), globals())
+        self._rotate = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
 
     @contextmanager
     def serving(self, length: int) -> Iterator[None]:
@@ -63,11 +69,15 @@ class CompiledLayers:
             vars(layer)["forward"] = functools.partial(self._forward, index, length)
             if self._norms:
                 vars(layer)[_NORM] = _Ahead(self._norms[index])  # comes before the child of that name
+        rotary = self._rotary if length == 1 else []
+        for module in rotary:
+            vars(module)["forward"] = functools.partial(self._rotate, module)
         try:
             yield
         finally:
+            for module in [*self.layers, *rotary]:
+                vars(module).pop("forward")
             for layer in self.layers:
-                vars(layer).pop("forward")
                 vars(layer).pop(_NORM, None)
             self._known = None, None
         torch._foreach_add_(self._lengths, length)
@@ -108,6 +118,16 @@ def _run(layer, following, normed, name: str, keys, values, start, args: tuple, 
     hidden = type(layer).forward(layer, *args, **kwargs)
     layer.input_layernorm.known = None, None
     return hidden, following(hidden)
+
+
+def _rotate(module: nn.Module, *args, **kwargs):
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _rotates(module: nn.Module) -> bool:
+    """Whether `module` is a rotary embedding whose frequencies do not depend on how long the text is."""
+    fixed = ("default", "linear", "llama3", "yarn")
+    return type(module).__name__.endswith("RotaryEmbedding") and getattr(module, "rope_type", None) in fixed
 
 
 class _Ahead:

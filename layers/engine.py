@@ -28,6 +28,7 @@ from torch import nn
 
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
+from .step_attention import NAME
 from .step_attention import use as use_step_attention
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
@@ -74,13 +75,17 @@ class Engine:
         like = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
         self.positions = torch.zeros(batch_size, 1, **like)
-        self.mask = torch.ones(batch_size, max_length, dtype=torch.bool, device=device)  # False: padding on the left
+        self.mask = torch.zeros(batch_size, max_length, dtype=torch.bool, device=device)  # where the cache has tokens
+        self.filled = torch.zeros(1, **like)  # of the cache, padding included
         self.output = torch.zeros(batch_size, max_length, **like)  # what was generated ...
         self.count = torch.zeros(1, **like)  # ... and how many of each row
         self.temperature = torch.ones((), device=device)
         self.top_p = torch.ones((), device=device)
         self._greedy = True
         self._random = torch.Generator(device)
+        # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
+        own = model.config._attn_implementation in ("sdpa", NAME) and not has_windows(model.config)
+        self._seen = self.mask[:, None, None] if own else self.mask
         self.steps = Graphs(2 if self.graphs else 0)
         self.prompts = Graphs(prompt_graphs if capturable else 0)
         self._compiled: CompiledLayers | None = None
@@ -130,7 +135,7 @@ class Engine:
         """Forgets the batch."""
         self.cache.reset()
         self.count.zero_()
-        self.mask.fill_(True)
+        self.mask.fill_(False)
 
     @torch.no_grad()
     def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -149,8 +154,9 @@ class Engine:
         """What `prefill` does, eagerly."""
         length = prompts.shape[1]
         positions = torch.arange(length, device=prompts.device).expand(len(prompts), length)
+        self.mask[:, :length] = True if mask is None else mask
+        self.filled.fill_(length)
         if mask is not None:
-            self.mask[:, :length] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self.positions.copy_(positions[:, -1:] + 1)
         with _known_empty(self.cache):
@@ -172,8 +178,9 @@ class Engine:
     @torch.no_grad()
     def step(self) -> torch.Tensor:
         """One token a row, eagerly, on the engine's own tensors; the logits that they were chosen from."""
-        logits = self._logits(self.tokens, self.mask, self.positions)
-        self.positions += 1
+        self.mask.index_fill_(1, self.filled, True)
+        logits = self._logits(self.tokens, self._seen, self.positions)
+        torch._foreach_add_([self.positions, self.filled], 1)
         self.accept(logits)
         return logits
 
@@ -194,9 +201,10 @@ class Engine:
     def _compile(self, backend: str) -> None:
         layers = decoder_layers(self.model, len(self.cache.layers))
         if not all(each.is_initialized for each in self.cache.layers):
-            self._logits(self.tokens, self.mask, self.positions)  # allocates them, which a compiled layer could not
-            self.cache.reset()
-        self._compiled = CompiledLayers(layers, self.cache, backend)
+            self.mask.fill_(True)
+            self._logits(self.tokens, self._seen, self.positions)  # allocates them, which a compiled layer could not
+            self.reset()
+        self._compiled = CompiledLayers(self.model, layers, self.cache, backend)
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         if self._greedy:
@@ -229,6 +237,13 @@ class Engine:
 
     def _ended(self, made: int, ends: set[int], rows: int) -> bool:
         return all(ends.intersection(row) for row in self.output[:rows, :made].tolist())
+
+
+def has_windows(config) -> bool:
+    """Whether some layers attend to the latest tokens only."""
+    from transformers import StaticCache
+
+    return any(StaticCache(config, 1).is_sliding)
 
 
 def static_cache(config, max_length: int):

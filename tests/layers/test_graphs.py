@@ -1,15 +1,19 @@
 """Prompts and steps from CUDA graphs: the logits and tokens of an eager engine, whatever was captured and run before.
 
-On CPUs a stand-in takes a graph's place: it runs the work again, on tensors of its own, and spoils what other graphs on
-the same memory left. So there the engine's part is tested: what it hands over, keeps and copies. On GPUs, graphs are.
+On CPUs a stand-in takes a graph's place: it runs the work again, on tensors of its own, spoils what other graphs on the
+same memory left, and refuses that the host looks at a tensor. So there the engine's part is tested: what it hands over,
+keeps and copies. On GPUs, graphs are.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import layers
 from layers import graphs
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checks import poison
 from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
@@ -19,8 +23,27 @@ from tests.layers.test_compile import backend, close
 pytestmark = both
 
 
+class Blind(TorchDispatchMode):
+    """As in a capture: transformers is told so, and the host cannot look at a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("the host looks at a tensor")
+        return func(*args, **kwargs or {})
+
+    def __enter__(self):
+        self.before, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.cuda.is_current_stream_capturing = self.before
+        return super().__exit__(*error)
+
+
 class Again:
     """As `graphs.Captured`: nothing runs before a replay, and the graphs of an engine share their memory."""
+
+    blind = Blind
 
     def __init__(self, work, inputs, other, random):
         self.work, self.output = work, None
@@ -35,7 +58,8 @@ class Again:
         for each in self.family:
             if each.output is not None:
                 poison(each.output)
-        result = self.work(*self.inputs)
+        with self.blind():
+            result = self.work(*self.inputs)
         self.output = result.clone() if self.output is None else self.output.copy_(result)
         return self.output
 
@@ -85,10 +109,18 @@ def test_what_cannot_be_captured_runs_eagerly_and_a_warning_says_so(caplog, monk
     assert "stays eager: operation not permitted when stream is capturing" in record.message
 
 
+class Compiled(Again):
+    """Of compiled work, which no dispatch mode may watch."""
+
+    blind = nullcontext
+
+
 def captured_engine(model, ctx, most: int, **options) -> layers.Engine:
-    engine = layers.Engine(model, ctx, 2, 32, step_attention=ctx.device.type == "cuda", prompt_graphs=most, **options)
+    attention = options.pop("step_attention", ctx.device.type == "cuda")
+    engine = layers.Engine(model, ctx, 2, 32, step_attention=attention, prompt_graphs=most, **options)
     if ctx.device.type == "cpu":
-        engine.prompts, engine.steps = graphs.Graphs(most, Again), graphs.Graphs(2, Again)
+        kind = Compiled if options.get("compile") else Again
+        engine.prompts, engine.steps = graphs.Graphs(most, kind), graphs.Graphs(2, kind)
     return engine
 
 
@@ -105,7 +137,9 @@ def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> 
     model = models.build(name)
     layers.parallelize(model, ctx, **options)
     eager = layers.Engine(model, ctx, 2, 16, graphs=False, step_attention=ctx.device.type == "cuda")
-    engine = captured_engine(model, ctx, 2, compile=backend(ctx) if compile else False)
+    attention = ctx.device.type == "cuda" or bool(options)  # slow in the interpreter
+    compiling = backend(ctx) if compile else False
+    engine = captured_engine(model, ctx, 2, compile=compiling, step_attention=attention)
     other = captured_engine(model, ctx, 1, cache=engine.cache)  # one cache, graphs of its own
     held = []
     for seed, (length, padding) in enumerate(turns):
