@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import arch, rma
-from .bounded import WAITERS, anyone_gone, deadline, healthy, is_late, keeps_waiting, report
+from .bounded import WAITERS, deadline, healthy, is_late, keeps_waiting, report
 from .context import own_context
 from .function import device_function
 from .tracing import SIGNAL, WAIT
@@ -136,30 +136,33 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
         tl.store(sync, epoch)
 
 
-# --- all other ranks at once -----------------------------------------------------------------------------------------
+# --- several ranks at once, a lane each -------------------------------------------------------------------------------
 
 
 @device_function
 def _others(ctx):
-    PADDED: tl.constexpr = triton.next_power_of_2(ctx.world_size)
-    ranks = tl.arange(0, PADDED)
+    ranks = tl.arange(0, triton.next_power_of_2(ctx.world_size))
     return ranks, (ranks < ctx.world_size) & (ranks != ctx.rank)
 
 
 @device_function
 def signal_others(ctx, flag, value):
-    """`signal` to every other rank; on NVIDIA for the price of one, a lane each."""
+    """`signal` to every other rank; on NVIDIA for the price of one."""
     if arch.is_hip():
         for i in tl.static_range(1, ctx.world_size):
             signal(ctx, flag, value, (ctx.rank + i) % ctx.world_size)
     else:
         ranks, others = _others(ctx)
-        bases = ctx.heap_bases()
-        distance = tl.load(bases + ranks, mask=others, other=0) - tl.load(bases + ctx.rank)
-        flags = flag + distance // 4
-        values = tl.zeros(flags.shape, tl.int32) + value
-        tl.debug_barrier()  # a release covers one thread; the barrier brings every thread's stores before it
-        tl.atomic_xchg(flags, values, mask=others, sem="release", scope="sys")
+        _signal_ranks(ctx, flag, value, ranks, others)
+
+
+@device_function
+def _signal_ranks(ctx, flag, values, ranks, mask):
+    bases = ctx.heap_bases()
+    distance = tl.load(bases + ranks, mask=mask, other=0) - tl.load(bases + ctx.rank)
+    flags = flag + distance // 4
+    tl.debug_barrier()  # a release covers one thread; the barrier brings every thread's stores before it
+    tl.atomic_xchg(flags, tl.zeros(flags.shape, tl.int32) + values, mask=mask, sem="release", scope="sys")
 
 
 @device_function
@@ -168,40 +171,58 @@ def wait_others(ctx, flags, step, expected, waiter: tl.constexpr):
 
     Returns whether all were seen in time.
     """
-    missing = _missing(ctx, flags, step, expected)
+    ranks, others = _others(ctx)
+    return _wait_ranks(ctx, flags, step, expected, ranks, others, waiter, True)
+
+
+@device_function
+def _wait_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, exact: tl.constexpr):
+    expected = tl.zeros(ranks.shape, tl.int32) + expected
+    missing = _missing(flags, step, expected, ranks, mask, exact)
     if missing:
-        missing = _poll_others(ctx, flags, step, expected, waiter)
+        missing = _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter, exact)
     return not missing
 
 
 @device_function
-def _missing(ctx, flags, step, expected):
-    ranks, others = _others(ctx)
-    seen = tl.atomic_add(flags + ranks * step, tl.zeros(ranks.shape, tl.int32), mask=others, sem="acquire", scope="sys")
+def _missing(flags, step, expected, ranks, mask, exact: tl.constexpr):
+    seen = tl.atomic_add(flags + ranks * step, tl.zeros(ranks.shape, tl.int32), mask=mask, sem="acquire", scope="sys")
     # An atomic on a flag is done by one lane and its result given to all threads, behind a barrier: they agree, and
     # whatever they load later comes after what the flags vouch for.
-    return tl.max((others & (seen != expected)).to(tl.int32)) != 0
+    return tl.max((mask & (_reached(seen, expected, exact) == 0)).to(tl.int32)) != 0
 
 
 @device_function
-def _poll_others(ctx, flags, step, expected, waiter: tl.constexpr):
+def _gone(ctx, ranks, mask):
+    gone = False
+    if arch.INTERPRET:
+        for i in tl.static_range(ctx.world_size):
+            awaited = tl.max((mask & (ranks == i)).to(tl.int32)) != 0
+            gone = gone | (awaited & arch.peer_gone(ctx.pid(i)))
+    return gone
+
+
+@device_function
+def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, exact: tl.constexpr):
     end = deadline(ctx)
     polls = 0
     missing = True
     waiting = True
     while waiting:
-        late = is_late(end) | anyone_gone(ctx)
-        missing = _missing(ctx, flags, step, expected)
+        late = is_late(end) | _gone(ctx, ranks, mask)
+        missing = _missing(flags, step, expected, ranks, mask, exact)
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)
     if missing:
         # one that is known to be gone before one that may only have given up; the first report counts
         for turn in range(2 * ctx.world_size):
             peer = (ctx.rank + turn) % ctx.world_size
+            awaited = tl.max((mask & (ranks == peer)).to(tl.int32)) != 0
+            wanted = tl.sum(tl.where(ranks == peer, expected, 0))
             seen = tl.load(flags + peer * step, volatile=True)
             gone = (turn >= ctx.world_size) | arch.peer_gone(ctx.pid(peer))
-            if gone & (seen != expected) & (peer != ctx.rank):
-                report(ctx, waiter, expected, peer, seen)
+            if awaited & gone & (_reached(seen, wanted, exact) == 0):
+                report(ctx, waiter, wanted, peer, seen)
     return missing
 
 
@@ -229,13 +250,17 @@ def device_barrier_kernel(words, members, num_members, sent, arrived, WORLD_SIZE
     a wait has failed vouches for nothing that it did since: it signals nobody, and its peers give up too.
     """
     ctx = own_context(words, WORLD_SIZE)
-    sound = healthy(ctx)
+    ranks = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    awaited = ranks < 0
     for i in range(num_members):
-        peer = tl.load(members + i)
-        count = tl.load(sent + peer) + 1
-        tl.store(sent + peer, count)
-        if sound:
-            signal(ctx, arrived + ctx.rank, count, peer)
-    for i in range(num_members):
-        peer = tl.load(members + i)
-        wait(ctx, arrived + peer, tl.load(sent + peer), peer, _BARRIER)
+        awaited = awaited | (ranks == tl.load(members + i))
+    counts = tl.load(sent + ranks, mask=awaited, other=0) + 1
+    tl.store(sent + ranks, counts, mask=awaited)
+    if healthy(ctx):
+        if arch.is_hip():
+            for i in range(num_members):
+                peer = tl.load(members + i)
+                signal(ctx, arrived + ctx.rank, tl.sum(tl.where(ranks == peer, counts, 0)), peer)
+        else:
+            _signal_ranks(ctx, arrived + ctx.rank, counts, ranks, awaited)
+    _wait_ranks(ctx, arrived, 1, counts, ranks, awaited, _BARRIER, False)
