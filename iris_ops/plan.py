@@ -120,7 +120,7 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
 
 
 # Our kernel, one launch, is taken unless several would be this much faster; what overlaps unless one after the other.
-_HANDICAPS = {"sequential": 1.03, "copy_engines": 1.01}
+_HANDICAPS = {"sequential": 1.02, "copy_engines": 1.01}
 
 
 def _label(problem: Problem, config: FusedConfig) -> str:
@@ -206,7 +206,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         # each word's way: in one shot of an all-reduce everyone gets everything
         shots = 2 if config.algorithm == "two_shot" else 1
         nbytes *= w / 2 if problem.op == ALL_REDUCE and shots == 1 else 1
-        link = nbytes / (machine.link_gbs * _WORDS * 1e3)
+        link = nbytes / (machine.link_gbs * _WORDS[problem.op] * 1e3)
         # nothing hides behind the product of a single wave
         total = gemm + link + hops * shots * machine.exchange_us
         if problem.op == GATHER_MATMUL:
@@ -241,7 +241,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
 # Hops that nothing hides: the entry, then what the last tiles wait for.
 _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 # Of the link's rate, what words get that are polled, emptied and stored once more.
-_WORDS = 0.85
+_WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 1.0, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
 _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
 # What one program stores or loads of the parts of tiles, GB/s.
