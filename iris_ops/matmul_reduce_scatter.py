@@ -114,7 +114,7 @@ def reduce_scatter_kernel(
             acc = multiply(A, B, row, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
             ctx.tracing.record_event_end(span)
             if not entered:
-                ok = await_entered(ctx, sync, epoch, WAITER)
+                ok = await_entered(ctx, sync, epoch, WAITER, LANES=False)  # lanes take registers that the tile needs
                 entered = True
             if pending >= 0:
                 if ok:

@@ -37,9 +37,10 @@ def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
     """So that the checks above do not look at nothing."""
     for kernel in fused(compiled(target)):
         # on entering a call, to each peer
-        assert kernel.count(r"atom\.global\.sys\.release\.exch\.b32") >= WORLD_SIZE - 1, kernel.name
+        # on entering a call, a lane to each peer
+        assert kernel.count(r"atom\.global\.sys\.release\.exch\.b32") >= 1, kernel.name
         assert kernel.count(r"atom\.global\.sys\.acq_rel\.add\.u32") == 1, kernel.name  # programs that have finished
-        assert kernel.count(r"ld\.global\.sys\.acquire\.b32") >= 2 * (WORLD_SIZE - 1), kernel.name
+        assert kernel.count(r"ld\.global\.sys\.acquire\.b32") >= 2, kernel.name
     assert compiled(target)["rma_put_and_signal"].count(r"sys\.release\.exch\.b32") == 1
 
 

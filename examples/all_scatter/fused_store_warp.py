@@ -107,8 +107,10 @@ def store_warp_kernel(
     ctx = own_context(words, WORLD_SIZE)
     BLOCK_M: gl.constexpr = a.block_shape[0]
     BLOCK_N: gl.constexpr = b.block_shape[0]
-    epoch = sync.enter(ctx, sync_words)
-    entered = sync.await_entered(ctx, sync_words, epoch, USER)  # before that, a peer may still read its out
+    epoch = sync.enter(ctx, sync_words, LANES=False)
+    entered = sync.await_entered(
+        ctx, sync_words, epoch, USER, LANES=False
+    )  # before that, a peer may still read its out
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     tile = gl.allocate_shared_memory(a.dtype, [BLOCK_M, BLOCK_N], TILE)
@@ -130,7 +132,7 @@ def store_warp_kernel(
         [STORE_WARPS],
         [STORE_REGISTERS],
     )
-    sync.leave(ctx, sync_words, epoch, entered, USER, TOGETHER=True)
+    sync.leave(ctx, sync_words, epoch, entered, USER, TOGETHER=True, LANES=False)
 
 
 def constants(world_size: int, group_m: int) -> dict:

@@ -80,8 +80,11 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
     return arrived
 
 
+# `LANES`: whether all peers are signalled and awaited at once; not in Gluon, whose tensors need layouts.
+
+
 @device_function
-def enter(ctx, sync):
+def enter(ctx, sync, LANES: tl.constexpr = True):
     """Begins a call: tells the peers that this rank is in it, and returns the call's epoch.
 
     Kernels of one stream follow each other, so a rank that has entered a call has read all that earlier calls staged
@@ -89,19 +92,14 @@ def enter(ctx, sync):
     """
     epoch = tl.load(sync) + 1
     if tl.program_id(0) == 0:
-        for i in tl.static_range(1, ctx.world_size):
-            signal(ctx, sync + _ENTERED + ctx.rank, epoch, (ctx.rank + i) % ctx.world_size)
+        _signal_all(ctx, sync + _ENTERED + ctx.rank, epoch, LANES)
     return epoch
 
 
 @device_function
-def await_entered(ctx, sync, epoch, waiter: tl.constexpr):
-    """Waits until every peer has entered this call. Returns whether they did."""
-    entered = True
-    for i in tl.static_range(1, ctx.world_size):
-        peer = (ctx.rank + i) % ctx.world_size
-        entered = wait(ctx, sync + _ENTERED + peer, epoch, peer, waiter) and entered
-    return entered
+def await_entered(ctx, sync, epoch, waiter: tl.constexpr, LANES: tl.constexpr = True):
+    """Waits until every peer has entered this call, or even a later one. Returns whether they did."""
+    return _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
 
 
 @device_function
@@ -111,7 +109,7 @@ def next_tile(sync):
 
 
 @device_function
-def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constexpr = False):
+def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constexpr = False, LANES: tl.constexpr = True):
     """Ends a call: the last program of the grid to come here advances the epoch.
 
     `TOGETHER`: that program also tells the peers that all of this rank's stores are done, and waits until theirs are,
@@ -126,11 +124,8 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
         if TOGETHER:
             if complete and healthy(ctx):
                 completed = sync + _ENTERED + ctx.world_size
-                for i in tl.static_range(1, ctx.world_size):
-                    signal(ctx, completed + ctx.rank, epoch, (ctx.rank + i) % ctx.world_size)
-                for i in tl.static_range(1, ctx.world_size):
-                    peer = (ctx.rank + i) % ctx.world_size
-                    wait(ctx, completed + peer, epoch, peer, waiter, exact=True)
+                _signal_all(ctx, completed + ctx.rank, epoch, LANES)
+                _wait_all(ctx, completed, epoch, waiter, True, LANES)
         tl.store(sync + _FINISHED, 0)
         tl.store(sync + _NEXT_TILE, 0)
         tl.store(sync, epoch)
@@ -148,12 +143,17 @@ def _others(ctx):
 @device_function
 def signal_others(ctx, flag, value):
     """`signal` to every other rank; on NVIDIA for the price of one."""
-    if arch.is_hip():
-        for i in tl.static_range(1, ctx.world_size):
-            signal(ctx, flag, value, (ctx.rank + i) % ctx.world_size)
-    else:
+    _signal_all(ctx, flag, value, True)
+
+
+@device_function
+def _signal_all(ctx, flag, value, LANES: tl.constexpr):
+    if LANES and not arch.is_hip():
         ranks, others = _others(ctx)
         _signal_ranks(ctx, flag, value, ranks, others)
+    else:
+        for i in tl.static_range(1, ctx.world_size):
+            signal(ctx, flag, value, (ctx.rank + i) % ctx.world_size)
 
 
 @device_function
@@ -161,8 +161,10 @@ def _signal_ranks(ctx, flag, values, ranks, mask):
     bases = ctx.heap_bases()
     distance = tl.load(bases + ranks, mask=mask, other=0) - tl.load(bases + ctx.rank)
     flags = flag + distance // 4
+    span = ctx.tracing.record_event_start(SIGNAL, -1, flag)
     tl.debug_barrier()  # a release covers one thread; the barrier brings every thread's stores before it
     tl.atomic_xchg(flags, tl.zeros(flags.shape, tl.int32) + values, mask=mask, sem="release", scope="sys")
+    ctx.tracing.record_event_end(span)
 
 
 @device_function
@@ -176,11 +178,26 @@ def wait_others(ctx, flags, step, expected, waiter: tl.constexpr):
 
 
 @device_function
+def _wait_all(ctx, flags, expected, waiter: tl.constexpr, exact: tl.constexpr, LANES: tl.constexpr):
+    if LANES:
+        ranks, others = _others(ctx)
+        seen = _wait_ranks(ctx, flags, 1, expected, ranks, others, waiter, exact)
+    else:
+        seen = True
+        for i in tl.static_range(1, ctx.world_size):
+            peer = (ctx.rank + i) % ctx.world_size
+            seen = wait(ctx, flags + peer, expected, peer, waiter, exact) and seen
+    return seen
+
+
+@device_function
 def _wait_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, exact: tl.constexpr):
     expected = tl.zeros(ranks.shape, tl.int32) + expected
     missing = _missing(flags, step, expected, ranks, mask, exact)
     if missing:
+        span = ctx.tracing.record_event_start(WAIT, -1, flags)
         missing = _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter, exact)
+        ctx.tracing.record_event_end(span)
     return not missing
 
 
