@@ -153,6 +153,5 @@ def _views(workspace: Workspace, problem: Problem) -> tuple[torch.Tensor, list[t
     gathered = workspace.staging[:nbytes].view(problem.dtype).view(problem.M, problem.K)
     begin = rank * problem.part_rows
     mine = slice(begin, begin + part_of(problem.M, w, rank))
-    found = gathered, [ctx.peer_view(gathered, (rank - i) % w)[mine] for i in range(1, w)]
-    workspace.views[problem] = found
-    return found
+    places = [ctx.peer_view(gathered, (rank - i) % w)[mine] for i in range(1, w)]
+    return workspace.remember(problem, (gathered, places))

@@ -34,7 +34,7 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from iris.context import Iris
 
-_REPEATS_KEPT = 4096
+_KEPT = 4096  # calls, and problems, that are known from before
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,8 @@ class Ops:
         shapes = (op, out.shape, A.shape, B.shape, A.dtype, config)
         prepared = self._prepared.get(shapes)
         if prepared is None:
+            if len(self._prepared) >= _KEPT:
+                self._prepared.clear()
             prepared = self._prepared[shapes] = self._prepare(op, out, A, B, config)
         check_bias(op, bias, B)
         if bias is not None and bias.stride(0) != 1:
@@ -150,7 +152,7 @@ class Ops:
             if not direct:
                 out.copy_(target)
             if again and key:
-                if len(self._repeats) >= _REPEATS_KEPT:
+                if len(self._repeats) >= _KEPT:
                     self._repeats.clear()
                 self._repeats[key] = again, None if direct else target, workspace
 

@@ -134,5 +134,4 @@ def _views(workspace: Workspace, problem: Problem) -> tuple:
         rows = slice(begin, begin + size)
         mine = arriving[ctx.cur_rank * size * n : (ctx.cur_rank + 1) * size * n].view(size, n)
         shards.append((rows, leaving[rows], ctx.peer_view(mine, owner)))
-    workspace.views[problem] = found = arriving, shards
-    return found
+    return workspace.remember(problem, (arriving, shards))

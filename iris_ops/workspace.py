@@ -18,6 +18,8 @@ import torch
 if TYPE_CHECKING:
     from iris.context import Iris
 
+_VIEWS_KEPT = 1024
+
 
 class Workspace:
     """Staging memory for calls that follow each other in stream order. Making one is collective."""
@@ -58,6 +60,13 @@ class Workspace:
             self.exchange = self.ctx._heap.allocate((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
             self.ctx.device_barrier()  # on every rank, before a peer's words arrive
         return any(old is not new for old, new in zip(before, (self.flags, self.staging, self.exchange), strict=True))
+
+    def remember(self, problem: object, views: tuple) -> tuple:
+        """Keeps `views` of the staging memory for `problem`, of so many as prompts of ever new lengths ask for."""
+        if len(self.views) >= _VIEWS_KEPT:
+            self.views.clear()
+        self.views[problem] = views
+        return views
 
     def wait(self) -> None:
         """Makes the current stream wait for the last call that ran with `async_op=True`."""

@@ -33,7 +33,7 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from ..context import Iris
 
-_REPEATS_KEPT = 4096
+_KEPT = 4096  # calls, and problems, that are known from before
 _NEVER_MADE = None, None, None
 
 
@@ -164,7 +164,7 @@ class Collectives:
             if staged is not None:
                 out.copy_(staged)
             if again and key:
-                if len(self._repeats) >= _REPEATS_KEPT:
+                if len(self._repeats) >= _KEPT:
                     self._repeats.clear()
                 self._repeats[key] = again, staged, workspace
 
@@ -192,6 +192,8 @@ class Collectives:
             problem = describe(op, out, inp, members.rank, members.size)
             if not inp.numel():
                 return _Prepared(problem, None, None)
+            if len(self._prepared) >= _KEPT:
+                self._prepared.clear()
             chosen = plan(problem, config, self._machine)
             self._prepared[key] = _Prepared(problem, chosen, launch.room(problem, chosen))
         return self._prepared[key]
