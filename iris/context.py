@@ -7,7 +7,7 @@ through which a failed wait reaches the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 import os
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from . import names, platform, repeat, tensors
-from .device import bounded, sync
+from .barrier import DeviceBarrier
+from .device import bounded
 from .device.context import HEADER, pack
 from .errors import ArgumentError, CaptureError, ClosedError, IrisError, NotSymmetricError, PeerLostError, PlatformError
 from .group import Ranks
@@ -77,8 +78,7 @@ class Iris(tensors.TensorMethods):
         )
         self._words = torch.tensor(words, dtype=torch.int64, device=self.device)
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
-        self._barrier_counts = self._heap.allocate((2, self.num_ranks), torch.int32)
-        self._barriers: dict[tuple[int, ...], tuple[torch.Tensor, Callable[..., bool] | None]] = {}
+        self._barrier = DeviceBarrier(self)
         self._ops = self._ccl = self._pool = None
         self._tracing: Tracing | None = None
         self._side = SideStream(self.device)
@@ -128,19 +128,8 @@ class Iris(tensors.TensorMethods):
     def device_barrier(self, group: Any = None) -> None:
         """A barrier of the ranks (of `group`) in the current stream's order. Can be captured and replayed."""
         self.check()
-        members = tuple(self._ranks.members(group))
-        table, again = self._barriers.get(members, (None, None))
-        if table is None:
-            if platform.is_capturing(self.device):
-                raise CaptureError("call device_barrier() for this group once before capturing it")
-            table = torch.tensor(members, dtype=torch.int32, device=self.device)
         self._side.join()
-        if again is None or not again():
-            sent, arrived = self._barrier_counts
-            args = dict(words=self._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
-                        WORLD_SIZE=self.num_ranks)  # fmt: skip
-            again = repeat.launch({}, self.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
-            self._barriers[members] = table, again
+        self._barrier(tuple(self._ranks.members(group)))
         self.check()
 
     def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -251,7 +240,7 @@ class Iris(tensors.TensorMethods):
             names.remove(self.group_name)
             if self._pool is not None:
                 self._pool.close()
-            self._ops = self._ccl = self._tracing = self._barrier_counts = self._pool = None  # they hold heap memory
+            self._ops = self._ccl = self._tracing = self._barrier = self._pool = None  # they hold heap memory
             self._segment.close()
 
     def __enter__(self) -> Iris:

@@ -44,7 +44,7 @@ def launch(
     grid: tuple[int, int, int],
     args: dict,
     **options: int,
-) -> Callable[..., bool] | None:
+) -> Callable[[], bool] | None:
     """Launches `kernel` on `args`, its arguments by name, in the current stream. `options`: num_warps, num_stages.
 
     `kernels` keeps what was compiled, by all that Triton specialises a kernel on, so that later calls skip Triton's
@@ -71,7 +71,7 @@ def _specialization(value: object) -> object:
     return "descriptor" if isinstance(value, TensorDescriptor) else value
 
 
-def prepare(compiled, grid: tuple[int, int, int], values: list, device: torch.device) -> Callable[..., bool] | None:
+def prepare(compiled, grid: tuple[int, int, int], values: list, device: torch.device) -> Callable[[], bool] | None:
     """A function that launches `compiled` on `values` in the current stream, or says False: a profiler listens.
 
     It holds addresses, not tensors. None where Triton's CUDA launcher is not as this file knows it (triton 3.6).
@@ -99,7 +99,7 @@ def prepare(compiled, grid: tuple[int, int, int], values: list, device: torch.de
             arguments.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
     tail = compiled.packed_metadata, None, None, None, *arguments
 
-    def again(*_: object) -> bool:
+    def again() -> bool:
         if enter or leave:
             return False
         call(*grid, current_stream(device.index), *head, *tail)

@@ -13,7 +13,8 @@ from . import platform
 class SideStream:
     """One for all ops of a context: two kernels that wait for peers never run side by side.
 
-    Each may fill the chip while it waits, so two that ranks start in different order would deadlock.
+    Each may fill the chip while it waits, so two that ranks start in different order would deadlock. Barriers of one
+    program, which an op has in its lanes, may.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,13 +23,19 @@ class SideStream:
         self._pending: torch.cuda.Event | None = None
         self._captured = False  # the pending event belongs to a graph
 
-    def run(self, go: Callable[[], None]) -> torch.cuda.Event:
-        """What `go` launches, after all that the current stream has so far. Returns the event of its end."""
+    def run(self, go: Callable[[], None], *tensors: torch.Tensor | None) -> torch.cuda.Event:
+        """What `go` launches, after all that the current stream has so far. Returns the event of its end.
+
+        The memory of `tensors`, where torch's allocator has it, is not given to others before.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device.index))
         with torch.cuda.stream(self._stream):
             go()
+            for t in tensors:
+                if t is not None and t.numel():
+                    t.record_stream(self._stream)
             self._pending = torch.cuda.Event()
             self._pending.record(self._stream)
             self._captured = platform.is_capturing(self._device)

@@ -15,7 +15,7 @@ device's clock and counts, so a captured call can be replayed. Why no row is ove
 the first barrier only, to which a peer comes behind its products of earlier calls, in stream order. Why none is read
 too early: a rank comes to the barrier of a step behind its copies of that step, and multiplies behind that barrier. A
 rank whose first barrier has failed signals no further one, so its copies, which came too soon for a peer, are an error
-there.
+in the peer's next call; a peer so late that it still multiplies those rows in the call before is not told.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .plan import Machine
     from .workspace import Workspace
 
-# Microseconds: of a barrier in a stream for each rank that takes part, and the start of a copy.
+# Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.
 _BARRIER_US = 2.5
 _COPY_US = 8.0
 # Rows from which on a product is worth reading B for.
@@ -94,11 +94,8 @@ def staged_elements(problem: Problem) -> int:
     return problem.M * problem.K
 
 
-def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
-    """A function that launches all of it on tensors at these addresses, in the current stream and beside it.
-
-    It returns True, as a repeated launch does.
-    """
+def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[[], bool]:
+    """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
     rank, copies, arrivals = ctx.cur_rank, *workspace.lanes
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
@@ -119,9 +116,9 @@ def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable
     entered, *marks = workspace.marks
     sent, arrived = marks[: len(steps)], marks[len(steps) : 2 * len(steps)]
 
-    def again(*_: object) -> bool:
+    def again() -> bool:
         stream = streams.current(ctx.device)
-        ctx.device_barrier()
+        workspace.meet()
         entered.set(stream)
         if own is not None:
             own()
@@ -134,7 +131,7 @@ def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable
         with arrivals.instead_of(stream) as lane:
             for mark, barred in zip(sent, arrived, strict=True):
                 mark.wait(lane)
-                ctx.device_barrier()
+                workspace.meet()
                 barred.set(lane)
         for (_, products), mark in zip(steps, arrived, strict=True):
             mark.wait(stream)

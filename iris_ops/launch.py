@@ -273,7 +273,7 @@ _OVERLAPPED = {
 
 def launch(
     kernels: dict, ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, *tensors
-) -> Callable[..., bool] | None:
+) -> Callable[[], bool] | None:
     """Launches what serves `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`."""
     if config.algorithm in UNFUSED:
         again = UNFUSED[config.algorithm].prepare(workspace, problem, *tensors)

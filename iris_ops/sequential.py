@@ -70,11 +70,8 @@ def staged_elements(problem: Problem) -> int:
     return problem.M * (problem.K if problem.op == GATHER_MATMUL else problem.N)
 
 
-def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
-    """A function that launches both halves on tensors at these addresses, in the current stream.
-
-    It returns True, as a repeated launch does.
-    """
+def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[[], bool]:
+    """A function that launches both halves on tensors at these addresses, in the current stream."""
     ctx = workspace.ctx
     between = workspace.staging[: staged_elements(problem) * problem.dtype.itemsize].view(problem.dtype)
     out, A, B, bias = map(repeat.alias, (out, A, B, bias))
@@ -90,11 +87,11 @@ def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable
     else:
         partial_sums = between.view(problem.M, problem.N)
         product, collective = (partial_sums, A, B, once), (SCATTER, out, partial_sums)
-    halves = [partial(torch_product.multiply, *product), ctx.ccl.ready(*collective, workspace.collective)]
+    halves = [partial(torch_product.multiply, *product), ctx.ccl._ready(*collective, workspace.collective)]
     if problem.op == GATHER_MATMUL:
         halves.reverse()
 
-    def again(*_: object) -> bool:
+    def again() -> bool:
         for half in halves:
             half()
         return True

@@ -4,12 +4,14 @@
     copies        entered ............ | copy to the next rank  | ... | arrived  |
 
 Each rank multiplies the rows that others own first, and while it multiplies on, the copy engines carry each partial
-result into its owner's memory. The owner adds what arrived to its own, in fp32, in rank order from its own on. No
-multiprocessor moves data during the products, so they run as a library's do alone; exposed is the sum at the end.
+result into its owner's memory. The owner adds what arrived to its own, rounded like the others, in fp32 and in rank
+order from its own on. No multiprocessor moves data during the products, so they run as a library's do alone; exposed is
+the sum at the end.
 
 Among the copies stand two barriers of the ranks: after the first all have left the memory that is written, after the
 second all parts are there. They use the device's clock and counts, so a captured call can be replayed. A rank of which
-one has failed signals no other, so what it copied too soon for a peer is an error there.
+one has failed signals no other, so what it copied too soon for a peer is an error in the peer's next call; a peer that
+came so late that it still sums the call before is not told what that sum was made of.
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ from .problem import REDUCE_SCATTER, Problem, part_of
 from .sum_parts import sum_parts_kernel
 
 if TYPE_CHECKING:
-    from iris.context import Iris
-
     from .plan import Machine
     from .workspace import Workspace
 
@@ -61,28 +61,25 @@ def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
 
 def staged_elements(problem: Problem) -> int:
     """Elements of the parts that arrive and of those that leave."""
-    return (problem.world_size * problem.part_rows + problem.M) * problem.N
+    return 2 * (problem.world_size - 1) * problem.part_rows * problem.N
 
 
-def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[..., bool]:
-    """A function that launches all of it on tensors at these addresses, in the current stream and beside it.
-
-    It returns True, as a repeated launch does.
-    """
+def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[[], bool]:
+    """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
     out, A, B, bias = map(repeat.alias, (out, A, B, bias))
     arriving, shards = workspace.views.get(problem) or _views(workspace, problem)
     copies, (begun, arrived, *marks) = workspace.lanes[0], workspace.marks
-    others = [(A[rows], leaving, place, mark) for (rows, leaving, place), mark in zip(shards[1:], marks, strict=False)]
-    own = A[shards[0][0]]
-    add = _sum(ctx, problem, out, arriving, bias) if out.numel() else None
+    others = [(A[rows], leaving, place, mark) for (rows, leaving, place), mark in zip(shards, marks, strict=False)]
+    own = A[_rows(problem, ctx.cur_rank)]
+    add = _sum(workspace, problem, out, arriving, bias) if out.numel() else None
 
-    def again(*_: object) -> bool:
+    def again() -> bool:
         stream = streams.current(ctx.device)
         begun.set(stream)
         with copies.instead_of(stream) as lane:
             begun.wait(lane)
-            ctx.device_barrier()
+            workspace.meet()
         for rows, leaving, _, multiplied in others:
             if leaving.numel():
                 torch_product.multiply(leaving, rows, B, None)
@@ -92,7 +89,7 @@ def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable
                 multiplied.wait(lane)
                 if leaving.numel():
                     place.copy_(leaving, non_blocking=True)
-            ctx.device_barrier()
+            workspace.meet()
             arrived.set(lane)
         if add is not None:
             torch_product.multiply(out, own, B, None)
@@ -104,12 +101,12 @@ def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable
     return again
 
 
-def _sum(ctx: Iris, problem: Problem, out, arriving, bias) -> Callable[[], None]:
+def _sum(workspace: Workspace, problem: Problem, out, arriving, bias) -> Callable[[], None]:
     """A function that launches the sum of the parts."""
-    rows, columns = out.shape
-    block_m, block_n = _SUM_BLOCK[ctx.device.type]
+    device, (rows, columns) = workspace.ctx.device, out.shape
+    block_m, block_n = _SUM_BLOCK[device.type]
     grid = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n), 1, 1
-    args = dict(out=out, staging=arriving, bias=bias, rank=ctx.cur_rank, rows=rows, N=columns, stride_om=out.stride(0),
+    args = dict(out=out, staging=arriving, bias=bias, rows=rows, N=columns, stride_om=out.stride(0),
                 stride_on=out.stride(1), BLOCK_M=block_m, BLOCK_N=block_n, WORLD_SIZE=problem.world_size,
                 HAS_BIAS=bias is not None)  # fmt: skip
     launched = None
@@ -117,21 +114,26 @@ def _sum(ctx: Iris, problem: Problem, out, arriving, bias) -> Callable[[], None]
     def add() -> None:
         nonlocal launched
         if launched is None or not launched():
-            launched = repeat.launch({}, ctx.device, sum_parts_kernel, grid, args, num_warps=8)
+            launched = repeat.launch(workspace.kernels, device, sum_parts_kernel, grid, args, num_warps=8)
 
     return add
 
 
 def _views(workspace: Workspace, problem: Problem) -> tuple:
-    """Where parts arrive, and for each owner from this rank on: its rows of A, their product here, its place there."""
+    """Where parts arrive, and for each owner behind this rank: its rows of A, their product here, its place there."""
     ctx, n, w = workspace.ctx, problem.N, problem.world_size
     nbytes = staged_elements(problem) * problem.dtype.itemsize
-    staging = workspace.staging[:nbytes].view(problem.dtype)
-    arriving, leaving = staging.split([w * problem.part_rows * n, problem.M * n])
-    leaving, shards = leaving.view(problem.M, n), []
-    for owner in ((ctx.cur_rank + step) % w for step in range(w)):
-        begin, size = min(problem.M, owner * problem.part_rows), part_of(problem.M, w, owner)
-        rows = slice(begin, begin + size)
-        mine = arriving[ctx.cur_rank * size * n : (ctx.cur_rank + 1) * size * n].view(size, n)
-        shards.append((rows, leaving[rows], ctx.peer_view(mine, owner)))
+    arriving, leaving = workspace.staging[:nbytes].view(problem.dtype).view(2, (w - 1) * problem.part_rows * n)
+    shards = []
+    for step in range(1, w):
+        rows = _rows(problem, (ctx.cur_rank + step) % w)
+        size = (rows.stop - rows.start) * n
+        here = leaving[(step - 1) * problem.part_rows * n :][:size].view(-1, n)
+        there = arriving[(w - step - 1) * size :][:size].view(-1, n)  # this rank is the owner's next but w - step - 1
+        shards.append((rows, here, ctx.peer_view(there, (ctx.cur_rank + step) % w)))
     return workspace.remember(problem, (arriving, shards))
+
+
+def _rows(problem: Problem, owner: int) -> slice:
+    begin = min(problem.M, owner * problem.part_rows)
+    return slice(begin, begin + part_of(problem.M, problem.world_size, owner))

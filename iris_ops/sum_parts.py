@@ -14,7 +14,6 @@ def sum_parts_kernel(
     out,
     staging,
     bias,
-    rank,
     rows,
     N,
     stride_om,
@@ -26,16 +25,15 @@ def sum_parts_kernel(
 ):
     """`out [rows, N] += sum of the peers' parts (+ bias)`, in fp32, in rank order from the rank's own on.
 
-    `staging`: [source rank, rows, N], of which the own one is not read. One program a tile.
+    `staging`: [WORLD_SIZE - 1, rows, N], the next rank's part first. One program a tile.
     """
     num_n = tl.cdiv(N, BLOCK_N)
     row, col = tl.program_id(0) // num_n * BLOCK_M, tl.program_id(0) % num_n * BLOCK_N
     target, mask = Matrix(out, rows, N, stride_om, stride_on, False).pointers(row, col, BLOCK_M, BLOCK_N)
     acc = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    for i in tl.static_range(1, WORLD_SIZE):
-        source = (rank + i) % WORLD_SIZE
-        part = Matrix(staging + source.to(tl.int64) * rows * N, rows, N, N, 1, False)
-        place, _ = part.pointers(row, col, BLOCK_M, BLOCK_N)
+    size = rows.to(tl.int64) * N
+    for i in tl.static_range(WORLD_SIZE - 1):
+        place, _ = Matrix(staging + i * size, rows, N, N, 1, False).pointers(row, col, BLOCK_M, BLOCK_N)
         acc += tl.load(place, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         acc = add_bias(acc, bias, col, N, BLOCK_N)

@@ -1,4 +1,7 @@
-"""The algorithms whose product is torch's, each a module: `objection`, `predict`, `staged_elements`, `prepare`."""
+"""The algorithms whose product is torch's, each a module: `objection`, `predict`, `staged_elements`, `prepare`.
+
+What `prepare` returns launches the call, now and whenever it is repeated, and says True as `repeat.prepare`'s does.
+"""
 
 from . import copy_engines, sequential, shard_sums
 

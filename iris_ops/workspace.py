@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iris import platform
+from iris.barrier import DeviceBarrier
 from iris.device.sync import sync_words
 from iris.errors import CaptureError
 from iris.streams import Lane, Mark
@@ -38,7 +39,10 @@ class Workspace:
         self.lanes = Lane(ctx.device), Lane(ctx.device)
         self.marks = [Mark(ctx.device) for _ in range(2 * ctx.num_ranks)]
         self._done: torch.cuda.Event | None = None
+        self.barrier = DeviceBarrier(ctx)  # the ops' own, in their lanes
+        self.kernels: dict = {}  # that follow torch's products
         ctx.device_barrier()  # no peer signals here before this rank's words are zero
+        self.meet()  # so that it is compiled before it is captured
 
     def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> bool:
         """Makes room for a problem: int32 flags, bytes of staging, bytes of exchange. The same on all ranks.
@@ -67,6 +71,11 @@ class Workspace:
             self.views.clear()
         self.views[problem] = views
         return views
+
+    def meet(self) -> None:
+        """A barrier of all ranks in the current stream, apart from those that the user has under way."""
+        self.barrier(tuple(range(self.ctx.num_ranks)))
+        self.ctx.check()
 
     def wait(self) -> None:
         """Makes the current stream wait for the last call that ran with `async_op=True`."""

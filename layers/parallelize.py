@@ -64,7 +64,8 @@ def parallelize(
         served |= styles_of.ROW | styles_of.ROW_SPLIT
     if weights and (sequence_parallel or not set(linears.values()) & served):
         why = "sequence_parallel" if sequence_parallel else f"{type(model).__name__}'s plan"
-        raise ArgumentError(f"weights is {weights!r}, but {why} leaves no colwise product without an exchange")
+        wanted = "product" if weights == "fp8_all" else "colwise product without an exchange"
+        raise ArgumentError(f"weights is {weights!r}, but {why} leaves no {wanted}")
     heads = _split_heads(model, linears, ctx)
     by_head = [of for name, split in heads.items() for of in head_parameters(name, model, styles, split)]
     empty = any(parameter.is_meta for parameter in model.parameters())

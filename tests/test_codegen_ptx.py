@@ -36,7 +36,6 @@ def test_ptx_orders_signals(compiled, target: str, check: Callable[[Kernel], lis
 def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
     """So that the checks above do not look at nothing."""
     for kernel in fused(compiled(target)):
-        # on entering a call, to each peer
         # on entering a call, a lane to each peer
         assert kernel.count(r"atom\.global\.sys\.release\.exch\.b32") >= 1, kernel.name
         assert kernel.count(r"atom\.global\.sys\.acq_rel\.add\.u32") == 1, kernel.name  # programs that have finished

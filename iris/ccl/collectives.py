@@ -113,7 +113,7 @@ class Collectives:
         check_tensors(op, out, inp, self._ctx.device)
         return self._prepare(op, out, inp, config or Config(), self._group(group)).plan
 
-    def ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
+    def _ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
         """A function that makes the call `op`, over and over: what tells it from other calls is looked at once."""
         key = self._key(op, out, inp, None, None, None, workspace)
         return lambda: self._again(key, out) or self._call(op, out, inp, None, None, False, None, workspace)
@@ -169,7 +169,7 @@ class Collectives:
                 self._repeats[key] = again, staged, workspace
 
         if async_op and ctx.device.type == "cuda":
-            workspace._done = ctx._side.run(go)
+            workspace._done = ctx._side.run(go, out, inp)
         else:
             ctx._side.join()
             go()

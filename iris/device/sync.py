@@ -80,12 +80,11 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
     return arrived
 
 
-# `LANES`: whether all peers are signalled and awaited at once; not in Gluon, whose tensors need layouts.
-
-
 @device_function
 def enter(ctx, sync, LANES: tl.constexpr = True):
     """Begins a call: tells the peers that this rank is in it, and returns the call's epoch.
+
+    `LANES`, here and below: all peers are told, or awaited, at once; not in Gluon, whose tensors need layouts.
 
     Kernels of one stream follow each other, so a rank that has entered a call has read all that earlier calls staged
     for it. Who stores into a peer's memory calls `await_entered` first; then one staging slot serves all calls.

@@ -150,15 +150,15 @@ def _barriers_that_wrap(ctx):
     """Counts that stand just below 2^31 pass through it, and through 2^32, without a stuck or an early rank."""
     for start in (2**31 - 3, -3):
         ctx.barrier()
-        ctx._barrier_counts.fill_(start)
+        ctx._barrier.counts.fill_(start)
         iris.platform.synchronize(ctx.device)
         ctx._ranks.all_gather(None)
         _nobody_passes_early(ctx, True)
         if ctx.cur_rank == 0:
             time.sleep(0.1)
         ctx.barrier()
-        assert torch.equal(ctx._barrier_counts[0], ctx._barrier_counts[1])
-        count = int(ctx._barrier_counts[0][ctx.cur_rank])
+        assert torch.equal(ctx._barrier.counts[0], ctx._barrier.counts[1])
+        count = int(ctx._barrier.counts[0][ctx.cur_rank])
         assert count < 0 if start > 0 else count > 0
         ctx._ranks.all_gather(None)  # nobody is in the next barrier before all have looked
 

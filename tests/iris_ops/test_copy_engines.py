@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 import time
 
 import iris
@@ -79,20 +80,23 @@ def test_results_are_right_in_steps(world_size: int) -> None:
         run_ranks(world_size, check_in_steps, cases)
 
 
-def come_late(rank: int, world_size: int) -> None:
+def come_late(rank: int, world_size: int, algorithm: str) -> None:
     """Rank 0 gives up waiting for rank 1, which comes to a call that rank 0 has vouched for nothing in."""
     with iris.iris(1 << 22) as ctx, pytest.raises(PeerLostError, match=f"rank {rank} lost rank {1 - rank}"):
-        out, A, B = (torch.ones(8, 8) for _ in range(3))
-        config = FusedConfig(algorithm="copy_engines")
-        ctx.ops.all_gather_matmul(out, A[rank::2], B, config=config)
+        whole, part, B = torch.ones(8, 8), torch.ones(4, 8), torch.ones(8, 8)
+        gathers = algorithm == "copy_engines"
+        op = ctx.ops.all_gather_matmul if gathers else ctx.ops.matmul_reduce_scatter
+        call = partial(op, *((whole, part) if gathers else (part, whole)), B, config=FusedConfig(algorithm=algorithm))
+        call()
         ctx.barrier()
         time.sleep(3 * rank)
-        ctx.ops.all_gather_matmul(out, A[rank::2], B, config=config)
+        call()
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
-def test_who_gave_up_at_the_entry_lets_nobody_use_its_rows() -> None:
-    ended = run_fresh(2, come_late, env={"IRIS_TIMEOUT": "1"})
+@pytest.mark.parametrize("algorithm", ["copy_engines", "shard_sums"])
+def test_who_gave_up_at_the_entry_lets_nobody_use_its_rows(algorithm: str) -> None:
+    ended = run_fresh(2, come_late, algorithm, env={"IRIS_TIMEOUT": "1"})
     assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
 
 

@@ -1,0 +1,43 @@
+"""Barriers of the ranks in a stream's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import platform, repeat
+from .device import sync
+from .errors import CaptureError
+
+if TYPE_CHECKING:
+    from .context import Iris
+
+
+class DeviceBarrier:
+    """Barriers that count for themselves: two of them may be under way in two streams. Making one is collective.
+
+    Those of one object follow each other in the same order on all ranks. Who makes one after the context was made lets
+    all ranks come together before it is called: a peer must not signal here before the counts are zero.
+    """
+
+    def __init__(self, ctx: Iris) -> None:
+        self._ctx = ctx
+        self.counts = ctx._heap.allocate((2, ctx.num_ranks), torch.int32).zero_()
+        self._known: dict[tuple[int, ...], tuple[torch.Tensor, Callable[[], bool] | None]] = {}
+
+    def __call__(self, members: tuple[int, ...]) -> None:
+        """Of the ranks `members`, in the current stream."""
+        ctx = self._ctx
+        table, again = self._known.get(members, (None, None))
+        if table is None:
+            if platform.is_capturing(ctx.device):
+                raise CaptureError("call device_barrier() for this group once before capturing it")
+            table = torch.tensor(members, dtype=torch.int32, device=ctx.device)
+        if again is None or not again():
+            sent, arrived = self.counts
+            args = dict(words=ctx._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
+                        WORLD_SIZE=ctx.num_ranks)  # fmt: skip
+            again = repeat.launch({}, ctx.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
+            self._known[members] = table, again
