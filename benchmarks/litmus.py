@@ -239,7 +239,7 @@ class Barrier:
         number = torch.full((1,), wrapped(self.first), dtype=torch.int32, device=ctx.device)
         bench.slots.fill_(wrapped(self.first))
         ctx.barrier()
-        ctx._barrier_counts.fill_(wrapped(self.first))  # as if there had been as many
+        ctx._barrier.counts.fill_(wrapped(self.first))  # as if there had been as many
         bench.meet()
         begin = time.perf_counter()
 

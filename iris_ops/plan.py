@@ -119,7 +119,7 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
     return replace(chosen, reasons=tuple(reasons))
 
 
-# Our kernel, one launch, is taken unless several would be this much faster, in CUDA graphs: the model knows no host time.
+# Our kernel, one launch, is taken unless several are this much faster in CUDA graphs, where no host time counts.
 # `shard_sums` needs no lead, for its prediction errs by some 3 % either way.
 _HANDICAPS = {"sequential": 1.02, "copy_engines": 1.01}
 
