@@ -75,7 +75,7 @@ def attempt(body: Callable[..., Any], *args: Any) -> Any:
 def raise_first(outcomes: list[Any]) -> None:
     """Raises what a rank raised; a lost peer only if no rank says more, for it is the consequence."""
     failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
-    failures.sort(key=lambda failure: isinstance(failure[1].error, iris.errors.PeerLostError))
+    failures.sort(key=lambda failure: iris.errors.PeerLostError.__name__ in repr(failure[1].error))  # or what wraps it
     if failures:
         rank, failure = failures[0]
         failure.raise_from(rank)
