@@ -55,7 +55,7 @@ def _push_part(
             piece, step = unit % (blocks * PIECES), unit // (blocks * PIECES)
         row, first = piece // PIECES * BLOCK_M, piece % PIECES * width
         peer = (ctx.rank + 1 + step) % WORLD_SIZE
-        if ok:
+        if ok & (row < own.rows):  # what nobody multiplies nobody waits for, and would come too late for the next call
             nbytes = tile_bytes(part_rows - row, cols - first, BLOCK_M, width, gathered.dtype.element_ty)
             span = ctx.tracing.record_event_start(PUSH, peer, gathered, row // BLOCK_M, piece % PIECES, nbytes=nbytes)
             for k in range(first, min(first + width, cols), COPY_K):
@@ -191,4 +191,11 @@ def all_gather_matmul_kernel(
                 target, mask = C.pointers(first + row, col, BLOCK_M, BLOCK_N)
                 tl.store(target, arch.round_to(acc, out.dtype.element_ty), mask=mask)
         unit = next_tile(sync)
+    if (num_n == 0) & (tl.program_id(0) == 0):  # no tile here waits for what peers store here, whose own N may be more
+        for i in range(num_m * PIECES * (WORLD_SIZE - 1)):
+            source = (ctx.rank + 1 + i // (num_m * PIECES)) % WORLD_SIZE
+            piece = i % (num_m * PIECES)
+            first = 0 if BY_K else source * part_rows
+            if piece // PIECES * BLOCK_M < min(M - first, part_rows):
+                ok = wait(ctx, flags + source * num_m * PIECES + piece, epoch, source, WAITER, exact=True) and ok
     leave(ctx, sync, epoch, ok, WAITER)

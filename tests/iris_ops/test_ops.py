@@ -112,6 +112,17 @@ def test_a_product_of_depth_zero_is_the_bias(world_size: int, op: str, form: str
     assert_same_bits(called, run_ranks(world_size, check_cases, called, RUNS))
 
 
+def test_what_nobody_multiplies_does_not_come_late(world_size: int) -> None:
+    """Gathers of which no rank, or of short last parts no block, is multiplied; the next call uses the same memory."""
+    config = replace(SMALL[0], block_m=128, block_n=128, num_programs=2, splits=2)
+    gathers = [
+        Case(GATHER_MATMUL, "rows", m, n, 17, config=SMALL[0]) for m, n in ((5, 0), (32 * world_size, 0), (5, 7))
+    ]
+    then = Case(MATMUL_GATHER, "rows", 129, 129, 13, dtype=torch.float32, transposed=False, pad=8, config=config)
+    called = [case for gather in gathers for case in (gather, then)] * 5
+    assert_same_bits(called, run_ranks(world_size, check_cases, called, 1))
+
+
 def unusual_strides(ctx) -> None:
     """Operands that are views: A transposed, expanded; bias every second element or one for all columns; B sliced."""
     generator = torch.Generator().manual_seed(3)
