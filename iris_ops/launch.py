@@ -11,7 +11,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import carry
 from .all_gather_matmul import all_gather_matmul_kernel
+from .carry import LEFT_FREE, chunk_rows
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_gather import few_rows_gather_kernel
@@ -51,7 +53,7 @@ def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
 
 def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, int, int]:
     """At most one program a multiprocessor: all of them are resident, so they may wait for peers."""
-    limit = platform.num_programs(device)
+    limit = platform.num_programs(device) - (LEFT_FREE if config.chunks else 0)
     return max(1, min(units, config.num_programs or limit, limit)), 1, 1
 
 
@@ -112,6 +114,12 @@ def _units(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfi
     return tiles + cut * (config.splits - 1), args
 
 
+def _carries(workspace: Workspace, config: FusedConfig, rows: int) -> dict:
+    """The arguments that say whether copy engines take rows to the peers, of which a rank has at most so many."""
+    chunk_m = chunk_rows(config, rows) // config.block_m
+    return dict(counts=workspace.counts, chunk_m=chunk_m, CARRIED=config.chunks > 0)
+
+
 def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
     return dict(
         out=out,
@@ -129,7 +137,7 @@ def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig
 
 
 def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
-    rows, cols, by_cols = owned_part(problem, config.block_m, config.block_n)
+    rows, cols, by_cols = owned_part(problem, config)
     args = dict(
         staging=workspace.staging.view(problem.dtype),
         flags=workspace.flags,
@@ -139,6 +147,7 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         part_cols=cols,
         stagger=platform.ticks(config.stagger_us * 1e-6),
         early=early_tiles(problem, config, platform.num_programs(ctx.device)),
+        **_carries(workspace, config, rows),
         BY_COLS=by_cols,
         ALL_REDUCE=problem.op == ALL_REDUCE,
         **_product(A, B, bias, config, n_step=cols if by_cols else 0),
@@ -219,6 +228,7 @@ def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         row_step=0 if by_cols else rows,
         col_step=cols if by_cols else 0,
         stagger=platform.ticks(config.stagger_us * 1e-6),
+        **_carries(workspace, config, rows),
         **_product(A, B, bias, config),
         **split,
         **_common(ctx, workspace.sync, problem, config, out),
@@ -280,8 +290,20 @@ def launch(
         again()
         return again
     arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
+    if config.chunks:
+        tensors = list(map(repeat.alias, tensors))
     kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    if config.chunks:
+        again = carry.carried(
+            workspace,
+            tensors[0],
+            *carry.rows_of(problem, config, ctx.cur_rank),
+            args["WAITER"],
+            repeat.launcher(kernels, ctx.device, kernel, grid, args, **options),
+        )
+        again()
+        return again
     return repeat.launch(kernels, ctx.device, kernel, grid, args, **options)

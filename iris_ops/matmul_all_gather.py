@@ -16,6 +16,7 @@ from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
+from .carry import count
 from .tiles import Matrix, add_bias, grouped, join_parts, multiply, start_in_turn, unit_tile
 
 
@@ -29,6 +30,7 @@ def matmul_all_gather_kernel(
     flags,
     sync,
     words,
+    counts,
     M,
     N,
     K,
@@ -42,12 +44,14 @@ def matmul_all_gather_kernel(
     col_step,
     stagger,
     rounded,
+    chunk_m,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SPLITS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
+    CARRIED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TMA_A: tl.constexpr,
     TMA_B: tl.constexpr,
@@ -56,6 +60,7 @@ def matmul_all_gather_kernel(
     TRACING: tl.constexpr = False,
 ):
     # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out; parts, flags: see `join_parts`
+    # CARRIED: copy engines take rows to the peers; counts, chunk_m: see `carry.count`
     ctx = own_context(words, WORLD_SIZE, TRACING)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
@@ -90,7 +95,9 @@ def matmul_all_gather_kernel(
                 if not entered:
                     ok = await_entered(ctx, sync, epoch, WAITER) and ok  # before that, a peer may still read its out
                     entered = True
-                if ok:
+                if CARRIED:
+                    count(counts, tile_m, tl.cdiv(M, BLOCK_M), num_n, chunk_m)
+                elif ok:
                     nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, out.dtype.element_ty)
                     span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                     for i in tl.static_range(1, WORLD_SIZE):
@@ -98,4 +105,4 @@ def matmul_all_gather_kernel(
                     ctx.tracing.record_event_end(span)
     if not entered:
         ok = await_entered(ctx, sync, epoch, WAITER) and ok
-    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True)
+    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=not CARRIED)

@@ -129,7 +129,7 @@ def _label(problem: Problem, config: FusedConfig) -> str:
         return f"{config.algorithm}, torch's product"
     label = f"{config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
     if config.algorithm == "overlapped" and problem.op == ALL_REDUCE:
-        by_cols = owned_part(problem, config.block_m, config.block_n)[2]
+        by_cols = owned_part(problem, config)[2]
         label += f", each rank sums {'columns' if by_cols else 'rows'}"
     return label
 
@@ -222,7 +222,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         push = -(-tiles // programs) * (w - 1) * tile_bytes / (_PUSH_GBS * 1e3)
         total = max(gemm + late + push, link + gemm / waves) + hops * machine.hop_us
     elif problem.op == ALL_REDUCE:
-        rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
+        rows, cols, _ = owned_part(problem, config)
         # the rank that owns most receives, sums and sends most
         link = nbytes / (machine.link_gbs * 1e3) * min(rows * cols * w / max(1, problem.M * problem.N), w)
         # others' tiles are pushed while theirs and then our own are multiplied, the sums while our own are
@@ -319,7 +319,7 @@ def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
     """Tiles of one rank's product; they do not cross the borders of the ranks' parts."""
     m, n, _ = problem.gemm
     if config.algorithm == "overlapped" and problem.op in (REDUCE_SCATTER, ALL_REDUCE):
-        rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
+        rows, cols, _ = owned_part(problem, config)
         return problem.world_size * _tiles(rows, cols, config.block_m, config.block_n)
     if config.algorithm == "overlapped" and problem.op == GATHER_MATMUL and problem.form == "rows":
         return problem.world_size * _tiles(problem.part_rows, n, config.block_m, config.block_n)
@@ -345,7 +345,7 @@ def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     round of them would be sent at once, with no product to hide them. By measurement, three quarters of a round of own
     tiles are better computed among others'; with many rounds none.
     """
-    rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
+    rows, cols, _ = owned_part(problem, config)
     owned, programs = _tiles(rows, cols, config.block_m, config.block_n), config.num_programs or programs
     if problem.op != ALL_REDUCE or problem.world_size < 3 or owned > 2 * programs:
         return owned

@@ -7,9 +7,13 @@ parts have ceil(size / world_size) elements, the last may be short or empty.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 import torch
+
+if TYPE_CHECKING:
+    from .config import FusedConfig
 
 ALL_REDUCE = "matmul_all_reduce"
 GATHER_MATMUL = "all_gather_matmul"
@@ -97,17 +101,18 @@ def problem_asked(
     return Problem(op, form, M, N, K, world_size, dtype)
 
 
-def owned_part(problem: Problem, block_m: int, block_n: int) -> tuple[int, int, bool]:
+def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
     """(rows, columns) of the sum that one rank owns, at most, and whether the ranks' parts lie side by side.
 
     A reduce-scatter's parts are given. An all-reduce's are whole blocks, along the dimension that shares them out more
-    evenly; where both do alike, by rows.
+    evenly; where both do alike, or copy engines carry the sums, by rows.
     """
     if problem.op == REDUCE_SCATTER:
         return problem.part_rows, problem.part_cols, problem.form == "cols"
-    rows = -(-problem.M // (problem.world_size * block_m)) * block_m
-    cols = -(-problem.N // (problem.world_size * block_n)) * block_n
-    return (rows, problem.N, False) if rows * problem.N <= problem.M * cols else (problem.M, cols, True)
+    rows = -(-problem.M // (problem.world_size * config.block_m)) * config.block_m
+    cols = -(-problem.N // (problem.world_size * config.block_n)) * config.block_n
+    by_rows = config.chunks or rows * problem.N <= problem.M * cols
+    return (rows, problem.N, False) if by_rows else (problem.M, cols, True)
 
 
 def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int) -> Problem:

@@ -109,14 +109,7 @@ def _sum(workspace: Workspace, problem: Problem, out, arriving, bias) -> Callabl
     args = dict(out=out, staging=arriving, bias=bias, rows=rows, N=columns, stride_om=out.stride(0),
                 stride_on=out.stride(1), BLOCK_M=block_m, BLOCK_N=block_n, WORLD_SIZE=problem.world_size,
                 HAS_BIAS=bias is not None)  # fmt: skip
-    launched = None
-
-    def add() -> None:
-        nonlocal launched
-        if launched is None or not launched():
-            launched = repeat.launch(workspace.kernels, device, sum_parts_kernel, grid, args, num_warps=8)
-
-    return add
+    return repeat.launcher(workspace.kernels, device, sum_parts_kernel, grid, args, num_warps=8)
 
 
 def _views(workspace: Workspace, problem: Problem) -> tuple:

@@ -45,7 +45,7 @@ def staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
         rows, _, ld = gathered_part(problem)
         flags, nbytes = w * cdiv(rows, config.block_m) * pieces(problem, config), w * rows * ld * itemsize
     else:
-        rows, cols, _ = owned_part(problem, config.block_m, config.block_n)
+        rows, cols, _ = owned_part(problem, config)
         flags = w * tiles_of(rows, cols, config)
         nbytes = flags * config.block_m * config.block_n * itemsize
     return flags, -(-nbytes // TMA_ALIGNMENT) * TMA_ALIGNMENT

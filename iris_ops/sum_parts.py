@@ -31,7 +31,7 @@ def sum_parts_kernel(
     row, col = tl.program_id(0) // num_n * BLOCK_M, tl.program_id(0) % num_n * BLOCK_N
     target, mask = Matrix(out, rows, N, stride_om, stride_on, False).pointers(row, col, BLOCK_M, BLOCK_N)
     acc = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    size = rows.to(tl.int64) * N
+    size = tl.cast(rows, tl.int64) * N  # a single row is a number that the compiler knows
     for i in tl.static_range(WORLD_SIZE - 1):
         place, _ = Matrix(staging + i * size, rows, N, N, 1, False).pointers(row, col, BLOCK_M, BLOCK_N)
         acc += tl.load(place, mask=mask, other=0.0).to(tl.float32)
