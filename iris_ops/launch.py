@@ -286,7 +286,7 @@ def launch(
 ) -> Callable[[], bool] | None:
     """Launches what serves `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`."""
     if config.algorithm in UNFUSED:
-        again = UNFUSED[config.algorithm].prepare(workspace, problem, *tensors)
+        again = workspace.graphs.of(UNFUSED[config.algorithm].prepare(workspace, problem, *tensors))
         again()
         return again
     arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)

@@ -13,6 +13,7 @@ from iris import platform
 from iris.barrier import DeviceBarrier
 from iris.device.sync import sync_words
 from iris.errors import CaptureError
+from iris.graphed import Graphs
 from iris.streams import Lane, Mark
 import torch
 
@@ -46,6 +47,7 @@ class Workspace:
         self._done: torch.cuda.Event | None = None
         self.barrier = DeviceBarrier(ctx)  # the ops' own, in their lanes
         self.kernels: dict = {}  # that follow torch's products
+        self.graphs = Graphs(ctx)  # of calls that are several launches
         ctx.device_barrier()  # no peer signals here before this rank's words are zero
         self.meet()  # so that it is compiled before it is captured
 

@@ -209,6 +209,8 @@ class Collectives:
             staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)
         if grown:
             self._repeats.clear()  # they go to memory that graphs may use still, but calls no longer
+            if self._ctx._ops is not None:  # nor ops that such a call is part of
+                self._ctx._ops.forget_repeats()
         return staged
 
     def _group(self, group: Any) -> Group:

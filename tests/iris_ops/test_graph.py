@@ -198,7 +198,8 @@ def test_a_first_call_is_not_captured(world_size: int, warm: bool) -> None:
 def eager_cost(ctx: iris.Iris, case: Case) -> None:
     call = Call(ctx, case)
     workspace = call.run()
-    call.run(workspace)
+    for _ in range(4):  # the last of them as those that follow
+        call.run(workspace)
     torch.cuda.synchronize()
     poison(call.guarded.tensor)
     assert_only_launches(ctx, lambda: call.run(workspace))

@@ -8,7 +8,7 @@ import gc
 import iris
 from iris.errors import ArgumentError
 from iris_ops import FusedConfig, ops
-from iris_ops.problem import MATMUL_GATHER, Problem
+from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, Problem
 from iris_ops.unfused import UNFUSED
 from iris_ops.workspace import Workspace
 import pytest
@@ -87,6 +87,25 @@ def vary(ctx: iris.Iris, case: Case) -> None:
 @pytest.mark.parametrize("world_size", [WORLDS[-1]])
 def test_only_the_same_call_is_repeated(world_size: int, op: str, form: str) -> None:
     run_ranks(world_size, vary, Case(op, form, 24, 40, 32, bias=True, transposed=True, config=BLOCKS))
+
+
+def outgrow(ctx: iris.Iris) -> None:
+    """What a call's collective works in moves to other memory."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        repeats = Repeats(monkeypatch)
+        config = FusedConfig(algorithm="sequential")
+        call, large = (Call(ctx, Case(ALL_REDUCE, "", 16, n, 8, config=config)) for n in (40, 4000))
+        call.run()
+        call.run()
+        assert repeats.of(call.run) == 1
+        large.run()
+        assert repeats.of(call.run) == 0 and repeats.of(call.run) == 1
+        call.check()
+
+
+@pytest.mark.parametrize("world_size", [WORLDS[-1]])
+def test_calls_are_forgotten_when_their_collective_moves(world_size: int) -> None:
+    run_ranks(world_size, outgrow)
 
 
 def give_back(ctx: iris.Iris, cases: list[Case]) -> list[Case]:
