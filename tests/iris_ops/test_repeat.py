@@ -99,7 +99,8 @@ def outgrow(ctx: iris.Iris) -> None:
         call.run()
         assert repeats.of(call.run) == 1
         large.run()
-        assert repeats.of(call.run) == 0 and repeats.of(call.run) == 1
+        assert repeats.of(call.run) == 0, "it goes to where its peers no longer look"
+        assert repeats.of(call.run) == 1
         call.check()
 
 
