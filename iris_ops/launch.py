@@ -304,6 +304,7 @@ def launch(
             args["WAITER"],
             repeat.launcher(kernels, ctx.device, kernel, grid, args, **options),
         )
+        again = workspace.graphs.of(again)
         again()
         return again
     return repeat.launch(kernels, ctx.device, kernel, grid, args, **options)
