@@ -8,7 +8,7 @@ need not know which way its peers go, and a capture is nobody's business but thi
 launches go into the user's graph one by one.
 
 What a graph refers to must outlive it. The tensors of a call do, for it is repeated only with tensors at the same
-addresses. cuBLAS's workspace (32 MiB on an H200, and as much again for products with a bias) is torch's: kept by
+addresses. cuBLAS's workspace (32 MiB on an H200, another for products with a bias) is torch's: kept by
 handle and stream, allocated by the first product there, given back whenever somebody clears such workspaces. Hence a
 stream that nobody else has and a pool of memory that is never given back while this object lives: whatever becomes of
 the workspace, its memory stays, and calls that follow each other in a stream may share it. An executable graph that is
@@ -118,14 +118,14 @@ class Capturer:
 
     def _has_pool(self) -> bool:
         """Whether a capture allocates in the pool: `torch.cuda.use_mem_pool` would have it elsewhere."""
-        graph, found = self._captured(lambda: torch.zeros(1, device=self._device))
+        graph, found = self._captured(lambda: torch.zeros(1, device=self._device), keep_graph=True)
         self._first = self._first or graph
         segments = torch.cuda.memory_snapshot(self._pool)
         return any(0 <= found.data_ptr() - each["address"] < each["total_size"] for each in segments)
 
-    def _captured(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph | None, Any]:
-        """The graph, none if `work` says False, and what it says."""
-        graph = torch.cuda.CUDAGraph()
+    def _captured(self, work: Callable[[], Any], keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph | None, Any]:
+        """The graph, none if `work` says False, and what it says. `keep_graph`: not ready to run, which takes time."""
+        graph = torch.cuda.CUDAGraph(keep_graph)
         try:
             # thread-local: other threads (NCCL's watchdog) may use the device meanwhile
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
