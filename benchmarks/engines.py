@@ -4,6 +4,7 @@
     cuBLAS + NCCL   the very same layers and weights, their ops exchanged for torch's product and NCCL's collective
     transformers    transformers' own tensor parallelism by the same plan, on the same weights
     sequence        our layers, ranks sharing the tokens of prompts between the products
+    sequence-nccl   those with torch's products and NCCL's gathers and scatters
     async-TP        the sequence-parallel layers with the ops that torch's compiler puts there (`_micro_pipeline_tp`):
                     torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; steps as cuBLAS + NCCL
 
@@ -42,11 +43,13 @@ SHAPES: dict[str, tuple[str, dict]] = {
                            num_attention_heads=4, num_key_value_heads=4)),
 }  # fmt: skip
 
-OURS, NCCL, TRANSFORMERS, SEQUENCE, ASYNC_TP = "ours", "nccl", "transformers", "sequence", "async-tp"
+OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
+SEQUENCE, SEQUENCE_NCCL = "sequence", "sequence-nccl"
 NAMES = {
     OURS: "ours",
     SEQUENCE: "ours, sequence parallel",
     NCCL: "cuBLAS + NCCL",
+    SEQUENCE_NCCL: "cuBLAS + NCCL, sequence parallel",
     TRANSFORMERS: "transformers",
     ASYNC_TP: "torch async-TP",
 }
@@ -122,6 +125,7 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
     shared = functools.cache(lambda: sequence_parallel(model, ctx))
     makers = {
         SEQUENCE: lambda: Contender(SEQUENCE, shared(), lambda: serve(shared(), ctx), ctx, lambda: ctx._heap.used),
+        SEQUENCE_NCCL: lambda: Contender(SEQUENCE_NCCL, shared(), lambda: serve(shared(), nccl), nccl),
         ASYNC_TP: lambda: Contender(ASYNC_TP, shared(), lambda: serve(shared(), async_tp), async_tp),
         OURS: lambda: Contender(OURS, model, lambda: serve(model, ctx), ctx, lambda: ctx._heap.used),
         NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),

@@ -11,8 +11,9 @@ A layer ends with a sum that the next one begins to norm. For one kernel to do b
 layer's `input_layernorm`, where there is one, and begins with an `_Ahead` in its place, which knows the result already.
 A hook that exchanges what a layer returns has it normed anew; one that changes it in place would not be seen.
 
-A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew. Layers that truly
-differ (of Gemma, some with a sliding window) are compiled apart, and so are prompts with and without padding.
+A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew, and so are a rank's
+rows where tokens are shared. Layers that truly differ (of Gemma, some with a sliding window) are compiled apart, and so
+are prompts with and without padding.
 
 Of a step, the rotary embedding before the layers is compiled too: some ten kernels on a few numbers.
 
@@ -92,7 +93,10 @@ class CompiledLayers:
             following = self._norms[(index + 1) % len(self.layers)]  # after the last of no use, but all are alike so
             normed = self._known[1] if args[0] is self._known[0] else self._norms[index](args[0])
         if length > 1:
-            for each in tree_leaves((args, given, normed)):
+            shared = args[0].dim() == 2  # this rank's rows of all tokens, see `sequence`
+            for each in (args[0], normed) if shared else ():
+                torch._dynamo.mark_dynamic(each, 0)
+            for each in tree_leaves((args[shared:], given, None if shared else normed)):
                 dim = _LENGTH_DIM.get(each.dim()) if isinstance(each, torch.Tensor) else None
                 if dim is not None and each.shape[dim] == length:
                     torch._dynamo.mark_dynamic(each, dim)

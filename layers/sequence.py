@@ -80,7 +80,7 @@ class SequenceProduct(Product):
             )
         product = self.merged(x)
         if x.dim() == 2 and "position_embeddings" in kwargs:
-            return product.view(-1, length_of(kwargs), product.shape[1])
+            return by_rows(product, kwargs)
         return product
 
 
@@ -100,7 +100,8 @@ class _Share:
         if not shares(tokens, world, self.least):
             return hidden
         start, stop = chunk(tokens, world, self.ctx.cur_rank)
-        return hidden.reshape(tokens, -1)[start:stop]
+        # a copy: a compiler would take a view's offset, which differs by rank and length, for one more case
+        return hidden.reshape(tokens, -1)[start:stop].clone()
 
 
 class _Gather:
@@ -115,12 +116,15 @@ class _Gather:
         rows, features = output.shape
         whole = output.new_empty(rows * self.ctx.num_ranks, features)
         self.ctx.ccl.all_gather(whole, output)
-        return whole.view(-1, length_of(kwargs), features)
+        return by_rows(whole, kwargs)
 
 
-def length_of(kwargs: dict) -> int:
-    """T, of the position embeddings [B or 1, T, ...] that decoder layers and their attentions are given."""
-    return kwargs["position_embeddings"][0].shape[1]
+def by_rows(tokens: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    """[B*T, ...] as [B, T, ...], by the position embeddings that layers and their attentions are given."""
+    batch, length = kwargs["position_embeddings"][0].shape[:2]
+    if tokens.shape[0] != batch * length:  # one row of them for all
+        batch = tokens.shape[0] // length
+    return tokens.view(batch, length, tokens.shape[1])  # a compiler sees how the three belong together
 
 
 def check(model: nn.Module, styles: dict[str, str]) -> None:

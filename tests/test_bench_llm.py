@@ -14,15 +14,16 @@ from tests.test_benchmarks import ROOT, alone  # noqa: F401  (a fixture)
 
 
 def test_every_contender_from_end_to_end(tmp_path):
+    keys = ["ours", "nccl", "transformers", "sequence", "sequence-nccl"]
     command = [sys.executable, "-m", "benchmarks.llm", "--ranks", "2", "--device", "cpu", "--model", "tiny"]
-    command += ["--contenders", "ours,nccl,transformers,sequence", "--rounds", "1", "--batches", "2", "--prompts", "3"]
+    command += ["--contenders", ",".join(keys), "--rounds", "1", "--batches", "2", "--prompts", "3"]
     command += ["--out", str(tmp_path), "--name", "tiny"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "tiny.json").read_text())
     (row,) = report["rows"]
     assert (row["batch"], row["prompt"], report["layers"], report["shortened"]) == (2, 3, 2, False)
-    assert [result["key"] for result in row["results"]] == ["ours", "nccl", "transformers", "sequence"]
+    assert [result["key"] for result in row["results"]] == keys
     for result in row["results"]:
         assert result["status"] == "ok" and result["first_eager_ms"] > 0 and result["step_eager_ms"] > 0, result
         assert result["tokens_per_s"] == pytest.approx(2e3 / result["step_eager_ms"], rel=0.01)

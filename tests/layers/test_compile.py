@@ -142,6 +142,25 @@ def test_the_layers_of_an_engine_are_compiled_once(world_size: int) -> None:
     run_ranks(world_size, layers_body)
 
 
+@torch.no_grad()
+def shared_tokens_body(ctx) -> None:
+    """Of layers that share out the tokens, too, one compilation serves prompts of any length, and one the steps."""
+    model, rows = models.build("kv2"), models.prompt().tolist()
+    layers.parallelize(model, ctx, sequence_parallel=4)
+    batches = [[row[:4] for row in rows], [row + row[1:] + row[:3] for row in rows]]
+    expected = [layers.Engine(model, ctx, 2, 24).generate(batch, 2) for batch in batches]
+    engine = layers.Engine(model, ctx, 2, 24, compile=backend(ctx), step_attention=True)
+    before = compilations()
+    assert [engine.generate(batch, 2) for batch in batches] == expected
+    assert compilations() - before == 3  # of them one for the rotary embedding
+    with torch.compiler.set_stance("fail_on_recompile"):
+        engine.generate([row + row[:5] for row in rows], 2)
+
+
+def test_layers_that_share_tokens_are_compiled_once_for_all_lengths(world_size: int) -> None:
+    run_ranks(world_size, shared_tokens_body)
+
+
 class Counting:
     def __init__(self, ops):
         self.ops, self.calls = ops, Counter()
