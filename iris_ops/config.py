@@ -46,7 +46,6 @@ class FusedConfig:
     comm_programs: int = 16
     stagger_us: int = 0
     splits: int = 1
-    chunks: int = 0
     algorithm: str = "overlapped"
     prediction: Prediction | None = field(default=None, compare=False)
     reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -58,7 +57,7 @@ class FusedConfig:
                 raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a power of two from 16")
         for f in fields(self):
             value = getattr(self, f.name)
-            least = 0 if f.name in ("num_programs", "stagger_us", "chunks") else 1
+            least = 0 if f.name in ("num_programs", "stagger_us") else 1
             if f.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ArgumentError(f"FusedConfig.{f.name} is {value!r}; expected an integer from {least}")
         if self.num_warps & (self.num_warps - 1):

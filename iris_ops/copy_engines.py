@@ -97,7 +97,7 @@ def staged_elements(problem: Problem) -> int:
 def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
-    rank, copies, arrivals = ctx.cur_rank, *workspace.lanes[:2]
+    rank, copies, arrivals = ctx.cur_rank, *workspace.lanes
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
     out, A, B, bias = map(repeat.alias, (out, A, B, bias))
 

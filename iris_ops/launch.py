@@ -11,15 +11,13 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import carry
 from .all_gather_matmul import all_gather_matmul_kernel
-from .carry import LEFT_FREE, chunk_rows
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_gather import few_rows_gather_kernel
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
-from .plan import Machine, cut_tiles, early_tiles, gemm_tiles, machine_named
+from .plan import Machine, cut_tiles, early_tiles, gemm_tiles, machine_named, paired_tiles, spread
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .staging import TMA_ALIGNMENT, exchange_ld, exchanged_part, gathered_part, parts, pieces, staged, tiles_of
 from .unfused import UNFUSED
@@ -53,7 +51,7 @@ def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
 
 def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, int, int]:
     """At most one program a multiprocessor: all of them are resident, so they may wait for peers."""
-    limit = platform.num_programs(device) - (LEFT_FREE if config.chunks else 0)
+    limit = platform.num_programs(device)
     return max(1, min(units, config.num_programs or limit, limit)), 1, 1
 
 
@@ -98,26 +96,11 @@ def _product(A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) 
     )
 
 
-def _units(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig) -> tuple[int, dict]:
-    """(number of units, the arguments that say how the last tiles are split; see `tiles.join_parts`)."""
-    tiles, programs = gemm_tiles(problem, config), platform.num_programs(ctx.device)
-    cut = cut_tiles(problem, config, programs)
+def _parts(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig) -> dict:
+    """The arguments that say where parts of tiles meet."""
     first = staged(problem, config)[1]
-    nbytes = parts(problem, config, programs) * config.block_m * config.block_n * 4
-    args = dict(
-        parts=workspace.staging[first : first + nbytes].view(torch.float32),
-        flags=workspace.flags,
-        rounded=tiles - cut,
-        SPLITS=config.splits if cut else 1,
-        GROUP_M=config.group_m,
-    )
-    return tiles + cut * (config.splits - 1), args
-
-
-def _carries(workspace: Workspace, config: FusedConfig, rows: int) -> dict:
-    """The arguments that say whether copy engines take rows to the peers, of which a rank has at most so many."""
-    chunk_m = chunk_rows(config, rows) // config.block_m
-    return dict(counts=workspace.counts, chunk_m=chunk_m, CARRIED=config.chunks > 0)
+    nbytes = parts(problem, config, platform.num_programs(ctx.device)) * config.block_m * config.block_n * 4
+    return dict(parts=workspace.staging[first : first + nbytes].view(torch.float32), flags=workspace.flags)
 
 
 def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
@@ -147,7 +130,6 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         part_cols=cols,
         stagger=platform.ticks(config.stagger_us * 1e-6),
         early=early_tiles(problem, config, platform.num_programs(ctx.device)),
-        **_carries(workspace, config, rows),
         BY_COLS=by_cols,
         ALL_REDUCE=problem.op == ALL_REDUCE,
         **_product(A, B, bias, config, n_step=cols if by_cols else 0),
@@ -221,19 +203,22 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
 def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     w, by_cols = problem.world_size, problem.form == "cols"
     rows, cols = problem.part_rows, problem.part_cols
-    units, split = _units(ctx, workspace, problem, config)
+    pairs = paired_tiles(problem, config, platform.num_programs(ctx.device))
     args = dict(
         M=problem.M if by_cols else part_of(problem.M, w, ctx.cur_rank),
         N=part_of(problem.N, w, ctx.cur_rank) if by_cols else problem.N,
         row_step=0 if by_cols else rows,
         col_step=cols if by_cols else 0,
-        stagger=platform.ticks(config.stagger_us * 1e-6),
-        **_carries(workspace, config, rows),
+        stagger=0 if pairs else platform.ticks(config.stagger_us * 1e-6),
+        pairs=pairs,
+        spread=spread(problem, config, machine(ctx.device)) if pairs else 0,
+        PAIRED=pairs > 0,
+        GROUP_M=config.group_m,
+        **_parts(ctx, workspace, problem, config),
         **_product(A, B, bias, config),
-        **split,
         **_common(ctx, workspace.sync, problem, config, out),
     )
-    return matmul_all_gather_kernel, _grid(ctx.device, config, units), args
+    return matmul_all_gather_kernel, _grid(ctx.device, config, gemm_tiles(problem, config) + pairs), args
 
 
 def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
@@ -243,8 +228,9 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     tile = (config.block_m, config.block_k)
     gathered_tile, tma_g = _operand(gathered, tile)
     product = _product(A, B, bias, config, k_step=cols if by_k else 0)
-    units, split = _units(ctx, workspace, problem, config)
-    grid = _grid(ctx.device, config, max(units, config.comm_programs))
+    tiles = gemm_tiles(problem, config)
+    cut = cut_tiles(problem, config, platform.num_programs(ctx.device))
+    grid = _grid(ctx.device, config, max(tiles + cut * (config.splits - 1), config.comm_programs))
     # Where a rank has few rows, weights would be read anew for each rank's: then a round of programs works on the same.
     low, wide = triton.cdiv(rows, config.block_m), triton.cdiv(problem.N, config.block_n)
     columns = wide if by_k or low >= _TALL else max(1, min(wide, grid[0] // (low * w)))
@@ -265,8 +251,11 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         PIECES=pieces(problem, config),
         BY_K=by_k,
         TMA_G=tma_g,
+        rounded=tiles - cut,
+        SPLITS=config.splits if cut else 1,
+        GROUP_M=config.group_m,
         **product,
-        **split,
+        **_parts(ctx, workspace, problem, config),
         **_common(ctx, workspace.sync, problem, config, out),
     )
     return all_gather_matmul_kernel, grid, args
@@ -290,21 +279,8 @@ def launch(
         again()
         return again
     arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
-    if config.chunks:
-        tensors = list(map(repeat.alias, tensors))
     kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-    if config.chunks:
-        again = carry.carried(
-            workspace,
-            tensors[0],
-            *carry.rows_of(problem, config, ctx.cur_rank),
-            args["WAITER"],
-            repeat.launcher(kernels, ctx.device, kernel, grid, args, **options),
-        )
-        again = workspace.graphs.of(again)
-        again()
-        return again
     return repeat.launch(kernels, ctx.device, kernel, grid, args, **options)

@@ -16,8 +16,7 @@ from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
-from .carry import count
-from .tiles import Matrix, add_bias, grouped, join_parts, multiply, start_in_turn, unit_tile
+from .tiles import Matrix, add_bias, grouped, join_pair, multiply, paired_tile, start_in_turn
 
 
 @triton.jit
@@ -30,7 +29,6 @@ def matmul_all_gather_kernel(
     flags,
     sync,
     words,
-    counts,
     M,
     N,
     K,
@@ -43,15 +41,14 @@ def matmul_all_gather_kernel(
     row_step,
     col_step,
     stagger,
-    rounded,
-    chunk_m,
+    pairs,
+    spread,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PAIRED: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
-    CARRIED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TMA_A: tl.constexpr,
     TMA_B: tl.constexpr,
@@ -59,8 +56,7 @@ def matmul_all_gather_kernel(
     WAITER: tl.constexpr,
     TRACING: tl.constexpr = False,
 ):
-    # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out; parts, flags: see `join_parts`
-    # CARRIED: copy engines take rows to the peers; counts, chunk_m: see `carry.count`
+    # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out; parts, flags: see `join_pair`
     ctx = own_context(words, WORLD_SIZE, TRACING)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
@@ -74,9 +70,10 @@ def matmul_all_gather_kernel(
 
     ok = True
     entered = False
-    units = rounded + (num_m * num_n - rounded) * SPLITS
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        t, first, depth = unit_tile(unit, rounded, K, BLOCK_K, SPLITS)
+    for unit in range(tl.program_id(0), num_m * num_n + pairs, tl.num_programs(0)):
+        t, first, depth = unit, 0, K
+        if PAIRED:
+            t, first, depth = paired_tile(unit, pairs, spread, K, BLOCK_K)
         tile_m, tile_n = grouped(t, num_m, num_n, GROUP_M)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < M) & (col < N):
@@ -84,8 +81,10 @@ def matmul_all_gather_kernel(
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             acc = multiply(A, B, row, col, first, first, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
             ctx.tracing.record_event_end(span)
-            acc, whole, joined = join_parts(ctx, acc, parts, flags, unit, rounded, epoch, SPLITS, WAITER)
-            ok = ok and joined
+            whole = True
+            if PAIRED:
+                acc, whole, joined = join_pair(ctx, acc, parts, flags, unit, pairs, epoch, WAITER)
+                ok = ok and joined
             if whole:
                 if HAS_BIAS:
                     acc = add_bias(acc, bias, col, N, BLOCK_N)
@@ -95,9 +94,7 @@ def matmul_all_gather_kernel(
                 if not entered:
                     ok = await_entered(ctx, sync, epoch, WAITER) and ok  # before that, a peer may still read its out
                     entered = True
-                if CARRIED:
-                    count(counts, tile_m, tl.cdiv(M, BLOCK_M), num_n, chunk_m)
-                elif ok:
+                if ok:
                     nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, out.dtype.element_ty)
                     span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                     for i in tl.static_range(1, WORLD_SIZE):
@@ -105,4 +102,4 @@ def matmul_all_gather_kernel(
                     ctx.tracing.record_event_end(span)
     if not entered:
         ok = await_entered(ctx, sync, epoch, WAITER) and ok
-    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=not CARRIED)
+    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True)

@@ -19,7 +19,6 @@ from iris.device.tracing import PRODUCT, PUSH, SUM, tile_bytes
 import triton
 import triton.language as tl
 
-from .carry import count
 from .tiles import Matrix, add_bias, grouped, multiply, packed, start_in_turn
 
 
@@ -53,7 +52,6 @@ def reduce_scatter_kernel(
     flags,
     sync,
     words,
-    counts,
     M,
     N,
     K,
@@ -67,7 +65,6 @@ def reduce_scatter_kernel(
     part_cols,
     stagger,
     early,
-    chunk_m,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -75,7 +72,6 @@ def reduce_scatter_kernel(
     WORLD_SIZE: tl.constexpr,
     BY_COLS: tl.constexpr,
     ALL_REDUCE: tl.constexpr,
-    CARRIED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TMA_A: tl.constexpr,
     TMA_B: tl.constexpr,
@@ -84,7 +80,6 @@ def reduce_scatter_kernel(
     TRACING: tl.constexpr = False,
 ):
     # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile]
-    # CARRIED: copy engines take sums to the peers; counts, chunk_m: see `carry.count`
     ctx = own_context(words, WORLD_SIZE, TRACING)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
@@ -150,9 +145,7 @@ def reduce_scatter_kernel(
                         row, col, BLOCK_M, BLOCK_N
                     )
                     tl.store(target, result, mask=mask)
-                    if CARRIED:
-                        count(counts, tile_m, tl.cdiv(rows - ctx.rank * part_rows, BLOCK_M), num_n, chunk_m)
-                    elif ok:
+                    if ok:
                         span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                         for i in tl.static_range(1, WORLD_SIZE):
                             tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
@@ -167,4 +160,4 @@ def reduce_scatter_kernel(
     if pending >= 0:
         if ok:
             signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)
-    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=ALL_REDUCE and not CARRIED)
+    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=ALL_REDUCE)

@@ -14,7 +14,7 @@ from iris import platform, repeat
 from iris.errors import ArgumentError
 import torch
 
-from . import carry, launch
+from . import launch
 from .config import FusedConfig
 from .plan import plan
 from .problem import (
@@ -140,7 +140,7 @@ class Ops:
         if problem.empty:
             return workspace
         if launch.writes_to_peers(problem, prepared.config):
-            direct = ctx.is_symmetric(out) and (out.is_contiguous() or not prepared.config.chunks)
+            direct = ctx.is_symmetric(out)
         nbytes = prepared.nbytes + (0 if direct else problem.M * problem.N * problem.dtype.itemsize)
         if workspace.reserve(prepared.num_flags, nbytes, prepared.exchange):
             self._repeats.clear()  # they go to memory that graphs may use still, but calls no longer
@@ -183,8 +183,6 @@ class Ops:
         if chosen.algorithm == "two_shot" and op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
         objection = UNFUSED[chosen.algorithm].objection(problem) if chosen.algorithm in UNFUSED else None
-        if chosen.chunks and not objection:
-            objection = carry.objection(problem, chosen)
         if objection:
             raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
         return _Prepared(problem, chosen, *workspace_size(problem, chosen, platform.num_programs(self._ctx.device)))

@@ -329,13 +329,24 @@ def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
 def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many tiles are cut along K: those that do not fill a round of programs; of few rounds all of them.
 
-    Only gathers by rows or columns cut tiles.
+    Only all_gather_matmul by rows cuts tiles so.
     """
-    gathers = problem.op == MATMUL_GATHER or (problem.op == GATHER_MATMUL and problem.form == "rows")
-    if config.splits == 1 or not gathers:
+    if config.splits == 1 or problem.op != GATHER_MATMUL or problem.form != "rows":
         return 0
     tiles, programs = gemm_tiles(problem, config), config.num_programs or programs
     return tiles % programs if tiles >= 2 * programs else tiles
+
+
+def paired_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many of the first tiles of a matmul_all_gather are shared by two programs; see `tiles.paired_tile`."""
+    if config.splits == 1 or problem.op != MATMUL_GATHER or config.algorithm != "overlapped":
+        return 0
+    return min(gemm_tiles(problem, config), (config.num_programs or programs) // 2)
+
+
+def spread(problem: Problem, config: FusedConfig, machine: Machine) -> int:
+    """Over how much of a tile's time the first units of paired programs end, in 1/1024."""
+    return min(1024, int(1024 * config.stagger_us / _tile_us(problem, config, machine)))
 
 
 def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:

@@ -105,14 +105,13 @@ def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
     """(rows, columns) of the sum that one rank owns, at most, and whether the ranks' parts lie side by side.
 
     A reduce-scatter's parts are given. An all-reduce's are whole blocks, along the dimension that shares them out more
-    evenly; where both do alike, or copy engines carry the sums, by rows.
+    evenly; where both do alike, by rows.
     """
     if problem.op == REDUCE_SCATTER:
         return problem.part_rows, problem.part_cols, problem.form == "cols"
     rows = -(-problem.M // (problem.world_size * config.block_m)) * config.block_m
     cols = -(-problem.N // (problem.world_size * config.block_n)) * config.block_n
-    by_rows = config.chunks or rows * problem.N <= problem.M * cols
-    return (rows, problem.N, False) if by_rows else (problem.M, cols, True)
+    return (rows, problem.N, False) if rows * problem.N <= problem.M * cols else (problem.M, cols, True)
 
 
 def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int) -> Problem:

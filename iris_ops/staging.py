@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton import cdiv
 
 from .config import FusedConfig
-from .plan import cut_tiles
+from .plan import cut_tiles, paired_tiles
 from .problem import GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part, part_size
 from .unfused import UNFUSED
 
@@ -53,7 +53,7 @@ def staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 def parts(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many parts of tiles are staged within a rank, to be added up by the unit that has the tile's last part."""
-    return cut_tiles(problem, config, programs) * (config.splits - 1)
+    return cut_tiles(problem, config, programs) * (config.splits - 1) + paired_tiles(problem, config, programs)
 
 
 def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:

@@ -131,6 +131,40 @@ def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.conste
     return acc, whole, ok
 
 
+# Programs that push what they finish must not finish together. So a first round's tiles are cut in two along K, each
+# differently, and a pair of programs shares one: program i of n takes less the smaller i is, and program n - 1 - i the
+# rest, which adds what the other has left for it. Units from 2 * pairs on are whole tiles.
+
+
+@device_function
+def paired_tile(unit, pairs, spread, K, BLOCK_K: tl.constexpr):
+    """(tile, first, depth) of a unit. `spread`: over how much of a tile's time first units end, in 1/1024."""
+    steps = tl.cdiv(K, BLOCK_K)
+    tile = tl.where(unit < pairs, unit, tl.where(unit < 2 * pairs, 2 * pairs - 1 - unit, unit - pairs))
+    head = (1024 - spread + spread * (2 * tile + 1) // max(1, 2 * pairs)) * steps // 2048 * BLOCK_K
+    is_head, is_rest = unit < pairs, (unit >= pairs) & (unit < 2 * pairs)
+    return tile, tl.where(is_rest, head, 0), tl.where(is_head, head, tl.where(is_rest, K - head, K))
+
+
+@device_function
+def join_pair(ctx, acc, parts, left, unit, pairs, epoch, waiter: tl.constexpr):
+    """(the whole tile's product, whether this unit is the one that has it, whether no wait failed).
+
+    `parts`: fp32 [pairs, rows, columns]; `left`: a flag for each, both this rank's own.
+    """
+    ok = True
+    if unit < 2 * pairs:
+        number = min(unit, 2 * pairs - 1 - unit)
+        place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
+        if unit < pairs:
+            tl.store(place, acc, mask=mask)
+            signal(ctx, left + number, epoch, ctx.rank)
+        else:
+            ok = wait(ctx, left + number, epoch, ctx.rank, waiter, exact=True)
+            acc += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+    return acc, unit >= pairs, ok
+
+
 @device_function
 def multiply_transposed(a, b, row, col, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """`(a[row:] @ b[:, col:]).T` for one tile, in fp32: the tensor cores' rows are full however few rows A has."""

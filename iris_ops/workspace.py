@@ -17,8 +17,6 @@ from iris.graphed import Graphs
 from iris.streams import Lane, Mark
 import torch
 
-from .carry import MOST_CHUNKS, STRIDE
-
 if TYPE_CHECKING:
     from iris.context import Iris
 
@@ -38,12 +36,9 @@ class Workspace:
         self.exchange_sync = torch.zeros(4, dtype=torch.int32, device=ctx.device)
         self.collective = ctx.ccl.new_workspace()  # of the collectives that follow a product
         self.views: dict[object, tuple] = {}  # of `staging`, by problem; gone when it moves
-        # of ops that overlap in several streams: those beside the current one, and what orders them
-        self.lanes = [Lane(ctx.device) for _ in range(max(2, ctx.num_ranks - 1))]
+        # of ops that overlap in several streams: two beside the current one, and what orders them
+        self.lanes = Lane(ctx.device), Lane(ctx.device)
         self.marks = [Mark(ctx.device) for _ in range(2 * ctx.num_ranks)]
-        # of chunks of rows that copy engines carry (`carry.py`): what is finished, and what each lane has seen of it
-        self.counts = torch.zeros(2, MOST_CHUNKS, STRIDE, dtype=torch.int32, device=ctx.device)
-        self.seen = torch.zeros(ctx.num_ranks - 1, MOST_CHUNKS, STRIDE, dtype=torch.int32, device=ctx.device)
         self._done: torch.cuda.Event | None = None
         self.barrier = DeviceBarrier(ctx)  # the ops' own, in their lanes
         self.kernels: dict = {}  # that follow torch's products

@@ -20,7 +20,6 @@ from iris.ccl.ring import ring_kernel  # noqa: E402
 from iris.device import sync  # noqa: E402
 from iris.tracing import clock_offset_kernel  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
-from iris_ops.carry import await_chunk_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
 from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
@@ -52,7 +51,7 @@ FEW_ROWS = {
     "scatter": (64, 128, 8, 6),
     "gather": (16, 256, 4, 4),
 }
-_INT32 = {"flags", "sync", "members", "sent", "arrived", "count", "counts", "finished", "seen"}
+_INT32 = {"flags", "sync", "members", "sent", "arrived", "count"}
 _INT64 = {"words", "heap_bases", "sums", "times", "step", "results"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _POINTEES = {
@@ -126,20 +125,13 @@ def variants(target: GPUTarget):
         loads = dict(TMA_A=tma, TMA_B=tma)
         for all_reduce in (False, True):
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_{kind}"
-            flags = dict(BY_COLS=False, ALL_REDUCE=all_reduce, CARRIED=False)
+            flags = dict(BY_COLS=False, ALL_REDUCE=all_reduce)
             yield name, reduce_scatter_kernel, options, {**common, **loads, **flags}
-        flags = dict(SPLITS=2, CARRIED=False)
-        yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads, **flags}
+        yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads, "PAIRED": True}
         for by_k in (False, True):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
             flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, SPLITS=1 if by_k else 2, TMA_G=tma, **loads)
             yield name, all_gather_matmul_kernel, options, {**common, **flags}
-    loads = dict(TMA_A=cuda, TMA_B=cuda)
-    flags = dict(BY_COLS=False, ALL_REDUCE=True, CARRIED=True)
-    yield "all_reduce_carried", reduce_scatter_kernel, options, {**common, **loads, **flags}
-    flags = dict(SPLITS=1, CARRIED=True)
-    yield "matmul_all_gather_carried", matmul_all_gather_kernel, options, {**common, **loads, **flags}
-    yield "await_chunk", await_chunk_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE, WAITER=1)
     few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
     for exchange, (m, k, warps, stages) in FEW_ROWS.items():
         constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}

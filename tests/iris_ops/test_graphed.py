@@ -12,7 +12,7 @@ import iris
 from iris import graphed
 from iris.graphed import Graphed, Graphs
 from iris_ops import FusedConfig, library, ops, sequential, unfused
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
 from iris_ops.workspace import Workspace
 import pytest
 import torch
@@ -125,7 +125,6 @@ def test_what_cannot_be_captured_now_is_tried_again() -> None:
 
 TURNS = 200
 UNFUSED = [(op, form, config) for op, form, config in VARIANTS if config and config.algorithm in unfused.UNFUSED]
-CARRIED = [(op, form, FusedConfig(64, 128, 64, chunks=2)) for op, form in ((ALL_REDUCE, ""), (MATMUL_GATHER, "rows"))]
 SHAPES = [(128, 512, 256), (37, 129, 50), (2048, 1024, 512)]
 gpu = pytest.mark.gpu
 ranks = pytest.mark.parametrize("world_size", WORLDS, scope="session")
@@ -179,7 +178,7 @@ def alternate(ctx: iris.Iris, case: Case, turns: int) -> int:
 @gpu
 @ranks
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("op, form, config", UNFUSED + CARRIED)
+@pytest.mark.parametrize("op, form, config", UNFUSED)
 def test_calls_in_all_ways_in_turn(
     world_size: int, op: str, form: str, config: FusedConfig, shape: tuple[int, int, int]
 ) -> None:
