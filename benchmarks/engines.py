@@ -1,6 +1,7 @@
 """Who generates: one model, served in several ways, each behind the same `layers.Engine`.
 
     ours            the layers as they are: fused ops
+    ours-fp8        our layers with weights in fp8, column- and row-parallel (`layers/fp8.py`)
     cuBLAS + NCCL   the very same layers and weights, their ops exchanged for torch's product and NCCL's collective
     transformers    transformers' own tensor parallelism by the same plan, on the same weights
     sequence        our layers, ranks sharing the tokens of prompts between the products
@@ -44,9 +45,10 @@ SHAPES: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
-SEQUENCE, SEQUENCE_NCCL = "sequence", "sequence-nccl"
+FP8, SEQUENCE, SEQUENCE_NCCL = "ours-fp8", "sequence", "sequence-nccl"
 NAMES = {
     OURS: "ours",
+    FP8: "ours, fp8",
     SEQUENCE: "ours, sequence parallel",
     NCCL: "cuBLAS + NCCL",
     SEQUENCE_NCCL: "cuBLAS + NCCL, sequence parallel",
@@ -128,6 +130,7 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
         SEQUENCE_NCCL: lambda: Contender(SEQUENCE_NCCL, shared(), lambda: serve(shared(), nccl), nccl),
         ASYNC_TP: lambda: Contender(ASYNC_TP, shared(), lambda: serve(shared(), async_tp), async_tp),
         OURS: lambda: Contender(OURS, model, lambda: serve(model, ctx), ctx, lambda: ctx._heap.used),
+        FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: ctx._heap.used),
         NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
     }
@@ -174,6 +177,40 @@ def sequence_parallel(split: nn.Module, ctx) -> nn.Module:
         setattr(model.get_submodule(parent), key, split.get_parameter(name))
     _compute_buffers(model, ctx.device)
     return model.eval()
+
+
+def in_fp8(split: nn.Module, ctx) -> nn.Module:
+    """The same model with the weights that can be in fp8 rounded to it; it shares the others with `split`."""
+    import layers
+    from layers import fp8
+    from layers.pretrained import _compute_buffers
+
+    model = empty_model(copy.deepcopy(split.config), split.dtype)
+    layers.parallelize(model, ctx, weights="fp8_all")
+    for name, module in model.named_modules():
+        whole = split.get_submodule(name)
+        for key in list(module._parameters):
+            setattr(module, key, getattr(whole, key))
+        if takes_fp8(whole):
+            weight, scale = fp8.quantised(whole.weight)
+            module.weight, module.weight_scale = (nn.Parameter(each, requires_grad=False) for each in (weight, scale))
+    _compute_buffers(model, ctx.device)
+    return model.eval()
+
+
+def takes_fp8(module: nn.Module) -> bool:
+    """Whether `in_fp8` rounds the weight of this module of a split model."""
+    from layers.sharded import WITH_FP8, ShardedLinear
+
+    return isinstance(module, ShardedLinear) and module.op in WITH_FP8
+
+
+def as_in_fp8(module: nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `in_fp8` makes of a parameter of a split model, in `dtype`."""
+    from layers import fp8
+
+    rounded = name == "weight" and takes_fp8(module)
+    return fp8.restored(*fp8.quantised(parameter), dtype) if rounded else parameter.to(dtype)
 
 
 def config_of(name: str, depth: int | None = None):

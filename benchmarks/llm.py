@@ -90,7 +90,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         "shortened": bool(args.layers),
         "compiled": args.compile,
         "output": args.output,
-        "allowed": {"times": truth.ALLOWED, "eps": truth.FLOOR},
+        "allowed": {"times": truth.ALLOWED, "eps": truth.FLOOR, "fp8": truth.FP8},
         "weights_gib": weights / 2**30,
         "notes": [f"{engines.NAMES[key]}: {reason}" for key, reason in failed.items()],
         "rows": [],
@@ -121,12 +121,19 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
     vocabulary = min(ordered[0].model.config.vocab_size, 30000)
     tokens = torch.randint(0, vocabulary, (batch, prompt + 1), generator=random).to(team.device)
     prompts, cache = tokens[:, :-1].contiguous(), None
-    row, expected = find_truth(team, ordered[0], tokens, length)
+    row, exact = find_truth(team, ordered[0], tokens, length)
+    limits: dict[bool, float] = {}  # of those with weights in fp8, and of the others
     ready = []
     for contender in ordered:
         result = {"key": contender.key, "name": contender.name, "status": "ok", "notes": []}
         if contender.key in args.contenders:
             row["results"].append(result)
+        fp8 = contender.key == engines.FP8
+        if fp8:
+            rounded, expected = find_truth(team, ordered[0], tokens, length, engines.as_in_fp8)
+            row["truth_s"] += rounded["truth_s"]
+        else:
+            expected = exact
         began, held = time.monotonic(), allocated(team)
 
         def warm_up(compile, contender=contender, cache=cache):
@@ -149,10 +156,11 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
         cache = engine.cache
         result["errors"] = truth.errors(team, logits, expected)
         if contender is ordered[0]:
-            row["limit"] = truth.limit(result["errors"], getattr(torch, args.dtype))
+            limits = {of: truth.limit(result["errors"], getattr(torch, args.dtype), of) for of in (False, True)}
+            row.update(limit=limits[False], limit_fp8=limits[True])
         worst = max(result["errors"].values())
-        if not worst <= row.get("limit", 0):
-            accepted = f"at most {row['limit']:.2g}" if "limit" in row else "nothing, without cuBLAS + NCCL"
+        if not worst <= limits.get(fp8, 0):
+            accepted = f"at most {limits[fp8]:.2g}" if limits else "nothing, without cuBLAS + NCCL"
             note = f"logits are off by {worst:.2g} of their root mean square: accepted is {accepted}"
             result.update(status="WRONG", notes=[*result["notes"], note])
             continue
@@ -189,14 +197,16 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
     return row
 
 
-def find_truth(team: Team, contender, tokens: torch.Tensor, length: int) -> tuple[dict, dict]:
+def find_truth(
+    team: Team, contender, tokens: torch.Tensor, length: int, convert: truth.Convert = truth.as_it_is
+) -> tuple[dict, dict]:
     """The row as far as it is known, and the true logits of its first prompts."""
     batch, prompt = len(tokens), tokens.shape[1] - 1
     compared, began = truth.rows_compared(batch, prompt), time.monotonic()
 
     def find() -> dict[str, torch.Tensor]:
         contender.prepare()
-        return truth.true_logits(contender.model, tokens[:compared], length)
+        return truth.true_logits(contender.model, tokens[:compared], length, convert)
 
     expected, reason = team.attempt(find)
     if reason:
@@ -320,11 +330,14 @@ def render(measured: dict) -> str:
         for result in row["results"]
         for note in result["notes"]
     ]
+    keys = {result["key"] for row in measured["rows"] for result in row["results"]}
+    rounded = f", in fp8 {truth.FP8} times as much beside the rounded weights" if engines.FP8 in keys else ""
     allowed, wide = measured["allowed"], "float64" if measured["dtype"] == "float32" else "float32"
     title = (
         f"{measured['model']}, {depth}. {report.headline(measured)} Medians, slowest rank; in brackets how many times"
         f" ours. error: what the logits miss of those computed in {wide}, over their root mean square; accepted is at"
-        f" most {allowed['times']:g} times that of cuBLAS + NCCL and {allowed['eps']:g} eps. `{measured['command']}`"
+        f" most {allowed['times']:g} times that of cuBLAS + NCCL and {allowed['eps']:g} eps{rounded}."
+        f" `{measured['command']}`"
     )
     return "\n\n".join([title, markdown(head, lines), *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
 
