@@ -23,20 +23,23 @@ from .tiles import Matrix, add_bias, grouped, multiply, packed, start_in_turn
 
 
 @device_function
-def turn(t, owned, early, WORLD_SIZE: tl.constexpr):
+def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
     """(how many ranks on the owner is, the number of its tile) of the tile that is computed as number `t`.
 
-    With `early == owned` owner by owner, the next rank first and the own one last. Else tile by tile, the other owners'
-    in turn and, behind the first `early` of each, after each round of them an own one; the last `early` are own ones.
+    With `early == owned` owner by owner, the next rank first and the own one last. Else tile by tile: `early` tiles of
+    each other owner, then in each group of WORLD_SIZE tiles one of each owner; the last `early` are own ones. Own tiles
+    take longer, so from round to round of `programs` another place in the group is the own one's.
     """
     if WORLD_SIZE == 1:
         return 0, t
     others: tl.constexpr = WORLD_SIZE - 1
     late = t - early * others
     mixed = (owned - early) * WORLD_SIZE
-    before = tl.where(late < 0, t, early * others + late // WORLD_SIZE * others + late % WORLD_SIZE)
-    own = tl.where(late < mixed, late // WORLD_SIZE, late - mixed + owned - early)
-    is_own = (late >= mixed) | ((late >= 0) & (late % WORLD_SIZE == others))
+    group, place = late // WORLD_SIZE, late % WORLD_SIZE
+    own_place = group // tl.cdiv(programs, WORLD_SIZE) % WORLD_SIZE
+    before = tl.where(late < 0, t, early * others + group * others + place - (place > own_place).to(tl.int32))
+    own = tl.where(late < mixed, group, late - mixed + owned - early)
+    is_own = (late >= mixed) | ((late >= 0) & (place == own_place))
     by_owner = early == owned
     step = tl.where(by_owner, (1 + t // owned) % WORLD_SIZE, tl.where(is_own, 0, 1 + before % others))
     return step, tl.where(by_owner, t % owned, tl.where(is_own, own, before // others))
@@ -96,7 +99,7 @@ def reduce_scatter_kernel(
     pending = -1  # the slot that was pushed last and not yet signalled
     pending_owner = 0
     for t in range(tl.program_id(0), owned * WORLD_SIZE, tl.num_programs(0)):
-        step, number = turn(t, owned, early, WORLD_SIZE)
+        step, number = turn(t, owned, early, tl.num_programs(0), WORLD_SIZE)
         owner = (ctx.rank + step) % WORLD_SIZE
         tile_m, tile_n = grouped(number, num_m, num_n, GROUP_M)
         slot = tile_m * num_n + tile_n
