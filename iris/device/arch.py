@@ -45,7 +45,7 @@ def _host_peer_gone(pid):
 
 
 def _host_pause():
-    time.sleep(50e-6)  # the peer that we wait for may need this very core
+    time.sleep(1e-3)  # as long as a poll takes, and more: the peer that we wait for may need this very core
 
 
 for _function in (_host_clock, _host_peer_gone, _host_pause):

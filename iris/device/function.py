@@ -9,9 +9,14 @@ neither trouble.
 import triton
 
 from .. import platform
+from .interpreter import spare_repetition
 
 
 def device_function(fn):
     """A function for kernels and other device functions to call."""
     jitted = triton.jit(fn)
     return jitted.rewrite() if platform.interpreting() else jitted
+
+
+if platform.interpreting():
+    spare_repetition()

@@ -1,0 +1,53 @@
+"""What Triton's interpreter does again and again without need, done once: most of the time of kernels on small tensors.
+
+Nothing that a kernel computes or checks changes. Triton 3.6, at each launch and each call of a jit function inside a
+kernel, looks through the whole language for functions to put its own in place of; computes whether an int32 overflows,
+though without its debug option it drops the answer; and writes down a table of numpy's dtypes for each value made.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+
+def spare_repetition() -> None:
+    """For this process, in which the interpreter is on."""
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang = _once_a_module(interpreter._patch_lang)
+    interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
+
+
+class _Kept:
+    """What a launch would take back at its end: nothing, for nothing is compiled where the interpreter is on."""
+
+    @staticmethod
+    def restore() -> None:
+        pass
+
+
+def _once_a_module(patch: Callable) -> Callable:
+    known = {}
+
+    def patched(fn):
+        names = fn.__globals__
+        if id(names) not in known:
+            known[id(names)] = names  # kept, so that the id stays its own
+            patch(fn)
+        return _Kept
+
+    return patched
+
+
+def _once_a_name(np_dtype: Callable) -> Callable:
+    known = {}
+
+    def found(dtype):
+        element = dtype.scalar
+        name = "pointer" if element.is_ptr() else element.name
+        if name not in known:
+            known[name] = np_dtype(element)
+        return known[name]
+
+    return found
