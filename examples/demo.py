@@ -1,14 +1,18 @@
 """A real language model on several ranks: SmolLM2-135M-Instruct, its Linears split and served by fused ops.
 
-Starts its own ranks, one per GPU or, without GPUs, as processes of this machine. Prints what became of each module and
-the text as it is generated, then compares the greedy tokens of every rank with those of the unsplit model, which plain
-transformers generates in the same dtype. The last line is `match: yes` or `match: no`; the exit code says the same.
+Starts its own ranks, one per GPU or, without GPUs or with `--device cpu`, as processes of this machine. Prints what
+became of each module and the text as it is generated, then compares the greedy tokens of every rank with those of the
+unsplit model, which plain transformers generates on the CPU in float32, whatever the ranks compute on and in. So what
+matches on GPUs and on CPUs is equal on both, which the digest of the tokens shows too. The last line is `match: yes` or
+`match: no`; the exit code says the same.
 
     python -m examples.demo --ranks 3
+    python -m examples.demo --engine --device cuda
 """
 
 import argparse
 from dataclasses import dataclass
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -55,18 +59,17 @@ def say(started: float, message: str) -> None:
 
 
 def reference(task: Task) -> Reference:
-    """Greedy tokens of the unsplit model, by plain transformers."""
+    """Greedy tokens of the unsplit model, by plain transformers on the CPU."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(task.folder)
-    model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=task.dtype).to(device)
-    inputs = task.inputs(tokenizer, device)
+    model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
+    inputs = task.inputs(tokenizer, "cpu")
     result = model.generate(
         **inputs, max_new_tokens=task.tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
     new = result.sequences[0, inputs["input_ids"].shape[1] :]
-    return Reference(new.tolist(), torch.cat(result.logits).float().cpu())
+    return Reference(new.tolist(), torch.cat(result.logits))
 
 
 def rank_main(task: Task, results: Path) -> None:
@@ -123,17 +126,28 @@ def compare(expected: Reference, given: list[int], decode) -> str | None:
     )
 
 
+def digest(tokens: list[int]) -> str:
+    """The same for the same tokens on any machine."""
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
 def main(argv: list[str] | None = None) -> int:
-    on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, default=_launch.default_ranks(), help="default: %(default)s")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: GPUs, if there are any")
+    parser.add_argument("--ranks", type=int, help="default: the GPUs, four at most; on CPUs 3")
     parser.add_argument("--tokens", type=int, default=32, help="at most so many new tokens; default: %(default)s")
     parser.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16" if on_gpu else "float32"
-    )
+    dtypes = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16 on GPUs, float32 on CPUs")
     parser.add_argument("--engine", action="store_true", help="generate by layers.Engine, on GPUs from a CUDA graph")
     args = parser.parse_args(argv)
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks, too
+    on_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not on_gpu:
+        parser.error("--device cuda: torch sees no GPU")
+    args.ranks = _launch.default_ranks() if args.ranks is None else args.ranks
+    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     try:
         _launch.check_ranks(args.ranks)
     except ValueError as error:
@@ -147,9 +161,10 @@ def main(argv: list[str] | None = None) -> int:
     started = time.time()
     say(started, "preparing SmolLM2-135M-Instruct (the first time, it is converted from GGUF to safetensors)")
     task = Task(_smollm2.checkpoint(), args.prompt, args.tokens, getattr(torch, args.dtype), started, args.engine)
-    say(started, f"generating with the unsplit model in {args.dtype}")
+    say(started, "generating with the unsplit model on the CPU in float32")
     expected = reference(task)
-    say(started, f"starting {args.ranks} ranks on {'GPUs' if on_gpu else 'CPUs, with the Triton interpreter'}")
+    where = "GPUs" if on_gpu else "CPUs, with the Triton interpreter,"
+    say(started, f"starting {args.ranks} ranks on {where} in {args.dtype}")
     with tempfile.TemporaryDirectory() as results:
         try:
             _launch.run(rank_main, args.ranks, task, Path(results))
@@ -166,6 +181,8 @@ def main(argv: list[str] | None = None) -> int:
         if difference:
             print(f"rank {rank}: {difference}")
     say(started, f"compared {len(expected.tokens)} tokens on {args.ranks} ranks with the unsplit model")
+    digests = " ".join(sorted(set(map(digest, given))))
+    print(f"digests of the tokens: unsplit {digest(expected.tokens)}, ranks {digests}")
     print(f"match: {'no' if any(differences) else 'yes'}")
     return int(any(differences))
 

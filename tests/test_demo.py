@@ -20,6 +20,8 @@ except FileNotFoundError as error:
     GGUF = None
     REASON = str(error)
 
+TOKENS = "750bf7cc9c27910a"  # the digest of the first four, on any machine and device
+
 needs_gguf = pytest.mark.skipif(GGUF is None, reason="" if GGUF else REASON)
 
 
@@ -91,7 +93,7 @@ def test_compare_names_the_first_difference() -> None:
 @needs_gguf
 def test_demo_matches_the_unsplit_model(cache: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "examples.demo", "--ranks", "2", "--tokens", "4"],
+        [sys.executable, "-m", "examples.demo", "--engine", "--ranks", "2", "--tokens", "4"],
         cwd=ROOT,
         env={**os.environ, "XDG_CACHE_HOME": str(cache.parent)},
         capture_output=True,
@@ -101,6 +103,7 @@ def test_demo_matches_the_unsplit_model(cache: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[-1] == "match: yes"
+    assert lines[-2] == f"digests of the tokens: unsplit {TOKENS}, ranks {TOKENS}"
     assert any("tokens/s" in line for line in lines)
 
 
