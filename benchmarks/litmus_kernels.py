@@ -188,7 +188,7 @@ def _arrival(ctx, flag, expected, peer, ORDERED: tl.constexpr):
         seen = tl.atomic_add(flag, 0, sem="relaxed", scope="sys")
         polls = 0
         while (seen - expected < 0) & (polls < 10000000):
-            arch.pause()
+            arch.pause(polls)
             seen = tl.atomic_add(flag, 0, sem="relaxed", scope="sys")
             polls += 1
         return seen - expected >= 0

@@ -7,7 +7,7 @@ A loop that polls is
     missing = True
     waiting = True
     while waiting:
-        late = is_late(end) | anyone_gone(ctx)  # before the look: what came just before the end still counts
+        late = is_late(end, polls) | anyone_gone(ctx)  # before the look: what came just before the end still counts
         missing = ...                           # the look; the same answer for all threads
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)
@@ -55,9 +55,9 @@ def deadline(ctx):
 
 
 @device_function
-def is_late(end):
-    """Whether it is past `end` by this thread's clock; lets other ranks run first."""
-    arch.pause()
+def is_late(end, polls):
+    """Whether it is past `end` by this thread's clock, after so many polls; lets other ranks run first."""
+    arch.pause(polls)
     return arch.clock() > end
 
 

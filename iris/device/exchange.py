@@ -114,7 +114,7 @@ def _poll(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl
     missing = True
     waiting = True
     while waiting:
-        late = is_late(end) | anyone_gone(ctx)
+        late = is_late(end, polls) | anyone_gone(ctx)
         total, missing = _look(ctx, first, step, mask, dtype, COUNT, own)
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)

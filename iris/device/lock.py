@@ -35,7 +35,7 @@ def _poll(ctx, word, to_rank, waiter: tl.constexpr):
     taken = False
     waiting = True
     while waiting:
-        late = is_late(end) | anyone_gone(ctx)  # anyone may hold it
+        late = is_late(end, polls) | anyone_gone(ctx)  # anyone may hold it
         taken = _try(ctx, word, to_rank)
         polls += 1
         waiting = keeps_waiting(ctx, not taken, late, polls)

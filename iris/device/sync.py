@@ -70,7 +70,7 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
     arrived = False
     waiting = True
     while waiting:
-        late = is_late(end) | arch.peer_gone(ctx.pid(peer))
+        late = is_late(end, polls) | arch.peer_gone(ctx.pid(peer))
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         arrived = _reached(seen, expected, exact)
         polls += 1
@@ -225,7 +225,7 @@ def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, e
     missing = True
     waiting = True
     while waiting:
-        late = is_late(end) | _gone(ctx, ranks, mask)
+        late = is_late(end, polls) | _gone(ctx, ranks, mask)
         missing = _missing(flags, step, expected, ranks, mask, exact)
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)
