@@ -171,7 +171,7 @@ def sequence_parallel(split: nn.Module, ctx) -> nn.Module:
     from layers.pretrained import _compute_buffers
 
     model = empty_model(copy.deepcopy(split.config), split.dtype)
-    layers.parallelize(model, ctx, sequence_parallel=512 if ctx.device.type == "cuda" else 4)
+    layers.parallelize(model, ctx, sequence_parallel=True if ctx.device.type == "cuda" else 4)
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         parent, _, key = name.rpartition(".")
         setattr(model.get_submodule(parent), key, split.get_parameter(name))

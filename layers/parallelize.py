@@ -47,7 +47,7 @@ def parallelize(
     product where the model's forward allows it (see `fused`), and plain norms one kernel (see `norms`). `weights="fp8"`
     keeps the weights of linears without an exchange in eight bits, `"fp8_all"` those of row-parallel ones too, whose
     exchange is no longer fused then (see `fp8`). `sequence_parallel`: ranks share the
-    tokens between the products (see `sequence`) where a call has 512 or more, or another number if one is given. Every
+    tokens between the products (see `sequence`) where a call has 1024 or more, or another number if one is given. Every
     rank calls this with the same model.
     """
     if weights not in (None, *_FP8):
