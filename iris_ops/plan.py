@@ -71,6 +71,7 @@ _GPU_TILES = {
     (16, 64, 128, 4, 5): 0.12,
     (16, 128, 128, 4, 4): 0.14,
 }
+_L2_BYTES = 50 << 20
 # For few rows: enough weights under way for the memory's full rate; measured on H200s.
 _EXCHANGE_TILES = {
     (16, 64, 256, 4, 4): 0.25,
@@ -152,13 +153,18 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if problem.op == GATHER_MATMUL and problem.part_rows <= 128 and comm > 1:
         found = [replace(config, comm_programs=2 * comm) for config in found]  # little to move, and soon needed
     found = [replace(config, splits=_splits(problem, config, machine)) for config in found]
+    if problem.op == MATMUL_GATHER:
+        pairs = [replace(config, splits=2) for config in found if config.algorithm == "overlapped"]
+        found += [
+            config for config in pairs if config.block_m * config.block_n >= 1 << 14
+        ]  # smaller ones: not measured
     if machine.name.startswith("NVIDIA") and problem.dtype.itemsize == 2:  # where their times are known
         found += [FusedConfig(algorithm=algorithm) for algorithm in UNFUSED]
     return found
 
 
 def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
-    """2 where the gathers' last tiles are better cut in two, so that fewer programs are without work.
+    """2 where the last tiles of an all_gather_matmul are better cut in two, so that fewer programs are without work.
 
     Of a single round of tiles all are cut: while some units move data, others multiply. By measurement: more parts,
     parts of larger tiles, and parts in reductions cost more to add up than they save.
@@ -212,30 +218,45 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         total = gemm + link + hops * shots * machine.exchange_us
         if problem.op == GATHER_MATMUL:
             total += hops * machine.exchange_us  # until all programs know that all have come
+    elif problem.op == MATMUL_GATHER and paired_tiles(problem, config, _programs(config, machine)):
+        link = nbytes / (machine.link_gbs * 1e3)
+        tile_us = _tile_us(problem, config, machine)
+        # as a unit ends its program pushes without the others' company
+        push = _paired_end(problem, config, machine) * (w - 1) * tile_bytes / (_PUSH_GBS * 1e3)
+        joined = _PAIR_US * config.block_m * config.block_n / (128 * 256)
+        total = max(gemm + push + joined, link / _PUSHED + 0.6 * tile_us) + hops * machine.hop_us
     elif config.stagger_us and problem.op == MATMUL_GATHER:
         link = nbytes / (machine.link_gbs * 1e3)
         tiles, programs = gemm_tiles(problem, config), _programs(config, machine)
-        units = tiles + cut_tiles(problem, config, programs) * (config.splits - 1)
-        waves = -(-units // programs)
-        # of the programs with most units the last starts latest, and each pushes without the others' company
-        late = config.stagger_us * (units % programs or programs) / programs
-        push = -(-tiles // programs) * (w - 1) * tile_bytes / (_PUSH_GBS * 1e3)
-        total = max(gemm + late + push, link + gemm / waves) + hops * machine.hop_us
+        waves = -(-tiles // programs)
+        # of the programs with most tiles the last starts latest, and each pushes without the others' company
+        late = config.stagger_us * (tiles % programs or programs) / programs
+        push = waves * (w - 1) * tile_bytes / (_PUSH_GBS * 1e3)
+        total = max(gemm + late + push, link / _PUSHED + gemm / waves) + hops * machine.hop_us
     elif problem.op == ALL_REDUCE:
         rows, cols, _ = owned_part(problem, config)
         # the rank that owns most receives, sums and sends most
         link = nbytes / (machine.link_gbs * 1e3) * min(rows * cols * w / max(1, problem.M * problem.N), w)
-        # others' tiles are pushed while theirs and then our own are multiplied, the sums while our own are
-        total = max(gemm * (w - 1) / w, link / 2) + max(gemm / w, link / 2)
-        # at the end all programs push their sums, more or less at once
-        last = 0.7 * (w - 1) * machine.num_programs * tile_bytes / (machine.link_gbs * 1e3)
-        total += min(link, last) + _HOPS[problem.op] * hops * machine.hop_us
+        if early_tiles(problem, config, _programs(config, machine)) < _tiles(
+            rows, cols, config.block_m, config.block_n
+        ):
+            # the link has about as much to do at any time
+            total = max(gemm + 0.38 * link, 1.15 * link) + _MIXED_US
+        else:
+            # others' tiles are pushed while theirs and then our own are multiplied, the sums while our own are
+            total = max(gemm * (w - 1) / w, link / 2) + max(gemm / w, link / 2)
+            # at the end all programs push their sums, more or less at once
+            last = 0.7 * (w - 1) * machine.num_programs * tile_bytes / (machine.link_gbs * 1e3)
+            total += min(link, last)
+        total += _HOPS[problem.op] * hops * machine.hop_us
     else:
         link = nbytes / (machine.link_gbs * 1e3)
         hops *= _HOPS[problem.op] + (0.5 * (w - 2) if problem.op == REDUCE_SCATTER else 0)
-        # a single round of tiles that are pushed as they end hides nothing
-        single = problem.op == MATMUL_GATHER and gemm_tiles(problem, config) <= _programs(config, machine)
-        total = max(gemm, link) + (1 if single else _EXPOSED[problem.op]) * min(gemm, link) + hops * machine.hop_us
+        # a single round of tiles that are pushed as they end, or wait for rows that they multiply, hides nothing
+        rounds = gemm_tiles(problem, config) / _programs(config, machine)
+        exposed = 1 if rounds <= 1 else 0.7 if rounds <= 2 else _EXPOSED[problem.op]
+        exposed = _EXPOSED[problem.op] if problem.op == REDUCE_SCATTER else exposed
+        total = max(gemm, link) + exposed * min(gemm, link) + hops * machine.hop_us
     return Prediction(gemm, link, total + machine.launch_us)
 
 
@@ -249,6 +270,12 @@ _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
 _PARTS_GBS = 28.0
 # What one program stores to its peers, GB/s, while few others do.
 _PUSH_GBS = 43.0
+# Of the link's rate, what programs get that push tiles to everyone and then multiply the next.
+_PUSHED = 0.75
+# Until a pair of programs has joined the parts of a tile of 128 x 256.
+_PAIR_US = 14.0
+# Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
+_MIXED_US = 14.0
 
 
 def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
@@ -263,13 +290,16 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
         return 0
     if problem.world_size == 1 or machine.name == INTERPRETER:
         return 0
-    tiles = gemm_tiles(problem, config)
-    if tiles * config.splits <= programs:
+    paired = paired_tiles(problem, config, programs)
+    if not paired and gemm_tiles(problem, config) <= programs:
         return 0
     copies = 1.35 * (problem.world_size - 1) if problem.op == MATMUL_GATHER else 1
     wave = copies * programs * config.block_m * config.block_n * problem.dtype.itemsize
-    unit_us = _tile_us(problem, config, machine) / (config.splits if tiles <= programs else 1)
-    return int(min(wave / (machine.link_gbs * 1e3), unit_us))
+    tile_us = int(_tile_us(problem, config, machine))
+    least = min(int(wave / (machine.link_gbs * 1e3)), tile_us)
+    # where nobody waits to begin, a whole tile's time costs nothing, and may let the last units end earlier
+    choices = [replace(config, stagger_us=us) for us in ((least, tile_us) if paired else (least,))]
+    return min(choices, key=lambda choice: predict(problem, choice, machine).total_us).stagger_us
 
 
 def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
@@ -284,7 +314,9 @@ def _gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     tile_us = _tile_us(problem, config, machine)
     cut = cut_tiles(problem, config, programs)
     compute = -(-(tiles - cut) // programs) * tile_us
-    if cut:
+    if paired_tiles(problem, config, programs):
+        compute = _paired_end(problem, config, machine) * tile_us
+    elif cut:
         # each part of a tile is stored, and the last one loads the others
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
         units = -(-cut * config.splits // programs)
@@ -344,6 +376,20 @@ def paired_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     return min(gemm_tiles(problem, config), (config.num_programs or programs) // 2)
 
 
+def _paired_end(problem: Problem, config: FusedConfig, machine: Machine) -> float:
+    """When the last of paired programs ends, in times of a tile: each later unit is a whole tile."""
+    programs, width = _programs(config, machine), spread(problem, config, machine) / 1024
+    pairs = paired_tiles(problem, config, programs)
+    rounds, left = divmod(gemm_tiles(problem, config) - pairs, programs)
+
+    def first(unit: int) -> float:
+        return 0.5 + width * ((unit + 0.5) / (2 * pairs) - 0.5)
+
+    if pairs < programs // 2:
+        return first(2 * pairs - 1)
+    return max(first(left - 1) + rounds + 1 if left else 0.0, first(programs - 1) + rounds)
+
+
 def spread(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     """Over how much of a tile's time the first units of paired programs end, in 1/1024."""
     return min(1024, int(1024 * config.stagger_us / _tile_us(problem, config, machine)))
@@ -352,15 +398,18 @@ def spread(problem: Problem, config: FusedConfig, machine: Machine) -> int:
 def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many tiles of each other owner a rank computes before the first of its own; see `matmul_reduce_scatter.turn`.
 
-    All of them, but in an all-reduce of few rounds: the sums of own tiles go to several peers each, and those of a last
-    round of them would be sent at once, with no product to hide them. By measurement, three quarters of a round of own
-    tiles are better computed among others'; with many rounds none.
+    All of them, but in an all-reduce among three or more: the sums of own tiles go to several peers each, and the link
+    would be idle before and too narrow at the end. Two rounds ahead, others' tiles have arrived when they are summed.
+    Mixed owners share less of their operands: what a round reads must fit in L2, unless there are few rounds.
     """
     rows, cols, _ = owned_part(problem, config)
     owned, programs = _tiles(rows, cols, config.block_m, config.block_n), config.num_programs or programs
-    if problem.op != ALL_REDUCE or problem.world_size < 3 or owned > 2 * programs:
+    early = -(-2 * programs // problem.world_size)
+    if problem.op != ALL_REDUCE or problem.world_size < 3 or owned <= early:
         return owned
-    return max(owned // 3, owned - programs * 3 // 4)
+    high = problem.world_size * config.group_m
+    operands = (high * config.block_m + programs / high * config.block_n) * problem.K * problem.dtype.itemsize
+    return early if owned <= 2 * programs or operands <= _L2_BYTES else owned
 
 
 def _tiles(rows: int, cols: int, block_m: int, block_n: int) -> int:
