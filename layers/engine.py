@@ -14,13 +14,16 @@ noise that a sample is drawn with comes from a generator of the engine's own, se
 is read from the same tokens.
 
 Layers with a sliding window get a cache of full length too: the mask alone keeps the window, so a step stays the same
-whatever the position. Not a server: one batch at a time, all rows to the end of the longest.
+whatever the position. Where ranks share the tokens of prompts (`sequence`) but do not divide them, a few tokens that mean
+nothing are put behind: attention is causal, and the cache forgets them. Not a server: one batch at a time, all rows to
+the end of the longest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from math import gcd
 
 from iris.errors import ArgumentError
 import torch
@@ -28,6 +31,7 @@ from torch import nn
 
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
+from .sequence import ScatteringRow
 from .step_attention import NAME
 from .step_attention import use as use_step_attention
 
@@ -152,15 +156,31 @@ class Engine:
     @torch.no_grad()
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """What `prefill` does, eagerly."""
-        length = prompts.shape[1]
-        positions = torch.arange(length, device=prompts.device).expand(len(prompts), length)
+        batch, length = prompts.shape
         self.mask[:, :length] = True if mask is None else mask
         self.filled.fill_(length)
+        more = self._sharable(batch, length) - length  # behind the prompts, where none of their tokens looks
+        if more:
+            prompts = nn.functional.pad(prompts, (0, more))
+            mask = None if mask is None else nn.functional.pad(mask, (0, more), value=True)
+        positions = torch.arange(length + more, device=prompts.device).expand(batch, length + more)
         if mask is not None:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        self.positions.copy_(positions[:, -1:] + 1)
+        self.positions.copy_(positions[:, length - 1 : length] + 1)
         with _known_empty(self.cache):
-            return self._logits(prompts, mask, positions)
+            logits = self._logits(prompts, mask, positions, 1 + more)
+        if more:
+            torch._foreach_sub_([each.cumulative_length for each in self.cache.layers], more)
+        return logits
+
+    def _sharable(self, batch: int, length: int) -> int:
+        """The next length at which ranks can share the tokens, if the model does and there are enough."""
+        least = next((each.least for each in self.model.modules() if isinstance(each, ScatteringRow)), None)
+        if least is None or batch * length < least:
+            return length
+        step = self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
+        longer = -(-length // step) * step
+        return longer if longer <= self.max_length else length
 
     @torch.no_grad()
     def accept(self, logits: torch.Tensor) -> None:
@@ -184,8 +204,8 @@ class Engine:
         self.accept(logits)
         return logits
 
-    def _logits(self, tokens, mask, positions) -> torch.Tensor:
-        """Of the last token only: the head's product is the largest there is."""
+    def _logits(self, tokens, mask, positions, from_end: int = 1) -> torch.Tensor:
+        """Of one token a row, by default the last: the head's product is the largest there is."""
         with nullcontext() if self._compiled is None else self._compiled.serving(tokens.shape[1]):
             result = self.model(
                 input_ids=tokens,
@@ -193,9 +213,9 @@ class Engine:
                 position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=from_end,
             )
-        return result.logits[:, -1]
+        return result.logits[:, -from_end]
 
     @torch.no_grad()
     def _compile(self, backend: str) -> None:

@@ -7,7 +7,8 @@
                         o_proj, down_proj       matmul_reduce_scatter: this rank's rows of the sum
 
 So norms and sums take 1/w of the work, and the reduction's second half, which spreads the sums to all ranks, happens
-inside the next product. It pays for many tokens: fewer than `least`, or a number that w does not divide, run as usual.
+inside the next product. It pays for many tokens: fewer than `least`, or a number that w does not divide, run as usual
+(an engine adds a few to such prompts).
 
 Nothing is remembered between calls. A share is told from whole hidden states by its two dimensions, [rows, H] and not
 [B, T, H]; how B*T divides into B and T is read off the position embeddings, which stay whole; and a row-parallel linear

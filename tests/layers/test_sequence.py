@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from iris.errors import ShapeError, StyleError
+import layers
 from layers.parallelize import parallelize
 import pytest
 import torch
@@ -51,6 +52,31 @@ def test_logits_and_tokens_are_the_unsplit_models(world_size: int, name: str) ->
         assert torch.equal(generated, tokens)
         for result, expected in zip((logits, odd, few), exact, strict=True):
             assert (result.cpu() - expected).abs().max() <= 6 * own
+
+
+def engine_body(ctx) -> list:
+    """Prompts whose tokens the ranks do not divide, plain and padded: shared all the same, and nothing is left."""
+    model = models.build("kv2")
+    parallelize(model, ctx, sequence_parallel=LEAST)
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    rows, made = models.prompt().tolist(), []
+    for batch in ([rows[0]], [rows[0], rows[1][2:]]):  # 7 tokens; 14, with two of padding
+        engine = layers.Engine(model, ctx, len(batch), 14)
+        made.append((engine.generate(batch, 5), engine.generate(batch, 5)))
+        assert len(seen[0]) == 2 and len(seen[1]) == 3, "prompts are shared, steps are not"
+        seen.clear()
+    engine = layers.Engine(model, ctx, 1, 8)  # no room behind
+    made.append((engine.generate([rows[0]], 1), engine.generate([rows[0]], 1)))
+    return made
+
+
+@pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [3])
+def test_an_engine_shares_any_number_of_tokens(world_size: int) -> None:
+    whole, padded = (models.generate(models.build("kv2"), padded=padded)[:, 7:].tolist() for padded in (False, True))
+    expected = [[whole[0]], padded, [whole[0][:1]]]
+    for result in run_ranks(world_size, engine_body):
+        assert result == [(each, each) for each in expected]
 
 
 REFUSED = {
