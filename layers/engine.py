@@ -14,9 +14,9 @@ noise that a sample is drawn with comes from a generator of the engine's own, se
 is read from the same tokens.
 
 Layers with a sliding window get a cache of full length too: the mask alone keeps the window, so a step stays the same
-whatever the position. Where ranks share the tokens of prompts (`sequence`) but do not divide them, a few tokens that mean
-nothing are put behind: attention is causal, and the cache forgets them. Not a server: one batch at a time, all rows to
-the end of the longest.
+whatever the position. Where ranks share the tokens of prompts (`sequence`) but do not divide them, a few tokens that
+mean nothing are put behind: attention is causal, and the cache forgets them. Not a server: one batch at a time, all
+rows to the end of the longest.
 """
 
 from __future__ import annotations
