@@ -16,7 +16,7 @@ from tests.test_benchmarks import ROOT, alone  # noqa: F401  (a fixture)
 def test_every_contender_from_end_to_end(tmp_path):
     keys = ["ours", "nccl", "transformers", "sequence", "sequence-nccl", "ours-fp8"]
     command = [sys.executable, "-m", "benchmarks.llm", "--ranks", "2", "--device", "cpu", "--model", "tiny"]
-    command += ["--contenders", ",".join(keys), "--rounds", "1", "--batches", "2", "--prompts", "3"]
+    command += ["--contenders", ",".join(keys), "--rounds", "2", "--batches", "2", "--prompts", "3"]
     command += ["--out", str(tmp_path), "--name", "tiny"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
