@@ -33,9 +33,13 @@ def _host_clock():
     return time.monotonic_ns()
 
 
-def _host_peer_gone(pid):
+def _host_any_gone(pids):
+    return any(_has_ended(pid) for pid in pids.handle.data.flat if pid)
+
+
+def _has_ended(pid):
     try:
-        descriptor = os.pidfd_open(int(pid.handle.data.item()))
+        descriptor = os.pidfd_open(int(pid))
     except ProcessLookupError:
         return True
     try:
@@ -49,7 +53,7 @@ def _host_pause(polls):
     time.sleep(50e-6 * 2 ** min(5, int(polls.handle.data.item())))
 
 
-for _function in (_host_clock, _host_peer_gone, _host_pause):
+for _function in (_host_clock, _host_any_gone, _host_pause):
     _function.__triton_builtin__ = True
 
 
@@ -93,10 +97,10 @@ def pause(polls):
 
 
 @device_function
-def peer_gone(pid):
-    """Whether a peer's process has ended; only known where kernels run on the host."""
+def any_gone(pids):
+    """Whether one of these processes, 0 for none, has ended; only known where kernels run on the host."""
     if INTERPRET:
-        return _host_peer_gone(pid)
+        return _host_any_gone(pids)
     else:
         return False
 

@@ -16,6 +16,7 @@ and whoever leaves it with something still missing calls `report`. The first wai
 word and writes a record that the host raises from; all other waits of the rank see the mark and give up too.
 """
 
+import triton
 import triton.language as tl
 
 from . import arch
@@ -64,10 +65,8 @@ def is_late(end, polls):
 @device_function
 def anyone_gone(ctx):
     """Whether any rank's process has ended."""
-    gone = False
-    for i in tl.static_range(ctx.world_size):
-        gone = gone | arch.peer_gone(ctx.pid(i))
-    return gone
+    ranks = tl.arange(0, triton.next_power_of_2(ctx.world_size))
+    return arch.any_gone(ctx.pids(ranks, ranks < ctx.world_size))
 
 
 @device_function

@@ -36,6 +36,11 @@ class RemoteAccess:
         return tl.load(self.words + HEADER + self.world_size + rank)
 
     @device_function
+    def pids(self, ranks, mask):
+        """Process ids of a block of ranks, int64, 0 where masked out."""
+        return tl.load(self.words + HEADER + self.world_size + ranks, mask=mask, other=0)
+
+    @device_function
     def remote(self, pointer, to_rank):
         """The address at `to_rank` of what this rank calls `pointer`."""
         return rma.translate(pointer, self.rank, to_rank, self.heap_bases())

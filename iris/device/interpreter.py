@@ -2,7 +2,8 @@
 
 Nothing that a kernel computes or checks changes. Triton 3.6, at each launch and each call of a jit function inside a
 kernel, looks through the whole language for functions to put its own in place of; computes whether an int32 overflows,
-though without its debug option it drops the answer; and writes down a table of numpy's dtypes for each value made.
+though without its debug option it drops the answer; and writes down a table of numpy's dtypes, and the names of the
+types of its sizes, for each value made.
 """
 
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from dataclasses import replace
 
 def spare_repetition() -> None:
     """For this process, in which the interpreter is on."""
+    from triton.language import core
     from triton.runtime import interpreter
 
     interpreter._patch_lang = _once_a_module(interpreter._patch_lang)
     interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
+    core._type_for_tuple_values = _once_a_shape(core._type_for_tuple_values)
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
 
@@ -49,5 +52,19 @@ def _once_a_name(np_dtype: Callable) -> Callable:
         if name not in known:
             known[name] = np_dtype(element)
         return known[name]
+
+    return found
+
+
+def _once_a_shape(type_of: Callable) -> Callable:
+    known = {}
+
+    def found(values, fields=None):
+        sizes = tuple(getattr(value, "value", None) for value in values)
+        if fields or any(type(size) is not int for size in sizes):
+            return type_of(values, fields)
+        if sizes not in known:
+            known[sizes] = type_of(values)
+        return known[sizes]
 
     return found

@@ -70,7 +70,7 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
     arrived = False
     waiting = True
     while waiting:
-        late = is_late(end, polls) | arch.peer_gone(ctx.pid(peer))
+        late = is_late(end, polls) | arch.any_gone(ctx.pid(peer))
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         arrived = _reached(seen, expected, exact)
         polls += 1
@@ -209,23 +209,13 @@ def _missing(flags, step, expected, ranks, mask, exact: tl.constexpr):
 
 
 @device_function
-def _gone(ctx, ranks, mask):
-    gone = False
-    if arch.INTERPRET:
-        for i in tl.static_range(ctx.world_size):
-            awaited = tl.max((mask & (ranks == i)).to(tl.int32)) != 0
-            gone = gone | (awaited & arch.peer_gone(ctx.pid(i)))
-    return gone
-
-
-@device_function
 def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, exact: tl.constexpr):
     end = deadline(ctx)
     polls = 0
     missing = True
     waiting = True
     while waiting:
-        late = is_late(end, polls) | _gone(ctx, ranks, mask)
+        late = is_late(end, polls) | arch.any_gone(ctx.pids(ranks, mask))
         missing = _missing(flags, step, expected, ranks, mask, exact)
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)
@@ -236,7 +226,7 @@ def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, e
             awaited = tl.max((mask & (ranks == peer)).to(tl.int32)) != 0
             wanted = tl.sum(tl.where(ranks == peer, expected, 0))
             seen = tl.load(flags + peer * step, volatile=True)
-            gone = (turn >= ctx.world_size) | arch.peer_gone(ctx.pid(peer))
+            gone = (turn >= ctx.world_size) | arch.any_gone(ctx.pid(peer))
             if awaited & gone & (_reached(seen, wanted, exact) == 0):
                 report(ctx, waiter, wanted, peer, seen)
     return missing
