@@ -1,12 +1,14 @@
 """What the compilers make of every kernel, and checks that read it: each returns what is wrong with the assembly.
 
-`tests/compile_kernels.py` compiles in a process of its own, a target once a session. Kernels that are broken on purpose
-(`tests/rma_kernels.py`) show that each check can fail.
+`tests/compile_kernels.py` compiles in a process of its own, a target once a session, from its beginning on: with low
+priority, while ranks of other tests wait for each other. Kernels that are broken on purpose (`tests/rma_kernels.py`)
+show that each check can fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 import itertools
 import os
@@ -49,17 +51,39 @@ class Kernel:
 Kernels = dict[str, Kernel]
 
 
-def compile_all(target: str, folder: Path) -> Kernels:
-    """The kernels of a target, or as they are without any call that records events."""
-    source = ROOT
-    if target == UNTRACED:
-        target, source = "sm_90", folder / "source"
-        copy_untraced(source)
-    command = [sys.executable, "-m", "tests.compile_kernels", target, str(folder)]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {path.stem: _read(path) for path in sorted(folder.iterdir()) if path.suffix in (".ptx", ".amdgcn")}
+class Compilation:
+    """Of a target's name, its kernels by name; those of `UNTRACED` are without any call that records events."""
+
+    def __init__(self, new_folder: Callable[[str], Path]) -> None:
+        self._processes: list[subprocess.Popen] = []
+        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._found = {
+            target: self._pool.submit(self._compile, target, new_folder("compiled"))
+            for target in (*CUDA, *HIP, UNTRACED)
+        }
+
+    def __call__(self, target: str) -> Kernels:
+        return self._found[target].result()
+
+    def _compile(self, target: str, folder: Path) -> Kernels:
+        source = ROOT
+        if target == UNTRACED:
+            target, source = "sm_90", folder / "source"
+            copy_untraced(source)
+        command = [sys.executable, "-m", "tests.compile_kernels", target, str(folder)]
+        environment = {**os.environ, "TRITON_INTERPRET": "0"}
+        said = subprocess.PIPE
+        process = subprocess.Popen(command, cwd=source, env=environment, stdout=said, stderr=said, text=True)
+        self._processes.append(process)
+        _, errors = process.communicate(timeout=1200)
+        assert process.returncode == 0, errors[-4000:]
+        return {path.stem: _read(path) for path in sorted(folder.iterdir()) if path.suffix in (".ptx", ".amdgcn")}
+
+    def close(self) -> None:
+        """Ends what nobody waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
 
 
 def _read(path: Path) -> Kernel:

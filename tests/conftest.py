@@ -1,8 +1,6 @@
 """Which tests run where: `gpu` ones under torchrun and only those, the rest without it; and what a session shares."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-import os
 
 import pytest
 
@@ -24,15 +22,14 @@ def _workers_end():
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], assembly.Kernels]]:
-    """Of a target's name, its kernels by name. The first call starts the compilation of all targets, side by side."""
-    known: dict[str, Future[assembly.Kernels]] = {}
-    pool = ThreadPoolExecutor(os.cpu_count())
+    """Of a target's name, its kernels by name."""
+    compilation = assembly.Compilation(tmp_path_factory.mktemp)
+    yield compilation
+    compilation.close()
 
-    def kernels(target: str) -> assembly.Kernels:
-        for name in (target, *assembly.CUDA, *assembly.HIP, assembly.UNTRACED):
-            if name not in known:
-                known[name] = pool.submit(assembly.compile_all, name, tmp_path_factory.mktemp("compiled"))
-        return known[target].result()
 
-    yield kernels
-    pool.shutdown(cancel_futures=True)
+@pytest.fixture(scope="session", autouse=True)
+def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
+    """Where a test of this session wants kernels compiled, all are from the first test on."""
+    if not harness.UNDER_TORCHRUN and any("compiled" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("compiled")
