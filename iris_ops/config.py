@@ -26,8 +26,9 @@ class FusedConfig:
     programs share, for the L2 cache. `num_programs`: size of the persistent grid, at most the chip's multiprocessors; 0
     takes them all. `stagger_us`: over what time the programs start, so that they do not all push at once; not in
     all_gather_matmul. Of the overlapped gathers only: `comm_programs`, how many programs of all_gather_matmul first
-    move data; `splits`, by rows or columns, into how many parts along K the tiles are cut that do not fill a round of
-    programs.
+    move data; `splits`, in all_gather_matmul by rows into how many parts along K the tiles are cut that do not fill a
+    round of programs, in matmul_all_gather, if more than 1, pairs of programs share the first tiles, and `stagger_us`
+    is over what time they end their parts.
 
     `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
     "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the

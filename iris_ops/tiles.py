@@ -65,10 +65,14 @@ class Matrix:
 
 @device_function
 def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """(row block, column block) of a tile: GROUP_M row blocks at a time, so that neighbours share A and B in L2."""
-    per_group = GROUP_M * num_n
-    first = (tile // per_group) * GROUP_M
-    height = min(num_m - first, GROUP_M)
+    """(row block, column block) of a tile: some GROUP_M row blocks at a time, so that neighbours share A and B in L2.
+
+    Groups are about equally high: one of a row block or two would read all of B for little.
+    """
+    group_m = tl.cdiv(num_m, tl.cdiv(num_m, GROUP_M))
+    per_group = group_m * num_n
+    first = (tile // per_group) * group_m
+    height = min(num_m - first, group_m)
     inside = tile % per_group
     return first + inside % height, inside // height
 

@@ -160,6 +160,8 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
 
 # Measured before reduce-scatters went shard by shard.
 OLDER = {"ops_float16_h200_x2", "ops_float16_h200_x4"}
+# Measured with a plan that was given up for it: pairs of 64 x 256 took 162 us where 64 x 64 had taken 152.
+GIVEN_UP = {("ops_models_h200_x4", MATMUL_GATHER, 64, 128256, 8192)}
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/ops_*.json"))
 
 
@@ -176,7 +178,8 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
         measured = FusedConfig(**{name: value for name, value in ours["plan"].items() if name != "prediction"})
         chosen, expected = plan(asked, machine), predict(asked, measured, machine).total_us
         faster = path.stem in OLDER and chosen.prediction.total_us < ours["graph_us"] * 1.2
-        assert chosen == measured or faster, f"{asked}: {measured}"
+        given_up = (path.stem, op, row["M"], row["N"], row["K"]) in GIVEN_UP
+        assert (chosen == measured) != given_up or faster, f"{asked}: {measured}"
         if abs(expected / ours["graph_us"] - 1) > 0.2:
             misses.append((op, row["M"], row["N"], row["K"], expected, ours["graph_us"]))
     assert len(misses) <= len(report["rows"]) / 10, misses
