@@ -53,16 +53,18 @@ def launch(
     """
     key = (kernel, *options.values(), *map(_specialization, args.values()))
     known = kernels.get(key)
-    if known is None:
+    first = known is None
+    if first:
         compiled = kernel[grid](**args, **options)
         if compiled is None:  # the interpreter compiles nothing
             return None
         known = kernels[key] = compiled, kernel.arg_names
-    else:
-        compiled, names = known
-        compiled[grid](*[args[name] for name in names])
     compiled, names = known
-    return prepare(compiled, grid, [args[name] for name in names], device)
+    values = [args[name] for name in names]
+    again = prepare(compiled, grid, values, device)
+    if not first and (again is None or not again()):
+        compiled[grid](*values)
+    return again
 
 
 def launcher(
