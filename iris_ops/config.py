@@ -11,7 +11,7 @@ ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_engines"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Expected times in microseconds, by the model of `plan.py`."""
+    """Expected times in microseconds, by the model of `predict.py`."""
 
     gemm_us: float
     link_us: float

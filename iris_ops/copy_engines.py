@@ -31,7 +31,7 @@ from . import torch_product
 from .problem import GATHER_MATMUL, Problem, part_of
 
 if TYPE_CHECKING:
-    from .plan import Machine
+    from .machine import Machine
     from .workspace import Workspace
 
 # Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.

@@ -15,10 +15,12 @@ from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_gather import few_rows_gather_kernel
+from .machine import Machine, machine_named
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
-from .plan import Machine, cut_tiles, early_tiles, gemm_tiles, machine_named, paired_tiles, spread
+from .predict import spread
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
+from .rounds import cut_tiles, early_tiles, gemm_tiles, paired_tiles
 from .staging import TMA_ALIGNMENT, exchange_ld, exchanged_part, gathered_part, parts, pieces, staged, tiles_of
 from .unfused import UNFUSED
 
@@ -37,7 +39,7 @@ _TALL = 4
 
 
 def machine(device: torch.device) -> Machine:
-    """The rates that the model of `plan.py` reckons with on `device`."""
+    """The rates that the model of `predict.py` reckons with on `device`."""
     if device.type == "cpu":
         return machine_named("interpreter", 1)
     properties = torch.cuda.get_device_properties(device)

@@ -25,7 +25,7 @@ from . import torch_product
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 
 if TYPE_CHECKING:
-    from .plan import Machine
+    from .machine import Machine
     from .workspace import Workspace
 
 

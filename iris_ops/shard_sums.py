@@ -27,7 +27,7 @@ from .problem import REDUCE_SCATTER, Problem, part_of
 from .sum_parts import sum_parts_kernel
 
 if TYPE_CHECKING:
-    from .plan import Machine
+    from .machine import Machine
     from .workspace import Workspace
 
 # Microseconds: a barrier of the ranks in a stream, what a copy takes beside its bytes, and a kernel behind another.

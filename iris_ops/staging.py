@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton import cdiv
 
 from .config import FusedConfig
-from .plan import cut_tiles, paired_tiles
 from .problem import GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part, part_size
+from .rounds import cut_tiles, paired_tiles
 from .unfused import UNFUSED
 
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200

@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(args: argparse.Namespace) -> int:
     from iris.errors import ArgumentError
-    from iris_ops.plan import machine_named, plan
+    from iris_ops.machine import machine_named
+    from iris_ops.plan import plan
     from iris_ops.problem import problem_asked
     import torch
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 from iris.memory.base import ALLOCATORS
-from iris_ops.plan import machine_named, plan
+from iris_ops.machine import machine_named
+from iris_ops.plan import plan
 from iris_ops.problem import problem_asked
 from iris_tp import cli, doctor
 import pytest

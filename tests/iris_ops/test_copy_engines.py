@@ -9,7 +9,7 @@ import time
 import iris
 from iris.errors import PeerLostError
 from iris_ops import FusedConfig, copy_engines
-from iris_ops.plan import machine_named
+from iris_ops.machine import machine_named
 from iris_ops.problem import GATHER_MATMUL, Problem, part_of
 import pytest
 import torch

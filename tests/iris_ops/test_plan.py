@@ -9,7 +9,9 @@ from statistics import median
 
 import iris
 from iris_ops import FusedConfig, torch_product
-from iris_ops.plan import Machine, machine_named, plan, predict
+from iris_ops.machine import Machine, machine_named
+from iris_ops.plan import plan
+from iris_ops.predict import predict
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem
 from iris_ops.staging import workspace_size
 from iris_ops.unfused import UNFUSED

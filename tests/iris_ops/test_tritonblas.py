@@ -8,7 +8,8 @@ from pathlib import Path
 import sys
 
 from iris_ops import tritonblas
-from iris_ops.plan import _plan, machine_named, plan
+from iris_ops.machine import machine_named
+from iris_ops.plan import _plan, plan
 from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 import pytest
 import torch

@@ -1,0 +1,45 @@
+"""What the models of times know of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one device, measured where the name says so."""
+
+    name: str
+    num_programs: int
+    """Programs that run at once: multiprocessors."""
+    tflops: float
+    """bf16 products of the whole chip at large tiles."""
+    hbm_gbs: float
+    link_gbs: float
+    """To all peers together, each way."""
+    launch_us: float
+    hop_us: float
+    """Store, signal and poll between two devices."""
+    exchange_us: float
+    """Data that says itself that it has arrived (`iris/device/exchange.py`): store and poll."""
+
+
+_MACHINES = {
+    # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
+    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6),
+    # Data sheet values scaled by what the H200 reaches of its own; not measured.
+    "NVIDIA H100": Machine("NVIDIA H100", 132, 700.0, 3000.0, 380.0, 3.2, 6.5, 1.6),
+    "AMD Instinct MI300X": Machine("AMD Instinct MI300X", 304, 600.0, 4000.0, 300.0, 5.0, 6.0, 3.0),
+    "AMD Instinct MI350X": Machine("AMD Instinct MI350X", 256, 1000.0, 6000.0, 350.0, 5.0, 6.0, 3.0),
+}
+INTERPRETER = "interpreter"
+
+
+def machine_named(name: str, num_programs: int) -> Machine:
+    """The rates of a device by its name; of an unknown one, the H200's scaled by its multiprocessors."""
+    if name in _MACHINES:
+        return _MACHINES[name]
+    if name == INTERPRETER:
+        return Machine(INTERPRETER, 1, 0.05, 1.0, 1.0, 2000.0, 5000.0, 5000.0)
+    scale = num_programs / 132
+    return Machine(name, num_programs, 740.0 * scale, 4300.0 * scale, 380.0, 3.2, 6.5, 1.6)

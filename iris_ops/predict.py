@@ -1,0 +1,215 @@
+"""How long a configuration should take: an analytical model in the manner of tritonBLAS.
+
+(https://github.com/ROCm/tritonBLAS): rounds of tiles over multiprocessors for the product, bytes over the link's rate
+for the collective, fixed latencies for hops, and how much of one the other hides, by measurement on H200s.
+"""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+
+from .config import FusedConfig, Prediction
+from .machine import INTERPRETER, Machine
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
+from .rounds import cut_tiles, early_tiles, gemm_tiles, paired_tiles
+from .unfused import UNFUSED
+
+# (block_m, block_n, block_k, warps, stages): share of the chip's rate that a full wave of such tiles reaches, bf16.
+GPU_TILES = {
+    (128, 256, 64, 8, 3): 1.0,
+    (128, 128, 64, 8, 4): 0.86,
+    (64, 256, 64, 8, 4): 0.72,
+    (64, 128, 64, 4, 4): 0.60,
+    (64, 64, 128, 4, 4): 0.40,
+    (32, 64, 128, 4, 4): 0.22,
+    (16, 64, 128, 4, 5): 0.12,
+    (16, 128, 128, 4, 4): 0.14,
+}
+# For few rows: enough weights under way for the memory's full rate; measured on H200s.
+EXCHANGE_TILES = {
+    (16, 64, 256, 4, 4): 0.25,
+    (16, 64, 128, 4, 8): 0.25,
+    (32, 64, 128, 4, 6): 0.36,
+    (64, 64, 128, 8, 6): 0.58,
+    (128, 64, 128, 8, 4): 0.76,
+    (128, 128, 64, 8, 4): 0.92,
+}
+_EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
+# Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
+FP32_TILES = {(64, 128, 32, 8, 2): 1.0, (64, 64, 32, 4, 3): 0.9, (32, 64, 32, 4, 3): 0.7, (16, 64, 64, 4, 3): 0.4}
+_FP32_SHARE = 0.05
+
+
+# Hops that nothing hides: the entry, then what the last tiles wait for.
+_HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
+# Of the link's rate, what words get that are polled, emptied and stored once more.
+_WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 1.0, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
+# How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
+_EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
+# What one program stores or loads of the parts of tiles, GB/s.
+_PARTS_GBS = 28.0
+# What one program stores to its peers, GB/s, while few others do.
+_PUSH_GBS = 43.0
+# Of the link's rate, what programs get that push tiles to everyone and then multiply the next.
+_PUSHED = 0.75
+# Until a pair of programs has joined the parts of a tile of 128 x 256.
+_PAIR_US = 14.0
+# Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
+_MIXED_US = 14.0
+
+
+def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
+    """The time that `config` should take."""
+    if config.algorithm in UNFUSED:
+        return Prediction(*UNFUSED[config.algorithm].predict(problem, machine))
+    gemm = gemm_us(problem, config, machine)
+    if config.algorithm != "overlapped":
+        way = _exchanged
+    elif problem.op == ALL_REDUCE:
+        way = _summed_for_all
+    elif problem.op == MATMUL_GATHER and paired_tiles(problem, config, programs_of(config, machine)):
+        way = _pushed_by_pairs
+    elif problem.op == MATMUL_GATHER and config.stagger_us:
+        way = _pushed_in_turn
+    else:
+        way = _overlapped
+    link, total = way(problem, config, machine, gemm)
+    return Prediction(gemm, link, total + machine.launch_us)
+
+
+def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): words behind the product of a single round, which hides nothing."""
+    # each word's way: in one shot of an all-reduce everyone gets everything
+    shots = 2 if config.algorithm == "two_shot" else 1
+    nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
+    link = nbytes / (machine.link_gbs * _WORDS[problem.op] * 1e3)
+    shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
+    return link, gemm + link + _hops(problem, shots) * machine.exchange_us
+
+
+def _pushed_by_pairs(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    # as a unit ends, its program pushes without the others' company
+    push = _paired_end(problem, config, machine) * _push_us(problem, config)
+    joined = _PAIR_US * config.block_m * config.block_n / (128 * 256)
+    first = 0.6 * tile_us(problem, config, machine)
+    return link, max(gemm + push + joined, link / _PUSHED + first) + _hops(problem) * machine.hop_us
+
+
+def _pushed_in_turn(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine)
+    waves = -(-tiles // programs)
+    # of the programs with most tiles the last starts latest, and each pushes without the others' company
+    late = config.stagger_us * (tiles % programs or programs) / programs
+    push = waves * _push_us(problem, config)
+    return link, max(gemm + late + push, link / _PUSHED + gemm / waves) + _hops(problem) * machine.hop_us
+
+
+def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    w, (rows, cols, _) = problem.world_size, owned_part(problem, config)
+    # the rank that owns most receives, sums and sends most
+    link = problem.link_bytes / (machine.link_gbs * 1e3) * min(rows * cols * w / max(1, problem.M * problem.N), w)
+    if early_tiles(problem, config, programs_of(config, machine)) < gemm_tiles(problem, config) // w:
+        # the link has about as much to do at any time
+        total = max(gemm + 0.38 * link, 1.15 * link) + _MIXED_US
+    else:
+        # others' tiles are pushed while theirs and then our own are multiplied, the sums while our own are
+        total = max(gemm * (w - 1) / w, link / 2) + max(gemm / w, link / 2)
+        # at the end all programs push their sums, more or less at once
+        last = 0.7 * (w - 1) * machine.num_programs * _tile_bytes(problem, config) / (machine.link_gbs * 1e3)
+        total += min(link, last)
+    return link, total + _hops(problem, _HOPS[problem.op]) * machine.hop_us
+
+
+def _overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    hops, exposed = _HOPS[problem.op], _EXPOSED[problem.op]
+    if problem.op == REDUCE_SCATTER:
+        hops += 0.5 * (problem.world_size - 2)
+    else:
+        # a single round of tiles that are pushed as they end, or wait for rows that they multiply, hides nothing
+        rounds = gemm_tiles(problem, config) / programs_of(config, machine)
+        exposed = 1 if rounds <= 1 else 0.7 if rounds <= 2 else exposed
+    return link, max(gemm, link) + exposed * min(gemm, link) + _hops(problem, hops) * machine.hop_us
+
+
+def _hops(problem: Problem, hops: float = 1) -> float:
+    return 0 if problem.world_size == 1 else hops
+
+
+def _tile_bytes(problem: Problem, config: FusedConfig) -> int:
+    return config.block_m * config.block_n * problem.dtype.itemsize
+
+
+def _push_us(problem: Problem, config: FusedConfig) -> float:
+    """One tile, by one program to all peers."""
+    return (problem.world_size - 1) * _tile_bytes(problem, config) / (_PUSH_GBS * 1e3)
+
+
+def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
+    """One rank's product, all of it."""
+    m, n, k = problem.gemm
+    bm, bn, bk = config.block_m, config.block_n, config.block_k
+    tiles = gemm_tiles(problem, config)
+    steps = -(-k // bk)
+    if machine.name == INTERPRETER:
+        elements = bm * bk + bk * bn
+        return tiles * (4000.0 + steps * (1500.0 + elements * 0.02 + bm * bn * bk * 2e-5))
+    programs = programs_of(config, machine)
+    whole_us = tile_us(problem, config, machine)
+    cut = cut_tiles(problem, config, programs)
+    compute = -(-(tiles - cut) // programs) * whole_us
+    if paired_tiles(problem, config, programs):
+        compute = _paired_end(problem, config, machine) * whole_us
+    elif cut:
+        # each part of a tile is stored, and the last one loads the others
+        store_us = bm * bn * 4 / _PARTS_GBS / 1e3
+        units = -(-cut * config.splits // programs)
+        compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
+    stream = (m * k + k * n) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
+    # a program alone cannot draw its share of HBM when few of them run
+    few_rows = config.algorithm != "overlapped"
+    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if few_rows else 0.9 * programs
+    stream *= max(1.0, enough / max(1, min(tiles, programs)))
+    # as the chip comes to its power limit
+    warmth = log(min(max(compute, 500.0), 2000.0) / 500.0) / log(4.0)
+    return max(compute * (1 + 0.07 * warmth), stream)
+
+
+def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
+    """The product of one tile in one program."""
+    fp32 = problem.dtype == torch.float32
+    bm, bn, bk = config.block_m, config.block_n, config.block_k
+    few_rows = config.algorithm != "overlapped"
+    shares = FP32_TILES if fp32 else EXCHANGE_TILES if few_rows else GPU_TILES
+    unknown = min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
+    share = shares.get((bm, bn, bk, config.num_warps, config.num_stages), unknown)
+    rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
+    return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5
+
+
+def programs_of(config: FusedConfig, machine: Machine) -> int:
+    """Programs of the persistent grid."""
+    return min(config.num_programs or machine.num_programs, machine.num_programs)
+
+
+def _paired_end(problem: Problem, config: FusedConfig, machine: Machine) -> float:
+    """When the last of paired programs ends, in times of a tile: each later unit is a whole tile."""
+    programs, width = programs_of(config, machine), spread(problem, config, machine) / 1024
+    pairs = paired_tiles(problem, config, programs)
+    rounds, left = divmod(gemm_tiles(problem, config) - pairs, programs)
+
+    def first(unit: int) -> float:
+        return 0.5 + width * ((unit + 0.5) / (2 * pairs) - 0.5)
+
+    if pairs < programs // 2:
+        return first(2 * pairs - 1)
+    return max(first(left - 1) + rounds + 1 if left else 0.0, first(programs - 1) + rounds)
+
+
+def spread(problem: Problem, config: FusedConfig, machine: Machine) -> int:
+    """Over how much of a tile's time the first units of paired programs end, in 1/1024."""
+    return min(1024, int(1024 * config.stagger_us / tile_us(problem, config, machine)))

@@ -1,0 +1,61 @@
+"""Into how many tiles a rank's product falls, and which of them are cut, shared or computed early: arithmetic.
+
+`programs` is how many run at once on the device; a configuration may take fewer.
+"""
+
+from __future__ import annotations
+
+from .config import FusedConfig
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
+
+_L2_BYTES = 50 << 20  # of an H200
+
+
+def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
+    """Tiles of one rank's product; they do not cross the borders of the ranks' parts."""
+    m, n, _ = problem.gemm
+    if config.algorithm == "overlapped" and problem.op in (REDUCE_SCATTER, ALL_REDUCE):
+        rows, cols, _ = owned_part(problem, config)
+        return problem.world_size * _count(rows, cols, config)
+    if config.algorithm == "overlapped" and problem.op == GATHER_MATMUL and problem.form == "rows":
+        return problem.world_size * _count(problem.part_rows, n, config)
+    return _count(m, n, config)
+
+
+def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many tiles are cut along K: those that do not fill a round of programs; of few rounds all of them.
+
+    Only all_gather_matmul by rows cuts tiles so.
+    """
+    if config.splits == 1 or problem.op != GATHER_MATMUL or problem.form != "rows":
+        return 0
+    tiles, programs = gemm_tiles(problem, config), config.num_programs or programs
+    return tiles % programs if tiles >= 2 * programs else tiles
+
+
+def paired_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many of the first tiles of a matmul_all_gather are shared by two programs; see `tiles.paired_tile`."""
+    if config.splits == 1 or problem.op != MATMUL_GATHER or config.algorithm != "overlapped":
+        return 0
+    return min(gemm_tiles(problem, config), (config.num_programs or programs) // 2)
+
+
+def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many tiles of each other owner a rank computes before the first of its own; see `matmul_reduce_scatter.turn`.
+
+    All of them, but in an all-reduce among three or more: the sums of own tiles go to several peers each, and the link
+    would be idle before and too narrow at the end. Two rounds ahead, others' tiles have arrived when they are summed.
+    Mixed owners share less of their operands: what a round reads must fit in L2, unless there are few rounds.
+    """
+    rows, cols, _ = owned_part(problem, config)
+    owned, programs = _count(rows, cols, config), config.num_programs or programs
+    early = -(-2 * programs // problem.world_size)
+    if problem.op != ALL_REDUCE or problem.world_size < 3 or owned <= early:
+        return owned
+    high = problem.world_size * config.group_m
+    operands = (high * config.block_m + programs / high * config.block_n) * problem.K * problem.dtype.itemsize
+    return early if owned <= 2 * programs or operands <= _L2_BYTES else owned
+
+
+def _count(rows: int, cols: int, config: FusedConfig) -> int:
+    return -(-rows // config.block_m) * -(-cols // config.block_n)
