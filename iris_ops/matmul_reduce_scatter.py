@@ -36,7 +36,8 @@ def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
     late = t - early * others
     mixed = (owned - early) * WORLD_SIZE
     group, place = late // WORLD_SIZE, late % WORLD_SIZE
-    own_place = group // tl.cdiv(programs, WORLD_SIZE) % WORLD_SIZE
+    # moves on by one more than a program's place does
+    own_place = group // tl.cdiv(programs, WORLD_SIZE) * (programs % WORLD_SIZE + 1) % WORLD_SIZE
     before = tl.where(late < 0, t, early * others + group * others + place - (place > own_place).to(tl.int32))
     own = tl.where(late < mixed, group, late - mixed + owned - early)
     is_own = (late >= mixed) | ((late >= 0) & (place == own_place))

@@ -72,7 +72,7 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
     group_m = tl.cdiv(num_m, tl.cdiv(num_m, GROUP_M))
     per_group = group_m * num_n
     first = (tile // per_group) * group_m
-    height = min(num_m - first, group_m)
+    height = tl.minimum(num_m - first, group_m)
     inside = tile % per_group
     return first + inside % height, inside // height
 
