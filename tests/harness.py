@@ -53,6 +53,7 @@ both = [pytest.mark.gpu] if UNDER_TORCHRUN else []
 
 TIMEOUT_S = 120.0
 _WAIT_LIMIT_S = 100.0  # of a wait inside a kernel: below the above, so that its own report comes first
+_GRACE_S = 5.0  # for the other ranks, once one has failed: they may wait for it in vain
 _POOLS_KEPT = len(WORLDS)
 _CPU_HEAP = 8 << 30  # address space; memory is taken where it is touched
 _GPU_HEAP = 16 << 30
@@ -190,7 +191,7 @@ class _Pool:
                         outcomes[rank] = Failure(lost, str(lost))
                     if isinstance(outcomes[rank], Failure) and not failed:
                         failed = True
-                        deadline = min(deadline, time.monotonic() + 5)  # the others may wait for this one in vain
+                        deadline = min(deadline, time.monotonic() + _GRACE_S)
                 if not ready:
                     break
             if running and not failed:

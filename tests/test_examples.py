@@ -23,6 +23,7 @@ SCATTERS = ("bulk_synchronous", "producer_consumer", "fused_sequential", "fused_
 IN_WORKERS = {
     "atomics": 3,
     "ring": 3,
+    "split_a_model": 3,
     "store_load": 3,
     "message_passing": 2,
     "message_passing_put": 2,

@@ -1,5 +1,6 @@
 """What goes wrong outside: ranks that die or do not come, memory that is not there, environments that do not fit."""
 
+from concurrent.futures import ThreadPoolExecutor
 import os
 from pathlib import Path
 import resource
@@ -81,7 +82,7 @@ def _wait_for_the_late(rank, world_size):
     ctx = iris.iris(1 << 20)
     ctx.barrier()
     if rank == 1:
-        time.sleep(6)
+        time.sleep(4)
         return None
     begin = time.monotonic()
     with pytest.raises(errors.PeerLostError, match=r"rank 0 lost rank 1.*1.5 s \(IRIS_TIMEOUT\)"):
@@ -92,7 +93,7 @@ def _wait_for_the_late(rank, world_size):
 def test_a_rank_that_does_not_come_is_an_error_after_the_time_out():
     ended = run_fresh(2, _wait_for_the_late, env={"IRIS_TIMEOUT": "1.5"})
     assert [end.exitcode for end in ended] == [0, 0], ended[0].traceback
-    assert 1.5 <= ended[0].result < 5
+    assert 1.5 <= ended[0].result < 3.5
 
 
 def _come_after_a_failed_wait(rank, world_size):
@@ -168,13 +169,16 @@ def _python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_triton_imported_before_iris_is_an_error_that_says_what_to_do():
-    late = _python("import triton; import iris")
+    works = "import iris; ctx = iris.iris(1 << 20); ctx.barrier(); print(ctx.ones(2).sum().item())"
+    ways = (("", {}), ("import triton; ", {"TRITON_INTERPRET": "1"}), ("import torch; ", {}))
+    with ThreadPoolExecutor() as pool:
+        started = pool.submit(_python, "import triton; import iris")
+        others = [pool.submit(_python, first + works, **env) for first, env in ways]
+    late = started.result()
     assert late.returncode == 1
     assert "iris.errors.PlatformError: triton was imported before iris" in late.stderr
     assert "Import iris first, or set TRITON_INTERPRET=1" in late.stderr
-    works = "import iris; ctx = iris.iris(1 << 20); ctx.barrier(); print(ctx.ones(2).sum().item())"
-    for first, env in (("", {}), ("import triton; ", {"TRITON_INTERPRET": "1"}), ("import torch; ", {})):
-        done = _python(first + works, **env)
+    for done in (other.result() for other in others):
         assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr
 
 

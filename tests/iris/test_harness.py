@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tests import harness
 from tests.checks import assert_close_to_reference, guarded
 from tests.harness import WORLDS, run_fresh, run_ranks
 
@@ -32,7 +33,8 @@ def _fail_on(ctx, rank):
     ctx.barrier()
 
 
-def test_an_exception_on_one_rank_is_raised_with_its_traceback():
+def test_an_exception_on_one_rank_is_raised_with_its_traceback(monkeypatch):
+    monkeypatch.setattr(harness, "_GRACE_S", 1.0)
     with pytest.raises(KeyError, match="this one") as caught:
         run_ranks(2, _fail_on, 1)
     assert "on rank 1" in str(caught.value.__cause__) and "_fail_on" in str(caught.value.__cause__)

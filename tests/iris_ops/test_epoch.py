@@ -141,7 +141,7 @@ cpu_only = pytest.mark.skipif(UNDER_TORCHRUN, reason="ends a rank's process")
 
 
 def lose_a_rank(rank: int, world_size: int, case: Case, dead: int, while_waiting: bool) -> tuple[str, float]:
-    """Rank `dead` is killed after a second: instead of its call, or in its call while that waits for rank 0.
+    """Rank `dead` is killed after half a second: instead of its call, or in its call while that waits for rank 0.
 
     Returns what the call raised, and how long after the kill.
     """
@@ -150,16 +150,16 @@ def lose_a_rank(rank: int, world_size: int, case: Case, dead: int, while_waiting
     call.run()
     call.check()
     ctx.barrier()
-    killed = time.monotonic() + 1
+    killed = time.monotonic() + 0.5
     if rank == dead:
         if while_waiting:
             signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            signal.alarm(1)
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
         else:
-            time.sleep(1)
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
     elif while_waiting and rank == 0:
-        time.sleep(2)
+        time.sleep(1)
     with pytest.raises(PeerLostError) as caught:
         for _ in range(2):  # all that the first one needs may have been sent before
             call.run()
