@@ -159,14 +159,16 @@ class Engine:
         batch, length = prompts.shape
         self.mask[:, :length] = True if mask is None else mask
         self.filled.fill_(length)
+        positions = torch.arange(length, device=prompts.device).expand(batch, length)
+        if mask is not None:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        self.positions.copy_(positions[:, -1:] + 1)
         more = self._sharable(batch, length) - length  # behind the prompts, where none of their tokens looks
         if more:
             prompts = nn.functional.pad(prompts, (0, more))
             mask = None if mask is None else nn.functional.pad(mask, (0, more), value=True)
-        positions = torch.arange(length + more, device=prompts.device).expand(batch, length + more)
-        if mask is not None:
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        self.positions.copy_(positions[:, length - 1 : length] + 1)
+            # at the last one's position: some rotary embeddings go by the largest
+            positions = torch.cat((positions, positions[:, -1:].expand(batch, more)), 1)
         with _known_empty(self.cache):
             logits = self._logits(prompts, mask, positions, 1 + more)
         if more:

@@ -79,6 +79,30 @@ def test_an_engine_shares_any_number_of_tokens(world_size: int) -> None:
         assert result == [(each, each) for each in expected]
 
 
+def growing() -> torch.nn.Module:
+    """Its rotary embedding goes by the largest position of a call, from the seventh token on."""
+    model = models.build("kv2")
+    model.config.max_position_embeddings = 6
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
+    return model
+
+
+def growing_body(ctx) -> torch.Tensor:
+    model = growing()
+    parallelize(model, ctx, sequence_parallel=LEAST)
+    return layers.Engine(model, ctx, 1, 9).read(models.prompt(1).to(ctx.device)).cpu()
+
+
+@pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [3])
+def test_what_is_put_behind_prompts_changes_no_frequency(world_size: int) -> None:
+    whole, prompt = growing(), models.prompt(1)
+    with torch.no_grad():
+        single, exact = whole(prompt).logits[:, -1], whole.double()(prompt).logits[:, -1]
+    for result in run_ranks(world_size, growing_body):
+        assert (result - exact).abs().max() <= 6 * (single - exact).abs().max()
+
+
 REFUSED = {
     "packed": ("fused", "auto", "has style"),
     "gathered": ("gathered_qkv", "auto", "has style"),
