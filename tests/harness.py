@@ -21,6 +21,8 @@ import contextlib
 import ctypes
 from dataclasses import dataclass
 import faulthandler
+import importlib
+import io
 import mmap
 import multiprocessing as mp
 from multiprocessing.connection import Connection, wait
@@ -308,6 +310,29 @@ def run_fresh(
             ended.append(Ended(code, outcome))
         pipe.close()
     return ended
+
+
+def run_benchmark(name: str, world_size: int, *arguments: str, timeout: float = 300.0) -> str:
+    """What rank 0 prints of `python -m benchmarks.NAME ARGUMENTS` under torchrun on CPUs; all ranks must end well.
+
+    In processes forked from the server: starting Python for each would take most of the time.
+    """
+    arguments = ("--device", "cpu", "--ranks", str(world_size), *arguments)
+    ended = run_fresh(world_size, _benchmark, name, arguments, timeout=timeout)
+    for end in ended:
+        assert end.exitcode == 0, f"{end.exitcode}: {end.traceback}"
+    return ended[0].result
+
+
+def _benchmark(rank: int, world_size: int, name: str, arguments: tuple[str, ...]) -> str:
+    sys.argv = [f"benchmarks.{name}", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            code = importlib.import_module(f"benchmarks.{name}").main()
+        except SystemExit as end:
+            code = end.code
+    assert not code, printed.getvalue()
+    return printed.getvalue()
 
 
 def _fresh(message: bytes, variables: dict[str, str | None], reply: Connection) -> None:

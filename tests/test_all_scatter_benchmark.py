@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-import subprocess
 import sys
 
 import pytest
@@ -13,16 +12,14 @@ sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are 
 
 from benchmarks import all_scatter, all_scatter_plots  # noqa: E402
 from benchmarks.launch import Team  # noqa: E402
-from tests.harness import run_ranks  # noqa: E402
+from tests.harness import run_benchmark, run_ranks  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("all_scatter")
-    line = [sys.executable, "-m", "benchmarks.all_scatter", "--device", "cpu", "--ranks", "2", "--out", str(folder)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "all_scatter_cpu_x2.json", done.stdout
+    printed = run_benchmark("all_scatter", 2, "--out", str(folder))
+    return folder / "all_scatter_cpu_x2.json", printed
 
 
 def test_all_variants_are_right(written) -> None:

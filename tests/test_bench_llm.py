@@ -2,24 +2,20 @@
 
 import argparse
 import json
-import subprocess
-import sys
 
 import iris  # first: it may set up the interpreter
 import pytest
 import torch
 
 from benchmarks import engines, llm, plot_llm, truth  # noqa: E402
-from tests.test_benchmarks import ROOT, alone  # noqa: F401  (a fixture)
+from tests.harness import run_benchmark
+from tests.test_benchmarks import alone  # noqa: F401  (a fixture)
 
 
 def test_every_contender_from_end_to_end(tmp_path):
     keys = ["ours", "nccl", "transformers", "sequence", "sequence-nccl", "ours-fp8"]
-    command = [sys.executable, "-m", "benchmarks.llm", "--ranks", "2", "--device", "cpu", "--model", "tiny"]
-    command += ["--contenders", ",".join(keys), "--rounds", "2", "--batches", "2", "--prompts", "3"]
-    command += ["--out", str(tmp_path), "--name", "tiny"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    asked = ["--model", "tiny", "--contenders", ",".join(keys), "--rounds", "2", "--batches", "2", "--prompts", "3"]
+    printed = run_benchmark("llm", 2, *asked, "--out", str(tmp_path), "--name", "tiny")
     report = json.loads((tmp_path / "tiny.json").read_text())
     (row,) = report["rows"]
     assert (row["batch"], row["prompt"], report["layers"], report["shortened"]) == (2, 3, 2, False)
@@ -29,7 +25,7 @@ def test_every_contender_from_end_to_end(tmp_path):
         assert result["tokens_per_s"] == pytest.approx(2e3 / result["step_eager_ms"], rel=0.01)
         assert result["errors"].keys() == {"prompt, eager", "step, eager"}
         assert 0 < max(result["errors"].values()) <= row["limit"] < 1e-5
-    assert "| 2 x 3" in done.stdout and "left out" not in done.stdout
+    assert "| 2 x 3" in printed and "left out" not in printed
     picture = plot_llm.draw(tmp_path / "tiny.json", tmp_path)[0].read_text()
     assert "transformers" in picture and "first token" in picture
 

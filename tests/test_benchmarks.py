@@ -20,6 +20,7 @@ from benchmarks.inputs import Inputs  # noqa: E402
 from benchmarks.launch import Team, describe  # noqa: E402
 from benchmarks.report import command  # noqa: E402
 from benchmarks.shapes import Row  # noqa: E402
+from tests.harness import run_benchmark  # noqa: E402
 
 # Four H200s: product alone, then the floor with its collective, µs.
 REDUCE_FLOORS = {  # size: (product, all-reduce, reduce-scatter)
@@ -193,10 +194,7 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
 
 
 def test_other_forms_and_uneven_parts_on_three_cpu_ranks(tmp_path):
-    line = [sys.executable, "-m", "benchmarks.ops", "--device", "cpu", "--ranks", "3", "--shapes", "tiny-forms"]
-    line += ["--dtype", "float16"]
-    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_benchmark("ops", 3, "--shapes", "tiny-forms", "--dtype", "float16", "--out", str(tmp_path))
     report = json.loads((tmp_path / "ops_float16_cpu_x3.json").read_text())
     assert len(report["rows"]) == len(shapes.select("tiny-forms", list(shapes.CALLS), 3))
     for row in report["rows"]:
@@ -205,18 +203,14 @@ def test_other_forms_and_uneven_parts_on_three_cpu_ranks(tmp_path):
 
 def test_stress_on_two_cpu_ranks_sees_no_mismatch(tmp_path):
     counts = ["--calls", "60", "--replays", "2", "--graph-calls", "12", "--delay-every", "10"]
-    line = [sys.executable, "-m", "benchmarks.stress", "--device", "cpu", "--ranks", "2", *counts]
-    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_benchmark("stress", 2, *counts, "--out", str(tmp_path))
     report = json.loads((tmp_path / "stress_cpu_x2.json").read_text())
     assert report["calls"]["done"] == 60 and report["replays"]["done"] == 2 and not report["deviating"]
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_fp8_products_are_right_before_they_are_timed(tmp_path, ranks):
-    line = [sys.executable, "-m", "benchmarks.fp8", "--device", "cpu", "--ranks", ranks, "--out", str(tmp_path)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_benchmark("fp8", ranks, "--out", str(tmp_path))
     (row,) = json.loads((tmp_path / f"fp8_cpu_x{ranks}.json").read_text())["rows"]
     assert row["us"].keys() == {"bf16", "fp8", "rounding", "converted"} and not row["failed"]
     assert 0.01 < row["errors"]["converted"] < row["errors"]["fp8"]
@@ -247,9 +241,7 @@ def test_pictures_of_what_was_not_measured_are_left_out(tmp_path):
 
 
 def test_a_chain_of_ops_on_two_cpu_ranks(tmp_path):
-    line = [sys.executable, "-m", "benchmarks.chain", "--device", "cpu", "--ranks", "2", "--rows", "1,3"]
-    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_benchmark("chain", 2, "--rows", "1,3", "--out", str(tmp_path))
     report = json.loads((tmp_path / "chain_cpu_x2.json").read_text())
     assert [(row["M"], row["ops"]) for row in report["rows"]] == [(1, 4), (3, 4)]
     for row in report["rows"]:

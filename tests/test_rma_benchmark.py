@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are 
 from benchmarks import rma, rma_plots, rma_table  # noqa: E402
 from benchmarks.launch import Team  # noqa: E402
 from benchmarks.rma import Case  # noqa: E402
-from tests.harness import run_ranks  # noqa: E402
+from tests.harness import run_benchmark, run_ranks  # noqa: E402
 
 OPS = ("load", "store", "copy", "atomic_cas")  # the command's run; each begins or ends at another rank
 
@@ -21,11 +20,8 @@ OPS = ("load", "store", "copy", "atomic_cas")  # the command's run; each begins 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("rma")
-    line = [sys.executable, "-m", "benchmarks.rma", "--device", "cpu", "--ranks", "3", "--quick"]
-    line += ["--ops", ",".join(OPS), "--out", str(folder)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "rma_cpu_x3.json", done.stdout
+    printed = run_benchmark("rma", 3, "--quick", "--ops", ",".join(OPS), "--out", str(folder))
+    return folder / "rma_cpu_x3.json", printed
 
 
 def test_every_pair_and_all_at_once_are_right(written) -> None:

@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-import subprocess
 import sys
 from xml.etree import ElementTree
 
@@ -15,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
 from benchmarks import timeline, timeline_plot  # noqa: E402
+from tests.harness import run_benchmark  # noqa: E402
 
 NAMES = {6: "wait", 7: "product", 8: "push", 9: "sum"}
 
@@ -70,9 +70,7 @@ def test_the_picture_shows_ranks_shares_and_the_link(tmp_path):
 
 
 def test_end_to_end_on_two_cpu_ranks(tmp_path):
-    line = [sys.executable, "-m", "benchmarks.timeline", "--device", "cpu", "--op", "rs,ga", "--rows", "32,32,32"]
-    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_benchmark("timeline", 2, "--op", "rs,ga", "--rows", "32,32,32", "--out", str(tmp_path))
     assert {file.name for file in tmp_path.iterdir()} == {"timeline_cpu_x2.json", "timeline_cpu_x2.trace.json.gz"}
     rows = json.loads((tmp_path / "timeline_cpu_x2.json").read_text())["rows"]
     trace = json.loads(gzip.decompress((tmp_path / "timeline_cpu_x2.trace.json.gz").read_bytes()))

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import ccl_report
-from tests.harness import ROOT
+from tests.harness import run_benchmark
 
 
 @pytest.mark.parametrize("options", [["--ops", "all_reduce,all_to_all"], ["--ops", "all_gather", "--sweep"]])
 def test_a_run_on_cpus(tmp_path: Path, options: list[str]) -> None:
-    line = [sys.executable, "-m", "benchmarks.ccl", "--device", "cpu", "--ranks", "2", "--sizes", "2048", *options]
-    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run_benchmark("ccl", 2, "--sizes", "2048", *options, "--out", str(tmp_path))
     (file,) = tmp_path.iterdir()
     report = json.loads(file.read_text())
     for row in report["rows"]:
         assert {result["status"] for result in row["results"]} == {"ok"}, row
         assert all(result["eager_us"] > 0 for result in row["results"]), row
-    assert f"#### `{report['rows'][0]['op']}`, eager" in done.stdout
+    assert f"#### `{report['rows'][0]['op']}`, eager" in printed
     if "--sweep" not in options:
         assert [row["bus_bytes"] for row in report["rows"]] == [2048, 1024]
         ccl_report.draw(report, tmp_path / "bus.svg")

@@ -6,7 +6,6 @@ long run is `python -m benchmarks.litmus`.
 
 import json
 from pathlib import Path
-import subprocess
 import sys
 
 import pytest
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks are r
 from benchmarks import litmus  # noqa: E402
 from benchmarks.litmus import BELOW_2_31, BELOW_2_32, Barrier, Bench, Message, Result, Threads  # noqa: E402
 from benchmarks.litmus_kernels import ACQ_REL, ORDERS, RELAXED, RELEASE_ACQUIRE  # noqa: E402
-from tests.harness import ON_GPU, ROOT, UNDER_TORCHRUN, WORLDS, both, run_ranks  # noqa: E402
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_benchmark, run_ranks  # noqa: E402
 
 pytestmark = both
 
@@ -87,13 +86,9 @@ def test_the_models_are_nested_and_name_possible_outcomes() -> None:
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
 def test_command_writes_what_it_saw(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "benchmarks.litmus", "--device", "cpu", "--ranks", "2", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*line, "--rounds", "2", "--barriers", "3"], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run_benchmark("litmus", 2, "--rounds", "2", "--barriers", "3", "--out", str(tmp_path))
     report = json.loads((tmp_path / "litmus_cpu_x2.json").read_text())
     assert {result["family"] for result in report["results"]} == set(litmus.FAMILIES) and not report["failures"]
-    assert litmus.render(report) in done.stdout
+    assert litmus.render(report) in printed
     report["results"][0]["failed"] = True
     assert "FAILED" in litmus.render(report)
