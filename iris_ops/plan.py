@@ -66,6 +66,8 @@ def _label(problem: Problem, config: FusedConfig) -> str:
     if config.algorithm == "overlapped" and problem.op == ALL_REDUCE:
         by_cols = owned_part(problem, config)[2]
         label += f", each rank sums {'columns' if by_cols else 'rows'}"
+    if config.algorithm == "overlapped" and problem.op == MATMUL_GATHER and config.splits > 1:
+        label += ", pairs of programs share first tiles"
     return label
 
 
@@ -87,7 +89,7 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if problem.op == GATHER_MATMUL and problem.part_rows <= 128 and comm > 1:
         found = [replace(config, comm_programs=2 * comm) for config in found]  # little to move, and soon needed
     found = [replace(config, splits=_splits(problem, config, machine)) for config in found]
-    if problem.op == MATMUL_GATHER:  # by measurement, pairs gain nothing with lower tiles
+    if problem.op == MATMUL_GATHER and machine.num_programs > 1:  # by measurement, pairs gain nothing with lower tiles
         found += [replace(each, splits=2) for each in found if each.algorithm == "overlapped" and each.block_m >= 128]
     if machine.name.startswith("NVIDIA") and problem.dtype.itemsize == 2:  # where their times are known
         found += [FusedConfig(algorithm=algorithm) for algorithm in UNFUSED]

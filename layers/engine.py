@@ -75,6 +75,7 @@ class Engine:
         wanted = device.type == "cuda" if step_attention is None else step_attention
         # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
         capturable = wanted and use_step_attention(model) and self.graphs
+        self._shared_from = next((each.least for each in model.modules() if isinstance(each, ScatteringRow)), None)
         self.cache = static_cache(model.config, max_length) if cache is None else cache
         like = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
@@ -177,8 +178,7 @@ class Engine:
 
     def _sharable(self, batch: int, length: int) -> int:
         """The next length at which ranks can share the tokens, if the model does and there are enough."""
-        least = next((each.least for each in self.model.modules() if isinstance(each, ScatteringRow)), None)
-        if least is None or batch * length < least:
+        if self._shared_from is None or batch * length < self._shared_from:
             return length
         step = self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
         longer = -(-length // step) * step
