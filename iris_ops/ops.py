@@ -2,7 +2,7 @@
 
 A call checks its tensors, looks up what was prepared for their shapes, and launches one kernel, or what an algorithm
 with torch's product takes in its place: no word between the hosts, no host synchronisation, and no allocation after the
-first call of a problem.
+first call of a problem, but for the graph that several launches become when they come again (`iris/graphed.py`).
 """
 
 from __future__ import annotations
