@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 import ctypes
+import os
 from typing import TYPE_CHECKING, Any
 import weakref
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Runs before a call is captured: calls that come once or twice pay nothing. Runs until the next try, where there was no
 # room, or none to be had now.
 _RUNS_BEFORE, _RUNS_BETWEEN = 2, 64
+ENV_GRAPHS = "IRIS_OP_GRAPHS"  # 0: none
 _MOST = 512  # graphs that are kept; with more, further calls stay as they are, for none is known to come less often
 
 
@@ -41,7 +43,7 @@ class Graphs:
 
     def __init__(self, ctx: Iris, capturer: Any = None) -> None:
         self.ctx, self.device = ctx, ctx.device
-        self.most = _MOST
+        self.most = 0 if os.environ.get(ENV_GRAPHS) == "0" else _MOST
         self._capturer = capturer or Capturer(ctx.device)
         self._kept: weakref.WeakSet[Graphed] = weakref.WeakSet()
         self.listeners = repeat.listeners()

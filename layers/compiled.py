@@ -94,7 +94,7 @@ class CompiledLayers:
             normed = self._known[1] if args[0] is self._known[0] else self._norms[index](args[0])
         if length > 1:
             shared = args[0].dim() == 2  # this rank's rows of all tokens, see `sequence`
-            for each in (args[0], normed) if shared else ():
+            for each in (args[0], normed) if shared and len(args[0]) > 1 else ():  # torch holds a size of 1 for fixed
                 torch._dynamo.mark_dynamic(each, 0)
             for each in tree_leaves((args[shared:], given, None if shared else normed)):
                 dim = _LENGTH_DIM.get(each.dim()) if isinstance(each, torch.Tensor) else None

@@ -204,6 +204,17 @@ def eager_cost(ctx: iris.Iris, case: Case) -> None:
     poison(call.guarded.tensor)
     assert_only_launches(ctx, lambda: call.run(workspace))
     call.check()
+    most, workspace.graphs.most = workspace.graphs.most, 0  # as where there are no graphs
+    try:
+        ctx.ops.forget_repeats()
+        for _ in range(3):
+            call.run(workspace)
+        torch.cuda.synchronize()
+        poison(call.guarded.tensor)
+        assert_only_launches(ctx, lambda: call.run(workspace))
+        call.check()
+    finally:
+        workspace.graphs.most = most
 
 
 @pytest.mark.parametrize("on_heap", [True, False])
