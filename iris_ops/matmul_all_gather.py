@@ -3,8 +3,9 @@
 Nobody consumes a tile inside the kernel, so no tile is signalled: the last program of a rank vouches for all of them,
 and the kernel ends when every rank's last program has done so.
 
-Programs that start together finish their tiles together, and then all push at once while nobody multiplies. So they
-start one after the other, over `stagger` ticks: while some push, the others multiply.
+Programs that start together finish their tiles together, and then all push at once while nobody multiplies. So pairs of
+them share first tiles, cut where no other pair's is (`tiles.paired_tile`), or they start one after the other, over
+`stagger` ticks: while some push, the others multiply.
 """
 
 from __future__ import annotations
