@@ -50,7 +50,7 @@ def _has_ended(pid):
 
 def _host_pause(polls):
     # The peer that we wait for may need this very core: soon longer than a poll takes, though short for a quick answer.
-    time.sleep(50e-6 * 2 ** min(5, int(polls.handle.data.item())))
+    time.sleep(50e-6 * 2 ** min(7, int(polls.handle.data.item())))
 
 
 for _function in (_host_clock, _host_any_gone, _host_pause):
