@@ -39,7 +39,12 @@ def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
         # on entering a call, a lane to each peer
         assert kernel.count(r"atom\.global\.sys\.release\.exch\.b32") >= 1, kernel.name
         assert kernel.count(r"atom\.global\.sys\.acq_rel\.add\.u32") == 1, kernel.name  # programs that have finished
-        assert kernel.count(r"ld\.global\.sys\.acquire\.b32") >= 2, kernel.name
+        looks = (
+            r"atom\.global\.sys\.acquire\.add\.u32"
+            if kernel.name.endswith("in_turn")
+            else r"ld\.global\.sys\.acquire\.b32"
+        )
+        assert kernel.count(looks) >= 2, kernel.name  # at all peers at once, or else at tiles and parts of tiles too
     assert compiled(target)["rma_put_and_signal"].count(r"sys\.release\.exch\.b32") == 1
 
 
