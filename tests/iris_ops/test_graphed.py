@@ -102,6 +102,12 @@ def test_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert third.after(3)[1] > 0 and machine.captured == 3
 
 
+def test_the_environment_switches_graphs_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(graphed.ENV_GRAPHS, "0")
+    machine = Machine()
+    assert Work(machine).after(200) == (200, 0) and not machine.captured and not machine.told
+
+
 def test_a_failure_is_told_once_and_ends_it() -> None:
     machine = Machine()
     before, work, other = (Work(machine) for _ in range(3))
