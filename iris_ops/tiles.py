@@ -108,6 +108,22 @@ def unit_tile(unit, rounded, K, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @device_function
+def leave_part(ctx, acc, parts, arrived, number, epoch):
+    """Stores part `number` of the tiles that are cut, fp32, and sets its flag, both on this rank."""
+    place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
+    tl.store(place, acc, mask=mask)
+    signal(ctx, arrived + number, epoch, ctx.rank)
+
+
+@device_function
+def add_part(ctx, acc, parts, arrived, number, epoch, waiter: tl.constexpr):
+    """(`acc` and what `leave_part` has stored or will, whether it came in time)."""
+    ok = wait(ctx, arrived + number, epoch, ctx.rank, waiter, exact=True)
+    place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
+    return acc + tl.load(place, mask=mask, other=0.0, cache_modifier=".cg"), ok
+
+
+@device_function
 def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.constexpr, waiter: tl.constexpr):
     """(the whole tile's product, whether this unit is the one that has it, whether no wait failed).
 
@@ -118,20 +134,13 @@ def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.conste
     if SPLITS > 1:
         if unit >= rounded:
             tile, part = (unit - rounded) // SPLITS, (unit - rounded) % SPLITS
-            ROWS: tl.constexpr = acc.shape[0]
-            COLS: tl.constexpr = acc.shape[1]
             if part < SPLITS - 1:
                 whole = False
-                number = tile * (SPLITS - 1) + part
-                place, mask = packed(parts, number, ROWS, ROWS, COLS)
-                tl.store(place, acc, mask=mask)
-                signal(ctx, arrived + number, epoch, ctx.rank)
+                leave_part(ctx, acc, parts, arrived, tile * (SPLITS - 1) + part, epoch)
             else:
                 for i in range(SPLITS - 1):
-                    number = tile * (SPLITS - 1) + i
-                    ok = wait(ctx, arrived + number, epoch, ctx.rank, waiter, exact=True) and ok
-                    place, mask = packed(parts, number, ROWS, ROWS, COLS)
-                    acc += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+                    acc, came = add_part(ctx, acc, parts, arrived, tile * (SPLITS - 1) + i, epoch, waiter)
+                    ok = came and ok
     return acc, whole, ok
 
 
@@ -159,13 +168,10 @@ def join_pair(ctx, acc, parts, left, unit, pairs, epoch, waiter: tl.constexpr):
     ok = True
     if unit < 2 * pairs:
         number = min(unit, 2 * pairs - 1 - unit)
-        place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
         if unit < pairs:
-            tl.store(place, acc, mask=mask)
-            signal(ctx, left + number, epoch, ctx.rank)
+            leave_part(ctx, acc, parts, left, number, epoch)
         else:
-            ok = wait(ctx, left + number, epoch, ctx.rank, waiter, exact=True)
-            acc += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+            acc, ok = add_part(ctx, acc, parts, left, number, epoch, waiter)
     return acc, unit >= pairs, ok
 
 

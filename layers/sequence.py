@@ -30,7 +30,7 @@ from .fused import Product, families_of, sole_use
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .shard import chunk
 
-LEAST = 1024  # tokens; fewer gain nothing by the model of `iris_ops.plan`, on two H200s and on four
+LEAST = 1024  # tokens; fewer gain nothing by the model of `iris_ops.predict`, on two H200s and on four
 
 
 def shares(tokens: int, world: int, least: int) -> bool:
