@@ -1,6 +1,6 @@
 """What the compilers make of every kernel, and checks that read it: each returns what is wrong with the assembly.
 
-`tests/compile_kernels.py` compiles in a process of its own, a target once a session, from its beginning on: with low
+`tests/compile_kernels.py` compiles in a process of its own, a target once, from the first test on: with low
 priority, while ranks of other tests wait for each other. Kernels that are broken on purpose (`tests/rma_kernels.py`)
 show that each check can fail.
 """
@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 
-from tests.harness import ROOT
+from tests.processes import ROOT
 from tests.untraced import copy_untraced
 
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")

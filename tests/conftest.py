@@ -1,4 +1,4 @@
-"""Which tests run where: `gpu` ones under torchrun and only those, the rest without it; and what a session shares."""
+"""Which tests run where: `gpu` ones under torchrun and only those, the rest without it; and what they share."""
 
 from collections.abc import Callable, Iterator
 
@@ -30,6 +30,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
-    """Where a test of this session wants kernels compiled, all are from the first test on."""
+    """Where any of the tests to come wants kernels compiled, all are, from the first test on."""
     if not harness.UNDER_TORCHRUN and any("compiled" in item.fixturenames for item in request.session.items):
         request.getfixturevalue("compiled")

@@ -1,4 +1,4 @@
-"""Ranks for tests; `checks.py` has what a test asks of an output, `outcomes.py` how results come back.
+"""Ranks for tests, kept between them; `processes.py` has those of one test, `checks.py` what a test asks of an output.
 
 `run_ranks(world_size, body, *args)` calls `body(ctx, *args)` on every rank and returns the results in rank order.
 `body` is a function of a module, for it is sent by name.
@@ -19,20 +19,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 import contextlib
 import ctypes
-from dataclasses import dataclass
-import faulthandler
-import importlib
-import io
 import mmap
-import multiprocessing as mp
 from multiprocessing.connection import Connection, wait
 import os
 from pathlib import Path
 import pickle
 import shutil
 import signal
-import socket
-import sys
 import tempfile
 import time
 from typing import Any
@@ -43,8 +36,7 @@ import torch
 import torch.distributed as dist
 
 from tests.outcomes import Failure, attempt, dumps, raise_first
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.processes import forkserver, prepare_process
 
 UNDER_TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
 ON_GPU = UNDER_TORCHRUN and torch.cuda.is_available()
@@ -105,34 +97,8 @@ def _zero(memory: torch.Tensor) -> None:
 # --- CPU: worlds of worker processes ---------------------------------------------------------------------------------
 
 
-def _forkserver() -> Any:
-    """The multiprocessing context whose server has imported what every rank needs."""
-    for name, value in _child_environment().items():
-        os.environ.setdefault(name, value)
-    context = mp.get_context("forkserver")
-    models = ["transformers.models.llama.modeling_llama"] if "tests.layers" in sys.modules else []  # takes seconds
-    context.set_forkserver_preload(["tests.harness", "iris.device", "torch.distributed", *models])
-    return context
-
-
-def _child_environment() -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
-
-
-def _prepare_process(stacks: str | None = None) -> None:
-    """One thread, no orphans, and on SIGUSR1 a report of where the process stands."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    torch.set_num_threads(1)
-    if stacks:
-        faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=False)  # noqa: SIM115
-
-
 def _worker(rank: int, world_size: int, folder: str, tasks: Connection) -> None:
-    _prepare_process(f"{folder}/stacks-{rank}")
+    prepare_process(f"{folder}/stacks-{rank}")
     os.environ["IRIS_TIMEOUT"] = str(_WAIT_LIMIT_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     renewable = _Renewable(iris.iris(_CPU_HEAP))
@@ -158,7 +124,7 @@ class _Pool:
     """The worker processes of one world size."""
 
     def __init__(self, world_size: int) -> None:
-        context = _forkserver()
+        context = forkserver()
         self.folder = tempfile.mkdtemp(prefix="iris-test-")
         self.processes, self.pipes = [], []
         for rank in range(world_size):
@@ -247,111 +213,6 @@ def close_pools() -> None:
     """Ends all workers."""
     while _pools:
         _pools.popitem()[1].kill()
-
-
-# --- processes of their own, for bodies that make their context or die on purpose ------------------------------------
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a process of `run_fresh` ended."""
-
-    exitcode: int | None  # negative: the signal that killed it; None: killed after the time-out
-    result: Any = None
-    error: BaseException | None = None
-    traceback: str = ""
-
-
-def run_fresh(
-    world_size: int,
-    body: Callable[..., Any],
-    *args: Any,
-    env: dict[str, str | None] | None = None,
-    timeout: float = 60.0,
-) -> list[Ended]:
-    """`body(rank, world_size, *args)` in new processes without a context; how each ended, and raises nothing.
-
-    The environment is torchrun's for that rank, changed by `env` (None removes a variable).
-    """
-    context = _forkserver()
-    port = _free_port()
-    processes, pipes = [], []
-    for rank in range(world_size):
-        ours, theirs = context.Pipe(duplex=False)
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            **(env or {}),
-        }
-        message = dumps((body, (rank, world_size, *args)))
-        process = context.Process(target=_fresh, args=(message, variables, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    deadline = time.monotonic() + timeout
-    ended = []
-    for process, pipe in zip(processes, pipes, strict=True):
-        outcome = None
-        if pipe.poll(max(0.0, deadline - time.monotonic())):
-            with contextlib.suppress(EOFError, OSError):
-                outcome = pickle.loads(pipe.recv_bytes())
-        process.join(max(0.0, deadline - time.monotonic()))
-        code = process.exitcode
-        if code is None:
-            process.kill()
-            process.join(10)
-        if isinstance(outcome, Failure):
-            ended.append(Ended(code, None, outcome.error, outcome.text))
-        else:
-            ended.append(Ended(code, outcome))
-        pipe.close()
-    return ended
-
-
-def run_benchmark(name: str, world_size: int, *arguments: str, timeout: float = 300.0) -> str:
-    """What rank 0 prints of `python -m benchmarks.NAME ARGUMENTS` under torchrun on CPUs; all ranks must end well.
-
-    In processes forked from the server: starting Python for each would take most of the time.
-    """
-    arguments = ("--device", "cpu", "--ranks", str(world_size), *arguments)
-    ended = run_fresh(world_size, _benchmark, name, arguments, timeout=timeout)
-    for end in ended:
-        assert end.exitcode == 0, f"{end.exitcode}: {end.traceback}"
-    return ended[0].result
-
-
-def _benchmark(rank: int, world_size: int, name: str, arguments: tuple[str, ...]) -> str:
-    sys.argv = [f"benchmarks.{name}", *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        try:
-            code = importlib.import_module(f"benchmarks.{name}").main()
-        except SystemExit as end:
-            code = end.code
-    assert not code, printed.getvalue()
-    return printed.getvalue()
-
-
-def _fresh(message: bytes, variables: dict[str, str | None], reply: Connection) -> None:
-    _prepare_process()
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    body, args = pickle.loads(message)
-    outcome = attempt(body, *args)
-    reply.send_bytes(dumps(outcome))
-    os._exit(1 if isinstance(outcome, Failure) else 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # --- torchrun: this process is a rank --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import engines, llm, plot_llm, truth  # noqa: E402
-from tests.harness import run_benchmark
+from tests.processes import run_benchmark
 from tests.test_benchmarks import alone  # noqa: F401  (a fixture)
 
 

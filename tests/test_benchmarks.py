@@ -20,7 +20,7 @@ from benchmarks.inputs import Inputs  # noqa: E402
 from benchmarks.launch import Team, describe  # noqa: E402
 from benchmarks.report import command  # noqa: E402
 from benchmarks.shapes import Row  # noqa: E402
-from tests.harness import run_benchmark  # noqa: E402
+from tests.processes import run_benchmark  # noqa: E402
 
 # Four H200s: product alone, then the floor with its collective, µs.
 REDUCE_FLOORS = {  # size: (product, all-reduce, reduce-scatter)

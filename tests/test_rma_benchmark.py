@@ -12,7 +12,8 @@ sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are 
 from benchmarks import rma, rma_plots, rma_table  # noqa: E402
 from benchmarks.launch import Team  # noqa: E402
 from benchmarks.rma import Case  # noqa: E402
-from tests.harness import run_benchmark, run_ranks  # noqa: E402
+from tests.harness import run_ranks  # noqa: E402
+from tests.processes import run_benchmark  # noqa: E402
 
 OPS = ("load", "store", "copy", "atomic_cas")  # the command's run; each begins or ends at another rank
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
 from benchmarks import timeline, timeline_plot  # noqa: E402
-from tests.harness import run_benchmark  # noqa: E402
+from tests.processes import run_benchmark  # noqa: E402
 
 NAMES = {6: "wait", 7: "product", 8: "push", 9: "sum"}
 

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 import re
 
-from tests.harness import ROOT
+from tests.processes import ROOT
 
 
 def copy_untraced(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ccl_report
-from tests.harness import run_benchmark
+from tests.processes import run_benchmark
 
 
 @pytest.mark.parametrize("options", [["--ops", "all_reduce,all_to_all"], ["--ops", "all_gather", "--sweep"]])

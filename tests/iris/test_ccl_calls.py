@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tests.checks import poison
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.iris.test_ccl import FLAGS, ONE, OTHERS, TWO, WORDS, Call, Case, expected, small
+from tests.processes import run_fresh
 
 pytestmark = both
 

@@ -10,8 +10,8 @@ from iris.memory import channel
 import pytest
 import torch
 
-from tests.harness import run_fresh
 from tests.iris.heaps import MIB, exchange_through
+from tests.processes import run_fresh
 
 
 def _with_strangers(rank, world_size, folder):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import ROOT, run_fresh
+from tests.processes import ROOT, run_fresh
 
 WAITS = {
     "device_barrier": lambda ctx: ctx.device_barrier(),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from tests.harness import Ended, run_fresh
+from tests.processes import Ended, run_fresh
 
 NO_TORCHRUN = {name: None for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 

@@ -9,7 +9,8 @@ import torch
 
 from tests import harness
 from tests.checks import assert_close_to_reference, guarded
-from tests.harness import WORLDS, run_fresh, run_ranks
+from tests.harness import WORLDS, run_ranks
+from tests.processes import run_fresh
 
 
 def _rank_and_bytes(ctx):

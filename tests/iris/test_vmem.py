@@ -12,10 +12,11 @@ from iris.memory.vmem import CHUNK
 import pytest
 import torch
 
-from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.iris import test_failures, test_rma
 from tests.iris.heaps import MIB, exchange_through, mapped
 from tests.iris_ops.calls import check_cases
+from tests.processes import run_fresh
 from tests.reference import FORMS, Case
 
 pytestmark = both

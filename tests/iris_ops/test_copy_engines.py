@@ -14,9 +14,10 @@ from iris_ops.problem import GATHER_MATMUL, Problem, part_of
 import pytest
 import torch
 
-from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.iris_ops.calls import check_cases
 from tests.iris_ops.test_graph import captured_and_eager, replay
+from tests.processes import run_fresh
 from tests.reference import Case
 
 pytestmark = both

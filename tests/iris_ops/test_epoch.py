@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from tests.checks import poison
-from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_fresh, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.iris_ops.calls import Call
+from tests.processes import run_fresh
 from tests.reference import FORMS, Case
 
 pytestmark = both

@@ -287,7 +287,6 @@ def elsewhere(ctx: iris.Iris, case: Case) -> int:
     memory = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(memory):
         wrong = eager_ones(pool, 10)
-    assert len(pool.workspace.graphs) <= 1  # torch 2.11 captures into the graph's pool even so, others into the user's
     assert all(block["state"] != "active_allocated" for each in memory.snapshot() for block in each["blocks"])
     wrong += eager_ones(pool, 70)
     assert only_graphs(pool.workspace) == 1
