@@ -4,6 +4,7 @@ On a machine without a GPU the kernels run in Triton's interpreter. Triton decid
 imported, so `prepare_triton()` must run before; `iris/__init__.py` calls it first of all.
 """
 
+import functools
 import os
 import sys
 
@@ -80,6 +81,12 @@ def num_programs(dev: torch.device) -> int:
     if dev.type == "cpu":
         return 1
     return torch.cuda.get_device_properties(dev).multi_processor_count
+
+
+@functools.cache
+def has_warp_roles(dev: torch.device) -> bool:
+    """Whether warps of a program can be given different work: NVIDIA Hopper."""
+    return dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev)[0] == 9
 
 
 def timeout_s(dev: torch.device) -> float:

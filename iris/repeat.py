@@ -12,10 +12,12 @@ import inspect
 
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
 ALIGNMENT = 16
+_DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
 
 
 def address(t: torch.Tensor | None) -> tuple | None:
@@ -89,7 +91,7 @@ def launcher(
 def _specialization(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT == 0
-    return "descriptor" if isinstance(value, TensorDescriptor) else value
+    return "descriptor" if isinstance(value, _DESCRIPTORS) else value
 
 
 def prepare(compiled, grid: tuple[int, int, int], values: list, device: torch.device) -> Callable[[], bool] | None:
@@ -114,7 +116,7 @@ def prepare(compiled, grid: tuple[int, int, int], values: list, device: torch.de
         return None
     arguments: list[object] = []
     for value in values:
-        if isinstance(value, TensorDescriptor):
+        if isinstance(value, _DESCRIPTORS):
             arguments += make_tensordesc_arg(value, next(metadata))
         else:
             arguments.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
@@ -135,4 +137,4 @@ def listeners() -> tuple[list, list]:
 
 
 def _descriptors(values: list) -> bool:
-    return any(isinstance(value, TensorDescriptor) for value in values)
+    return any(isinstance(value, _DESCRIPTORS) for value in values)

@@ -28,7 +28,8 @@ class FusedConfig:
     all_gather_matmul. Of the overlapped gathers only: `comm_programs`, how many programs of all_gather_matmul first
     move data; `splits`, in all_gather_matmul by rows into how many parts along K the tiles are cut that do not fill a
     round of programs, in matmul_all_gather, if more than 1, pairs of programs share the first tiles, and `stagger_us`
-    is over what time they end their parts.
+    is over what time they end their parts. `warp_roles`: of the overlapped ops that push tiles, whether warps share out
+    loading, multiplying and moving, where the GPU can (NVIDIA Hopper, bf16 and fp16; `num_warps` is then 8).
 
     `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
     "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
@@ -47,6 +48,7 @@ class FusedConfig:
     comm_programs: int = 16
     stagger_us: int = 0
     splits: int = 1
+    warp_roles: bool = False
     algorithm: str = "overlapped"
     prediction: Prediction | None = field(default=None, compare=False)
     reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)

@@ -11,17 +11,20 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import warp_roles
 from .all_gather_matmul import all_gather_matmul_kernel
+from .all_gather_roles import all_gather_roles_kernel
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_gather import few_rows_gather_kernel
 from .machine import Machine, machine_named
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
-from .predict import spread
+from .predict import tile_us
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
-from .rounds import cut_tiles, early_tiles, gemm_tiles, paired_tiles
-from .staging import TMA_ALIGNMENT, exchange_ld, exchanged_part, gathered_part, parts, pieces, staged, tiles_of
+from .reduce_scatter_roles import reduce_scatter_roles_kernel
+from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
+from .staging import TMA_ALIGNMENT, exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
 from .unfused import UNFUSED
 
 if TYPE_CHECKING:
@@ -75,8 +78,8 @@ def _operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[ob
     return (TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)), True) if fits else (t, False)
 
 
-def _product(A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) -> dict:
-    """The arguments that say what is multiplied. `k_step`, `n_step`: where in B the ranks' parts begin."""
+def _product(out, A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) -> dict:
+    """The arguments that say how what is multiplied lies in memory. `k_step`, `n_step`: where in B parts begin."""
     a, tma_a = _operand(A, (config.block_m, config.block_k))
     transposed = B.stride(0) == 1 and B.stride(1) != 1
     if transposed:
@@ -91,6 +94,7 @@ def _product(A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) 
         stride_ak=A.stride(1),
         stride_bk=B.stride(0),
         stride_bn=B.stride(1),
+        stride_on=out.stride(1),
         HAS_BIAS=bias is not None,
         TMA_A=tma_a,
         TMA_B=tma_b,
@@ -98,11 +102,10 @@ def _product(A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) 
     )
 
 
-def _parts(ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig) -> dict:
-    """The arguments that say where parts of tiles meet."""
+def _parts(workspace: Workspace, problem: Problem, config: FusedConfig, count: int) -> torch.Tensor:
+    """Where `count` parts of tiles meet: float32, behind what the ranks stage for each other."""
     first = staged(problem, config)[1]
-    nbytes = parts(problem, config, platform.num_programs(ctx.device)) * config.block_m * config.block_n * 4
-    return dict(parts=workspace.staging[first : first + nbytes].view(torch.float32), flags=workspace.flags)
+    return workspace.staging[first : first + count * config.block_m * config.block_n * 4].view(torch.float32)
 
 
 def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
@@ -112,7 +115,6 @@ def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig
         words=ctx.get_device_context(),
         K=problem.K,
         stride_om=out.stride(0),
-        stride_on=out.stride(1),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -130,15 +132,33 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         N=problem.N,
         part_rows=rows,
         part_cols=cols,
-        stagger=platform.ticks(config.stagger_us * 1e-6),
         early=early_tiles(problem, config, platform.num_programs(ctx.device)),
         BY_COLS=by_cols,
         ALL_REDUCE=problem.op == ALL_REDUCE,
-        **_product(A, B, bias, config, n_step=cols if by_cols else 0),
         GROUP_M=config.group_m,
         **_common(ctx, workspace.sync, problem, config, out),
     )
+    step = cols if by_cols else 0
+    if warp_roles.serve(config, A, B, out, step):
+        return reduce_scatter_roles_kernel, *_roles(ctx, workspace, problem, config, args, A, B, bias)
+    args |= dict(stagger=platform.ticks(config.stagger_us * 1e-6), **_product(out, A, B, bias, config, n_step=step))
     return reduce_scatter_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args
+
+
+def _roles(ctx, workspace, problem, config, args: dict, A, B, bias) -> tuple[tuple[int, int, int], dict]:
+    """Grid and arguments of a kernel whose programs' warps have roles; see `units.Units` of shared tiles."""
+    programs = platform.num_programs(ctx.device)
+    shared, sharers = shared_tiles(problem, config, programs)
+    grid = _grid(ctx.device, config, max(gemm_tiles(problem, config), sharers))
+    own = dict(
+        parts=_parts(workspace, problem, config, sharers),
+        left=workspace.flags[staged(problem, config)[0] :],
+        shared_tiles=shared,
+        sharers=sharers,
+        skew=skew_steps(problem, config, programs, tile_us(problem, config, machine(ctx.device))),
+        SHARED=shared > 0,
+    )
+    return grid, args | own | warp_roles.arguments(A, B, bias, config)
 
 
 def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
@@ -157,7 +177,7 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         if config.algorithm == "one_shot"
         else "owners",
         BY_COLS=by_cols,
-        **_product(A, B, bias, config),
+        **_product(out, A, B, bias, config),
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
     return few_rows_kernel, _grid(ctx.device, config, tiles_of(tile_rows, tile_cols, config)), args
@@ -173,7 +193,7 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
     ld = exchange_ld(problem.K)
     gathered = workspace.staging.view(problem.dtype)[: problem.M * ld].view(problem.M, ld)[:, : problem.K]
     gathered_tile, tma_g = _operand(gathered, (config.block_m, config.block_k))
-    product = {name: value for name, value in _product(A, B, bias, config).items() if name not in ("a", "TMA_A")}
+    product = {name: value for name, value in _product(out, A, B, bias, config).items() if name not in ("a", "TMA_A")}
     # pieces: about as many as programs, so that all move data at once
     across = triton.cdiv(cols, _PIECE_K)
     programs = config.num_programs or platform.num_programs(ctx.device)
@@ -205,22 +225,18 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
 def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     w, by_cols = problem.world_size, problem.form == "cols"
     rows, cols = problem.part_rows, problem.part_cols
-    pairs = paired_tiles(problem, config, platform.num_programs(ctx.device))
     args = dict(
         M=problem.M if by_cols else part_of(problem.M, w, ctx.cur_rank),
         N=part_of(problem.N, w, ctx.cur_rank) if by_cols else problem.N,
         row_step=0 if by_cols else rows,
         col_step=cols if by_cols else 0,
-        stagger=0 if pairs else platform.ticks(config.stagger_us * 1e-6),
-        pairs=pairs,
-        spread=spread(problem, config, machine(ctx.device)) if pairs else 0,
-        PAIRED=pairs > 0,
         GROUP_M=config.group_m,
-        **_parts(ctx, workspace, problem, config),
-        **_product(A, B, bias, config),
         **_common(ctx, workspace.sync, problem, config, out),
     )
-    return matmul_all_gather_kernel, _grid(ctx.device, config, gemm_tiles(problem, config) + pairs), args
+    if args["M"] * args["N"] and warp_roles.serve(config, A, B, out, args["col_step"]):
+        return all_gather_roles_kernel, *_roles(ctx, workspace, problem, config, args, A, B, bias)
+    args |= dict(stagger=platform.ticks(config.stagger_us * 1e-6), **_product(out, A, B, bias, config))
+    return matmul_all_gather_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args
 
 
 def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
@@ -229,7 +245,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     gathered = workspace.staging.view(problem.dtype)[: w * rows * ld].view(w * rows, ld)[:, :cols]
     tile = (config.block_m, config.block_k)
     gathered_tile, tma_g = _operand(gathered, tile)
-    product = _product(A, B, bias, config, k_step=cols if by_k else 0)
+    product = _product(out, A, B, bias, config, k_step=cols if by_k else 0)
     tiles = gemm_tiles(problem, config)
     cut = cut_tiles(problem, config, platform.num_programs(ctx.device))
     grid = _grid(ctx.device, config, max(tiles + cut * (config.splits - 1), config.comm_programs))
@@ -257,7 +273,8 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         SPLITS=config.splits if cut else 1,
         GROUP_M=config.group_m,
         **product,
-        **_parts(ctx, workspace, problem, config),
+        parts=_parts(workspace, problem, config, cut * (config.splits - 1)),
+        flags=workspace.flags,
         **_common(ctx, workspace.sync, problem, config, out),
     )
     return all_gather_matmul_kernel, grid, args

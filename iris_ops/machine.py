@@ -22,13 +22,15 @@ class Machine:
     """Store, signal and poll between two devices."""
     exchange_us: float
     """Data that says itself that it has arrived (`iris/device/exchange.py`): store and poll."""
+    warp_roles: bool = False
+    """Whether warps of a program can be given different work (`warp_roles.py`)."""
 
 
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
-    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6),
+    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, True),
     # Data sheet values scaled by what the H200 reaches of its own; not measured.
-    "NVIDIA H100": Machine("NVIDIA H100", 132, 700.0, 3000.0, 380.0, 3.2, 6.5, 1.6),
+    "NVIDIA H100": Machine("NVIDIA H100", 132, 700.0, 3000.0, 380.0, 3.2, 6.5, 1.6, True),
     "AMD Instinct MI300X": Machine("AMD Instinct MI300X", 304, 600.0, 4000.0, 300.0, 5.0, 6.0, 3.0),
     "AMD Instinct MI350X": Machine("AMD Instinct MI350X", 256, 1000.0, 6000.0, 350.0, 5.0, 6.0, 3.0),
 }

@@ -3,9 +3,8 @@
 Nobody consumes a tile inside the kernel, so no tile is signalled: the last program of a rank vouches for all of them,
 and the kernel ends when every rank's last program has done so.
 
-Programs that start together finish their tiles together, and then all push at once while nobody multiplies. So pairs of
-them share first tiles, cut where no other pair's is (`tiles.paired_tile`), or they start one after the other, over
-`stagger` ticks: while some push, the others multiply.
+Programs that start together finish their tiles together, and then all push at once while nobody multiplies. So they
+start one after the other, over `stagger` ticks: while some push, the others multiply.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
-from .tiles import Matrix, add_bias, grouped, join_pair, multiply, paired_tile, start_in_turn
+from .tiles import Matrix, add_bias, grouped, multiply, start_in_turn
 
 
 @triton.jit
@@ -26,8 +25,6 @@ def matmul_all_gather_kernel(
     b,
     bias,
     out,
-    parts,
-    flags,
     sync,
     words,
     M,
@@ -42,13 +39,10 @@ def matmul_all_gather_kernel(
     row_step,
     col_step,
     stagger,
-    pairs,
-    spread,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    PAIRED: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TMA_A: tl.constexpr,
@@ -57,7 +51,7 @@ def matmul_all_gather_kernel(
     WAITER: tl.constexpr,
     TRACING: tl.constexpr = False,
 ):
-    # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out; parts, flags: see `join_pair`
+    # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out
     ctx = own_context(words, WORLD_SIZE, TRACING)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
@@ -71,36 +65,28 @@ def matmul_all_gather_kernel(
 
     ok = True
     entered = False
-    for unit in range(tl.program_id(0), num_m * num_n + pairs, tl.num_programs(0)):
-        t, first, depth = unit, 0, K
-        if PAIRED:
-            t, first, depth = paired_tile(unit, pairs, spread, K, BLOCK_K)
+    for t in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         tile_m, tile_n = grouped(t, num_m, num_n, GROUP_M)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < M) & (col < N):
             span = ctx.tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            acc = multiply(A, B, row, col, first, first, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc = multiply(A, B, row, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
             ctx.tracing.record_event_end(span)
-            whole = True
-            if PAIRED:
-                acc, whole, joined = join_pair(ctx, acc, parts, flags, unit, pairs, epoch, WAITER)
-                ok = ok and joined
-            if whole:
-                if HAS_BIAS:
-                    acc = add_bias(acc, bias, col, N, BLOCK_N)
-                result = arch.round_to(acc, out.dtype.element_ty)
-                target, mask = C.pointers(row, col, BLOCK_M, BLOCK_N)
-                tl.store(target, result, mask=mask)
-                if not entered:
-                    ok = await_entered(ctx, sync, epoch, WAITER) and ok  # before that, a peer may still read its out
-                    entered = True
-                if ok:
-                    nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, out.dtype.element_ty)
-                    span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
-                    for i in tl.static_range(1, WORLD_SIZE):
-                        tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
-                    ctx.tracing.record_event_end(span)
+            if HAS_BIAS:
+                acc = add_bias(acc, bias, col, N, BLOCK_N)
+            result = arch.round_to(acc, out.dtype.element_ty)
+            target, mask = C.pointers(row, col, BLOCK_M, BLOCK_N)
+            tl.store(target, result, mask=mask)
+            if not entered:
+                ok = await_entered(ctx, sync, epoch, WAITER)  # before that, a peer may still read its out
+                entered = True
+            if ok:
+                nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, out.dtype.element_ty)
+                span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
+                for i in tl.static_range(1, WORLD_SIZE):
+                    tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+                ctx.tracing.record_event_end(span)
     if not entered:
-        ok = await_entered(ctx, sync, epoch, WAITER) and ok
+        ok = await_entered(ctx, sync, epoch, WAITER)
     leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True)

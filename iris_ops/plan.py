@@ -15,9 +15,9 @@ import torch
 from . import tritonblas
 from .config import FusedConfig
 from .machine import INTERPRETER, Machine
-from .predict import EXCHANGE_TILES, FP32_TILES, GPU_TILES, gemm_us, predict, programs_of, tile_us
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part
-from .rounds import cut_tiles, gemm_tiles, paired_tiles
+from .predict import EXCHANGE_TILES, FP32_TILES, GPU_TILES, ROLES_TILES, gemm_us, predict, programs_of, tile_us
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
+from .rounds import cut_tiles, gemm_tiles, shared_tiles
 from .unfused import UNFUSED
 
 
@@ -59,6 +59,10 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
 _HANDICAPS = {"sequential": 1.02, "copy_engines": 1.01}
 
 
+# Into how many parts a tile is cut at most that programs share.
+_SHARES = 4
+
+
 def _label(problem: Problem, config: FusedConfig) -> str:
     if config.algorithm in UNFUSED:
         return f"{config.algorithm}, torch's product"
@@ -66,8 +70,8 @@ def _label(problem: Problem, config: FusedConfig) -> str:
     if config.algorithm == "overlapped" and problem.op == ALL_REDUCE:
         by_cols = owned_part(problem, config)[2]
         label += f", each rank sums {'columns' if by_cols else 'rows'}"
-    if config.algorithm == "overlapped" and problem.op == MATMUL_GATHER and config.splits > 1:
-        label += ", pairs of programs share first tiles"
+    if config.warp_roles:
+        label += ", warps with roles" + (", programs share first tiles" if config.splits > 1 else "")
     return label
 
 
@@ -89,8 +93,12 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if problem.op == GATHER_MATMUL and problem.part_rows <= 128 and comm > 1:
         found = [replace(config, comm_programs=2 * comm) for config in found]  # little to move, and soon needed
     found = [replace(config, splits=_splits(problem, config, machine)) for config in found]
-    if problem.op == MATMUL_GATHER and machine.num_programs > 1:  # by measurement, pairs gain nothing with lower tiles
-        found += [replace(each, splits=2) for each in found if each.algorithm == "overlapped" and each.block_m >= 128]
+    if machine.warp_roles and problem.op != GATHER_MATMUL and problem.dtype.itemsize == 2:
+        found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
+        for (m, n, k, w, s), splits in product(ROLES_TILES, (1, _SHARES)):
+            config = FusedConfig(m, n, k, num_warps=w, num_stages=s, splits=splits, warp_roles=True)
+            if splits == 1 or shared_tiles(problem, config, machine.num_programs)[0]:
+                found.append(config)
     if machine.name.startswith("NVIDIA") and problem.dtype.itemsize == 2:  # where their times are known
         found += [FusedConfig(algorithm=algorithm) for algorithm in UNFUSED]
     return found
@@ -144,15 +152,12 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     programs = programs_of(config, machine)
     if problem.op == GATHER_MATMUL or config.algorithm != "overlapped":
         return 0
+    if config.warp_roles and (problem.op == REDUCE_SCATTER or config.splits == 1):
+        return 0  # what others sum is pushed while the next tile is multiplied
     if problem.world_size == 1 or machine.name == INTERPRETER:
         return 0
-    paired = paired_tiles(problem, config, programs)
-    if not paired and gemm_tiles(problem, config) <= programs:
+    if gemm_tiles(problem, config) <= programs and not config.warp_roles:
         return 0
     copies = 1.35 * (problem.world_size - 1) if problem.op == MATMUL_GATHER else 1
     wave = copies * programs * config.block_m * config.block_n * problem.dtype.itemsize
-    whole_us = int(tile_us(problem, config, machine))
-    least = min(int(wave / (machine.link_gbs * 1e3)), whole_us)
-    # where nobody waits to begin, a whole tile's time costs nothing, and may let the last units end earlier
-    choices = [replace(config, stagger_us=us) for us in ((least, whole_us) if paired else (least,))]
-    return min(choices, key=lambda choice: predict(problem, choice, machine).total_us).stagger_us
+    return min(int(wave / (machine.link_gbs * 1e3)), int(tile_us(problem, config, machine)))

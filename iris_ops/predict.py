@@ -13,7 +13,7 @@ import torch
 from .config import FusedConfig, Prediction
 from .machine import INTERPRETER, Machine
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
-from .rounds import cut_tiles, early_tiles, gemm_tiles, paired_tiles
+from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
 from .unfused import UNFUSED
 
 # (block_m, block_n, block_k, warps, stages): share of the chip's rate that a full wave of such tiles reaches, bf16.
@@ -27,6 +27,8 @@ GPU_TILES = {
     (16, 64, 128, 4, 5): 0.12,
     (16, 128, 128, 4, 4): 0.14,
 }
+# The same for programs whose warps have roles, which multiply while tiles are moved.
+ROLES_TILES = {(128, 256, 64, 8, 3): 1.0, (128, 128, 64, 8, 5): 0.86}
 # For few rows: enough weights under way for the memory's full rate; measured on H200s.
 EXCHANGE_TILES = {
     (16, 64, 256, 4, 4): 0.25,
@@ -54,8 +56,11 @@ _PARTS_GBS = 28.0
 _PUSH_GBS = 43.0
 # Of the link's rate, what programs get that push tiles to everyone and then multiply the next.
 _PUSHED = 0.75
-# Until a pair of programs has joined the parts of a tile of 128 x 256.
-_PAIR_US = 14.0
+# Until the parts of a shared tile of 128 x 256 are joined, and for each of them.
+_JOIN_US, _PART_US = 10.0, 2.5
+# Of programs with roles: what the sum of an own tile adds at the end, and of the link's rate, what steady pushes get.
+_LAST_SUM_US = 10.0
+_STEADY = 0.85
 # Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
 _MIXED_US = 14.0
 
@@ -67,10 +72,10 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     gemm = gemm_us(problem, config, machine)
     if config.algorithm != "overlapped":
         way = _exchanged
+    elif config.warp_roles:
+        way = _moved
     elif problem.op == ALL_REDUCE:
         way = _summed_for_all
-    elif problem.op == MATMUL_GATHER and paired_tiles(problem, config, programs_of(config, machine)):
-        way = _pushed_by_pairs
     elif problem.op == MATMUL_GATHER and config.stagger_us:
         way = _pushed_in_turn
     else:
@@ -89,13 +94,21 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     return link, gemm + link + _hops(problem, shots) * machine.exchange_us
 
 
-def _pushed_by_pairs(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total) of programs with roles: tiles are moved while the next are multiplied, all but the last ones."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
-    # as a unit ends, its program pushes without the others' company
-    push = _paired_end(problem, config, machine) * _push_us(problem, config)
-    joined = _PAIR_US * config.block_m * config.block_n / (128 * 256)
-    first = 0.6 * tile_us(problem, config, machine)
-    return link, max(gemm + push + joined, link / _PUSHED + first) + _hops(problem) * machine.hop_us
+    tile = tile_us(problem, config, machine)
+    # at the end all programs push a tile, to one peer or to all; sums are pushed more or less at once
+    wave = min(gemm_tiles(problem, config), programs_of(config, machine)) * _tile_bytes(problem, config)
+    everyone = (problem.world_size - 1) * wave / (machine.link_gbs * 1e3)
+    if problem.op == MATMUL_GATHER:
+        programs, steps = programs_of(config, machine), -(-problem.gemm[2] // config.block_k)
+        turn = skew_steps(problem, config, programs, tile) * tile / steps  # over which programs end
+        last = turn / 2 + max(everyone - turn, 0.1 * everyone)
+    else:
+        last = _LAST_SUM_US + (0.4 * everyone if problem.op == ALL_REDUCE else 0)
+    hop = _hops(problem) * machine.hop_us
+    return link, max(gemm + last, link / _STEADY + min(tile, gemm) + last / 2) + hop
 
 
 def _pushed_in_turn(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -162,8 +175,10 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     whole_us = tile_us(problem, config, machine)
     cut = cut_tiles(problem, config, programs)
     compute = -(-(tiles - cut) // programs) * whole_us
-    if paired_tiles(problem, config, programs):
-        compute = _paired_end(problem, config, machine) * whole_us
+    shared, sharers = shared_tiles(problem, config, programs)
+    if shared:
+        join = (_JOIN_US + _PART_US * -(-sharers // shared)) * bm * bn / (128 * 256)
+        compute = (tiles // programs + shared / sharers) * whole_us + join
     elif cut:
         # each part of a tile is stored, and the last one loads the others
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
@@ -184,7 +199,7 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     fp32 = problem.dtype == torch.float32
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     few_rows = config.algorithm != "overlapped"
-    shares = FP32_TILES if fp32 else EXCHANGE_TILES if few_rows else GPU_TILES
+    shares = FP32_TILES if fp32 else EXCHANGE_TILES if few_rows else ROLES_TILES if config.warp_roles else GPU_TILES
     unknown = min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     share = shares.get((bm, bn, bk, config.num_warps, config.num_stages), unknown)
     rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
@@ -194,22 +209,3 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
 def programs_of(config: FusedConfig, machine: Machine) -> int:
     """Programs of the persistent grid."""
     return min(config.num_programs or machine.num_programs, machine.num_programs)
-
-
-def _paired_end(problem: Problem, config: FusedConfig, machine: Machine) -> float:
-    """When the last of paired programs ends, in times of a tile: each later unit is a whole tile."""
-    programs, width = programs_of(config, machine), spread(problem, config, machine) / 1024
-    pairs = paired_tiles(problem, config, programs)
-    rounds, left = divmod(gemm_tiles(problem, config) - pairs, programs)
-
-    def first(unit: int) -> float:
-        return 0.5 + width * ((unit + 0.5) / (2 * pairs) - 0.5)
-
-    if pairs < programs // 2:
-        return first(2 * pairs - 1)
-    return max(first(left - 1) + rounds + 1 if left else 0.0, first(programs - 1) + rounds)
-
-
-def spread(problem: Problem, config: FusedConfig, machine: Machine) -> int:
-    """Over how much of a tile's time the first units of paired programs end, in 1/1024."""
-    return min(1024, int(1024 * config.stagger_us / tile_us(problem, config, machine)))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from .config import FusedConfig
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
+from .problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, Problem, owned_part
 
 _L2_BYTES = 50 << 20  # of an H200
 
@@ -33,22 +33,43 @@ def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     return tiles % programs if tiles >= 2 * programs else tiles
 
 
-def paired_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many of the first tiles of a matmul_all_gather are shared by two programs; see `tiles.paired_tile`."""
-    if config.splits == 1 or problem.op != MATMUL_GATHER or config.algorithm != "overlapped":
+def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[int, int]:
+    """(tiles that programs with roles share, by how many programs): those that do not fill a round; see `units.Units`.
+
+    A tile is cut into about `config.splits` parts at most, each of one step along K at least.
+    """
+    if config.splits == 1 or not config.warp_roles:
+        return 0, 0
+    programs = config.num_programs or programs
+    shared = gemm_tiles(problem, config) % programs
+    return shared, min(programs, config.splits * shared, shared * max(1, -(-problem.gemm[2] // config.block_k)))
+
+
+def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: float) -> int:
+    """How many steps more the last sharer takes than the first, so that they end over `config.stagger_us`.
+
+    `tile_us`: the time of a whole tile. None takes more than a tile's steps, or less than one.
+    """
+    shared, sharers = shared_tiles(problem, config, programs)
+    if not shared:
         return 0
-    return min(gemm_tiles(problem, config), (config.num_programs or programs) // 2)
+    steps = -(-problem.gemm[2] // config.block_k)
+    mean = shared * steps // sharers
+    return max(0, min(int(config.stagger_us / tile_us * steps), 2 * (steps - mean - 1), 2 * (mean - 1)))
 
 
 def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many tiles of each other owner a rank computes before the first of its own; see `matmul_reduce_scatter.turn`.
+    """How many tiles of each other owner a rank computes before the first of its own; see `owned_tiles.turn`.
 
-    All of them, but in an all-reduce among three or more: the sums of own tiles go to several peers each, and the link
-    would be idle before and too narrow at the end. Two rounds ahead, others' tiles have arrived when they are summed.
-    Mixed owners share less of their operands: what a round reads must fit in L2, unless there are few rounds.
+    With roles, a quarter of a round: warps that multiply do not wait for what others move. Else all of them, but in an
+    all-reduce among three or more: the sums of own tiles go to several peers each, and the link would be idle before
+    and too narrow at the end. Two rounds ahead, others' tiles have arrived when they are summed. Mixed owners share
+    less of their operands: what a round reads must fit in L2, unless there are few rounds.
     """
     rows, cols, _ = owned_part(problem, config)
     owned, programs = _count(rows, cols, config), config.num_programs or programs
+    if config.warp_roles and problem.world_size > 1:
+        return min(owned, -(-programs // (4 * (problem.world_size - 1))))
     early = -(-2 * programs // problem.world_size)
     if problem.op != ALL_REDUCE or problem.world_size < 3 or owned <= early:
         return owned

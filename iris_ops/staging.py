@@ -6,7 +6,7 @@ from triton import cdiv
 
 from .config import FusedConfig
 from .problem import GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part, part_size
-from .rounds import cut_tiles, paired_tiles
+from .rounds import cut_tiles, shared_tiles
 from .unfused import UNFUSED
 
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
@@ -53,7 +53,7 @@ def staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 def parts(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many parts of tiles are staged within a rank, to be added up by the unit that has the tile's last part."""
-    return cut_tiles(problem, config, programs) * (config.splits - 1) + paired_tiles(problem, config, programs)
+    return cut_tiles(problem, config, programs) * (config.splits - 1) + shared_tiles(problem, config, programs)[1]
 
 
 def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:

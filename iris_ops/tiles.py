@@ -9,8 +9,9 @@ from triton.language.core import _aggregate, base_value
 
 
 @triton.constexpr_function
-def _value(x):
-    """Sizes and strides that the compiler knows, such as a stride of 1, stay known."""
+def known(x):
+    """Sizes, strides and flags that the compiler knows, such as a stride of 1, stay known in an aggregate."""
+    x = getattr(x, "value", x)
     return tl.constexpr(x) if isinstance(x, int) else x
 
 
@@ -33,12 +34,12 @@ class Matrix:
     @triton.constexpr_function
     def __init__(self, data, rows, cols, stride_row, stride_col, TMA, TRANSPOSED=False):
         self.data = data
-        self.rows = _value(rows)
-        self.cols = _value(cols)
-        self.stride_row = _value(stride_row)
-        self.stride_col = _value(stride_col)
-        self.TMA = tl.constexpr(getattr(TMA, "value", TMA))
-        self.TRANSPOSED = tl.constexpr(getattr(TRANSPOSED, "value", TRANSPOSED))
+        self.rows = known(rows)
+        self.cols = known(cols)
+        self.stride_row = known(stride_row)
+        self.stride_col = known(stride_col)
+        self.TMA = known(TMA)
+        self.TRANSPOSED = known(TRANSPOSED)
 
     @device_function
     def load(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
@@ -142,37 +143,6 @@ def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.conste
                     acc, came = add_part(ctx, acc, parts, arrived, tile * (SPLITS - 1) + i, epoch, waiter)
                     ok = came and ok
     return acc, whole, ok
-
-
-# Programs that push what they finish must not finish together. So a first round's tiles are cut in two along K, each
-# differently, and a pair of programs shares one: program i of n takes less the smaller i is, and program n - 1 - i the
-# rest, which adds what the other has left for it. Units from 2 * pairs on are whole tiles.
-
-
-@device_function
-def paired_tile(unit, pairs, spread, K, BLOCK_K: tl.constexpr):
-    """(tile, first, depth) of a unit. `spread`: over how much of a tile's time first units end, in 1/1024."""
-    steps = tl.cdiv(K, BLOCK_K)
-    tile = tl.where(unit < pairs, unit, tl.where(unit < 2 * pairs, 2 * pairs - 1 - unit, unit - pairs))
-    head = (1024 - spread + spread * (2 * tile + 1) // max(1, 2 * pairs)) * steps // 2048 * BLOCK_K
-    is_head, is_rest = unit < pairs, (unit >= pairs) & (unit < 2 * pairs)
-    return tile, tl.where(is_rest, head, 0), tl.where(is_head, head, tl.where(is_rest, K - head, K))
-
-
-@device_function
-def join_pair(ctx, acc, parts, left, unit, pairs, epoch, waiter: tl.constexpr):
-    """(the whole tile's product, whether this unit is the one that has it, whether no wait failed).
-
-    `parts`: fp32 [pairs, rows, columns]; `left`: a flag for each, both this rank's own.
-    """
-    ok = True
-    if unit < 2 * pairs:
-        number = min(unit, 2 * pairs - 1 - unit)
-        if unit < pairs:
-            leave_part(ctx, acc, parts, left, number, epoch)
-        else:
-            acc, ok = add_part(ctx, acc, parts, left, number, epoch, waiter)
-    return acc, unit >= pairs, ok
 
 
 @device_function

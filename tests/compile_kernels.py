@@ -127,9 +127,7 @@ def variants(target: GPUTarget):
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_{kind}"
             flags = dict(BY_COLS=False, ALL_REDUCE=all_reduce)
             yield name, reduce_scatter_kernel, options, {**common, **loads, **flags}
-        yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads, "PAIRED": True}
-        if tma or not cuda:
-            yield "matmul_all_gather_in_turn", matmul_all_gather_kernel, options, {**common, **loads, "PAIRED": False}
+        yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads}
         for by_k in (False, True):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
             flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, SPLITS=1 if by_k else 2, TMA_G=tma, **loads)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import iris
-from iris_ops.matmul_reduce_scatter import turn
-from iris_ops.tiles import grouped, paired_tile
+from iris_ops.owned_tiles import turn
+from iris_ops.tiles import grouped
+from iris_ops.units import Units
 import pytest
 import torch
 import triton
@@ -26,12 +27,14 @@ def turn_kernel(steps, numbers, owned, early, programs, WORLD_SIZE: tl.constexpr
 
 
 @triton.jit
-def paired_kernel(tiles, firsts, depths, pairs, spread, K, BLOCK_K: tl.constexpr):
+def units_kernel(tiles, firsts, depths, completes, count, steps, shared, sharers, skew, programs):
     unit = tl.arange(0, MOST)
-    tile, first, depth = paired_tile(unit, pairs, spread, K, BLOCK_K)
+    units = Units(count, steps, shared, sharers, skew, True)
+    tile, first, depth, complete = units.at(unit, programs)
     tl.store(tiles + unit, tile)
     tl.store(firsts + unit, first)
     tl.store(depths + unit, depth)
+    tl.store(completes + unit, complete.to(tl.int32))
 
 
 @triton.jit
@@ -68,35 +71,42 @@ def test_own_tiles_come_behind_what_they_sum(kept_by: int) -> None:
     run_ranks(1, check_turns, kept_by)
 
 
-def check_pairs(ctx: iris.Iris) -> None:
-    for tiles, programs, K, block_k in (
-        (66, 132, 4096, 64),
-        (500, 132, 520, 64),
-        (40, 132, 64, 64),
-        (3, 4, 30, 64),
-        (9, 5, 2048, 16),
-    ):
-        pairs = min(tiles, programs // 2)
-        for spread in (0, 300, 1024):
-            units = tiles + pairs
-            tile, first, depth = run(ctx, paired_kernel, units, 3, pairs, spread, K, BLOCK_K=block_k)
-            covered: dict[int, list[tuple[int, int]]] = {}
-            for unit in range(units):
-                covered.setdefault(tile[unit], []).append((first[unit], depth[unit]))
-            assert sorted(covered) == list(range(tiles))
-            for number, spans in covered.items():
-                assert len(spans) == (2 if number < pairs else 1)
-                (begin, head), *rest = sorted(spans, key=lambda span: (span[0], span[1]))
-                assert begin == 0 and sum(depth for _, depth in spans) == K
-                assert all(at == head and at % block_k == 0 for at, _ in rest)
-            heads = depth[:pairs]
-            assert heads == sorted(heads) and max(heads) <= -(-K // 2 // block_k) * block_k
-            assert spread or len(set(heads)) == 1
-            assert tile[:pairs] == tile[2 * pairs - 1 : pairs - 1 : -1], "who waits has a partner that came before"
+def check_units(ctx: iris.Iris) -> None:
+    """Each step of each tile once, by programs that follow each other; who completes a tile knows who has had it."""
+    for programs, tiles, steps, splits in (
+        (132, 160, 112, 4), (132, 80, 128, 4), (132, 480, 100, 4), (131, 133, 7, 4), (7, 5, 3, 2), (132, 131, 1, 4),
+        (3, 1, 2, 8), (132, 184, 64, 4),
+    ):  # fmt: skip
+        shared = tiles % programs
+        sharers = min(programs, splits * shared, shared * steps)
+        mean = shared * steps // sharers
+        skew = max(0, min(steps, 2 * (steps - mean - 1), 2 * (mean - 1)))
+        count = tiles - shared + 2 * programs
+        tile, first, depth, complete = run(ctx, units_kernel, count, 4, tiles, steps, shared, sharers, skew, programs)
+        taken = [depth[p] + depth[p + programs] for p in range(sharers)]
+        assert all(b >= a - 1 for a, b in zip(taken, taken[1:], strict=False)) and abs(taken[-1] - taken[0] - skew) <= 2
+        assert min(taken) > 0
+        covered: dict[int, list[tuple[int, int, int, int]]] = {}
+        for unit in range(count):
+            if depth[unit]:
+                covered.setdefault(tile[unit], []).append((first[unit], depth[unit], unit, complete[unit]))
+        assert sorted(covered) == list(range(tiles))
+        for number, spans in covered.items():
+            at = 0
+            for begin, length, _, _ in sorted(spans):
+                assert begin == at
+                at += length
+            assert at == steps
+            *others, (_, _, last, whole) = sorted(spans)
+            assert whole and not any(span[3] for span in others)
+            if number < shared:
+                by = [unit % programs for _, _, unit, _ in sorted(spans)]
+                assert by == list(range(by[0], last % programs + 1)), "whose parts are added"
+                assert all(unit < 2 * programs for _, _, unit, _ in others) and last >= programs
 
 
-def test_pairs_of_programs_share_tiles() -> None:
-    run_ranks(1, check_pairs)
+def test_programs_share_the_tiles_that_fill_no_round() -> None:
+    run_ranks(1, check_units)
 
 
 def check_groups(ctx: iris.Iris) -> None:

@@ -1,0 +1,99 @@
+"""`matmul_all_gather` by programs whose warps have roles (`warp_roles`): tiles travel while the next are multiplied."""
+
+from iris.device.context import own_context
+from iris.device.function import device_function
+from iris.device.sync import await_entered, enter, leave
+from iris.device.tracing import PUSH, tile_bytes
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate, base_value
+
+from .tiles import grouped, known
+from .units import Units
+from .warp_roles import allocate, multiply_tiles, places_of, rows_of
+
+
+@_aggregate
+class PartTiles:
+    """Where the tiles of this rank's part stand in it, num_m by num_n of them."""
+
+    num_m: base_value
+    num_n: base_value
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    GROUP_M: gl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M):
+        self.num_m, self.num_n = known(num_m), known(num_n)
+        self.BLOCK_M, self.BLOCK_N, self.GROUP_M = known(BLOCK_M), known(BLOCK_N), known(GROUP_M)
+
+    @device_function
+    def place(self, tile):
+        """(first row, first column, True: every rank adds the bias) of a tile."""
+        tile_m, tile_n = grouped(tile, self.num_m, self.num_n, self.GROUP_M)
+        return tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
+
+
+@gluon.jit
+def _push_tiles(ctx, shared, units, tiles, out, sync, M, N, stride_om, MOVE: gl.constexpr, WAITER: gl.constexpr):
+    """The moving warps: each tile to `out` of every rank. `out`: where this rank's part, M by N, begins."""
+    epoch = enter(ctx, sync, LANES=False)
+    ok = await_entered(ctx, sync, epoch, WAITER, LANES=False)  # before that, a peer may still read its out
+    targets = ()
+    for i in gl.static_range(1, ctx.world_size):
+        targets = targets + (ctx.remote(out, (ctx.rank + i) % ctx.world_size),)
+    done = 0
+    programs = gl.num_programs(0)
+    for unit in range(gl.program_id(0), units.count(programs), programs):
+        tile, _, _, complete = units.at(unit, programs)
+        if complete:
+            row, col, _bias = tiles.place(tile)
+            mbarrier.wait(shared.ready, done & 1)
+            nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, out.dtype.element_ty)
+            tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
+            span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
+            for part in range(shared.product.shape[0]):
+                values = rows_of(shared, part, MOVE)
+                r, c = places_of(shared, part, MOVE)
+                r, c = row + r, col + c
+                place = (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
+                mask = (r < M)[:, None] & (c < N)[None, :]
+                gl.store(out + place, values, mask=mask)
+                if ok:
+                    for i in gl.static_range(ctx.world_size - 1):
+                        gl.store(targets[i] + place, values, mask=mask)
+            ctx.tracing.record_event_end(span)
+            done += 1
+    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True, LANES=False)
+
+
+@gluon.jit
+def all_gather_roles_kernel(
+    a, b, bias, out, parts, left, sync, words, M, N, K, stride_om, row_step, col_step, shared_tiles, sharers, skew,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVING: gl.constexpr,
+    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+):  # fmt: skip
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
+    ctx = own_context(words, WORLD_SIZE, TRACING)
+    num_m = gl.cdiv(max(M, row_step), BLOCK_M)
+    num_n = gl.cdiv(max(N, col_step), BLOCK_N)
+    tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
+    units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
+    part = out + ctx.rank.to(gl.int64) * row_step * stride_om + ctx.rank.to(gl.int64) * col_step
+    shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    gl.warp_specialize(
+        [
+            (
+                multiply_tiles,
+                (ctx, a, b, shared, units, tiles, bias, parts, left, sync, N, B_TRANSPOSED, HAS_BIAS, ACC, WAITER),
+            ),
+            (_push_tiles, (ctx, shared, units, tiles, part, sync, M, N, stride_om, MOVE, WAITER)),
+        ],
+        [MOVING],
+        [MOVING_REGISTERS],
+    )

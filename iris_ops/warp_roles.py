@@ -1,0 +1,275 @@
+"""Programs whose warps have roles, for NVIDIA Hopper: eight warps multiply, four move finished tiles.
+
+In the portable kernels all warps of a program do everything, so a tile's product waits while the last tile is pushed,
+signalled or summed. Here a finished tile goes through shared memory to the moving warps, and the next product begins at
+once: its first operands were loaded meanwhile. Only Gluon, Triton's language with explicit layouts, gives warps
+different work; it has no interpreter. Such a kernel stages, signals and orders its tiles as the portable one does, so
+ranks may even mix the two.
+
+    multiplying warps  load operands into a ring in shared memory, STAGES - 1 steps ahead and across tiles; accumulate
+                       in registers; round into `product` in shared memory, once it is `free`
+    moving warps       wait until it is `ready`, and do with it what the op's own function does
+
+Waits between warps are for warps of the same program, whose own waits for peers all end (`iris/device/bounded.py`).
+What is computed are `units.Units`; where a tile stands says the op's own object: `place(tile)`, (first row, first
+column, whether to add the bias). A tile may lie beyond a short part: it reads as zeros, and is not stored.
+"""
+
+from iris import platform
+from iris.device.sync import signal, wait
+from iris.device.tracing import PRODUCT
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate, base_value
+
+from .config import FusedConfig
+from .staging import TMA_ALIGNMENT
+from .tiles import known
+
+MULTIPLYING, MOVING = 8, 4
+# A thread's; as many are left for each of the multiplying warps.
+_MOVING_REGISTERS = 168
+# Elements of a tile that each thread of the moving warps holds at a time.
+_HELD = 32
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@_aggregate
+class Shared:
+    """A program's shared memory: the ring of operands, the finished tile, and what says which warps may go on."""
+
+    a_parts: base_value
+    b_parts: base_value
+    product: base_value
+    loaded: base_value
+    ready: base_value
+    free: base_value
+    STAGES: gl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES):
+        self.a_parts, self.b_parts, self.product = a_parts, b_parts, product
+        self.loaded, self.ready, self.free = loaded, ready, free
+        self.STAGES = known(STAGES)
+
+
+@gluon.jit
+def allocate(
+    a, b, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, PRODUCT: gl.constexpr
+):  # fmt: skip
+    """The shared memory of one program; a, b: descriptors of its operands."""
+    a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
+    b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    product = gl.allocate_shared_memory(a.dtype, [BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(i), count=1)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(free, count=1)
+    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES)
+
+
+@gluon.jit
+def _load(a, b, shared, stage, row, col, k, B_TRANSPOSED: gl.constexpr):
+    loaded = shared.loaded.index(stage)
+    mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes)
+    tma.async_copy_global_to_shared(a, [row, k], loaded, shared.a_parts.index(stage))
+    if B_TRANSPOSED:
+        tma.async_copy_global_to_shared(b, [col, k], loaded, shared.b_parts.index(stage))
+    else:
+        tma.async_copy_global_to_shared(b, [k, col], loaded, shared.b_parts.index(stage))
+
+
+@gluon.jit
+def _begin(units, tiles, unit, BLOCK_K: gl.constexpr):
+    """(unit, row, column, where along K to begin, where to end) of the first unit from `unit` on that has steps."""
+    programs = gl.num_programs(0)
+    tile, first, steps, _ = units.at(unit, programs)
+    if units.SHARED:
+        for _i in gl.static_range(2):  # a head and a body may be empty
+            if (steps == 0) & (unit < 2 * programs):
+                unit += programs
+                tile, first, steps, _complete = units.at(unit, programs)
+    row, col, _bias = tiles.place(tile)
+    return unit, row, col, first * BLOCK_K, (first + steps) * BLOCK_K
+
+
+@gluon.jit
+def _join(ctx, units, parts, left, epoch, unit, acc, WAITER: gl.constexpr):
+    """(the tile's product, whether it is complete): of a shared tile what others have left is added, or this is left.
+
+    `parts`: fp32 [program, BLOCK_M, BLOCK_N]; `left`: a flag for each, both this rank's own. A wait that failed has
+    marked the rank, which then vouches for nothing (`sync.leave`).
+    """
+    programs = gl.num_programs(0)
+    tile, _, steps, complete = units.at(unit, programs)
+    if units.SHARED:
+        if unit < 2 * programs:
+            p = unit % programs
+            if complete:
+                q = p
+                while units.begin(q) > tile * units.steps:  # who had the steps before
+                    q -= 1
+                    wait(ctx, left + q, epoch, ctx.rank, WAITER, exact=True)
+                    acc += gl.load(_place_of(acc, parts, q), cache_modifier=".cg")
+            else:
+                if steps > 0:
+                    gl.store(_place_of(acc, parts, p), acc)
+                    signal(ctx, left + p, epoch, ctx.rank)
+    return acc, complete
+
+
+@gluon.jit
+def _place_of(acc, parts, number):
+    ACC: gl.constexpr = acc.type.layout
+    r = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC))
+    c = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, ACC))
+    return parts + number.to(gl.int64) * (acc.shape[0] * acc.shape[1]) + r[:, None] * acc.shape[1] + c[None, :]
+
+
+@gluon.jit
+def multiply_tiles(
+    ctx, a, b, shared, units, tiles, bias, parts, left, sync, N, B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ACC: gl.constexpr, WAITER: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: each unit's product, in fp32; complete ones, rounded, are handed over."""
+    BLOCK_M: gl.constexpr = shared.product.shape[0] * shared.product.shape[1]
+    BLOCK_N: gl.constexpr = shared.product.shape[2]
+    BLOCK_K: gl.constexpr = a.block_shape[1]
+    STAGES: gl.constexpr = shared.STAGES
+    finished = shared.product._reinterpret(shared.product.dtype, [BLOCK_M, BLOCK_N], shared.product.layout)
+    programs = gl.num_programs(0)
+    count = units.count(programs)
+    epoch = gl.load(sync) + 1  # `leave` advances it when all tiles have been moved
+    # what is loaded next
+    unit, row, col, k, end = _begin(units, tiles, gl.program_id(0), BLOCK_K)
+    for i in gl.static_range(STAGES - 1):
+        if unit < count:
+            _load(a, b, shared, i, row, col, k, B_TRANSPOSED)
+            k += BLOCK_K
+            if k >= end:
+                unit, row, col, k, end = _begin(units, tiles, unit + programs, BLOCK_K)
+    stage = 0
+    phase = 0
+    done = 0
+    for u in range(gl.program_id(0), count, programs):
+        tile, _, steps, complete = units.at(u, programs)
+        start = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
+        if HAS_BIAS:  # first, while the accumulator's registers are all that is used
+            _row, own_col, own = tiles.place(tile)
+            c = own_col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
+            start += gl.load(bias + c, mask=(c < N) & own & complete, other=0.0).to(gl.float32)[None, :]
+        span = ctx.tracing.record_event_start(PRODUCT, -1, parts, tile, nbytes=0)
+        acc = warpgroup_mma_init(start)
+        for _i in range(steps):
+            mbarrier.wait(shared.loaded.index(stage), phase)
+            y = shared.b_parts.index(stage)
+            if B_TRANSPOSED:
+                acc = warpgroup_mma(shared.a_parts.index(stage), y.permute((1, 0)), acc, is_async=True)
+            else:
+                acc = warpgroup_mma(shared.a_parts.index(stage), y, acc, is_async=True)
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+            if unit < count:
+                gl.thread_barrier()  # all warps have multiplied the step before, whose place is free now
+                _load(a, b, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k, B_TRANSPOSED)
+                k += BLOCK_K
+                if k >= end:
+                    unit, row, col, k, end = _begin(units, tiles, unit + programs, BLOCK_K)
+            last = stage == STAGES - 1
+            stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+        product = warpgroup_mma_wait(0, deps=(acc,))
+        ctx.tracing.record_event_end(span)
+        product, whole = _join(ctx, units, parts, left, epoch, u, product, WAITER)
+        if whole:
+            mbarrier.wait(shared.free, done & 1 ^ 1)
+            finished.store(product.to(finished.dtype))
+            gl.thread_barrier()
+            mbarrier.arrive(shared.ready, count=1)
+            done += 1
+
+
+@gluon.jit
+def rows_of(shared, part, MOVE: gl.constexpr):
+    """Part number `part` of the finished tile: some rows; with the last of them the tile's place is free again."""
+    values = shared.product.index(part).load(MOVE)
+    if part == shared.product.shape[0] - 1:
+        gl.thread_barrier()
+        mbarrier.arrive(shared.free, count=1)
+    return values
+
+
+@gluon.jit
+def places_of(shared, part, MOVE: gl.constexpr):
+    """(rows, columns) in the tile of what `rows_of` gives."""
+    ROWS: gl.constexpr = shared.product.shape[1]
+    rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
+    return rows, gl.arange(0, shared.product.shape[2], layout=gl.SliceLayout(0, MOVE))
+
+
+def serve(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> bool:
+    """Whether programs with roles compute a call: asked for, on Hopper, and rows of all begin at whole vectors.
+
+    `step`: the width of a part in a row of B or `out`.
+    """
+    known_to = config.warp_roles and A.dtype in _GLUON_TYPES and platform.has_warp_roles(A.device)
+    return known_to and all(_whole(t, step) for t in (A, _stored(B), out))
+
+
+def _stored(B: torch.Tensor) -> torch.Tensor:
+    """B as it lies in memory: [K, N], or [N, K] as `nn.Linear` has its weight."""
+    return B.t() if B.stride(0) == 1 and B.stride(1) != 1 else B
+
+
+def _whole(t: torch.Tensor, step: int) -> bool:
+    granule = TMA_ALIGNMENT // t.element_size()
+    rows = t.stride(1) == 1 and t.stride(0) % granule == 0 and step % granule == 0
+    return t.numel() > 0 and rows and t.data_ptr() % TMA_ALIGNMENT == 0
+
+
+def arguments(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig) -> dict:
+    """What all kernels with roles are given: operands, blocks, and, as layouts, which thread holds what."""
+    transposed = _stored(B) is not B
+    block_b = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
+    return dict(
+        a=_described(A, (config.block_m, config.block_k)),
+        b=_described(_stored(B), block_b),
+        bias=bias,
+        HAS_BIAS=bias is not None,
+        B_TRANSPOSED=transposed,
+        STAGES=config.num_stages,
+        **layouts(config.block_m, config.block_n),
+    )
+
+
+def layouts(block_m: int, block_n: int) -> dict:
+    """How a tile lies in the multiplying warps' registers, in shared memory and in the moving warps' registers."""
+    high = min(MULTIPLYING, block_m // 16)
+    wide = MULTIPLYING // high
+    across = min(32, block_n // 8)
+    return dict(
+        ACC=gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[high, wide], instr_shape=[16, block_n // wide, 16]
+        ),
+        PRODUCT=gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]),
+        MOVE=gl.BlockedLayout([1, 8], [32 // across, across], [MOVING, 1], [1, 0]),
+        ROWS=MOVING * 32 * _HELD // block_n,
+        MOVING=MOVING,
+        MOVING_REGISTERS=_MOVING_REGISTERS,
+    )
+
+
+def _described(t: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[t.dtype])
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), layout)
