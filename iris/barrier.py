@@ -39,5 +39,5 @@ class DeviceBarrier:
             sent, arrived = self.counts
             args = dict(words=ctx._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
                         WORLD_SIZE=ctx.num_ranks)  # fmt: skip
-            again = repeat.launch({}, ctx.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
-            self._known[members] = table, again
+            found = repeat.launch({}, ctx.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
+            self._known[members] = table, found and found.again

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import os
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import names, platform, repeat, tensors
@@ -67,7 +66,7 @@ class Iris(tensors.TensorMethods):
         self.heap_size = heap_size
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._record = torch.zeros(bounded.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self._record_view: np.ndarray = self._record.numpy()
+        self._record_view = memoryview(self._record.numpy())
         words = pack(
             self.cur_rank,
             self._segment.bases,
@@ -191,8 +190,8 @@ class Iris(tensors.TensorMethods):
     @property
     def ops(self):
         """The fused operations of `iris_ops`."""
-        self.check()
         if self._ops is None:
+            self.check()
             from iris_ops.ops import Ops
 
             self._ops = Ops(self)
@@ -201,8 +200,8 @@ class Iris(tensors.TensorMethods):
     @property
     def ccl(self):
         """The collectives of `iris.ccl`."""
-        self.check()
         if self._ccl is None:
+            self.check()
             from .ccl.collectives import Collectives
 
             self._ccl = Collectives(self)
@@ -221,7 +220,7 @@ class Iris(tensors.TensorMethods):
         if self._closed:
             raise ClosedError("this context was closed; make a new one with iris.iris()")
         if self._record_view[0]:
-            _, waiter, rank, peer, expected, seen = (int(word) for word in self._record_view)
+            _, waiter, rank, peer, expected, seen = self._record_view
             raise PeerLostError(
                 f"rank {rank} lost rank {peer}: {bounded.WAITERS[waiter]} waited for its signal {expected} and saw "
                 f"{seen} until the process ended or {platform.timeout_s(self.device):g} s (IRIS_TIMEOUT) had passed. "

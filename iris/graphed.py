@@ -31,9 +31,9 @@ from . import platform, repeat
 if TYPE_CHECKING:
     from .context import Iris
 
-# Runs before a call is captured: calls that come once or twice pay nothing. Runs until the next try, where there was no
-# room, or none to be had now.
-_RUNS_BEFORE, _RUNS_BETWEEN = 2, 64
+# Runs before a call is captured, beside the one before it was known to come again: calls that come once or twice pay
+# nothing. Runs until the next try, where there was no room, or none to be had now.
+_RUNS_BEFORE, _RUNS_BETWEEN = 1, 64
 ENV_GRAPHS = "IRIS_OP_GRAPHS"  # 0: none
 _MOST = 512  # graphs that are kept; with more, further calls stay as they are, for none is known to come less often
 

@@ -95,10 +95,19 @@ class Heap:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether every element of `tensor` lies in this heap, or in what was imported into it."""
-        first = _first_byte(tensor)
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
-        end = first + (reach + 1) * tensor.element_size()
-        return self.base <= first and end <= self.base + self._segment.span
+        begin, end = extent(tensor)
+        return self.base <= begin and end <= self.base + self._segment.span
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses at which a tensor's elements begin and end."""
+    if not tensor.numel():
+        begin = _first_byte(tensor)
+        return begin, begin
+    begin, reach = tensor.data_ptr(), 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        reach += (size - 1) * stride
+    return begin, begin + reach * tensor.element_size()
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

@@ -2,29 +2,87 @@
 addresses, over and over.
 
 Triton's own way to launch a compiled kernel asks every argument for its address and encodes every tensor descriptor
-anew. Here all of that is done once, and a call is Triton's C launcher with a list of numbers.
+anew. Here all of that is done once, and a call is Triton's C launcher with a list of numbers. A call that differs from
+an earlier one in its addresses only, as another layer's does, puts them into a copy of that list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 import inspect
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .heap import extent
+
 # Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
 ALIGNMENT = 16
 _DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
+_KEPT = 4096  # calls that are known from before
 
 
-def address(t: torch.Tensor | None) -> tuple | None:
-    """All of a tensor that an op's checks and its launch depend on."""
-    if t is None:
-        return None
-    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device(), t.requires_grad
+class Launch(NamedTuple):
+    """What was launched. `again()` launches the same once more, at a tenth of the host's time, or says False.
+
+    `moved(addresses)`: such a function for other addresses in place of those that `launch` was told of as `moving`.
+    """
+
+    again: Callable[[], bool]
+    moved: Callable[[Sequence[int]], Callable[[], bool] | None] | None = None
+
+
+class Calls:
+    """The calls that were made before, by their keys: tuples of the addresses of so many `tensors`, and behind them of
+    all else that the calls' checks and launches depend on. Nothing here holds a tensor.
+    """
+
+    def __init__(self, tensors: int) -> None:
+        self.known: dict[tuple, Any] = {}
+        self._tensors = tensors
+        self._prepared: dict[tuple, Any] = {}
+        self._moves: dict[tuple, Callable] = {}
+
+    def addresses(self, key: tuple | None) -> tuple[int, ...]:
+        return key[: self._tensors] if key else ()
+
+    def prepared(self, key: tuple | None, prepare: Callable[[], Any]) -> Any:
+        """What `prepare` finds out, which is asked once for all calls that differ in their addresses only."""
+        if key is None:
+            return prepare()
+        rest = key[self._tensors :]
+        found = self._prepared.get(rest)
+        if found is None:
+            found = prepare()
+            if len(self._prepared) >= _KEPT:
+                self._prepared.clear()
+            self._prepared[rest] = found
+        return found
+
+    def moved(self, key: tuple | None, *place: object) -> Callable[[], bool] | None:
+        """What launches this call if one was kept that differs in its addresses only."""
+        move = self._moves.get((key[self._tensors :], place)) if key else None
+        return move(self.addresses(key)) if move else None
+
+    def keep(self, key: tuple | None, call: Any, launch: Launch | None, *place: object) -> None:
+        """Remembers a call. `place`: what its launch depends on, beside its key."""
+        if key is None:
+            return
+        if len(self.known) >= _KEPT:
+            self.forget()
+        self.known[key] = call
+        if launch is not None and launch.moved:
+            self._moves[key[self._tensors :], place] = launch.moved
+
+    def forget(self) -> None:
+        """Of calls, not of what was prepared for them: kernels or memory that they use have changed."""
+        self.known.clear()
+        self._moves.clear()
 
 
 def alias(t: torch.Tensor | None, distance: int = 0) -> torch.Tensor | None:
@@ -34,8 +92,8 @@ def alias(t: torch.Tensor | None, distance: int = 0) -> torch.Tensor | None:
     """
     if t is None:
         return None
-    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
-    storage = torch._C._construct_storage_from_data_pointer(t.data_ptr() + distance, t.device, reach * t.element_size())
+    begin, end = extent(t)
+    storage = torch._C._construct_storage_from_data_pointer(begin + distance, t.device, end - begin)
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
 
 
@@ -45,13 +103,14 @@ def launch(
     kernel: triton.JITFunction,
     grid: tuple[int, int, int],
     args: dict,
+    moving: Sequence[int] = (),
     **options: int,
-) -> Callable[[], bool] | None:
+) -> Launch | None:
     """Launches `kernel` on `args`, its arguments by name, in the current stream. `options`: num_warps, num_stages.
 
     `kernels` keeps what was compiled, by all that Triton specialises a kernel on, so that later calls skip Triton's
-    own look-up, which costs several times the launch itself. Returns a function that launches the same once more at a
-    tenth of the host's time, or None where there is none.
+    own look-up, which costs several times the launch itself. `moving`: addresses that may be others when this is
+    launched again; what `args` have of such memory begins there. None where there is no way to launch it again.
     """
     key = (kernel, *options.values(), *map(_specialization, args.values()))
     known = kernels.get(key)
@@ -60,13 +119,14 @@ def launch(
         compiled = kernel[grid](**args, **options)
         if compiled is None:  # the interpreter compiles nothing
             return None
-        known = kernels[key] = compiled, kernel.arg_names
-    compiled, names = known
-    values = [args[name] for name in names]
-    again = prepare(compiled, grid, values, device)
-    if not first and (again is None or not again()):
+        has_descriptors = any(isinstance(value, _DESCRIPTORS) for value in args.values())
+        known = kernels[key] = compiled, _native(compiled, device, has_descriptors)
+    compiled, native = known
+    values = [args[name] for name in kernel.arg_names]
+    found = native and native.prepare(grid, values, moving)
+    if not first and (found is None or not found.again()):
         compiled[grid](*values)
-    return again
+    return found
 
 
 def launcher(
@@ -78,14 +138,19 @@ def launcher(
     **options: int,
 ) -> Callable[[], None]:
     """A function that launches the same whenever it is called; see `launch`. It keeps the tensors in `args`."""
-    again = None
+    found = None
 
     def go() -> None:
-        nonlocal again
-        if again is None or not again():
-            again = launch(kernels, device, kernel, grid, args, **options)
+        nonlocal found
+        if found is None or not found.again():
+            found = launch(kernels, device, kernel, grid, args, **options)
 
     return go
+
+
+def listeners() -> tuple[list, list]:
+    """Who is told before and after each launch, a profiler for one: Triton's own lists, which fill and empty."""
+    return triton.knobs.runtime.launch_enter_hook.calls, triton.knobs.runtime.launch_exit_hook.calls
 
 
 def _specialization(value: object) -> object:
@@ -94,47 +159,108 @@ def _specialization(value: object) -> object:
     return "descriptor" if isinstance(value, _DESCRIPTORS) else value
 
 
-def prepare(compiled, grid: tuple[int, int, int], values: list, device: torch.device) -> Callable[[], bool] | None:
-    """A function that launches `compiled` on `values` in the current stream, or says False: a profiler listens.
-
-    It holds addresses, not tensors. None where Triton's CUDA launcher is not as this file knows it (triton 3.6).
-    """
+def _native(compiled, device: torch.device, has_descriptors: bool) -> _Native | None:
+    """None where Triton's CUDA launcher is not as this file knows it (triton 3.6)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         runner = compiled.run
-        call = inspect.getclosurevars(runner.launch).nonlocals["launcher"] if _descriptors(values) else runner.launch
+        call = inspect.getclosurevars(runner.launch).nonlocals["launcher"] if has_descriptors else runner.launch
         if runner.global_scratch_size or runner.profile_scratch_size:
             return None
         head = compiled.function, runner.launch_cooperative_grid, runner.launch_pdl, None, None
-        metadata = iter(compiled.metadata.tensordesc_meta or [None] * len(values))
-        enter, leave = listeners()
-        current_stream = triton.runtime.driver.active.get_current_stream
+        head += compiled.packed_metadata, None, None, None
+        current_stream = partial(triton.runtime.driver.active.get_current_stream, device.index)
+        return _Native(call, current_stream, head, compiled.metadata.tensordesc_meta, make_tensordesc_arg)
     except (ImportError, AttributeError, KeyError, TypeError):
         return None
-    arguments: list[object] = []
-    for value in values:
-        if isinstance(value, _DESCRIPTORS):
-            arguments += make_tensordesc_arg(value, next(metadata))
-        else:
-            arguments.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
-    tail = compiled.packed_metadata, None, None, None, *arguments
-
-    def again() -> bool:
-        if enter or leave:
-            return False
-        call(*grid, current_stream(device.index), *head, *tail)
-        return True
-
-    return again
 
 
-def listeners() -> tuple[list, list]:
-    """Who is told before and after each launch, a profiler for one: Triton's own lists, which fill and empty."""
-    return triton.knobs.runtime.launch_enter_hook.calls, triton.knobs.runtime.launch_exit_hook.calls
+@dataclass(frozen=True)
+class _Native:
+    """Triton's C launcher of a compiled kernel: `call(*grid, stream, *head, *arguments)`."""
+
+    call: Callable
+    current_stream: Callable[[], int]
+    head: tuple
+    maps: list | None
+    """How a tensor descriptor becomes a map that the hardware reads, for each of them."""
+    arguments_of: Callable[[Any, Any], list]
+    """A tensor descriptor as arguments, given how."""
+
+    def prepare(self, grid: tuple[int, int, int], values: list, moving: Sequence[int]) -> Launch:
+        """A launch on `values`. It holds addresses, not tensors."""
+        maps = iter(self.maps or [None] * len(values))
+        which = {address: i for i, address in enumerate(moving) if address}
+        arguments: list[Any] = []
+        slots = []  # where arguments stand that come from an address, the number of the address, and how they come
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                address, made = value.data_ptr(), _pointer
+            elif isinstance(value, _DESCRIPTORS):
+                address = value.base.data_ptr()
+                made = partial(self._described, next(maps), value.shape, value.strides, value.padding)
+            else:
+                arguments.append(value)
+                continue
+            if address in which:
+                slots.append((len(arguments), which[address], made))
+            arguments += made(address)
+        alike, aligned = [moving.index(each) for each in moving], _aligned(moving)
+
+        def moved(addresses: Sequence[int]) -> Callable[[], bool] | None:
+            if not (aligned and _aligned(addresses)) or [addresses.index(each) for each in addresses] != alike:
+                return None  # another kernel, or which address is whose would not be known
+            fresh = arguments.copy()
+            for place, number, made in slots:
+                those = made(addresses[number])
+                fresh[place : place + len(those)] = those
+            return self._again(grid, fresh)
+
+        return Launch(self._again(grid, arguments), moved)
+
+    def _again(self, grid: tuple[int, int, int], arguments: list) -> Callable[[], bool]:
+        call, current_stream, head = self.call, self.current_stream, self.head
+        (enter, leave), (x, y, z) = listeners(), grid
+        last = x, y, z, None
+
+        def again() -> bool:
+            nonlocal last
+            if enter or leave:
+                return False
+            stream, ready = current_stream(), last
+            if ready[3] != stream:
+                ready = last = (x, y, z, stream, *head, *arguments)
+            call(*ready)
+            return True
+
+        return again
+
+    def _described(self, how: Any, shape: list[int], strides: list[int], padding: str, address: int) -> list:
+        return self.arguments_of(_Described(address, shape, strides, padding), how)
 
 
-def _descriptors(values: list) -> bool:
-    return any(isinstance(value, _DESCRIPTORS) for value in values)
+class _Described(NamedTuple):
+    """A tensor descriptor of memory, which a `TensorDescriptor` would keep."""
+
+    address: int
+    shape: list[int]
+    strides: list[int]
+    padding: str
+
+    @property
+    def base(self) -> _Described:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _pointer(address: int) -> list[int]:
+    return [address]
+
+
+def _aligned(addresses: Sequence[int]) -> bool:
+    return not any(each % ALIGNMENT for each in addresses)

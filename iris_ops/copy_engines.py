@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from iris import repeat, streams
+from iris import streams
 import torch
 
 from . import torch_product
@@ -99,7 +99,6 @@ def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable
     ctx = workspace.ctx
     rank, copies, arrivals = ctx.cur_rank, *workspace.lanes
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
-    out, A, B, bias = map(repeat.alias, (out, A, B, bias))
 
     def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
         return partial(torch_product.multiply, out[begin:end], rows, B, bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iris import platform, repeat
@@ -290,16 +290,30 @@ _OVERLAPPED = {
 
 
 def launch(
-    kernels: dict, ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, *tensors
-) -> Callable[[], bool] | None:
-    """Launches what serves `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`."""
+    kernels: dict,
+    ctx: Iris,
+    workspace: Workspace,
+    problem: Problem,
+    config: FusedConfig,
+    tensors: tuple,
+    moving: Sequence[int] = (),
+    came_before: bool = True,
+) -> repeat.Launch | None:
+    """Launches what serves `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`.
+
+    What is several launches is prepared to be repeated only where it `came_before`.
+    """
     if config.algorithm in UNFUSED:
-        again = workspace.graphs.of(UNFUSED[config.algorithm].prepare(workspace, problem, *tensors))
+        prepare = UNFUSED[config.algorithm].prepare
+        if not came_before:
+            prepare(workspace, problem, *tensors)()
+            return None
+        again = workspace.graphs.of(prepare(workspace, problem, *map(repeat.alias, tensors)))
         again()
-        return again
+        return repeat.Launch(again)
     arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
     kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-    return repeat.launch(kernels, ctx.device, kernel, grid, args, **options)
+    return repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)

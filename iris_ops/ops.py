@@ -24,6 +24,7 @@ from .problem import (
     REDUCE_SCATTER,
     Problem,
     check_bias,
+    check_overlap,
     check_tensors,
     describe,
     problem_asked,
@@ -35,8 +36,6 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from iris.context import Iris
 
-_KEPT = 4096  # calls, and problems, that are known from before
-
 
 @dataclass(frozen=True)
 class _Prepared:
@@ -44,6 +43,7 @@ class _Prepared:
 
     problem: Problem
     config: FusedConfig
+    writes_to_peers: bool
     num_flags: int
     nbytes: int
     exchange: int
@@ -65,9 +65,8 @@ class Ops:
     def __init__(self, ctx: Iris) -> None:
         self._ctx = ctx
         self._workspace: Workspace | None = None
-        self._prepared: dict[tuple, _Prepared] = {}
         self._kernels: dict[tuple, object] = {}
-        self._repeats: dict[tuple, tuple] = {}
+        self._calls = repeat.Calls(4)
 
     def matmul_all_reduce(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`."""
@@ -98,7 +97,7 @@ class Ops:
 
     def forget_repeats(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
-        self._repeats.clear()
+        self._calls.forget()
 
     def join(self) -> None:
         """Makes the current stream wait for calls with `async_op=True`."""
@@ -110,74 +109,97 @@ class Ops:
     def _call(self, op, out, A, B, bias, async_op, config, workspace) -> Workspace:
         ctx = self._ctx
         ctx.check()
-        key = None if async_op else self._key(op, out, A, B, bias, config, workspace)
-        if key in self._repeats:
-            again, target, workspace = self._repeats[key]
-            self.join()
+        key = self._key(op, out, A, B, bias, config, workspace)
+        try:
+            known = self._calls.known.get(key)
+        except TypeError:  # a wrong argument that has no hash
+            key = known = None
+        if known and not async_op:
+            again, target, workspace = known
+            ctx._side.join()
             if again():
                 if target is not None:
                     out.copy_(target)
                 return workspace
-        check_tensors(op, out, A, B, bias, ctx.device)
-        if config is not None and not isinstance(config, FusedConfig):
-            raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
-        shapes = (op, out.shape, A.shape, B.shape, A.dtype, config)
-        prepared = self._prepared.get(shapes)
-        if prepared is None:
-            if len(self._prepared) >= _KEPT:
-                self._prepared.clear()
-            prepared = self._prepared[shapes] = self._prepare(op, out, A, B, config)
-        check_bias(op, bias, B)
+        return self._make(key, op, out, A, B, bias, async_op, config, workspace)
+
+    def _make(self, key, op, out, A, B, bias, async_op, config, workspace) -> Workspace:
+        """A call that cannot be repeated as it is."""
+        ctx, calls = self._ctx, self._calls
+        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config))
+        problem, direct = prepared.problem, True
+        check_overlap(op, out, A, B, bias)
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
-        if workspace is None:
-            if self._workspace is None:
-                self._workspace = Workspace(ctx)
-            workspace = self._workspace
-        elif not isinstance(workspace, Workspace) or workspace.ctx is not ctx:
-            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
-        problem, direct = prepared.problem, True
+        workspace = self._workspace_for(op, workspace)
         if problem.empty:
             return workspace
-        if launch.writes_to_peers(problem, prepared.config):
+        if prepared.writes_to_peers:
             direct = ctx.is_symmetric(out)
         nbytes = prepared.nbytes + (0 if direct else problem.M * problem.N * problem.dtype.itemsize)
         if workspace.reserve(prepared.num_flags, nbytes, prepared.exchange):
-            self._repeats.clear()  # they go to memory that graphs may use still, but calls no longer
+            self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
+        came_before = key in calls.known and not async_op
 
         def go() -> None:
-            target = out
-            if not direct:
-                target = workspace.staging[prepared.nbytes : nbytes].view(out.dtype).view(out.shape)
-            again = launch.launch(self._kernels, ctx, workspace, problem, prepared.config, target, A, B, bias)
+            again, launched = calls.moved(key, direct), None
+            target = out if direct else workspace.staging[prepared.nbytes : nbytes].view(out.dtype).view(out.shape)
+            if again is None or not again():
+                launched = launch.launch(
+                    self._kernels, ctx, workspace, problem, prepared.config, (target, A, B, bias),
+                    calls.addresses(key), came_before,
+                )  # fmt: skip
+                again = launched and launched.again
             if not direct:
                 out.copy_(target)
-            if again and key:
-                if len(self._repeats) >= _KEPT:
-                    self._repeats.clear()
-                self._repeats[key] = again, None if direct else target, workspace
+            if again or not async_op:  # which leaves alone what is known of the call
+                calls.keep(key, again and (again, None if direct else target, workspace), launched, direct)
 
         if async_op and ctx.device.type == "cuda":
             workspace._done = ctx._side.run(go, out, A, B, bias)
         else:
-            self.join()
+            ctx._side.join()
             go()
         ctx.check()
         return workspace
 
     def _key(self, op, out, A, B, bias, config, workspace) -> tuple | None:
         """What a call comes down to: one with the same key passes the same checks and launches the same."""
-        if workspace is None:
-            workspace = self._workspace
         try:
-            tensors = repeat.address(out), repeat.address(A), repeat.address(B), repeat.address(bias)
-            key = op, tensors, config, workspace, torch.is_grad_enabled()
-            hash(key)
+            if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
+                return None
+            if workspace is None:
+                workspace = self._workspace
+            address, more = 0, None
+            if bias is not None:
+                if bias.requires_grad and torch.is_grad_enabled():
+                    return None
+                address, more = bias.data_ptr(), (bias.shape, bias.stride(), bias.dtype, bias.get_device())
+            return (
+                out.data_ptr(), A.data_ptr(), B.data_ptr(), address, op,
+                out.shape, out.stride(), out.dtype, out.get_device(),
+                A.shape, A.stride(), A.dtype, A.get_device(),
+                B.shape, B.stride(), B.dtype, B.get_device(),
+                more, config, workspace,
+            )  # fmt: skip
         except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
             return None
-        return key
 
-    def _prepare(self, op: str, out, A, B, config: FusedConfig | None) -> _Prepared:
+    def _workspace_for(self, op: str, workspace: Workspace | None) -> Workspace:
+        if workspace is None:
+            if self._workspace is None:
+                self._workspace = Workspace(self._ctx)
+            return self._workspace
+        if not isinstance(workspace, Workspace) or workspace.ctx is not self._ctx:
+            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
+        return workspace
+
+    def _prepare(self, op: str, out, A, B, bias, config: FusedConfig | None) -> _Prepared:
+        """Checks whatever does not depend on addresses, and chooses."""
+        device = self._ctx.device
+        check_tensors(op, out, A, B, bias, device)
+        if config is not None and not isinstance(config, FusedConfig):
+            raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
         chosen = config or self._plan(problem)
         if chosen.algorithm == "two_shot" and op != ALL_REDUCE:
@@ -185,4 +207,6 @@ class Ops:
         objection = UNFUSED[chosen.algorithm].objection(problem) if chosen.algorithm in UNFUSED else None
         if objection:
             raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
-        return _Prepared(problem, chosen, *workspace_size(problem, chosen, platform.num_programs(self._ctx.device)))
+        check_bias(op, bias, B)
+        sizes = workspace_size(problem, chosen, platform.num_programs(device))
+        return _Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from iris.heap import extent
 import torch
 
 if TYPE_CHECKING:
@@ -184,8 +185,15 @@ def check_tensors(
         check_gradient(op, name, t)
     if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
+
+
+def check_overlap(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
+    begin, end = extent(out)
     for name, t in (("A", A), ("B", B), ("bias", bias)):
-        if t is not None and _overlap(out, t):
+        if t is None or not t.numel() or begin == end:
+            continue
+        first, last = extent(t)
+        if first < end and begin < last:
             raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
 
 
@@ -197,15 +205,3 @@ def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
 def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:
     if bias is not None and bias.shape[0] != B.shape[1]:
         raise ShapeError(f"{op}: bias has {bias.shape[0]} elements; expected {B.shape[1]}, the columns of B")
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    (a0, a1), (b0, b1) = _extent(a), _extent(b)
-    return a0 < b1 and b0 < a1
-
-
-def _extent(t: torch.Tensor) -> tuple[int, int]:
-    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-    return t.data_ptr(), t.data_ptr() + reach * t.element_size()

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from iris import repeat
 from iris.ccl import Config
 from iris.ccl import plan as collectives
 from iris.ccl.problem import ALL_GATHER
@@ -74,7 +73,6 @@ def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable
     """A function that launches both halves on tensors at these addresses, in the current stream."""
     ctx = workspace.ctx
     between = workspace.staging[: staged_elements(problem) * problem.dtype.itemsize].view(problem.dtype)
-    out, A, B, bias = map(repeat.alias, (out, A, B, bias))
     once = bias if ctx.cur_rank == 0 else None
     if problem.op == ALL_REDUCE:
         product, collective = (out, A, B, once), (REDUCE, out, out)

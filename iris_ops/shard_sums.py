@@ -67,7 +67,6 @@ def staged_elements(problem: Problem) -> int:
 def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
-    out, A, B, bias = map(repeat.alias, (out, A, B, bias))
     arriving, shards = workspace.views.get(problem) or _views(workspace, problem)
     copies, (begun, arrived, *marks) = workspace.lanes[0], workspace.marks
     others = [(A[rows], leaving, place, mark) for (rows, leaving, place), mark in zip(shards, marks, strict=False)]

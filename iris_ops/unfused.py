@@ -1,6 +1,7 @@
 """The algorithms whose product is torch's, each a module: `objection`, `predict`, `staged_elements`, `prepare`.
 
-What `prepare` returns launches the call, now and whenever it is repeated, and says True as `repeat.prepare`'s does.
+What `prepare` returns launches the call, now and whenever it is repeated, and says True as `repeat.Launch.again` does.
+It keeps the tensors that it is given.
 """
 
 from . import copy_engines, sequential, shard_sums

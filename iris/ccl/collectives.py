@@ -1,6 +1,7 @@
 """`ctx.ccl`: checks, a plan, memory, one kernel.
 
-A call with tensors at addresses that were seen before takes a shortcut around all of it (`iris/repeat.py`).
+A call with tensors at addresses that were seen before takes a shortcut around all of it, one that is like an earlier
+call in all but its addresses around most (`iris/repeat.py`).
 """
 
 from __future__ import annotations
@@ -33,14 +34,12 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from ..context import Iris
 
-_KEPT = 4096  # calls, and problems, that are known from before
-_NEVER_MADE = None, None, None
-
 
 @dataclass(frozen=True)
 class _Prepared:
     """What the first call of a shape found out."""
 
+    members: Group
     problem: Problem
     plan: Plan
     room: launch.Room
@@ -65,9 +64,8 @@ class Collectives:
         self._machine = machine_of(ctx.device, platform.num_programs(ctx.device))
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
-        self._prepared: dict[tuple, _Prepared] = {}
         self._kernels: dict[tuple, object] = {}
-        self._repeats: dict[tuple, tuple] = {}
+        self._calls = repeat.Calls(2)
 
     def all_to_all(self, out, inp, group=None, async_op=False, config=None, workspace=None) -> Workspace:
         """Columns j * N ... of `inp` (M, N * w) to rank j, whose columns i * N ... of `out` they are, from rank i."""
@@ -116,13 +114,14 @@ class Collectives:
     def _ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
         """A function that makes the call `op`, over and over: what tells it from other calls is looked at once."""
         key = self._key(op, out, inp, None, None, None, workspace)
-        return lambda: self._again(key, out) or self._call(op, out, inp, None, None, False, None, workspace)
+        known = self._calls.known
+        return lambda: self._again(known.get(key), out) or self._call(op, out, inp, None, None, False, None, workspace)
 
-    def _again(self, key: tuple | None, out: torch.Tensor) -> Workspace | None:
-        """The workspace of the call that was made before under this key, and now once more; None if there is none."""
-        again, target, workspace = self._repeats.get(key, _NEVER_MADE)
-        if again is None:
+    def _again(self, known: tuple | None, out: torch.Tensor) -> Workspace | None:
+        """The workspace of a call that was made before, and now once more; None if it has not been."""
+        if known is None:
             return None
+        again, target, workspace = known
         self._ctx._side.join()
         if not again():
             return None
@@ -131,42 +130,35 @@ class Collectives:
         return workspace
 
     def _call(self, op, out, inp, reduce_op, group, async_op, config, workspace) -> Workspace:
-        ctx = self._ctx
-        ctx.check()
-        key = None if async_op else self._key(op, out, inp, reduce_op, group, config, workspace)
-        known = self._again(key, out)
-        if known is not None:
-            return known
-        check_tensors(op, out, inp, ctx.device)
-        _check_options(op, reduce_op, config)
-        members = self._group(group)
-        prepared = self._prepare(op, out, inp, config or Config(), members)
-        check_overlap(op, out, inp, members.rank)
-        workspace = self._workspace_of(op, members, workspace)
+        self._ctx.check()
+        key = self._key(op, out, inp, reduce_op, group, config, workspace)
+        try:
+            known = self._calls.known.get(key)
+        except TypeError:  # a list as group
+            key = known = None
+        if known is not None and not async_op and (done := self._again(known, out)):
+            return done
+        return self._make(key, op, out, inp, reduce_op, group, async_op, config, workspace)
+
+    def _make(self, key, op, out, inp, reduce_op, group, async_op, config, workspace) -> Workspace:
+        """A call that is not among those that were made before."""
+        ctx, calls = self._ctx, self._calls
+        prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
+        check_overlap(op, out, inp, prepared.members.rank)
+        workspace = self._workspace_of(op, prepared.members, workspace)
         if not inp.numel():
             return workspace
         staged = self._reserve(workspace, prepared, out)
 
         def go() -> None:
-            target = out if staged is None else staged
-            args = launch.arguments(
-                workspace,
-                prepared.problem,
-                prepared.plan,
-                bits(target, prepared.problem.reduces),
-                bits(inp, prepared.problem.reduces),
-            )
-            grid = prepared.plan.programs, 1, 1
-            kernel = launch.kernel_of(prepared.plan)
-            again = repeat.launch(
-                self._kernels, ctx.device, kernel, grid, args, **launch.options(prepared.plan, self._machine)
-            )
+            again, launched = calls.moved(key, staged is None), None
+            if again is None or not again():
+                launched = self._launch(workspace, prepared, out if staged is None else staged, inp, key)
+                again = launched and launched.again
             if staged is not None:
                 out.copy_(staged)
-            if again and key:
-                if len(self._repeats) >= _KEPT:
-                    self._repeats.clear()
-                self._repeats[key] = again, staged, workspace
+            if again:
+                calls.keep(key, (again, staged, workspace), launched, staged is None)
 
         if async_op and ctx.device.type == "cuda":
             workspace._done = ctx._side.run(go, out, inp)
@@ -176,27 +168,39 @@ class Collectives:
         ctx.check()
         return workspace
 
+    def _launch(self, workspace: Workspace, prepared: _Prepared, out, inp, key: tuple | None) -> repeat.Launch | None:
+        problem, chosen = prepared.problem, prepared.plan
+        args = launch.arguments(workspace, problem, chosen, bits(out, problem.reduces), bits(inp, problem.reduces))
+        kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
+        options = launch.options(chosen, self._machine)
+        moving = self._calls.addresses(key)
+        return repeat.launch(self._kernels, self._ctx.device, kernel, grid, args, moving, **options)
+
     def _key(self, op, out, inp, reduce_op, group, config, workspace) -> tuple | None:
         """What a call comes down to: one with the same key passes the same checks and launches the same."""
         try:
-            addresses = repeat.address(out), repeat.address(inp)
-            key = op, addresses, reduce_op, group, config, workspace, torch.is_grad_enabled()
-            hash(key)
-        except (AttributeError, RuntimeError, TypeError):  # wrong arguments, or a list as group
+            if (out.requires_grad or inp.requires_grad) and torch.is_grad_enabled():
+                return None
+            return (
+                out.data_ptr(), inp.data_ptr(), op,
+                out.shape, out.stride(), out.dtype, out.get_device(),
+                inp.shape, inp.stride(), inp.dtype, inp.get_device(),
+                reduce_op, group, config, workspace,
+            )  # fmt: skip
+        except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
             return None
-        return key
+
+    def _checked(self, op, out, inp, reduce_op, group, config) -> _Prepared:
+        check_tensors(op, out, inp, self._ctx.device)
+        _check_options(op, reduce_op, config)
+        return self._prepare(op, out, inp, config or Config(), self._group(group))
 
     def _prepare(self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config, members: Group) -> _Prepared:
-        key = op, out.shape, inp.shape, inp.dtype, config, members
-        if key not in self._prepared:
-            problem = describe(op, out, inp, members.rank, members.size)
-            if not inp.numel():
-                return _Prepared(problem, None, None)
-            if len(self._prepared) >= _KEPT:
-                self._prepared.clear()
-            chosen = plan(problem, config, self._machine)
-            self._prepared[key] = _Prepared(problem, chosen, launch.room(problem, chosen))
-        return self._prepared[key]
+        problem = describe(op, out, inp, members.rank, members.size)
+        if not inp.numel():
+            return _Prepared(members, problem, None, None)
+        chosen = plan(problem, config, self._machine)
+        return _Prepared(members, problem, chosen, launch.room(problem, chosen))
 
     def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
         """Makes room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
@@ -208,7 +212,7 @@ class Collectives:
             grown = workspace.reserve("results", 0, nbytes) or grown
             staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)
         if grown:
-            self._repeats.clear()  # they go to memory that graphs may use still, but calls no longer
+            self._calls.forget()  # they go to memory that graphs may use still, but calls no longer
             if self._ctx._ops is not None:  # nor ops that such a call is part of
                 self._ctx._ops.forget_repeats()
         return staged

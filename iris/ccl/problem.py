@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from ..heap import extent
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
@@ -144,7 +145,7 @@ def check_overlap(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int) -> N
     """In place are all_reduce into its input and all_gather from this rank's part of `out`. Nothing else may meet."""
     if not out.numel() or not inp.numel():
         return
-    (a0, a1), (b0, b1) = _extent(out), _extent(inp)
+    (a0, a1), (b0, b1) = extent(out), extent(inp)
     if a0 >= b1 or b0 >= a1:
         return
     own = out
@@ -156,8 +157,3 @@ def check_overlap(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int) -> N
             f"{op}: out overlaps inp in memory; expected separate tensors, or for all_reduce the same one, for "
             f"all_gather this rank's part of out"
         )
-
-
-def _extent(t: torch.Tensor) -> tuple[int, int]:
-    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-    return t.data_ptr(), t.data_ptr() + reach * t.element_size()

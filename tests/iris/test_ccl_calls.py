@@ -188,6 +188,7 @@ def refuse(ctx: iris.Iris) -> None:
     x, y = ctx.zeros(400, 6 * w), ctx.zeros(400, 6 * w)
     other = iris.iris(32 << 10)
     holes = torch.zeros(2, 3, 4, device=ctx.device)[:, :2]
+    ccl.all_to_all(x, y)  # such tensors have been right, at other addresses
     foreign = other.ccl.all_reduce_preamble(other.zeros(4), other.zeros(4))
     wrong = [
         (ShapeError, "all_reduce: inp is", lambda: ccl.all_reduce(x[:2], y)),

@@ -87,6 +87,8 @@ def refuse_overlaps(ctx: iris.Iris) -> None:
     square = [memory[i * 256 : (i + 1) * 256].view(16, 16) for i in range(3)]
     a, b, c = square
     shifted = memory[255 : 255 + 256].view(16, 16)  # one element of a, the others of b
+    for bias in (None, a[0]):  # such tensors have been right, at other addresses
+        ctx.ops.matmul_all_reduce(c, a, b, bias)
     for out, A, B, bias, name in (
         (a, a, b, None, "A"),
         (a, b, a, None, "B"),
