@@ -95,7 +95,10 @@ class Heap:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether every element of `tensor` lies in this heap, or in what was imported into it."""
-        begin, end = extent(tensor)
+        return self.holds(*extent(tensor))
+
+    def holds(self, begin: int, end: int) -> bool:
+        """The same of the elements between two addresses."""
         return self.base <= begin and end <= self.base + self._segment.span
 
 
@@ -108,6 +111,12 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         reach += (size - 1) * stride
     return begin, begin + reach * tensor.element_size()
+
+
+def span(tensor: torch.Tensor | None) -> int:
+    """The bytes between where a tensor's elements begin and where they end."""
+    begin, end = extent(tensor) if tensor is not None else (0, 0)
+    return end - begin
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

@@ -263,4 +263,7 @@ def _pointer(address: int) -> list[int]:
 
 
 def _aligned(addresses: Sequence[int]) -> bool:
-    return not any(each % ALIGNMENT for each in addresses)
+    together = 0
+    for each in addresses:
+        together |= each
+    return not together % ALIGNMENT

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from iris import platform, repeat
 from iris.errors import ArgumentError
+from iris.heap import span
 import torch
 
 from . import launch
@@ -47,6 +48,7 @@ class _Prepared:
     num_flags: int
     nbytes: int
     exchange: int
+    spans: tuple[int, ...]
 
 
 class Ops:
@@ -127,15 +129,14 @@ class Ops:
         """A call that cannot be repeated as it is."""
         ctx, calls = self._ctx, self._calls
         prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config))
-        problem, direct = prepared.problem, True
-        check_overlap(op, out, A, B, bias)
+        problem, addresses = prepared.problem, calls.addresses(key)
+        workspace = self._workspace_for(op, workspace)
+        check_overlap(op, addresses, prepared.spans)
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
-        workspace = self._workspace_for(op, workspace)
         if problem.empty:
             return workspace
-        if prepared.writes_to_peers:
-            direct = ctx.is_symmetric(out)
+        direct = not prepared.writes_to_peers or ctx._heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         nbytes = prepared.nbytes + (0 if direct else problem.M * problem.N * problem.dtype.itemsize)
         if workspace.reserve(prepared.num_flags, nbytes, prepared.exchange):
             self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
@@ -147,7 +148,7 @@ class Ops:
             if again is None or not again():
                 launched = launch.launch(
                     self._kernels, ctx, workspace, problem, prepared.config, (target, A, B, bias),
-                    calls.addresses(key), came_before,
+                    addresses, came_before,
                 )  # fmt: skip
                 again = launched and launched.again
             if not direct:
@@ -209,4 +210,5 @@ class Ops:
             raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
         check_bias(op, bias, B)
         sizes = workspace_size(problem, chosen, platform.num_programs(device))
-        return _Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes)
+        spans = tuple(map(span, (out, A, B, bias)))
+        return _Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes, spans)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from iris.heap import extent
 import torch
 
 if TYPE_CHECKING:
@@ -187,13 +186,11 @@ def check_tensors(
         raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
 
 
-def check_overlap(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
-    begin, end = extent(out)
-    for name, t in (("A", A), ("B", B), ("bias", bias)):
-        if t is None or not t.numel() or begin == end:
-            continue
-        first, last = extent(t)
-        if first < end and begin < last:
+def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> None:
+    """Of out, A, B and bias: where they begin, how many bytes they span. Raises if `out` shares some with another."""
+    (out, *others), (size, *sizes) = begins, spans
+    for name, begin, nbytes in zip(("A", "B", "bias"), others, sizes, strict=True):
+        if begin < out + size and out < begin + nbytes and size and nbytes:
             raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from iris import repeat, streams
-import triton
 
 from . import torch_product
 from .problem import REDUCE_SCATTER, Problem, part_of
@@ -104,7 +103,7 @@ def _sum(workspace: Workspace, problem: Problem, out, arriving, bias) -> Callabl
     """A function that launches the sum of the parts."""
     device, (rows, columns) = workspace.ctx.device, out.shape
     block_m, block_n = _SUM_BLOCK[device.type]
-    grid = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n), 1, 1
+    grid = -(-rows // block_m) * -(-columns // block_n), 1, 1
     args = dict(out=out, staging=arriving, bias=bias, rows=rows, N=columns, stride_om=out.stride(0),
                 stride_on=out.stride(1), BLOCK_M=block_m, BLOCK_N=block_n, WORLD_SIZE=problem.world_size,
                 HAS_BIAS=bias is not None)  # fmt: skip

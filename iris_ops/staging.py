@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from triton import cdiv
-
 from .config import FusedConfig
 from .problem import GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part, part_size
 from .rounds import cut_tiles, shared_tiles
@@ -67,6 +65,11 @@ def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 def exchange_ld(cols: int) -> int:
     """Words of a row in the exchange area: whole vectors, also where the columns are odd."""
     return -(-cols // _EXCHANGE_GRANULE) * _EXCHANGE_GRANULE
+
+
+def cdiv(a: int, b: int) -> int:
+    """Rounded up; as an int, where Triton's is for kernels too and takes the host microseconds."""
+    return -(-a // b)
 
 
 def tiles_of(rows: int, cols: int, config: FusedConfig) -> int:

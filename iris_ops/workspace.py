@@ -51,21 +51,22 @@ class Workspace:
 
         Returns whether there was less before.
         """
-        before = self.flags, self.staging, self.exchange
+        grown = False
         if num_flags > self.flags.numel():
             _refuse_capture(self.ctx)
             flags = self.ctx._heap.allocate((_grown(num_flags),), torch.int32)
             # Epochs start at 1. Peers signal only once this rank has entered the call, in stream order after this.
-            self.flags = flags.zero_()
-        if nbytes > self.staging.numel() * self.staging.element_size():
+            self.flags, grown = flags.zero_(), True
+        if nbytes > self.staging.nbytes:
             _refuse_capture(self.ctx)
-            self.staging = self.ctx._heap.allocate((_grown(nbytes),), torch.uint8)
+            self.staging, grown = self.ctx._heap.allocate((_grown(nbytes),), torch.uint8), True
             self.views.clear()
-        if exchange > self.exchange.numel() * self.exchange.element_size():
+        if exchange > self.exchange.nbytes:
             _refuse_capture(self.ctx)
             self.exchange = self.ctx._heap.allocate((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
             self.ctx.device_barrier()  # on every rank, before a peer's words arrive
-        return any(old is not new for old, new in zip(before, (self.flags, self.staging, self.exchange), strict=True))
+            grown = True
+        return grown
 
     def remember(self, problem: object, views: tuple) -> tuple:
         """Keeps `views` of the staging memory for `problem`, of so many as prompts of ever new lengths ask for."""

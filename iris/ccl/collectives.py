@@ -14,6 +14,7 @@ import torch
 
 from .. import platform, repeat
 from ..errors import ArgumentError
+from ..heap import span
 from . import launch
 from .config import Config, ReduceOp
 from .group import Group, group_of
@@ -40,6 +41,7 @@ class _Prepared:
     """What the first call of a shape found out."""
 
     members: Group
+    spans: tuple[int, int]
     problem: Problem
     plan: Plan
     room: launch.Room
@@ -144,9 +146,11 @@ class Collectives:
         """A call that is not among those that were made before."""
         ctx, calls = self._ctx, self._calls
         prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
-        check_overlap(op, out, inp, prepared.members.rank)
         workspace = self._workspace_of(op, prepared.members, workspace)
-        if not inp.numel():
+        (to, at), (got, given) = calls.addresses(key), prepared.spans
+        if at < to + got and to < at + given:
+            check_overlap(op, out, inp, prepared.members.rank)
+        if not given:
             return workspace
         staged = self._reserve(workspace, prepared, out)
 
@@ -196,18 +200,19 @@ class Collectives:
         return self._prepare(op, out, inp, config or Config(), self._group(group))
 
     def _prepare(self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config, members: Group) -> _Prepared:
-        problem = describe(op, out, inp, members.rank, members.size)
+        problem, spans = describe(op, out, inp, members.rank, members.size), (span(out), span(inp))
         if not inp.numel():
-            return _Prepared(members, problem, None, None)
+            return _Prepared(members, spans, problem, None, None)
         chosen = plan(problem, config, self._machine)
-        return _Prepared(members, problem, chosen, launch.room(problem, chosen))
+        return _Prepared(members, spans, problem, chosen, launch.room(problem, chosen))
 
     def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
         """Makes room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
         room = prepared.room
         grown = workspace.reserve(room.area, room.flags, room.nbytes, room.fill)
-        staged = None
-        if launch.writes_to_peers(prepared.problem, prepared.plan) and not self._ctx.is_symmetric(out):
+        staged, begin = None, out.data_ptr()
+        on_heap = self._ctx._heap.holds(begin, begin + prepared.spans[0])
+        if launch.writes_to_peers(prepared.problem, prepared.plan) and not on_heap:
             nbytes = out.numel() * out.element_size()
             grown = workspace.reserve("results", 0, nbytes) or grown
             staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)

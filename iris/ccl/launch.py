@@ -41,7 +41,8 @@ def room(problem: Problem, plan: Plan) -> Room:
     table = _table(problem)
     if not problem.reduces:
         return Room("copies", table)
-    chunks = triton.cdiv(triton.cdiv(units, plan.programs), plan.chunk)
+    per_program = -(-units // plan.programs)
+    chunks = -(-per_program // plan.chunk)
     slots = 1 if problem.op == ALL_REDUCE else 2
     area = "sums" if problem.op == ALL_REDUCE else "parts"
     return Room(area, table + slots * w * plan.programs * chunks, slots * w * elements * problem.dtype.itemsize)
@@ -111,7 +112,8 @@ def _table(problem: Problem) -> int:
 
 def _units(problem: Problem, plan: Plan) -> int:
     if plan.interleaved and not problem.cols:
-        return triton.cdiv(triton.cdiv(problem.n, plan.block), problem.world_size)
+        blocks = -(-problem.n // plan.block)
+        return -(-blocks // problem.world_size)
     return units_of(problem, plan.variant, plan.block, plan.tile_n)
 
 

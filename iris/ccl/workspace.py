@@ -49,7 +49,7 @@ class Workspace:
         if num_flags > area.flags.numel():
             _refuse_capture(device)
             area.flags, grown = self.group.allocate(4 * _grown(num_flags)).view(torch.int32).zero_(), True
-        if nbytes > area.staging.numel() * area.staging.element_size():
+        if nbytes > area.staging.nbytes:
             _refuse_capture(device)
             area.staging, grown = self.group.allocate(_grown(nbytes)).fill_(fill), True
         if grown:
