@@ -54,15 +54,14 @@ class FusedConfig:
     reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name, least in _LEAST.items():  # a plan makes hundreds of these
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected an integer from {least}")
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 16 or value & (value - 1):
+            if value < 16 or value & (value - 1):
                 raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a power of two from 16")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            least = 0 if f.name in ("num_programs", "stagger_us") else 1
-            if f.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ArgumentError(f"FusedConfig.{f.name} is {value!r}; expected an integer from {least}")
         if self.num_warps & (self.num_warps - 1):
             raise ArgumentError(f"FusedConfig.num_warps is {self.num_warps}; expected a power of two")
         if self.algorithm not in ALGORITHMS:
@@ -71,3 +70,7 @@ class FusedConfig:
     def explain(self) -> str:
         """The reasons for this choice, one a line."""
         return "\n".join(self.reasons) or "given by the caller"
+
+
+# Of the fields that are numbers, the least that they may be.
+_LEAST = {f.name: 0 if f.name in ("num_programs", "stagger_us") else 1 for f in fields(FusedConfig) if f.type == "int"}
