@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 
 class Calls:
     """The calls that were made before, by their keys: tuples of the addresses of so many `tensors`, and behind them of
-    all else that the calls' checks and launches depend on. Nothing here holds a tensor.
+    all else that the calls' checks and launches depend on. No tensor of a caller's is held.
     """
 
     def __init__(self, tensors: int) -> None:
@@ -127,25 +127,6 @@ def launch(
     if not first and (found is None or not found.again()):
         compiled[grid](*values)
     return found
-
-
-def launcher(
-    kernels: dict,
-    device: torch.device,
-    kernel: triton.JITFunction,
-    grid: tuple[int, int, int],
-    args: dict,
-    **options: int,
-) -> Callable[[], None]:
-    """A function that launches the same whenever it is called; see `launch`. It keeps the tensors in `args`."""
-    found = None
-
-    def go() -> None:
-        nonlocal found
-        if found is None or not found.again():
-            found = launch(kernels, device, kernel, grid, args, **options)
-
-    return go
 
 
 def listeners() -> tuple[list, list]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from iris import platform
+from iris import platform, repeat
 from iris.barrier import DeviceBarrier
 from iris.device.sync import sync_words
 from iris.errors import CaptureError
@@ -41,7 +41,8 @@ class Workspace:
         self.marks = [Mark(ctx.device) for _ in range(2 * ctx.num_ranks)]
         self._done: torch.cuda.Event | None = None
         self.barrier = DeviceBarrier(ctx)  # the ops' own, in their lanes
-        self.kernels: dict = {}  # that follow torch's products
+        self.kernels: dict = {}  # that follow torch's products ...
+        self.sums = repeat.Calls(2)  # ... and their launches; gone with `views`
         self.graphs = Graphs(ctx)  # of calls that are several launches
         ctx.device_barrier()  # no peer signals here before this rank's words are zero
         self.meet()  # so that it is compiled before it is captured
@@ -61,6 +62,7 @@ class Workspace:
             _refuse_capture(self.ctx)
             self.staging, grown = self.ctx._heap.allocate((_grown(nbytes),), torch.uint8), True
             self.views.clear()
+            self.sums.forget()
         if exchange > self.exchange.nbytes:
             _refuse_capture(self.ctx)
             self.exchange = self.ctx._heap.allocate((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
