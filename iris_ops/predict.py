@@ -28,7 +28,7 @@ GPU_TILES = {
     (16, 128, 128, 4, 4): 0.14,
 }
 # The same for programs whose warps have roles, which multiply while tiles are moved.
-ROLES_TILES = {(128, 256, 64, 8, 3): 1.0, (128, 128, 64, 8, 5): 0.86}
+ROLES_TILES = {(128, 256, 64, 8, 3): 1.0, (128, 128, 64, 8, 5): 0.95}
 # For few rows: enough weights under way for the memory's full rate; measured on H200s.
 EXCHANGE_TILES = {
     (16, 64, 256, 4, 4): 0.25,
@@ -56,11 +56,12 @@ _PARTS_GBS = 28.0
 _PUSH_GBS = 43.0
 # Of the link's rate, what programs get that push tiles to everyone and then multiply the next.
 _PUSHED = 0.75
-# Until the parts of a shared tile of 128 x 256 are joined, and for each of them.
-_JOIN_US, _PART_US = 10.0, 2.5
-# Of programs with roles: what the sum of an own tile adds at the end, and of the link's rate, what steady pushes get.
+# Until the parts of shared tiles are joined, before other tiles; of 128 x 256 where there are no others.
+_JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
+_JOIN_ALONE_US = 25.0
+# Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; what steady pushes get of the link.
 _LAST_SUM_US = 10.0
-_STEADY = 0.85
+_STEADY = 0.82
 # Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
 _MIXED_US = 14.0
 
@@ -102,13 +103,13 @@ def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float)
     wave = min(gemm_tiles(problem, config), programs_of(config, machine)) * _tile_bytes(problem, config)
     everyone = (problem.world_size - 1) * wave / (machine.link_gbs * 1e3)
     if problem.op == MATMUL_GATHER:
-        programs, steps = programs_of(config, machine), -(-problem.gemm[2] // config.block_k)
+        programs, steps = programs_of(config, machine), max(1, -(-problem.gemm[2] // config.block_k))
         turn = skew_steps(problem, config, programs, tile) * tile / steps  # over which programs end
         last = turn / 2 + max(everyone - turn, 0.1 * everyone)
     else:
-        last = _LAST_SUM_US + (0.4 * everyone if problem.op == ALL_REDUCE else 0)
-    hop = _hops(problem) * machine.hop_us
-    return link, max(gemm + last, link / _STEADY + min(tile, gemm) + last / 2) + hop
+        last = _LAST_SUM_US * config.block_m * config.block_n / (128 * 256)
+        last += 0.4 * everyone if problem.op == ALL_REDUCE else 0
+    return link, max(gemm + last, link / _STEADY + min(tile, gemm)) + _hops(problem) * machine.hop_us
 
 
 def _pushed_in_turn(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -177,7 +178,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     compute = -(-(tiles - cut) // programs) * whole_us
     shared, sharers = shared_tiles(problem, config, programs)
     if shared:
-        join = (_JOIN_US + _PART_US * -(-sharers // shared)) * bm * bn / (128 * 256)
+        join = _JOIN_US[problem.op] if tiles > programs else _JOIN_ALONE_US * bm * bn / (128 * 256)
         compute = (tiles // programs + shared / sharers) * whole_us + join
     elif cut:
         # each part of a tile is stored, and the last one loads the others
