@@ -38,6 +38,7 @@ def prepare_triton() -> None:
     os.environ[ENV_INTERPRET] = "1"
 
 
+@functools.cache
 def _triton_interprets() -> bool:
     from triton.language import standard
     from triton.runtime.interpreter import InterpretedFunction
@@ -76,6 +77,7 @@ def backend() -> str:
     return "gloo" if name() == "cpu" else "nccl"
 
 
+@functools.cache
 def num_programs(dev: torch.device) -> int:
     """How many programs run at once, one a multiprocessor; the interpreter runs one after the other."""
     if dev.type == "cpu":

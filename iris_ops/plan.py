@@ -39,19 +39,20 @@ def _plan(problem: Problem, machine: Machine) -> FusedConfig:
         if objection:
             reasons.append(f"rejected {label}: {objection}")
             continue
-        candidate = replace(candidate, stagger_us=_stagger_us(problem, candidate, machine))
+        if stagger_us := _stagger_us(problem, candidate, machine):
+            candidate = replace(candidate, stagger_us=stagger_us)
         prediction = predict(problem, candidate, machine)
         reasons.append(
             f"{label}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
             f"together {prediction.total_us:.1f} us"
         )
         handicap = _HANDICAPS.get(candidate.algorithm, 1.0)
-        scored.append((prediction.total_us * handicap, len(scored), replace(candidate, prediction=prediction)))
-    chosen = min(scored)[2]
+        scored.append((prediction.total_us * handicap, len(scored), candidate, prediction))
+    *_, chosen, prediction = min(scored)
     reasons.append(f"chosen {_label(problem, chosen)}")
     if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
         reasons.append("peers write out directly when it lies on the heap; otherwise it is staged and copied once more")
-    return replace(chosen, reasons=tuple(reasons))
+    return replace(chosen, prediction=prediction, reasons=tuple(reasons))
 
 
 # Our kernel, one launch, is taken unless several are this much faster in CUDA graphs, where no host time counts.
@@ -92,7 +93,8 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     ]
     if problem.op == GATHER_MATMUL and problem.part_rows <= 128 and comm > 1:
         found = [replace(config, comm_programs=2 * comm) for config in found]  # little to move, and soon needed
-    found = [replace(config, splits=_splits(problem, config, machine)) for config in found]
+    if problem.op == GATHER_MATMUL:
+        found = [replace(config, splits=_splits(problem, config, machine)) for config in found]
     if machine.warp_roles and problem.op != GATHER_MATMUL and problem.dtype.itemsize == 2:
         found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
         for (m, n, k, w, s), splits in product(ROLES_TILES, (1, _SHARES)):
