@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 import inspect
 from typing import Any, NamedTuple
 
@@ -182,7 +182,7 @@ class _Native:
                 address, made = value.data_ptr(), _pointer
             elif isinstance(value, _DESCRIPTORS):
                 address = value.base.data_ptr()
-                made = partial(self._described, next(maps), value.shape, value.strides, value.padding)
+                made = lru_cache(_KEPT)(partial(self._described, next(maps), value.shape, value.strides, value.padding))
             else:
                 arguments.append(value)
                 continue
