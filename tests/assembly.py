@@ -151,13 +151,18 @@ def narrow_stores(kernel: Kernel) -> list[str]:
     kinds = re.findall(r"\bst\.(?:volatile\.)?global[a-z0-9_.:]*", kernel.text)
     reports = kernel.text.count(LOCAL[1])
     allowed = {"st.global.v4.b32": len(kinds), "st.global.b32": 3, "st.global.b64": 6 * reports}
+    if "_roles_" in kernel.name:  # parts of shared tiles, kept by this rank as accumulators lie in registers
+        allowed["st.global.v2.b32"] = 64
     return [
         f"{kinds.count(kind)} times {kind}" for kind in sorted(set(kinds)) if kinds.count(kind) > allowed.get(kind, 0)
     ]
 
 
 def unbounded_waits(kernel: Kernel) -> list[str]:
-    """A wait looks at its flag once, and then again and again between two looks at the clock, one of them before."""
+    """A wait looks at its flag once, and then again and again between two looks at the clock, one of them before.
+
+    Not meant are waits on an `mbarrier`: for loads, or for warps of the same program, whose own waits are looked at.
+    """
     clocks = kernel.count(r"%globaltimer;|\bs_memrealtime\b")
     if kernel.name in EXCHANGES:  # what is polled is data, by loads of several words
         return [f"{clocks} looks at the clock"] if clocks < 2 else []
@@ -176,6 +181,25 @@ def unfenced_loads(kernel: Kernel) -> list[str]:
         elif "cp.async.bulk.tensor" in line and acquired:
             found.append(line)
     return found
+
+
+def unguarded_hand_overs(kernel: Kernel) -> list[str]:
+    """Of programs whose warps have roles: shared memory that is given on without a barrier of the warps that used it.
+
+    That is the operands' place in the ring, of which the next load may begin when both groups of warps have multiplied,
+    and the finished tile, of which one thread says that all have stored or read it.
+    """
+    steps = [line for line in kernel.lines if re.search(r"wgmma\.wait_group|bar\.sync|expect_tx", line)]
+    read = [index for index, line in enumerate(steps) if re.search(r"wait_group\S*\s+1;", line)]
+    found = [f"{steps[index + 1]} after {steps[index]}" for index in read if "bar.sync" not in steps[index + 1]]
+    uses = [
+        line
+        for line in kernel.lines
+        if re.search(r"\b(st|ld)\.shared|stmatrix|bar\.sync|mbarrier\.arrive\.shared", line)
+    ]
+    given = [index for index, line in enumerate(uses) if "mbarrier.arrive" in line]
+    found += [f"{uses[index]} after {uses[index - 1]}" for index in given if "bar.sync" not in uses[index - 1]]
+    return found if read and given else ["nothing is handed over"]
 
 
 # --- AMD -------------------------------------------------------------------------------------------------------------

@@ -19,11 +19,14 @@ from iris.ccl.by_words import words_kernel  # noqa: E402
 from iris.ccl.ring import ring_kernel  # noqa: E402
 from iris.device import sync  # noqa: E402
 from iris.tracing import clock_offset_kernel  # noqa: E402
+from iris_ops import warp_roles  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
+from iris_ops.all_gather_roles import all_gather_roles_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
 from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
+from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel  # noqa: E402
 from iris_ops.sum_parts import sum_parts_kernel  # noqa: E402
 from layers.fp8 import round_rows_kernel  # noqa: E402
 from layers.step_attention import stretch_kernel, weigh_kernel  # noqa: E402
@@ -51,7 +54,7 @@ FEW_ROWS = {
     "scatter": (64, 128, 8, 6),
     "gather": (16, 256, 4, 4),
 }
-_INT32 = {"flags", "sync", "members", "sent", "arrived", "count"}
+_INT32 = {"flags", "sync", "members", "sent", "arrived", "count", "left"}
 _INT64 = {"words", "heap_bases", "sums", "times", "step", "results"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _POINTEES = {
@@ -68,6 +71,8 @@ TRACED = (
     "all_gather_matmul_rows_tma",
     "few_rows_owners",
     "few_rows_gather_first",
+    "all_reduce_roles_256",
+    "matmul_all_gather_roles_128",
 )
 
 
@@ -85,12 +90,13 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
+    tma |= {"a", "b"} if "ACC" in parameters else set()  # warps with roles load by descriptors only
     signature, attrs = {}, {}
     for index, name in enumerate(parameters):
         if name in constants:
             signature[name] = "constexpr"
         elif name in tma:
-            signature[name] = f"tensordesc<{dtype}[{_block(name, constants)}]>"
+            signature[name] = f"tensordesc<{dtype}[{_block(name, constants, kernel.is_gluon())}"
         elif name == "scale":
             signature[name] = "fp32"
         elif name in {"mask"} | _DATA | _INT32 | _INT64 | _FLOAT32:
@@ -108,9 +114,12 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     return triton.compile(source, target=target, options=options)
 
 
-def _block(name: str, constants: dict) -> str:
+def _block(name: str, constants: dict, in_gluon: bool) -> str:
+    """Of a descriptor, behind its dtype: what it loads at a time and, in Gluon, how that lies in shared memory."""
     m, n, k = (constants[f"BLOCK_{axis}"] for axis in "MNK")
-    return f"{n},{k}" if name == "b" else f"{m},{k}"
+    block = ([n, k] if constants["B_TRANSPOSED"] else [k, n]) if name == "b" else [m, k]
+    sizes = ",".join(map(str, block))
+    return f"{sizes}],{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>" if in_gluon else f"{sizes}]>"
 
 
 def variants(target: GPUTarget):
@@ -156,6 +165,8 @@ def variants(target: GPUTarget):
         yield name, stretch_kernel, dict(num_warps=4, num_stages=3), {**heads, "WHOLE": whole}
     if cuda:  # AMD's e4m3 is another one
         yield "round_rows", round_rows_kernel, dict(num_warps=8), dict(BLOCK=4096)
+    if target.arch == 90:
+        yield from with_roles()
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
@@ -175,6 +186,20 @@ def variants(target: GPUTarget):
         layout = gl.BlockedLayout([per_thread], [target.warp_size], [4], [0])
         name = kernel.__name__.removesuffix("_kernel")
         yield name, kernel, dict(num_warps=4), dict(BLOCK=block, LAYOUT=layout)
+
+
+def with_roles():
+    """Programs whose warps have roles, with both tiles that plans take; bias, layout of B, shared tiles in rotation."""
+    common = dict(BLOCK_M=128, BLOCK_K=64, GROUP_M=8, WORLD_SIZE=WORLD_SIZE, WAITER=1)
+    for n, stages in ((256, 3), (128, 5)):
+        known = common | dict(BLOCK_N=n, STAGES=stages, B_TRANSPOSED=n == 256, **warp_roles.layouts(128, n))
+        for all_reduce in (False, True):
+            name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_roles_{n}"
+            choice = dict(BY_COLS=n == 128, ALL_REDUCE=all_reduce, HAS_BIAS=all_reduce, SHARED=all_reduce == (n == 128))
+            yield name, reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
+        choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
+        name = f"matmul_all_gather_roles_{n}"
+        yield name, all_gather_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
 
 
 def traced(target: GPUTarget):

@@ -20,6 +20,7 @@ from tests.assembly import (
     sound,
     unbounded_waits,
     unfenced_loads,
+    unguarded_hand_overs,
     unordered_releases,
 )
 
@@ -39,12 +40,9 @@ def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
         # on entering a call, a lane to each peer
         assert kernel.count(r"atom\.global\.sys\.release\.exch\.b32") >= 1, kernel.name
         assert kernel.count(r"atom\.global\.sys\.acq_rel\.add\.u32") == 1, kernel.name  # programs that have finished
-        looks = (
-            r"atom\.global\.sys\.acquire\.add\.u32"
-            if kernel.name.endswith("in_turn")
-            else r"ld\.global\.sys\.acquire\.b32"
-        )
-        assert kernel.count(looks) >= 2, kernel.name  # at all peers at once, or else at tiles and parts of tiles too
+        # at all peers at once, or else at one, at tiles and parts of tiles
+        looks = r"atom\.global\.sys\.acquire\.add\.u32|ld\.global\.sys\.acquire\.b32"
+        assert kernel.count(looks) >= 2, kernel.name
     assert compiled(target)["rma_put_and_signal"].count(r"sys\.release\.exch\.b32") == 1
 
 
@@ -81,10 +79,27 @@ def test_ptx_of_a_store_warp(compiled) -> None:
         kernel.count(r"setmaxnreg\.inc") >= 2 and kernel.count(r"wgmma\.mma_async") and kernel.count(r"cp\.async\.bulk")
     )
     assert kernel.count(r"\bst\.global\.v4\.b32") == WORLD_SIZE * 4 * 8  # ranks, parts of a tile, 16 bytes of a thread
-    # the other warpgroup, too, has read the operands that the next loads overwrite
-    loop = [line for line in kernel.lines if re.search(r"wgmma\.wait_group|bar\.sync|expect_tx", line)]
-    waits = [index for index, line in enumerate(loop) if re.search(r"wait_group\S*\s+1;", line)]
-    assert waits and all("bar.sync" in loop[index + 1] for index in waits), loop
+    assert not unguarded_hand_overs(kernel)
+
+
+def test_ptx_of_programs_whose_warps_have_roles(compiled) -> None:
+    """Eight warps multiply asynchronously; four move tiles, to each rank 16 bytes of a thread at a time."""
+    kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_roles_" in name}
+    assert len([name for name in kernels if not name.startswith("traced_")]) == 6 and len(kernels) > 6
+    for name, kernel in kernels.items():
+        for registers in (240, 168):
+            assert kernel.count(rf"setmaxnreg\.inc\S*\s+{registers};"), name
+        # one step of a tile's product is under way while the next begins; all have ended once, when it is handed over
+        assert kernel.count(r"wgmma\.mma_async") == 64 // 16, name
+        assert kernel.count(r"wgmma\.wait_group\S*\s+1;") == kernel.count(r"wgmma\.wait_group\S*\s+0;") == 1, name
+        assert not unguarded_hand_overs(kernel), name
+        without = Kernel(name, kernel.text.replace("bar.sync", "nothing"), kernel.shared)
+        assert len(unguarded_hand_overs(without)) >= 3, name
+        gathers = "matmul_all_gather" in name
+        # operands that were loaded, a tile to move (in reductions also to sum), its place in shared memory
+        assert kernel.count(r"mbarrier\.try_wait") == (3 if gathers else 4), name
+        ranks = WORLD_SIZE if gathers else 1 + WORLD_SIZE if "all_reduce" in name else 2
+        assert kernel.count(r"\bst\.global\.v4\.b32") >= ranks * 4, name  # 32 elements of a part are a thread's
 
 
 @pytest.mark.parametrize("target", CUDA)
