@@ -95,13 +95,14 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         found = [replace(config, comm_programs=2 * comm) for config in found]  # little to move, and soon needed
     if problem.op == GATHER_MATMUL:
         found = [replace(config, splits=_splits(problem, config, machine)) for config in found]
-    if machine.warp_roles and problem.op != GATHER_MATMUL and problem.dtype.itemsize == 2:
+    bits16 = problem.dtype.itemsize == 2
+    if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and problem.whole_vectors:
         found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
         for (m, n, k, w, s), splits in product(ROLES_TILES, (1, _SHARES)):
             config = FusedConfig(m, n, k, num_warps=w, num_stages=s, splits=splits, warp_roles=True)
             if splits == 1 or shared_tiles(problem, config, machine.num_programs)[0]:
                 found.append(config)
-    if machine.name.startswith("NVIDIA") and problem.dtype.itemsize == 2:  # where their times are known
+    if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
         found += [FusedConfig(algorithm=algorithm) for algorithm in UNFUSED]
     return found
 

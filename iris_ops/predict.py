@@ -38,6 +38,8 @@ EXCHANGE_TILES = {
     (128, 64, 128, 8, 4): 0.76,
     (128, 128, 64, 8, 4): 0.92,
 }
+# What is left of it where rows do not begin at whole vectors, for tiles of 128 x 256 and for smaller ones.
+_POINTERS = 0.15, 0.38
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES = {(64, 128, 32, 8, 2): 1.0, (64, 64, 32, 4, 3): 0.9, (32, 64, 32, 4, 3): 0.7, (16, 64, 64, 4, 3): 0.4}
@@ -203,6 +205,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     shares = FP32_TILES if fp32 else EXCHANGE_TILES if few_rows else ROLES_TILES if config.warp_roles else GPU_TILES
     unknown = min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     share = shares.get((bm, bn, bk, config.num_warps, config.num_stages), unknown)
+    if not (problem.whole_vectors or few_rows) and machine.name.startswith("NVIDIA"):
+        share *= _POINTERS[bm * bn < 128 * 256]
     rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
     return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5
 

@@ -74,6 +74,11 @@ class Problem:
         return self.M, self.N, self.K
 
     @property
+    def whole_vectors(self) -> bool:
+        """Whether rows of K elements that follow each other begin at whole vectors, as tensor descriptors need it."""
+        return self.K * self.dtype.itemsize % 16 == 0
+
+    @property
     def link_bytes(self) -> float:
         """Bytes that each rank sends in the bandwidth-optimal algorithm."""
         others = (self.world_size - 1) / self.world_size
