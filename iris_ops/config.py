@@ -24,12 +24,14 @@ class FusedConfig:
 
     `block_m`, `block_n`, `block_k`: the tile of the product, powers of two. `group_m`: row blocks that neighbouring
     programs share, for the L2 cache. `num_programs`: size of the persistent grid, at most the chip's multiprocessors; 0
-    takes them all. `stagger_us`: over what time the programs start, so that they do not all push at once; not in
-    all_gather_matmul. Of the overlapped gathers only: `comm_programs`, how many programs of all_gather_matmul first
-    move data; `splits`, in all_gather_matmul by rows into how many parts along K the tiles are cut that do not fill a
-    round of programs, in matmul_all_gather, if more than 1, pairs of programs share the first tiles, and `stagger_us`
-    is over what time they end their parts. `warp_roles`: of the overlapped ops that push tiles, whether warps share out
-    loading, multiplying and moving, where the GPU can (NVIDIA Hopper, bf16 and fp16; `num_warps` is then 8).
+    takes them all. Of all_gather_matmul only: `comm_programs`, how many programs first move data, and `splits`, by rows
+    into how many parts along K the tiles are cut that do not fill a round of programs. `stagger_us`: over what time the
+    programs of the other ops start, so that they do not all push at once.
+
+    `warp_roles`: of the overlapped ops that push tiles, whether warps share out multiplying and moving, where the GPU
+    can (NVIDIA Hopper, bf16 and fp16, rows that begin at whole vectors). Eight warps multiply, four more move. With it
+    `splits`, if more than 1, has programs first share the tiles that do not fill a round, each tile cut along K into
+    about so many parts at most; all programs start at once, and `stagger_us` is over what time they end those parts.
 
     `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
     "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
@@ -66,6 +68,12 @@ class FusedConfig:
             raise ArgumentError(f"FusedConfig.num_warps is {self.num_warps}; expected a power of two")
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(f"FusedConfig.algorithm is {self.algorithm!r}; expected one of {ALGORITHMS}")
+        tile = min(self.block_m, self.block_n), max(self.block_m, self.block_n)
+        if self.warp_roles and (tile[0] < 64 or tile[1] > 256 or self.num_warps != 8 or self.num_stages < 2):
+            raise ArgumentError(
+                f"FusedConfig.warp_roles is True with tiles of {self.block_m} x {self.block_n}, {self.num_warps} warps"
+                f", {self.num_stages} stages; expected tiles of 64 to 256 rows and columns, 8 warps, 2 stages or more"
+            )
 
     def explain(self) -> str:
         """The reasons for this choice, one a line."""

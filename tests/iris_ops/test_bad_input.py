@@ -196,6 +196,13 @@ def test_config_refuses_a_bad_value(name: str, value: object) -> None:
         replace(FusedConfig(), **{name: value})
 
 
+@pytest.mark.parametrize("value", [dict(block_m=32), dict(block_n=512), dict(num_warps=4), dict(num_stages=1)], ids=str)
+def test_config_refuses_what_warps_with_roles_cannot_do(value: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match="FusedConfig.warp_roles is True with tiles of .*; expected"):
+        FusedConfig(**value, warp_roles=True)
+    FusedConfig(**value)
+
+
 def refuse_plans(ctx: iris.Iris) -> None:
     good = dict(op=REDUCE_SCATTER, M=64, N=64, K=64, dtype=torch.bfloat16, form="rows")
     assert isinstance(ctx.ops.plan(**good), FusedConfig)
