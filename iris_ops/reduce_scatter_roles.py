@@ -5,6 +5,7 @@ pushes, signals, waits and sums are the moving warps' business, while the others
 rounded before it is summed, as its peers' are.
 """
 
+from iris.device.bounded import healthy
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, signal, wait
 from iris.device.tracing import PUSH, SUM, tile_bytes
@@ -97,6 +98,7 @@ def _move_tiles(
         t, _, _, complete = units.at(unit, programs)
         if complete:
             owner, slot, tile_m, tile_n, row, col, rows, cols = tiles.at(t)
+            inside = (row < rows) & (col < cols)  # else there is no such tile in a short part
             nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, staging.dtype.element_ty)
             if owner != ctx.rank:
                 mbarrier.wait(shared.ready, done & 1)
@@ -105,12 +107,16 @@ def _move_tiles(
                 span = ctx.tracing.record_event_start(PUSH, owner, staged, tile_m, tile_n, nbytes=nbytes)
                 _stage(shared, staged, rows - row, MOVE, ok)
                 ctx.tracing.record_event_end(span)
-                if ok:
+                if units.SHARED:
+                    if unit < 2 * programs:  # a part of it may not have come, which has marked the rank
+                        ok = healthy(ctx) and ok
+                if ok & inside:
                     signal(ctx, flags + number, epoch, owner)
             else:
-                for i in gl.static_range(1, ctx.world_size):
-                    source = (ctx.rank + i) % ctx.world_size
-                    ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok
+                if inside:
+                    for i in gl.static_range(1, ctx.world_size):
+                        source = (ctx.rank + i) % ctx.world_size
+                        ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok
                 # only an all-reduce has all of `out`, others this rank's part
                 first_row, first_col = row, col
                 if not ALL_REDUCE:

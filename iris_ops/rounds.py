@@ -40,7 +40,7 @@ def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[
     """
     if config.splits == 1 or not config.warp_roles:
         return 0, 0
-    programs = config.num_programs or programs
+    programs = min(config.num_programs or programs, programs)
     shared = gemm_tiles(problem, config) % programs
     return shared, min(programs, config.splits * shared, shared * max(1, -(-problem.gemm[2] // config.block_k)))
 

@@ -51,7 +51,9 @@ def staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 def parts(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many parts of tiles are staged within a rank, to be added up by the unit that has the tile's last part."""
-    return cut_tiles(problem, config, programs) * (config.splits - 1) + shared_tiles(problem, config, programs)[1]
+    # ranks whose K differs have as many, or their heaps would differ
+    shared = min(programs, config.splits * shared_tiles(problem, config, programs)[0])
+    return cut_tiles(problem, config, programs) * (config.splits - 1) + shared
 
 
 def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
