@@ -47,15 +47,17 @@ def _load_staged(shared, sources, part, height, MOVE: gl.constexpr, COUNT: gl.co
 
 @gluon.jit
 def _sum(
-    ctx, shared, staged, step, out, stride_om, height, width, ALL_REDUCE: gl.constexpr, MOVE: gl.constexpr, done, ok
+    ctx, shared, staging, slot, owned, out, stride_om, height, width, ALL_REDUCE: gl.constexpr, MOVE: gl.constexpr,
+    done, ok,
 ):  # fmt: skip
-    """The finished tile and what peers have staged for it, `step` apart by rank, to `out`: `height` by `width`."""
+    """The finished tile and what peers have staged for it in `slot` of `owned`, to `out`: `height` by `width`."""
+    ELEMENTS: gl.constexpr = shared.product.shape[0] * shared.product.shape[1] * shared.product.shape[2]
     OTHERS: gl.constexpr = ctx.world_size - 1
     sources = ()
     targets = ()
     for i in gl.static_range(OTHERS):
         peer = (ctx.rank + 1 + i) % ctx.world_size
-        sources = sources + (staged + peer.to(gl.int64) * step,)
+        sources = sources + (staging + (peer * owned + slot).to(gl.int64) * ELEMENTS,)
         if ALL_REDUCE:
             targets = targets + (ctx.remote(out, peer),)
     AHEAD: gl.constexpr = 4 // OTHERS if OTHERS else 0  # parts under way; as many as there are registers for
@@ -99,13 +101,14 @@ def _move_tiles(
         if complete:
             owner, slot, tile_m, tile_n, row, col, rows, cols = tiles.at(t)
             inside = (row < rows) & (col < cols)  # else there is no such tile in a short part
+            height = min(rows - row, BLOCK_M)
             nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, staging.dtype.element_ty)
             if owner != ctx.rank:
                 mbarrier.wait(shared.ready, done & 1)
                 number = ctx.rank * owned + slot
                 staged = ctx.remote(staging + number.to(gl.int64) * ELEMENTS, owner)
                 span = ctx.tracing.record_event_start(PUSH, owner, staged, tile_m, tile_n, nbytes=nbytes)
-                _stage(shared, staged, rows - row, MOVE, ok)
+                _stage(shared, staged, height, MOVE, ok)
                 ctx.tracing.record_event_end(span)
                 if units.SHARED:
                     if unit < 2 * programs:  # a part of it may not have come, which has marked the rank
@@ -123,9 +126,8 @@ def _move_tiles(
                     first_row, first_col = tile_m * BLOCK_M, tile_n * BLOCK_N
                 span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=nbytes)
                 _sum(
-                    ctx, shared, staging + slot.to(gl.int64) * ELEMENTS, owned * ELEMENTS,
-                    out + first_row.to(gl.int64) * stride_om + first_col, stride_om, rows - row, cols - col, ALL_REDUCE,
-                    MOVE, done, ok,
+                    ctx, shared, staging, slot, owned, out + first_row.to(gl.int64) * stride_om + first_col, stride_om,
+                    height, cols - col, ALL_REDUCE, MOVE, done, ok,
                 )  # fmt: skip
                 ctx.tracing.record_event_end(span)
             done += 1

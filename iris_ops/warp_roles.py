@@ -234,7 +234,7 @@ def _stored(B: torch.Tensor) -> torch.Tensor:
 
 def _whole(t: torch.Tensor, step: int) -> bool:
     granule = TMA_ALIGNMENT // t.element_size()
-    rows = t.stride(1) == 1 and t.stride(0) % granule == 0 and step % granule == 0
+    rows = t.stride(1) == 1 and t.stride(0) > 0 and t.stride(0) % granule == 0 and step % granule == 0
     return t.numel() > 0 and rows and t.data_ptr() % TMA_ALIGNMENT == 0
 
 
