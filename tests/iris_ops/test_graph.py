@@ -24,10 +24,12 @@ REPLAYS = 1000
 INPUTS = 8  # different inputs that replays take in random order
 ONE_SHOT = FusedConfig(16, 64, 64, num_warps=4, algorithm="one_shot")
 TWO_SHOT = FusedConfig(64, 64, 32, num_warps=8, algorithm="two_shot")
+ROLES = FusedConfig(128, 128, 64, num_stages=5, num_programs=7, splits=4, stagger_us=5, warp_roles=True)
 VARIANTS = [
     (ALL_REDUCE, "", TWO_SHOT),
     *((op, form, ONE_SHOT) for op, form in FORMS),
     *((op, form, None) for op, form in FORMS),
+    *((op, form, ROLES) for op, form in FORMS if op != GATHER_MATMUL),
     *((op, form, FusedConfig(algorithm="sequential")) for op, form in FORMS if form in ("", "rows")),
     (GATHER_MATMUL, "rows", FusedConfig(algorithm="copy_engines")),
     (REDUCE_SCATTER, "rows", FusedConfig(algorithm="shard_sums")),
