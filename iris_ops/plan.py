@@ -62,6 +62,8 @@ _HANDICAPS = {"sequential": 1.02, "copy_engines": 1.01}
 
 # Into how many parts a tile is cut at most that programs share.
 _SHARES = 4
+# Row blocks, of all owners together, that a round of 132 programs works on: then it reads least of A and B together.
+_ROUND_HEIGHT = 16
 
 
 def _label(problem: Problem, config: FusedConfig) -> str:
@@ -98,8 +100,10 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     bits16 = problem.dtype.itemsize == 2
     if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and problem.whole_vectors:
         found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
+        # owners take turns, so a round of programs works on this many row blocks of each
+        group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)
         for (m, n, k, w, s), splits in product(ROLES_TILES, (1, _SHARES)):
-            config = FusedConfig(m, n, k, num_warps=w, num_stages=s, splits=splits, warp_roles=True)
+            config = FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_roles=True)
             if splits == 1 or shared_tiles(problem, config, machine.num_programs)[0]:
                 found.append(config)
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known

@@ -61,9 +61,9 @@ _PUSHED = 0.75
 # Until the parts of shared tiles are joined, before other tiles; of 128 x 256 where there are no others.
 _JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
 _JOIN_ALONE_US = 25.0
-# Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; what steady pushes get of the link.
+# Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a program.
 _LAST_SUM_US = 10.0
-_STEADY = 0.82
+_BETWEEN_US = 5.0
 # Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
 _MIXED_US = 14.0
 
@@ -111,7 +111,10 @@ def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float)
     else:
         last = _LAST_SUM_US * config.block_m * config.block_n / (128 * 256)
         last += 0.4 * everyone if problem.op == ALL_REDUCE else 0
-    return link, max(gemm + last, link / _STEADY + min(tile, gemm)) + _hops(problem) * machine.hop_us
+    # where the link is full, a push takes this long, and then the link waits for the next
+    push = machine.num_programs * _tile_bytes(problem, config) / (machine.link_gbs * 1e3)
+    steady = link * (1 + _BETWEEN_US / push)
+    return link, max(gemm + last, steady + min(tile, gemm)) + _hops(problem) * machine.hop_us
 
 
 def _pushed_in_turn(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
