@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import iris
+from iris_ops import FusedConfig
 from iris_ops.owned_tiles import turn
+from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
+from iris_ops.rounds import gemm_tiles, shared_tiles, skew_steps
+from iris_ops.staging import workspace_size
 from iris_ops.tiles import grouped
 from iris_ops.units import Units
 import pytest
@@ -71,21 +77,28 @@ def test_own_tiles_come_behind_what_they_sum(kept_by: int) -> None:
     run_ranks(1, check_turns, kept_by)
 
 
+ROLES = FusedConfig(64, 64, 64, warp_roles=True)
+
+
+def product_of(tiles: int, steps: int) -> Problem:
+    """A rank's product of so many tiles, and so many steps along K, with the blocks of `ROLES`."""
+    return Problem(MATMUL_GATHER, "rows", 64 * tiles, 64, 64 * steps, 1, torch.bfloat16)
+
+
 def check_units(ctx: iris.Iris) -> None:
     """Each step of each tile once, by programs that follow each other; who completes a tile knows who has had it."""
-    for programs, tiles, steps, splits in (
-        (132, 160, 112, 4), (132, 80, 128, 4), (132, 480, 100, 4), (131, 133, 7, 4), (7, 5, 3, 2), (132, 131, 1, 4),
-        (3, 1, 2, 8), (132, 184, 64, 4),
+    for programs, tiles, steps, splits, stagger_us in (
+        (132, 160, 112, 4, 20), (132, 80, 128, 4, 1000), (132, 480, 100, 4, 0), (131, 133, 7, 4, 5), (7, 5, 3, 2, 1000),
+        (132, 131, 1, 4, 20), (3, 1, 2, 8, 20), (132, 184, 64, 4, 40),
     ):  # fmt: skip
-        shared = tiles % programs
-        sharers = min(programs, splits * shared, shared * steps)
-        mean = shared * steps // sharers
-        skew = max(0, min(steps, 2 * (steps - mean - 1), 2 * (mean - 1)))
+        problem, config = product_of(tiles, steps), replace(ROLES, splits=splits, stagger_us=stagger_us)
+        shared, sharers = shared_tiles(problem, config, programs)
+        skew = skew_steps(problem, config, programs, 100.0)
         count = tiles - shared + 2 * programs
         tile, first, depth, complete = run(ctx, units_kernel, count, 4, tiles, steps, shared, sharers, skew, programs)
         taken = [depth[p] + depth[p + programs] for p in range(sharers)]
         assert all(b >= a - 1 for a, b in zip(taken, taken[1:], strict=False)) and abs(taken[-1] - taken[0] - skew) <= 2
-        assert min(taken) > 0
+        assert min(taken) >= max(1, shared * steps // sharers // 2) and max(taken) <= steps
         covered: dict[int, list[tuple[int, int, int, int]]] = {}
         for unit in range(count):
             if depth[unit]:
@@ -107,6 +120,39 @@ def check_units(ctx: iris.Iris) -> None:
 
 def test_programs_share_the_tiles_that_fill_no_round() -> None:
     run_ranks(1, check_units)
+
+
+def test_how_programs_share_tiles_is_within_bounds() -> None:
+    for programs, tiles, steps, splits in ((132, 160, 112, 4), (132, 100, 9, 4), (132, 131, 1, 2), (5, 7, 40, 3)):
+        problem, config = product_of(tiles, steps), replace(ROLES, splits=splits)
+        assert gemm_tiles(problem, config) == tiles
+        shared, sharers = shared_tiles(problem, config, programs)
+        assert shared == tiles % programs and shared <= sharers <= min(programs, splits * shared, shared * steps)
+        mean = shared * steps // sharers
+        skews = [skew_steps(problem, replace(config, stagger_us=us), programs, 100.0) for us in (0, 10, 50, 10**6)]
+        assert skews == sorted(skews) and skews[0] == 0 and skews[-1] <= mean and mean + skews[-1] / 2 <= steps
+        for alone in (replace(config, splits=1), replace(config, warp_roles=False), replace(config, num_programs=1)):
+            assert shared_tiles(problem, alone, programs) == (0, 0)
+            assert skew_steps(problem, replace(alone, stagger_us=50), programs, 100.0) == 0
+        # no program beyond the chip's is reckoned with
+        assert shared_tiles(problem, replace(config, num_programs=programs + 9), programs) == (shared, sharers)
+
+
+def test_the_workspace_has_room_for_parts_of_shared_tiles() -> None:
+    """As much on ranks whose K differs, or their heaps would differ."""
+    for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "rows"), (MATMUL_GATHER, "cols")):
+        for num_programs in (0, 7):
+            sizes = set()
+            for K in (64, 200, 8192):
+                problem = Problem(op, form, 3001, 5120, K, 4, torch.bfloat16)
+                config = replace(ROLES, block_m=128, block_n=256, splits=4, num_programs=num_programs)
+                (flags, nbytes, _), (alone, staged, _) = (
+                    workspace_size(problem, each, 132) for each in (config, replace(config, splits=1))
+                )
+                assert flags - alone >= shared_tiles(problem, config, 132)[1] > 0
+                assert nbytes - staged == (flags - alone) * 128 * 256 * 4
+                sizes.add((flags, nbytes))
+            assert len(sizes) == 1
 
 
 def check_groups(ctx: iris.Iris) -> None:

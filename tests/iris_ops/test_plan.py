@@ -89,6 +89,29 @@ def test_rows_that_begin_between_vectors_are_left_to_torch_s_product() -> None:
             assert not plan(problem(op, form, 3000, 5120, 4100), H200).warp_roles
 
 
+def test_warps_have_roles_where_hopper_pushes_many_rows() -> None:
+    """Never in a gather before the product, in fp32, or elsewhere than on Hopper; a plan says so."""
+    said = "warps with roles"
+    for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "cols"), (MATMUL_GATHER, "rows")):
+        for machine in (H200, machine_named("NVIDIA H100", 132)):
+            large = plan(problem(op, form, 8192, 8192, 7168), machine)
+            reason = next(line for line in large.reasons if line.startswith("chosen "))
+            assert large.warp_roles and large.num_warps == 8 and said in reason
+            assert ("programs share first tiles" in reason) == (large.splits > 1)
+        assert not plan(problem(op, form, 16, 8192, 7168), H200).warp_roles
+    for op, form in FORMS:
+        shape = problem(op, form, 8192, 8192, 7168)
+        chosen = [plan(shape, machine) for machine in MACHINES[1:]] + [plan(replace(shape, dtype=torch.float32), H200)]
+        chosen += [plan(shape, H200)] if op == GATHER_MATMUL else []
+        assert not any(each.warp_roles or said in each.explain() for each in chosen)
+
+
+def test_programs_share_tiles_only_where_some_fill_no_round() -> None:
+    for columns, fills in ((132 * 128, True), (100 * 128, False)):
+        chosen = plan(problem(MATMUL_GATHER, "rows", 256, columns, 4096, w=2), H200)
+        assert ("128x128x64 overlapped, warps with roles, programs share" in chosen.explain()) != fills
+
+
 def test_predictions_grow_with_what_is_to_be_done() -> None:
     config = FusedConfig(128, 256, 64)
     for op, form in FORMS:
