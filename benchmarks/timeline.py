@@ -134,8 +134,9 @@ def events_in(trace: dict, number: int, world: int, kinds: dict[str, int]) -> li
         if event["ph"] == "X" and 0 <= rank < world:
             begin, lasted = round(1e3 * event["ts"]), round(1e3 * event["dur"])
             told = event["args"]["target_rank"], event["args"]["bytes"]
-            found[rank].append((begin, begin + lasted, kinds[event["name"]], event["tid"] // 64, *told))
-    fields = [(name, "<i8") for name in ("begin", "end", "event", "multiprocessor", "target_rank", "bytes")]
+            found[rank].append((begin, begin + lasted, kinds[event["name"]], *divmod(event["tid"], 64), *told))
+    names = ("begin", "end", "event", "multiprocessor", "thread", "target_rank", "bytes")
+    fields = [(name, "<i8") for name in names]
     return [np.array(events, dtype=fields) for events in found]
 
 
@@ -143,9 +144,9 @@ def own_time(events: np.ndarray) -> np.ndarray:
     """For each event, in order of time, ns without those of the events inside it."""
     lasted = np.maximum(0, events["end"] - events["begin"])
     own = lasted.copy()
-    open_: dict[tuple[int, int], list[int]] = {}  # of each program: the events that enclose what comes next
+    open_: dict[tuple, list[int]] = {}  # of the warps that do the same: the events that enclose what comes next
     for i, event in enumerate(events):
-        stack = open_.setdefault((int(event["multiprocessor"]), int(event["program"])), [])
+        stack = open_.setdefault(tuple(event[["multiprocessor", "program", "thread"]]), [])
         while stack and events["end"][stack[-1]] <= event["begin"]:
             stack.pop()
         if stack:
@@ -155,9 +156,12 @@ def own_time(events: np.ndarray) -> np.ndarray:
 
 
 def shares(events: np.ndarray, names: dict[int, str]) -> dict[str, float]:
-    """Of the time from the first event to the last on all multiprocessors that have any, how much went into what."""
+    """Of the time from the first event to the last on all multiprocessors that have any, how much went into what.
+
+    Where warps have roles, of the time of both kinds.
+    """
     whole = np.ptp(np.concatenate([events["begin"], np.maximum(events["begin"], events["end"])]))
-    whole = max(1, int(whole)) * len(np.unique(events["multiprocessor"]))
+    whole = max(1, int(whole)) * len(np.unique(events[["multiprocessor", "thread"]]))
     own = own_time(events)
     found = {names[int(kind)]: float(own[events["event"] == kind].sum() / whole) for kind in np.unique(events["event"])}
     return dict(sorted(found.items(), key=lambda item: -item[1])) | {"nothing recorded": 1 - sum(found.values())}

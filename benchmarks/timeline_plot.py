@@ -55,12 +55,13 @@ def draw(report: dict, row: dict, ranks: list[np.ndarray], file: Path) -> None:
 
 
 def _lines(panel: plt.Axes, events: np.ndarray, start: int, names: dict[int, str]) -> None:
-    """One filled box an event; those inside others lie on top, because they come later."""
-    places = np.unique(events["multiprocessor"])
-    bottom = np.searchsorted(places, events["multiprocessor"]).astype(float)
+    """One filled box an event; those inside others lie on top, because they come later. Roles of warps have lines."""
+    places, roles = np.unique(events["multiprocessor"]), np.unique(events["thread"])
+    bottom = np.searchsorted(places, events["multiprocessor"]) + np.searchsorted(roles, events["thread"]) / len(roles)
+    top = bottom + 1 / len(roles)
     begin, end = ((events[name] - start) / 1e3 for name in ("begin", "end"))
     end = np.maximum(begin, end)
-    corners = np.stack([[begin, bottom], [end, bottom], [end, bottom + 1], [begin, bottom + 1]]).transpose(2, 0, 1)
+    corners = np.stack([[begin, bottom], [end, bottom], [end, top], [begin, top]]).transpose(2, 0, 1)
     colours = [COLOURS.get(names.get(int(kind), ""), "grey") for kind in events["event"]]
     # as pixels: thousands of boxes would make the file megabytes large
     panel.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0, antialiased=False, rasterized=True))

@@ -47,7 +47,8 @@ EVENT = np.dtype(
         ("pid_m", "<i4"),
         ("pid_n", "<i4"),
         ("bytes", "<i8"),
-        ("unused", "<i8"),
+        ("thread", "<i4"),  # the first of the warps that did it: others where warps of a program have roles
+        ("unused", "<i4"),
     ]
 )
 assert EVENT.itemsize == 8 * EVENT_WORDS.value
@@ -277,7 +278,7 @@ def chrome_trace(parts: list[_Part], names: dict[int, str], start: int) -> dict[
             line = int(event["multiprocessor"]), int(lane)
             if line not in threads:
                 threads[line] = line[0] * 64 + line[1]
-                text = f"multiprocessor {line[0]}" + (f", program {line[1] + 1}" if line[1] else "")
+                text = f"multiprocessor {line[0]}" + (f", line {line[1] + 1}" if line[1] else "")
                 title = {"ph": "M", "name": "thread_name", "pid": part.rank, "tid": threads[line]}
                 written.append({**title, "args": {"name": text}})
             written.append(_span(event, part.rank, threads[line], names, start))
@@ -307,16 +308,19 @@ def _span(event: np.void, rank: int, thread: int, names: dict[int, str], start: 
 
 
 def lanes(events: np.ndarray) -> list[int]:
-    """For each event, in order of time, a line of its multiprocessor: programs that run there together get others."""
-    busy: dict[int, list[tuple[int, int]]] = {}  # of each multiprocessor's lines: whose the last event is, until when
+    """For each event, in order of time, a line of its multiprocessor: what runs there together gets others.
+
+    That is programs, or warps of a program with different work, which keep their lines.
+    """
+    busy: dict[int, list[tuple]] = {}  # of each multiprocessor's lines: whose the last event is, until when
     chosen = []
     for event in events:
-        program, begin = int(event["program"]), int(event["begin"])
+        who, begin = (int(event["program"]), int(event["thread"])), int(event["begin"])
         lines = busy.setdefault(int(event["multiprocessor"]), [])
-        inside = (i for i, (owner, until) in enumerate(lines) if owner == program and until > begin)
+        own = (i for i, (owner, _) in enumerate(lines) if owner == who)
         free = (i for i, (_, until) in enumerate(lines) if until <= begin)
-        line = next(inside, next(free, len(lines)))
+        line = next(own, next(free, len(lines)))
         until = max(begin, int(event["end"]), lines[line][1] if line < len(lines) else 0)
-        lines[line : line + 1] = [(program, until)]
+        lines[line : line + 1] = [(who, until)]
         chosen.append(line)
     return chosen

@@ -125,10 +125,14 @@ def _move_tiles(
                 if not ALL_REDUCE:
                     first_row, first_col = tile_m * BLOCK_M, tile_n * BLOCK_N
                 span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=nbytes)
+                if ALL_REDUCE:  # part by part, as it is summed
+                    push = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                 _sum(
                     ctx, shared, staging, slot, owned, out + first_row.to(gl.int64) * stride_om + first_col, stride_om,
                     height, cols - col, ALL_REDUCE, MOVE, done, ok,
                 )  # fmt: skip
+                if ALL_REDUCE:
+                    ctx.tracing.record_event_end(push)
                 ctx.tracing.record_event_end(span)
             done += 1
     leave(ctx, sync, epoch, ok, WAITER, TOGETHER=ALL_REDUCE, LANES=False)

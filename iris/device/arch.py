@@ -90,6 +90,15 @@ def multiprocessor():
 
 
 @device_function
+def thread():
+    """The number of this thread in its program; where it is not known, 0: it tells warps with different work apart."""
+    if is_cuda():
+        return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return 0
+
+
+@device_function
 def pause(polls):
     """Before another poll, after so many: lets other ranks run where ranks share cores."""
     if INTERPRET:

@@ -71,6 +71,7 @@ class DeviceTracing:
             tl.store(halves + 10, pid_m, mask=kept)
             tl.store(halves + 11, pid_n, mask=kept)
             tl.store(record + 6, _payload(address, mask) if nbytes is None else nbytes, mask=kept)
+            tl.store(halves + 14, arch.thread(), mask=kept)  # of the one that stores
             tl.store(record, arch.clock(), mask=kept)
             return tl.where(kept, slot, -1)
         else:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from iris import platform
 from iris.device.tracing import PRODUCT, PUSH, SIGNAL, SUM
 from iris_ops import FusedConfig
 from iris_ops.problem import GATHER_MATMUL, MATMUL_GATHER, Problem
+import numpy as np
 import pytest
 import torch
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.iris_ops.calls import check_case
 from tests.reference import FORMS, Case
 
@@ -35,7 +37,7 @@ def check_traced(ctx, case):
     pushes = events[events["event"] == PUSH.value]
     receivers = [ctx.num_ranks - 1 if event["target_rank"] < 0 else 1 for event in pushes]
     sent = sum(int(nbytes) * count for nbytes, count in zip(pushes["bytes"], receivers, strict=True))
-    return Counter(map(int, events["event"])), sent
+    return Counter(map(int, events["event"])), sent, len(np.unique(events["thread"]))
 
 
 @pytest.mark.parametrize("op, form", FORMS)
@@ -44,19 +46,34 @@ def test_ops_record_themselves(world_size, op, form):
     # every rank has rows and columns of its own, and as many
     case = Case(op, form, 32 * world_size, 36, 24, torch.float16, config=CONFIG)
     found = run_ranks(world_size, check_traced, case)
-    for kinds, _ in found:
+    for kinds, _, _ in found:
         assert kinds[PRODUCT.value] >= 2 * 3 if op != MATMUL_GATHER else kinds[PRODUCT.value]
         if world_size > 1:
             assert kinds[PUSH.value] and kinds[SIGNAL.value]
             assert bool(kinds[SUM.value]) == (op not in (GATHER_MATMUL, MATMUL_GATHER))
     problem = Problem(op, form, case.M, case.N, case.K, world_size, case.dtype)
-    assert sum(sent for _, sent in found) == world_size * problem.link_bytes
+    assert sum(sent for _, sent, _ in found) == world_size * problem.link_bytes
+
+
+@pytest.mark.parametrize("op, form", [(op, form) for op, form in FORMS if op != GATHER_MATMUL])
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+def test_warps_with_roles_record_themselves(world_size, op, form):
+    """What is sent, too; where they have roles, each kind by a thread of its own."""
+    config = FusedConfig(64, 64, 64, num_stages=2, num_programs=3, splits=2, warp_roles=True)
+    case = Case(op, form, 64 * world_size, 64 * world_size, 72, torch.float16, config=config)
+    problem = Problem(op, form, case.M, case.N, case.K, world_size, case.dtype)
+    found = run_ranks(world_size, check_traced, case)
+    assert sum(sent for _, sent, _ in found) == world_size * problem.link_bytes
+    roles = ON_GPU and platform.has_warp_roles(torch.device("cuda", torch.cuda.current_device()))
+    for kinds, _, threads in found:
+        assert kinds[PRODUCT.value] and threads == (2 if roles else 1)
+        assert world_size == 1 or kinds[PUSH.value]
 
 
 @pytest.mark.parametrize("op, form", FORMS)
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
 def test_ops_of_few_rows_record_themselves(world_size, op, form):
     case = Case(op, form, 2 * world_size, 36, 24, torch.float16, config=replace(CONFIG, algorithm="one_shot"))
-    for kinds, sent in run_ranks(world_size, check_traced, case):
+    for kinds, sent, _ in run_ranks(world_size, check_traced, case):
         assert kinds[PRODUCT.value] and kinds[PUSH.value]
         assert sent or world_size == 1
