@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from iris import platform, repeat
@@ -46,7 +47,8 @@ def machine(device: torch.device) -> Machine:
     if device.type == "cpu":
         return machine_named("interpreter", 1)
     properties = torch.cuda.get_device_properties(device)
-    return machine_named(properties.name, properties.multi_processor_count)
+    known = machine_named(properties.name, properties.multi_processor_count)
+    return replace(known, warp_roles=platform.has_warp_roles(device))  # a Hopper GPU under any name
 
 
 def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:

@@ -150,7 +150,7 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
 
 
 def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
-    """Over what time the programs of an op that pushes tiles from its epilogue start.
+    """Over what time the programs of an op that pushes tiles start, or, with roles, end what they share first.
 
     Best is, by measurement, about the time that all of them take to push a tile at once; a third more where tiles go to
     everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each

@@ -18,7 +18,10 @@ from .tiles import known
 
 @_aggregate
 class Units:
-    """Of `tiles` tiles of `steps` steps along K; numbers 0 to P - 1 are heads, P to 2 P - 1 bodies of P programs."""
+    """Of `tiles` tiles of `steps` steps along K; numbers 0 to P - 1 are heads, P to 2 P - 1 bodies of P programs.
+
+    `skew`: how many steps more the last of `sharers` takes than the first; none takes more than a tile's.
+    """
 
     tiles: base_value
     steps: base_value

@@ -10,9 +10,10 @@ ranks may even mix the two.
                        in registers; round into `product` in shared memory, once it is `free`
     moving warps       wait until it is `ready`, and do with it what the op's own function does
 
-Waits between warps are for warps of the same program, whose own waits for peers all end (`iris/device/bounded.py`).
+Waits between warps have no deadline: they are for loads, or for warps of the same program, whose own waits for peers
+all end (`iris/device/bounded.py`) and who take tiles all the same when one has failed.
 What is computed are `units.Units`; where a tile stands says the op's own object: `place(tile)`, (first row, first
-column, whether to add the bias). A tile may lie beyond a short part: it reads as zeros, and is not stored.
+column, whether to add the bias). What is computed beyond a short part, or beyond the matrix, is not stored.
 """
 
 from iris import platform
@@ -37,7 +38,7 @@ from .staging import TMA_ALIGNMENT
 from .tiles import known
 
 MULTIPLYING, MOVING = 8, 4
-# A thread's; as many are left for each of the multiplying warps.
+# A thread's; as many are left for each thread of the multiplying warps: twelve warps share 64 Ki.
 _MOVING_REGISTERS = 168
 # Elements of a tile that each thread of the moving warps holds at a time.
 _HELD = 32
@@ -67,7 +68,7 @@ class Shared:
 def allocate(
     a, b, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, PRODUCT: gl.constexpr
 ):  # fmt: skip
-    """The shared memory of one program; a, b: descriptors of its operands."""
+    """The shared memory of one program; a, b: descriptors of its operands. The product is in parts of ROWS rows."""
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     product = gl.allocate_shared_memory(a.dtype, [BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
@@ -221,7 +222,7 @@ def places_of(shared, part, MOVE: gl.constexpr):
 def serve(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> bool:
     """Whether programs with roles compute a call: asked for, on Hopper, and rows of all begin at whole vectors.
 
-    `step`: the width of a part in a row of B or `out`.
+    `step`: the width of a part in a row of B or `out`. Ranks may differ in this: the portable kernel does the same.
     """
     known_to = config.warp_roles and A.dtype in _GLUON_TYPES and platform.has_warp_roles(A.device)
     return known_to and all(_whole(t, step) for t in (A, _stored(B), out))

@@ -93,7 +93,7 @@ def test_warps_have_roles_where_hopper_pushes_many_rows() -> None:
     """Never in a gather before the product, in fp32, or elsewhere than on Hopper; a plan says so."""
     said = "warps with roles"
     for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "cols"), (MATMUL_GATHER, "rows")):
-        for machine in (H200, machine_named("NVIDIA H100", 132)):
+        for machine in (H200, machine_named("NVIDIA H100", 132), replace(MACHINES[-1], warp_roles=True)):
             large = plan(problem(op, form, 8192, 8192, 7168), machine)
             reason = next(line for line in large.reasons if line.startswith("chosen "))
             assert large.warp_roles and large.num_warps == 8 and said in reason
