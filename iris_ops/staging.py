@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import FusedConfig
 from .problem import GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part, part_size
-from .rounds import cut_tiles, shared_tiles
+from .rounds import shared_tiles
 from .unfused import UNFUSED
 
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
@@ -50,10 +50,14 @@ def staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 
 def parts(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many parts of tiles are staged within a rank, to be added up by the unit that has the tile's last part."""
-    # ranks whose K differs have as many, or their heaps would differ
-    shared = min(programs, config.splits * shared_tiles(problem, config, programs)[0])
-    return cut_tiles(problem, config, programs) * (config.splits - 1) + shared
+    """For how many parts of tiles, which the unit that has a tile's last part adds up, a rank has room.
+
+    As many on ranks whose K, or N in a gather, differs, or their heaps would differ too.
+    """
+    if problem.op == GATHER_MATMUL:
+        most = 2 * (config.num_programs or programs) - 1  # tiles that are cut, however many there are
+        return most * (config.splits - 1) if problem.form == "rows" else 0
+    return min(programs, config.splits * shared_tiles(problem, config, programs)[0])
 
 
 def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:

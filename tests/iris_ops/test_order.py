@@ -7,8 +7,8 @@ from dataclasses import replace
 import iris
 from iris_ops import FusedConfig
 from iris_ops.owned_tiles import turn
-from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
-from iris_ops.rounds import gemm_tiles, shared_tiles, skew_steps
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
+from iris_ops.rounds import cut_tiles, gemm_tiles, shared_tiles, skew_steps
 from iris_ops.staging import workspace_size
 from iris_ops.tiles import grouped
 from iris_ops.units import Units
@@ -153,6 +153,12 @@ def test_the_workspace_has_room_for_parts_of_shared_tiles() -> None:
                 assert nbytes - staged == (flags - alone) * 128 * 256 * 4
                 sizes.add((flags, nbytes))
             assert len(sizes) == 1
+    for config in (FusedConfig(splits=2), FusedConfig(splits=3, num_programs=5)):
+        gathers = [Problem(GATHER_MATMUL, "rows", 3001, N, 640, 4, torch.bfloat16) for N in (1, 640, 1280, 50_000)]
+        assert len({workspace_size(gather, config, 132) for gather in gathers}) == 1
+        for gather in gathers:
+            room = workspace_size(gather, config, 132)[0] - workspace_size(gather, replace(config, splits=1), 132)[0]
+            assert room >= cut_tiles(gather, config, 132) * (config.splits - 1)
 
 
 def check_groups(ctx: iris.Iris) -> None:
