@@ -48,14 +48,15 @@ def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[
 def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: float) -> int:
     """How many steps more the last sharer takes than the first, so that they end over `config.stagger_us`.
 
-    `tile_us`: the time of a whole tile. None takes more than a tile's steps, or less than half the mean.
+    `tile_us`: the time of a whole tile. None takes more than a tile's steps, less than half the mean, or none at all:
+    whoever completes a tile waits for all between.
     """
     shared, sharers = shared_tiles(problem, config, programs)
     if not shared:
         return 0
     steps = -(-problem.gemm[2] // config.block_k)
     mean = shared * steps // sharers
-    return max(0, min(int(config.stagger_us / tile_us * steps), 2 * (steps - mean - 1), mean))
+    return max(0, min(int(config.stagger_us / tile_us * steps), 2 * (steps - mean - 1), mean, 2 * (mean - 1)))
 
 
 def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:

@@ -90,6 +90,7 @@ def check_units(ctx: iris.Iris) -> None:
     for programs, tiles, steps, splits, stagger_us in (
         (132, 160, 112, 4, 20), (132, 80, 128, 4, 1000), (132, 480, 100, 4, 0), (131, 133, 7, 4, 5), (7, 5, 3, 2, 1000),
         (132, 131, 1, 4, 20), (3, 1, 2, 8, 20), (132, 184, 64, 4, 40),
+        (132, 142, 5, 4, 20), (16, 3, 3, 4, 1000), (16, 1, 16, 64, 30),
     ):  # fmt: skip
         problem, config = product_of(tiles, steps), replace(ROLES, splits=splits, stagger_us=stagger_us)
         shared, sharers = shared_tiles(problem, config, programs)
