@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 import inspect
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,9 @@ from .heap import extent
 # Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
 ALIGNMENT = 16
 _DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
-_KEPT = 4096  # calls that are known from before
+_KEPT = 4096  # calls that are known from before, and kernels
+# Of which a view may stand for the negated or conjugated elements: parts of complex tensors, and those themselves.
+LAZY = {torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
 
 
 class Launch(NamedTuple):
@@ -85,6 +88,11 @@ class Calls:
         self._moves.clear()
 
 
+def device_of(device: torch.device) -> Callable[[torch.Tensor], Any]:
+    """What tells tensors of `device` from others fastest: their number, but for CPUs, whose "meta" tensors share."""
+    return attrgetter("device") if device.type == "cpu" else torch.Tensor.get_device
+
+
 def alias(t: torch.Tensor | None, distance: int = 0) -> torch.Tensor | None:
     """`t`'s memory, or what lies `distance` bytes from it, as a tensor that does not keep it.
 
@@ -119,6 +127,8 @@ def launch(
         compiled = kernel[grid](**args, **options)
         if compiled is None:  # the interpreter compiles nothing
             return None
+        if len(kernels) >= _KEPT:
+            kernels.clear()
         has_descriptors = any(isinstance(value, _DESCRIPTORS) for value in args.values())
         known = kernels[key] = compiled, _native(compiled, device, has_descriptors)
     compiled, native = known

@@ -69,6 +69,7 @@ class Ops:
         self._workspace: Workspace | None = None
         self._kernels: dict[tuple, object] = {}
         self._calls = repeat.Calls(4)
+        self._device_of = repeat.device_of(ctx.device)
 
     def matmul_all_reduce(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`."""
@@ -169,18 +170,22 @@ class Ops:
         try:
             if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
                 return None
+            lazy = out.dtype in repeat.LAZY
+            if lazy and (out.is_neg() or A.is_neg() or B.is_neg()):
+                return None
             if workspace is None:
                 workspace = self._workspace
+            where = self._device_of
             address, more = 0, None
             if bias is not None:
-                if bias.requires_grad and torch.is_grad_enabled():
+                if lazy and bias.is_neg() or bias.requires_grad and torch.is_grad_enabled():
                     return None
-                address, more = bias.data_ptr(), (bias.shape, bias.stride(), bias.dtype, bias.get_device())
+                address, more = bias.data_ptr(), (bias.shape, bias.stride(), bias.dtype, where(bias))
             return (
                 out.data_ptr(), A.data_ptr(), B.data_ptr(), address, op,
-                out.shape, out.stride(), out.dtype, out.get_device(),
-                A.shape, A.stride(), A.dtype, A.get_device(),
-                B.shape, B.stride(), B.dtype, B.get_device(),
+                out.shape, out.stride(), out.dtype, where(out),
+                A.shape, A.stride(), A.dtype, where(A),
+                B.shape, B.stride(), B.dtype, where(B),
                 more, config, workspace,
             )  # fmt: skip
         except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so

@@ -68,6 +68,7 @@ class Collectives:
         self._workspaces: dict[Any, Workspace] = {}
         self._kernels: dict[tuple, object] = {}
         self._calls = repeat.Calls(2)
+        self._device_of = repeat.device_of(ctx.device)
 
     def all_to_all(self, out, inp, group=None, async_op=False, config=None, workspace=None) -> Workspace:
         """Columns j * N ... of `inp` (M, N * w) to rank j, whose columns i * N ... of `out` they are, from rank i."""
@@ -185,10 +186,13 @@ class Collectives:
         try:
             if (out.requires_grad or inp.requires_grad) and torch.is_grad_enabled():
                 return None
+            if out.dtype in repeat.LAZY and (out.is_neg() or inp.is_neg() or out.is_conj() or inp.is_conj()):
+                return None
+            where = self._device_of
             return (
                 out.data_ptr(), inp.data_ptr(), op,
-                out.shape, out.stride(), out.dtype, out.get_device(),
-                inp.shape, inp.stride(), inp.dtype, inp.get_device(),
+                out.shape, out.stride(), out.dtype, where(out),
+                inp.shape, inp.stride(), inp.dtype, where(inp),
                 reduce_op, group, config, workspace,
             )  # fmt: skip
         except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so

@@ -11,7 +11,7 @@ import time
 
 import iris
 from iris.ccl import Config, ReduceOp
-from iris.errors import ArgumentError, DtypeError, HeapExhausted, PeerLostError, ShapeError
+from iris.errors import ArgumentError, DeviceError, DtypeError, HeapExhausted, PeerLostError, ShapeError
 import pytest
 import torch
 import torch.distributed as dist
@@ -188,7 +188,9 @@ def refuse(ctx: iris.Iris) -> None:
     x, y = ctx.zeros(400, 6 * w), ctx.zeros(400, 6 * w)
     other = iris.iris(32 << 10)
     holes = torch.zeros(2, 3, 4, device=ctx.device)[:, :2]
-    ccl.all_to_all(x, y)  # such tensors have been right, at other addresses
+    z = torch.zeros(400, 6 * w, dtype=torch.complex64, device=ctx.device)
+    for given in (y, z.imag, z):  # such tensors have been right, at these and at other addresses
+        ccl.all_to_all(x.to(given.dtype), given)
     foreign = other.ccl.all_reduce_preamble(other.zeros(4), other.zeros(4))
     wrong = [
         (ShapeError, "all_reduce: inp is", lambda: ccl.all_reduce(x[:2], y)),
@@ -198,6 +200,9 @@ def refuse(ctx: iris.Iris) -> None:
         (DtypeError, "out has dtype torch.float32", lambda: ccl.all_reduce(x, y.half())),
         (DtypeError, "inp has dtype torch.float64", lambda: ccl.all_reduce(x.double(), y.double())),
         (DtypeError, "at most 8 bytes", lambda: ccl.all_to_all(x.to(torch.complex128), y.to(torch.complex128))),
+        (DtypeError, "not conjugated", lambda: ccl.all_to_all(torch.zeros_like(z), z.conj())),
+        (DtypeError, "not conjugated", lambda: ccl.all_to_all(torch.zeros_like(x), z.conj().imag)),
+        (DeviceError, "inp is on meta", lambda: ccl.all_to_all(torch.zeros_like(x), y.to("meta"))),
         (ArgumentError, "inp is list", lambda: ccl.all_reduce(x, [1])),
         (ArgumentError, "op is 'sum'", lambda: ccl.all_reduce(x, y, "sum")),
         (ArgumentError, "config is dict", lambda: ccl.all_reduce(x, y, config={})),

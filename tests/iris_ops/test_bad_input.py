@@ -105,6 +105,32 @@ def refuse_overlaps(ctx: iris.Iris) -> None:
     check_case(ctx, good_case(ALL_REDUCE))
 
 
+def refuse_after_good_calls(ctx: iris.Iris) -> None:
+    """Wrong tensors that are told from right ones neither by shape and strides nor, some, by their addresses."""
+    whole = torch.randn(16, 16, dtype=torch.complex64, device=ctx.device)
+    A, square, out = whole.imag, torch.eye(16, device=ctx.device), ctx.zeros(16, 16)
+    bias = whole[0].imag.clone()
+    calls = {"A": lambda t: (out, t, square), "B": lambda t: (out, square, t), "out": lambda t: (t, square, square)}
+    for _ in range(2):
+        for given in calls.values():
+            ctx.ops.matmul_all_reduce(*given(A))
+        ctx.ops.matmul_all_reduce(out, square, square, bias)
+    for name, given in calls.items():
+        with pytest.raises(ArgumentError, match=f"{name} is a negated view; expected"):
+            ctx.ops.matmul_all_reduce(*given(whole.conj().imag))
+        with pytest.raises(DeviceError, match=f"{name} is on meta; expected"):
+            ctx.ops.matmul_all_reduce(*given(torch.empty_strided((16, 16), A.stride(), device="meta")))
+        with pytest.raises(ArgumentError, match=f"{name} is torch.sparse_coo; expected a strided"):
+            ctx.ops.matmul_all_reduce(*given(square.to_sparse()))
+    with pytest.raises(ArgumentError, match="bias is a negated view; expected"):
+        ctx.ops.matmul_all_reduce(out, square, square, torch._neg_view(bias))
+    check_case(ctx, good_case(ALL_REDUCE))
+
+
+def test_what_looks_like_a_good_call_is_refused() -> None:
+    run_ranks(WORLDS[0], refuse_after_good_calls)
+
+
 @pytest.mark.parametrize("world_size", WORLDS[:2])
 def test_out_may_not_overlap(world_size: int) -> None:
     run_ranks(world_size, refuse_overlaps)
