@@ -186,7 +186,7 @@ def check_tensors(
             raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same")
         if t.layout is not torch.strided or t.is_neg():
             kind = "a negated view" if t.layout is torch.strided else t.layout
-            raise ArgumentError(f"{op}: {name} is {kind}; expected a strided tensor, its elements as they lie in memory")
+            raise ArgumentError(f"{op}: {name} is {kind}; expected a strided tensor with its elements in memory")
         if any(size > _MAX_SIZE for size in t.shape):
             raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes below 2**31")
         check_gradient(op, name, t)
