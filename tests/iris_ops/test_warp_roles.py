@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+import random
 
 import iris
 from iris import platform
@@ -71,6 +72,44 @@ def test_op_is_right(world_size: int, op: str, form: str) -> None:
     called += [case_of(op, form, turn, K=depth) for turn, depth in enumerate((CONFIGS[0].block_k, 8, 5 * K))]
     called.append(case_of(op, form, 1, M=16, K=8, pad=8))
     assert_same_bits(called, run_ranks(world_size, check_served, called))
+
+
+def draw_case(rng: random.Random, world_size: int) -> Case:
+    """Rows of any number; columns of which each rank's begin at whole vectors."""
+    op, form = rng.choice(PUSHED)
+    most = 12 if ON_GPU else 2
+    m, n = rng.choice([(64, 64), (64, 128), (128, 64), (128, 128), (64, 256)])
+    config = FusedConfig(
+        m,
+        n,
+        rng.choice([32, 64]),
+        group_m=rng.choice([1, 2, 8]),
+        num_stages=rng.choice([2, 3, 4]),
+        num_programs=rng.choice([0, 1, 2, 7, 40]),
+        stagger_us=rng.choice([0, 3, 30]),
+        splits=rng.choice([1, 2, 4, 9]),
+        warp_roles=True,
+    )
+    return Case(
+        op,
+        form,
+        rng.randrange(world_size, 64 * most),
+        8 * world_size * rng.randrange(1, 2 * most),
+        8 * rng.randrange(1, 16 * most),
+        dtype=rng.choice(DTYPES),
+        bias=rng.random() < 0.5,
+        transposed=rng.random() < 0.5,
+        on_heap=rng.random() < 0.7,
+        pad=rng.choice([0, 8]),
+        config=config,
+        seed=rng.randrange(1 << 30),
+    )
+
+
+def test_random_calls(world_size: int) -> None:
+    rng = random.Random(f"{world_size} ranks with roles")
+    called = [draw_case(rng, world_size) for _ in range(40 if ON_GPU else 6)]
+    assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
 @pytest.mark.parametrize("op, form", [(op, form) for op, form in PUSHED if form != "cols"])
