@@ -139,8 +139,12 @@ class Ops:
             return workspace
         direct = not prepared.writes_to_peers or ctx._heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         nbytes = prepared.nbytes + (0 if direct else problem.M * problem.N * problem.dtype.itemsize)
-        if workspace.reserve(prepared.num_flags, nbytes, prepared.exchange):
-            self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
+        grown = True
+        try:
+            grown = workspace.reserve(prepared.num_flags, nbytes, prepared.exchange)
+        finally:  # where there was no room for all of it, some has grown all the same
+            if grown:
+                self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
         came_before = key in calls.known and not async_op
 
         def go() -> None:

@@ -212,18 +212,19 @@ class Collectives:
 
     def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
         """Makes room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
-        room = prepared.room
-        grown = workspace.reserve(room.area, room.flags, room.nbytes, room.fill)
-        staged, begin = None, out.data_ptr()
+        room, staged, begin, grown = prepared.room, None, out.data_ptr(), True
         on_heap = self._ctx._heap.holds(begin, begin + prepared.spans[0])
-        if launch.writes_to_peers(prepared.problem, prepared.plan) and not on_heap:
-            nbytes = out.numel() * out.element_size()
-            grown = workspace.reserve("results", 0, nbytes) or grown
-            staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)
-        if grown:
-            self._calls.forget()  # they go to memory that graphs may use still, but calls no longer
-            if self._ctx._ops is not None:  # nor ops that such a call is part of
-                self._ctx._ops.forget_repeats()
+        try:
+            grown = workspace.reserve(room.area, room.flags, room.nbytes, room.fill)
+            if launch.writes_to_peers(prepared.problem, prepared.plan) and not on_heap:
+                nbytes = out.numel() * out.element_size()
+                grown |= workspace.reserve("results", 0, nbytes)
+                staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)
+        finally:  # where there was no room for all of it, some has grown all the same
+            if grown:
+                self._calls.forget()  # they go to memory that graphs may use still, but calls no longer
+                if self._ctx._ops is not None:  # nor ops that such a call is part of
+                    self._ctx._ops.forget_repeats()
         return staged
 
     def _group(self, group: Any) -> Group:

@@ -7,9 +7,9 @@ import gc
 
 import iris
 from iris import repeat
-from iris.errors import ArgumentError
+from iris.errors import ArgumentError, HeapExhausted
 from iris_ops import FusedConfig, ops
-from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, Problem
+from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from iris_ops.unfused import UNFUSED
 from iris_ops.workspace import Workspace
 import pytest
@@ -142,6 +142,28 @@ def outgrow(ctx: iris.Iris) -> None:
 @pytest.mark.parametrize("world_size", [WORLDS[-1]])
 def test_calls_are_forgotten_when_their_collective_moves(world_size: int) -> None:
     run_ranks(world_size, outgrow)
+
+
+def outgrow_the_heap(ctx: iris.Iris) -> None:
+    """There is room for the flags of a call, which move, but not for what it stages."""
+    with iris.iris(2 << 20) as small, pytest.MonkeyPatch.context() as monkeypatch:
+        repeats = Repeats(monkeypatch)
+        call = Call(small, Case(REDUCE_SCATTER, "rows", 16, 32, 16, config=BLOCKS))
+        call.run()
+        call.run()
+        assert repeats.of(call.run) == 1
+        flags = small.ops._workspace.flags
+        with pytest.raises(HeapExhausted):
+            Call(small, Case(REDUCE_SCATTER, "rows", 2048, 2048, 16, config=BLOCKS, on_heap=False)).run()
+        assert small.ops._workspace.flags is not flags
+        assert repeats.of(call.run) == 0, "it goes to where a peer may no longer look"
+        call.check()
+        ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_calls_are_forgotten_when_the_heap_is_too_small(world_size: int) -> None:
+    run_ranks(world_size, outgrow_the_heap)
 
 
 def give_back(ctx: iris.Iris, cases: list[Case]) -> list[Case]:
