@@ -66,6 +66,8 @@ class FusedConfig:
                 raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a power of two from 16")
         if self.num_warps & (self.num_warps - 1):
             raise ArgumentError(f"FusedConfig.num_warps is {self.num_warps}; expected a power of two")
+        if type(self.warp_roles) is not bool:
+            raise ArgumentError(f"FusedConfig.warp_roles is {self.warp_roles!r}; expected True or False")
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(f"FusedConfig.algorithm is {self.algorithm!r}; expected one of {ALGORITHMS}")
         tile = min(self.block_m, self.block_n), max(self.block_m, self.block_n)

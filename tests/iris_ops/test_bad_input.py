@@ -211,6 +211,8 @@ def test_an_exhausted_heap_is_reported_and_smaller_calls_work(world_size: int, o
         ("comm_programs", 0),
         ("stagger_us", -1),
         ("stagger_us", 1.5),
+        ("warp_roles", 1),
+        ("warp_roles", None),
         ("algorithm", "three_shot"),
         ("algorithm", None),
     ],
