@@ -10,7 +10,6 @@ from iris import platform, repeat
 from iris.device.bounded import WAITERS
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import warp_roles
 from .all_gather_matmul import all_gather_matmul_kernel
@@ -21,11 +20,12 @@ from .few_rows_gather import few_rows_gather_kernel
 from .machine import Machine, machine_named
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
+from .operands import as_stored, operand
 from .predict import tile_us
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
-from .staging import TMA_ALIGNMENT, exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
+from .staging import exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
 from .unfused import UNFUSED
 
 if TYPE_CHECKING:
@@ -62,32 +62,13 @@ def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, i
     return max(1, min(units, config.num_programs or limit, limit)), 1, 1
 
 
-def _operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[object, bool]:
-    """`t` as a tensor descriptor with tiles of `block` where the hardware can, else as it is; and which of the two.
-
-    Tiles begin in a row at multiples of `step`, the width of a part, plus multiples of the block.
-    """
-    granule = TMA_ALIGNMENT // t.element_size()
-    fits = (
-        t.numel() > 0
-        and t.stride(1) == 1
-        and t.stride(0) % granule == 0
-        and t.stride(0) > 0
-        and step % granule == 0
-        and t.data_ptr() % TMA_ALIGNMENT == 0
-        and torch.version.hip is None
-    )
-    return (TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)), True) if fits else (t, False)
-
-
 def _product(out, A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) -> dict:
     """The arguments that say how what is multiplied lies in memory. `k_step`, `n_step`: where in B parts begin."""
-    a, tma_a = _operand(A, (config.block_m, config.block_k))
-    transposed = B.stride(0) == 1 and B.stride(1) != 1
-    if transposed:
-        b, tma_b = _operand(B.t(), (config.block_n, config.block_k), k_step)
-    else:
-        b, tma_b = _operand(B, (config.block_k, config.block_n), n_step)
+    a, tma_a = operand(A, (config.block_m, config.block_k))
+    stored = as_stored(B)
+    transposed = stored is not B
+    block_b = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
+    b, tma_b = operand(stored, block_b, k_step if transposed else n_step)
     return dict(
         a=a,
         b=b if tma_b else B,
@@ -194,7 +175,7 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
     rows, cols, _ = gathered_part(problem)
     ld = exchange_ld(problem.K)
     gathered = workspace.staging.view(problem.dtype)[: problem.M * ld].view(problem.M, ld)[:, : problem.K]
-    gathered_tile, tma_g = _operand(gathered, (config.block_m, config.block_k))
+    gathered_tile, tma_g = operand(gathered, (config.block_m, config.block_k))
     product = {name: value for name, value in _product(out, A, B, bias, config).items() if name not in ("a", "TMA_A")}
     # pieces: about as many as programs, so that all move data at once
     across = triton.cdiv(cols, _PIECE_K)
@@ -246,7 +227,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     rows, cols, ld = gathered_part(problem)
     gathered = workspace.staging.view(problem.dtype)[: w * rows * ld].view(w * rows, ld)[:, :cols]
     tile = (config.block_m, config.block_k)
-    gathered_tile, tma_g = _operand(gathered, tile)
+    gathered_tile, tma_g = operand(gathered, tile)
     product = _product(out, A, B, bias, config, k_step=cols if by_k else 0)
     tiles = gemm_tiles(problem, config)
     cut = cut_tiles(problem, config, platform.num_programs(ctx.device))

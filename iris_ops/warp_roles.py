@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate, base_value
 
 from .config import FusedConfig
-from .staging import TMA_ALIGNMENT
+from .operands import as_stored, of_whole_vectors
 from .tiles import known
 
 MULTIPLYING, MOVING = 8, 4
@@ -225,27 +225,17 @@ def serve(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tens
     `step`: the width of a part in a row of B or `out`. Ranks may differ in this: the portable kernel does the same.
     """
     known_to = config.warp_roles and A.dtype in _GLUON_TYPES and platform.has_warp_roles(A.device)
-    return known_to and all(_whole(t, step) for t in (A, _stored(B), out))
-
-
-def _stored(B: torch.Tensor) -> torch.Tensor:
-    """B as it lies in memory: [K, N], or [N, K] as `nn.Linear` has its weight."""
-    return B.t() if B.stride(0) == 1 and B.stride(1) != 1 else B
-
-
-def _whole(t: torch.Tensor, step: int) -> bool:
-    granule = TMA_ALIGNMENT // t.element_size()
-    rows = t.stride(1) == 1 and t.stride(0) > 0 and t.stride(0) % granule == 0 and step % granule == 0
-    return t.numel() > 0 and rows and t.data_ptr() % TMA_ALIGNMENT == 0
+    return known_to and all(of_whole_vectors(t, step) for t in (A, as_stored(B), out))
 
 
 def arguments(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig) -> dict:
     """What all kernels with roles are given: operands, blocks, and, as layouts, which thread holds what."""
-    transposed = _stored(B) is not B
+    stored = as_stored(B)
+    transposed = stored is not B
     block_b = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
     return dict(
         a=_described(A, (config.block_m, config.block_k)),
-        b=_described(_stored(B), block_b),
+        b=_described(stored, block_b),
         bias=bias,
         HAS_BIAS=bias is not None,
         B_TRANSPOSED=transposed,
