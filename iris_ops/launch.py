@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from iris import platform, repeat
@@ -42,6 +43,7 @@ _PIECE_K = 512
 _TALL = 4
 
 
+@cache
 def machine(device: torch.device) -> Machine:
     """The rates that the model of `predict.py` reckons with on `device`."""
     if device.type == "cpu":
