@@ -160,8 +160,8 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     programs = programs_of(config, machine)
     if problem.op == GATHER_MATMUL or config.algorithm != "overlapped":
         return 0
-    if config.warp_roles and (problem.op == REDUCE_SCATTER or config.splits == 1):
-        return 0  # what others sum is pushed while the next tile is multiplied
+    if config.warp_roles and (problem.op == REDUCE_SCATTER or config.splits == 1 or config.block_n < 256):
+        return 0  # what others sum is pushed while the next tile is multiplied; small tiles lose by unequal shares
     if problem.world_size == 1 or machine.name == INTERPRETER:
         return 0
     if gemm_tiles(problem, config) <= programs and not config.warp_roles:
