@@ -17,7 +17,7 @@ column, whether to add the bias). What is computed beyond a short part, or beyon
 """
 
 from iris import platform
-from iris.device.sync import signal, wait
+from iris.device.sync import next_epoch, signal, wait
 from iris.device.tracing import PRODUCT
 import torch
 import triton
@@ -153,7 +153,7 @@ def multiply_tiles(
     finished = shared.product._reinterpret(shared.product.dtype, [BLOCK_M, BLOCK_N], shared.product.layout)
     programs = gl.num_programs(0)
     count = units.count(programs)
-    epoch = gl.load(sync) + 1  # `leave` advances it when all tiles have been moved
+    epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     # what is loaded next
     unit, row, col, k, end = _begin(units, tiles, gl.program_id(0), BLOCK_K)
     for i in gl.static_range(STAGES - 1):

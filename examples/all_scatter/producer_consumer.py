@@ -23,7 +23,7 @@ def producer_kernel(
 ):  # fmt: skip
     """This rank's columns of out; flags [tiles] get the call's epoch."""
     ctx = iris.DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
-    epoch = tl.load(sync_words) + 1  # the consumer advances it, when it has all tiles
+    epoch = sync.next_epoch(sync_words)  # the consumer advances it, when it has all tiles
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         acc, row, col = tile_product(a, b, tile, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, TMA)
         store_tile(ctx, out, acc, row, col, M, N, BLOCK_M, BLOCK_N)

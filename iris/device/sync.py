@@ -81,6 +81,13 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
 
 
 @device_function
+def next_epoch(sync):
+    """The epoch of this call. Never 0, which is what flags hold at first; odd and even ones take turns for ever."""
+    epoch = tl.load(sync) + 1
+    return epoch + 2 * (epoch == 0).to(tl.int32)
+
+
+@device_function
 def enter(ctx, sync, LANES: tl.constexpr = True):
     """Begins a call: tells the peers that this rank is in it, and returns the call's epoch.
 
@@ -89,7 +96,7 @@ def enter(ctx, sync, LANES: tl.constexpr = True):
     Kernels of one stream follow each other, so a rank that has entered a call has read all that earlier calls staged
     for it. Who stores into a peer's memory calls `await_entered` first; then one staging slot serves all calls.
     """
-    epoch = tl.load(sync) + 1
+    epoch = next_epoch(sync)
     if tl.program_id(0) == 0:
         _signal_all(ctx, sync + _ENTERED + ctx.rank, epoch, LANES)
     return epoch
@@ -230,13 +237,6 @@ def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, e
             if awaited & gone & (_reached(seen, wanted, exact) == 0):
                 report(ctx, waiter, wanted, peer, seen)
     return missing
-
-
-@device_function
-def next_epoch(sync):
-    """The epoch of this call. Never 0, which is what flags hold at first; odd and even ones take turns for ever."""
-    epoch = tl.load(sync) + 1
-    return epoch + 2 * (epoch == 0).to(tl.int32)
 
 
 @device_function

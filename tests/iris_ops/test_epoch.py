@@ -136,6 +136,27 @@ def test_flags_may_rest_for_half_a_wrap(world_size: int, op: str, form: str) -> 
     run_ranks(world_size, after_rest, Case(op, form, 33, 40, 24, config=BLOCKS), 2**31 + 5)
 
 
+def never_set(ctx: iris.Iris, case: Case) -> None:
+    """`case` in the call whose number would be 0, as flags are at first, while rank 0 is late."""
+    call = Call(ctx, case)
+    workspace = call.run()
+    set_epoch(ctx, workspace, 2**32 - 1)
+    workspace.flags.zero_()
+    workspace.staging.fill_(255)  # not a number
+    poison(call.guarded.tensor)
+    ctx.barrier()
+    if ctx.cur_rank == 0:
+        time.sleep(0.2)
+    call.run()
+    call.check()
+
+
+@pytest.mark.parametrize("world_size", [size for size in WORLDS if size in (2, 4)])
+@pytest.mark.parametrize("op, form", [(ALL_REDUCE, ""), (REDUCE_SCATTER, "rows"), (GATHER_MATMUL, "rows")])
+def test_flags_that_were_never_set_vouch_for_nothing(world_size: int, op: str, form: str) -> None:
+    run_ranks(world_size, never_set, Case(op, form, 33, 40, 24, config=BLOCKS))
+
+
 # --- a rank that dies ------------------------------------------------------------------------------------------------
 
 cpu_only = pytest.mark.skipif(UNDER_TORCHRUN, reason="ends a rank's process")
