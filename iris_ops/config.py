@@ -76,11 +76,20 @@ class FusedConfig:
                 f"FusedConfig.warp_roles is True with tiles of {self.block_m} x {self.block_n}, {self.num_warps} warps"
                 f", {self.num_stages} stages; expected tiles of 64 to 256 rows and columns, 8 warps, 2 stages or more"
             )
+        ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
+        nbytes = 2 * (ring + self.block_m * self.block_n)
+        if self.warp_roles and nbytes > _SHARED_BYTES:
+            raise ArgumentError(
+                f"FusedConfig.warp_roles is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} in "
+                f"{self.num_stages} stages, {nbytes} bytes of shared memory; expected at most {_SHARED_BYTES}"
+            )
 
     def explain(self) -> str:
         """The reasons for this choice, one a line."""
         return "\n".join(self.reasons) or "given by the caller"
 
 
+# What programs with roles have on Hopper for operands and a tile; a little more is for what says where they stand.
+_SHARED_BYTES = 226 << 10
 # Of the fields that are numbers, the least that they may be.
 _LEAST = {f.name: 0 if f.name in ("num_programs", "stagger_us") else 1 for f in fields(FusedConfig) if f.type == "int"}

@@ -231,6 +231,14 @@ def test_config_refuses_what_warps_with_roles_cannot_do(value: dict[str, int]) -
     FusedConfig(**value)
 
 
+@pytest.mark.parametrize("blocks", [(256, 256, 64, 2), (64, 256, 128, 3), (128, 256, 64, 4)], ids=str)
+def test_config_refuses_more_shared_memory_than_there_is(blocks: tuple[int, int, int, int]) -> None:
+    m, n, k, stages = blocks
+    with pytest.raises(ArgumentError, match="warp_roles is True with blocks of .* bytes of shared memory; expected"):
+        FusedConfig(m, n, k, num_stages=stages, warp_roles=True)
+    FusedConfig(m, n, k, num_stages=stages - 1, warp_roles=stages > 2)
+
+
 def refuse_plans(ctx: iris.Iris) -> None:
     good = dict(op=REDUCE_SCATTER, M=64, N=64, K=64, dtype=torch.bfloat16, form="rows")
     assert isinstance(ctx.ops.plan(**good), FusedConfig)
