@@ -38,12 +38,12 @@ EXCHANGE_TILES = {
     (128, 64, 128, 8, 4): 0.76,
     (128, 128, 64, 8, 4): 0.92,
 }
-# What is left of it where rows do not begin at whole vectors, for tiles of 128 x 256 and for smaller ones.
-_POINTERS = 0.15, 0.38
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES = {(64, 128, 32, 8, 2): 1.0, (64, 64, 32, 4, 3): 0.9, (32, 64, 32, 4, 3): 0.7, (16, 64, 64, 4, 3): 0.4}
 _FP32_SHARE = 0.05
+# What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
+_POINTERS = 0.15, 0.38
 
 
 # Hops that nothing hides: the entry, then what the last tiles wait for.

@@ -109,22 +109,6 @@ def unit_tile(unit, rounded, K, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @device_function
-def leave_part(ctx, acc, parts, arrived, number, epoch):
-    """Stores part `number` of the tiles that are cut, fp32, and sets its flag, both on this rank."""
-    place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
-    tl.store(place, acc, mask=mask)
-    signal(ctx, arrived + number, epoch, ctx.rank)
-
-
-@device_function
-def add_part(ctx, acc, parts, arrived, number, epoch, waiter: tl.constexpr):
-    """(`acc` and what `leave_part` has stored or will, whether it came in time)."""
-    ok = wait(ctx, arrived + number, epoch, ctx.rank, waiter, exact=True)
-    place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
-    return acc + tl.load(place, mask=mask, other=0.0, cache_modifier=".cg"), ok
-
-
-@device_function
 def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.constexpr, waiter: tl.constexpr):
     """(the whole tile's product, whether this unit is the one that has it, whether no wait failed).
 
@@ -137,11 +121,16 @@ def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.conste
             tile, part = (unit - rounded) // SPLITS, (unit - rounded) % SPLITS
             if part < SPLITS - 1:
                 whole = False
-                leave_part(ctx, acc, parts, arrived, tile * (SPLITS - 1) + part, epoch)
+                number = tile * (SPLITS - 1) + part
+                place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
+                tl.store(place, acc, mask=mask)
+                signal(ctx, arrived + number, epoch, ctx.rank)
             else:
                 for i in range(SPLITS - 1):
-                    acc, came = add_part(ctx, acc, parts, arrived, tile * (SPLITS - 1) + i, epoch, waiter)
-                    ok = came and ok
+                    number = tile * (SPLITS - 1) + i
+                    ok = wait(ctx, arrived + number, epoch, ctx.rank, waiter, exact=True) and ok
+                    place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
+                    acc += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
     return acc, whole, ok
 
 
