@@ -35,8 +35,8 @@ EXCHANGE_TILES = {
     (16, 64, 128, 4, 8): 0.25,
     (32, 64, 128, 4, 6): 0.36,
     (64, 64, 128, 8, 6): 0.58,
-    (128, 64, 128, 8, 4): 0.76,
-    (128, 128, 64, 8, 4): 0.92,
+    (128, 64, 128, 8, 4): 0.74,
+    (128, 128, 64, 8, 4): 0.86,
 }
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
@@ -64,6 +64,8 @@ _JOIN_ALONE_US = 25.0
 # Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a program.
 _LAST_SUM_US = 10.0
 _BETWEEN_US = 5.0
+# What a hop takes less where tiles are small.
+_SMALL_HOP_US = 1.5
 # Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
 _MIXED_US = 14.0
 
@@ -88,11 +90,15 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
 
 
 def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total): words behind the product of a single round, which hides nothing."""
+    """(link, total): words behind the product, of which the last round hides those of the rounds before."""
     # each word's way: in one shot of an all-reduce everyone gets everything
     shots = 2 if config.algorithm == "two_shot" else 1
     nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
     link = nbytes / (machine.link_gbs * _WORDS[problem.op] * 1e3)
+    if problem.op in (ALL_REDUCE, REDUCE_SCATTER):
+        # sums, which are the second shot, begin behind all products
+        rounds = -(-gemm_tiles(problem, config) // programs_of(config, machine))
+        gemm -= min(link / shots, gemm) * (1 - 1 / rounds)
     shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
     return link, gemm + link + _hops(problem, shots) * machine.exchange_us
 
@@ -100,7 +106,7 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
 def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total) of programs with roles: tiles are moved while the next are multiplied, all but the last ones."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
-    tile = tile_us(problem, config, machine)
+    tile, small = tile_us(problem, config, machine), config.block_m * config.block_n / (128 * 256)
     # at the end all programs push a tile, to one peer or to all; sums are pushed more or less at once
     wave = min(gemm_tiles(problem, config), programs_of(config, machine)) * _tile_bytes(problem, config)
     everyone = (problem.world_size - 1) * wave / (machine.link_gbs * 1e3)
@@ -109,12 +115,13 @@ def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float)
         turn = skew_steps(problem, config, programs, tile) * tile / steps  # over which programs end
         last = turn / 2 + max(everyone - turn, 0.1 * everyone)
     else:
-        last = _LAST_SUM_US * config.block_m * config.block_n / (128 * 256)
+        last = _LAST_SUM_US * small
         last += 0.4 * everyone if problem.op == ALL_REDUCE else 0
-    # where the link is full, a push takes this long, and then the link waits for the next
+    # where the link is full, a push of all programs takes this long, and then the link waits for the next
     push = machine.num_programs * _tile_bytes(problem, config) / (machine.link_gbs * 1e3)
-    steady = link * (1 + _BETWEEN_US / push)
-    return link, max(gemm + last, steady + min(tile, gemm)) + _hops(problem) * machine.hop_us
+    steady = link + _BETWEEN_US * max(0.0, link / push - 1)
+    hop = machine.hop_us - (_SMALL_HOP_US if small < 1 else 0)
+    return link, max(gemm + last, steady + min(tile, gemm)) + _hops(problem) * hop
 
 
 def _pushed_in_turn(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
