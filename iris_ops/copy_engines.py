@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .workspace import Workspace
 
 # Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.
-_BARRIER_US = 2.5
+_BARRIER_US = 1.5
 _COPY_US = 8.0
 # Rows from which on a product is worth reading B for.
 _LEAST_ROWS = 512

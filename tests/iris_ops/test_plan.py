@@ -200,6 +200,7 @@ GIVEN_UP = {
     ("ops_models_h200_x2", MATMUL_GATHER, 4096, 6144, 4096),
     ("ops_h200_x2", MATMUL_GATHER, 512, 14336, 8192),
     ("ops_h200_x2", ALL_REDUCE, 256, 8192, 2048),
+    ("ops_h200_x2", GATHER_MATMUL, 512, 14336, 8192),
     ("ops_models_h200_x2", ALL_REDUCE, 256, 8192, 4096),
     ("ops_models_h200_x2", ALL_REDUCE, 512, 4096, 2048),
 }
