@@ -220,10 +220,11 @@ def collectives():
         "two_shot": both,
         "scatter": dict(both, GATHER=False, ONE_OUT=True),
         "gather": dict(both, SCATTER=False, REDUCE=False, GATHER=False),
+        "exchange": dict(both, REDUCE=False, GATHER=False),
     }
     for form, layout in (("one_shot", flat), ("two_shot", rows)):
         yield f"ccl_words_{form}", words_kernel, dict(num_warps=4), common | forms[form] | layout | dict(BLOCK=1024)
-    for form, layout in (("two_shot", rows), ("scatter", flat), ("gather", flat)):
+    for form, layout in (("two_shot", rows), ("scatter", flat), ("gather", flat), ("exchange", rows)):
         yield f"ccl_flags_{form}", flags_kernel, dict(num_warps=8), common | forms[form] | layout | dict(BLOCK=8192)
     others = {
         "ccl_ring": (ring_kernel, dict(RINGS=2)),

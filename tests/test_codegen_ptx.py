@@ -142,7 +142,8 @@ def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> Non
 
 
 WORDS = {"ccl_words_one_shot": WORLD_SIZE - 1, "ccl_words_two_shot": WORLD_SIZE}  # stores to ranks
-FLAGS = {"ccl_flags_two_shot": 2 * WORLD_SIZE, "ccl_flags_scatter": WORLD_SIZE, "ccl_flags_gather": WORLD_SIZE}
+FLAGS = {"ccl_flags_two_shot": 2 * WORLD_SIZE, "ccl_flags_scatter": WORLD_SIZE}
+COPIES = {"ccl_flags_gather": 2 * WORLD_SIZE, "ccl_flags_exchange": 2 * WORLD_SIZE}
 
 
 @pytest.mark.parametrize("target", CUDA)
@@ -155,12 +156,19 @@ def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> N
         assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)"), name
         assert kernel.count(r"\bld\.volatile\.global\.v4\.b32") >= WORLD_SIZE, name
         assert not kernel.count(r"sys\.acquire|sys\.release\.exch\.b32"), name
-    for name, stores in FLAGS.items():
+    for name, stores in (FLAGS | COPIES).items():
         kernel = kernels[name]
         assert kernel.count(r"\bst\.global\.v4\.b32") >= stores, name
         assert not narrow_stores(kernel), name
         assert not kernel.count(r"\bld\.global\.(?!v4\.b32|b32|b64|cg\.v4|sys|gpu)"), name
         assert kernel.count(r"sys\.release\.exch\.b32") == (1 if name == "ccl_flags_scatter" else 2), name
+    for name in COPIES:  # the first unit is on its way before the first look at who has entered, and none is stored
+        lines = kernels[name].lines
+        load, look, store = (
+            next(index for index, line in enumerate(lines) if re.search(pattern, line))
+            for pattern in (r"\bld\.global\.v4", r"sys\.acquire", r"\bst\.global\.v4")
+        )
+        assert load < look < store, name
     assert kernels["ccl_atomic"].count(r"\b(red|atom)\.global\.sys\.relaxed\.add\S*\.f32"), "no atomic at the system"
     assert not narrow_stores(kernels["ccl_ring"])
 

@@ -1,10 +1,11 @@
 """Any collective of a large tensor: stores straight into the peers' memory, and a signal when many have been made.
 
 Program number p of every rank works on the same units of every part, its *lane*, so that it only ever waits for
-programs p of the peers. Without a sum it stores into the peers' `out`, once they have entered the call. With one
-(REDUCE), chunk after chunk, it pushes units into their owner's staging memory and signals; the owner sums the chunk
-before in fp32, in rank order, and with GATHER stores the sums into everyone's `out`. So the links are busy from the
-first chunk to the last, and rank r begins with destination r + 1, so that no link is everybody's.
+programs p of the peers. Without a sum it loads a first unit, waits until the peers have entered the call, and stores
+into their `out`. With one (REDUCE), chunk after chunk, it pushes units into their owner's staging memory and signals;
+the owner sums the chunk before in fp32, in rank order, and with GATHER stores the sums into everyone's `out`. So the
+links are busy from the first chunk to the last, and rank r begins with destination r + 1, so that no link is
+everybody's.
 
 At the end each lane tells the peers that it is done, and waits for theirs: the kernel ends with everything in place.
 Without GATHER nothing is stored into a peer's `out`, and what arrived is known from the chunks' signals.
@@ -83,20 +84,22 @@ def _sum(
 
 
 @device_function
-def _copy(ctx, bases, source, target, first, end, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr):
-    """Units from `first` to `end` into everyone's `out`, this rank's too."""
-    for unit in range(first, end):
-        pointers, mask = source.place(0, unit, BLOCK, WORLD_SIZE)
-        places, _ = target.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
-        if not SCATTER:
-            value = tl.load(pointers, mask=mask)
-            for i in tl.static_range(1, WORLD_SIZE + 1):
-                tl.store(remote(ctx, places, bases, (ctx.rank + i) % WORLD_SIZE), value, mask=mask)
-        else:
-            for i in tl.static_range(1, WORLD_SIZE + 1):
-                to = (ctx.rank + i) % WORLD_SIZE
-                pointers, mask = source.place(to, unit, BLOCK, WORLD_SIZE)
-                tl.store(remote(ctx, places, bases, to), tl.load(pointers, mask=mask), mask=mask)
+def _load(ctx, source, i, unit, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr):
+    """A unit as the i-th rank after this one gets it."""
+    pointers, mask = source.place((ctx.rank + i) % WORLD_SIZE if SCATTER else 0, unit, BLOCK, WORLD_SIZE)
+    return tl.load(pointers, mask=mask)
+
+
+@device_function
+def _copy(
+    ctx, bases, source, target, unit, value, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr
+):
+    """A unit into everyone's `out`, this rank's too. `value`: as the next rank gets it, loaded before."""
+    places, mask = target.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
+    for i in tl.static_range(1, WORLD_SIZE + 1):
+        if SCATTER and i > 1:
+            value = _load(ctx, source, i, unit, BLOCK, WORLD_SIZE, SCATTER)
+        tl.store(remote(ctx, places, bases, (ctx.rank + i) % WORLD_SIZE), value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["units", "chunk_units", "slot_flags"])
@@ -157,7 +160,7 @@ def flags_kernel(
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     done = flags + WORLD_SIZE
     per_lane = tl.cdiv(units, lanes)
-    begin = lane * per_lane
+    begin = min(lane * per_lane, units)
     end = min(begin + per_lane, units)
     ok = True
     if REDUCE:
@@ -192,10 +195,15 @@ def flags_kernel(
     else:
         if lane == 0:
             signal_others(ctx, flags + rank, epoch)
+        # `inp` is this rank's to read: the first unit, if the lane has one, comes while the entries travel
+        value = _load(ctx, source, 1, begin, BLOCK, WORLD_SIZE, SCATTER)
         advance(sync, epoch)
         ok = wait_others(ctx, flags, 1, epoch, WAITER)
         if ok:
-            _copy(ctx, bases, source, target, begin, end, BLOCK, WORLD_SIZE, SCATTER)
+            _copy(ctx, bases, source, target, begin, value, BLOCK, WORLD_SIZE, SCATTER)
+            for unit in range(begin + 1, end):
+                value = _load(ctx, source, 1, unit, BLOCK, WORLD_SIZE, SCATTER)
+                _copy(ctx, bases, source, target, unit, value, BLOCK, WORLD_SIZE, SCATTER)
     if GATHER or not REDUCE:
         if ok:
             signal_others(ctx, done + rank * LANES + lane, epoch)

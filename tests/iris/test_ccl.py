@@ -202,7 +202,9 @@ def check_lanes(ctx: iris.Iris, programs: int) -> None:
         call = Call(ctx, case)
         plan = ctx.ccl.plan(case.op, call.out, call.inp, case.config)
         assert plan.programs == programs and plan.chunk < plan_units(plan, case, ctx.num_ranks), "too few chunks"
-    check_cases(ctx, [*several, *[case for case in CASES if case.config and by_lanes(case.config)][::2]])
+    # four units on three lanes: the last has none
+    copies = [Case("all_gather", (3500,), config), Case("all_to_all", (4, 2700), config)]
+    check_cases(ctx, [*several, *copies, *[case for case in CASES if case.config and by_lanes(case.config)][::2]])
 
 
 def by_lanes(config: Config) -> bool:
