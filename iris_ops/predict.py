@@ -97,7 +97,7 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     link = nbytes / (machine.link_gbs * _WORDS[problem.op] * 1e3)
     if problem.op in (ALL_REDUCE, REDUCE_SCATTER):
         # sums, which are the second shot, begin behind all products
-        rounds = -(-gemm_tiles(problem, config) // programs_of(config, machine))
+        rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
         gemm -= min(link / shots, gemm) * (1 - 1 / rounds)
     shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
     return link, gemm + link + _hops(problem, shots) * machine.exchange_us

@@ -51,6 +51,14 @@ def test_every_plan_has_reasons_and_a_prediction(op: str, form: str, machine: Ma
             assert min(workspace_size(problem(op, form, *shape, dtype=dtype), chosen, 132)) >= 0
 
 
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_what_is_empty_has_a_plan_too(machine: Machine) -> None:
+    for op, form in FORMS:
+        for shape in [(0, 127, 5), (5, 0, 7), (3, 5, 0), (0, 0, 0)]:
+            for w in (1, 2, 8):
+                assert plan(problem(op, form, *shape, w=w), machine).prediction.total_us >= 0
+
+
 @pytest.mark.parametrize("op, form", FORMS)
 def test_the_fastest_candidate_is_chosen(op: str, form: str) -> None:
     for shape in SHAPES:
@@ -193,17 +201,6 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
 
 # Measured before warps had roles.
 OLDER = {"ops_h200_x4", "ops_models_h200_x4", "ops_float16_h200_x2", "ops_float16_h200_x4"}
-# Measured with a plan that was given up since: unequal shares of small tiles took 77 us where equal ones took 61;
-# words behind one round of 128 x 128 took 36 us where two rounds of 128 x 64 hide half of them and take 32.
-GIVEN_UP = {
-    ("ops_models_h200_x2", MATMUL_GATHER, 512, 10240, 5120),
-    ("ops_models_h200_x2", MATMUL_GATHER, 4096, 6144, 4096),
-    ("ops_h200_x2", MATMUL_GATHER, 512, 14336, 8192),
-    ("ops_h200_x2", ALL_REDUCE, 256, 8192, 2048),
-    ("ops_h200_x2", GATHER_MATMUL, 512, 14336, 8192),
-    ("ops_models_h200_x2", ALL_REDUCE, 256, 8192, 4096),
-    ("ops_models_h200_x2", ALL_REDUCE, 512, 4096, 2048),
-}
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/ops_*.json"))
 
 
@@ -222,8 +219,7 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
         if path.stem in OLDER:
             assert chosen.prediction.total_us < ours["graph_us"] * 1.3
             continue
-        given_up = (path.stem, op, row["M"], row["N"], row["K"]) in GIVEN_UP
-        assert (chosen == measured) != given_up, f"{asked}: {measured}"
+        assert chosen == measured, f"{asked}: {measured}"
         if abs(expected / ours["graph_us"] - 1) > 0.2:
             misses.append((op, row["M"], row["N"], row["K"], expected, ours["graph_us"]))
     assert len(misses) <= len(report["rows"]) / 10, misses
