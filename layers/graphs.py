@@ -31,14 +31,16 @@ class Captured:
         self.graph = torch.cuda.CUDAGraph()
         if random is not None:
             self.graph.register_generator_state(random)
-        pool = None if other is None else other.graph.pool()
+        capture = torch.cuda.graph(
+            self.graph, pool=None if other is None else other.graph.pool(), capture_error_mode="thread_local"
+        )
         # The outer block leads back to the current stream even where a capture fails. Thread-local: other threads
         # (NCCL's watchdog) may use the device meanwhile.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
-        ):
+        with torch.cuda.stream(torch.cuda.current_stream()), capture:
             self.output = work(*self.inputs)
+        # As it begins to capture, torch fills what holds the generator's state, in the capturing stream; a replay fills
+        # it anew, in the current one.
+        torch.cuda.current_stream().wait_stream(capture.capture_stream)
 
     def replay(self, inputs: tuple) -> torch.Tensor:
         """The result for `inputs`, which are as those that it was captured with."""
