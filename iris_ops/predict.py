@@ -39,6 +39,7 @@ EXCHANGE_TILES = {
     (128, 128, 64, 8, 4): 0.86,
 }
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
+_READ_AGAIN = 0.15
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES = {(64, 128, 32, 8, 2): 1.0, (64, 64, 32, 4, 3): 0.9, (32, 64, 32, 4, 3): 0.7, (16, 64, 64, 4, 3): 0.4}
 _FP32_SHARE = 0.05
@@ -95,7 +96,7 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     shots = 2 if config.algorithm == "two_shot" else 1
     nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
     link = nbytes / (machine.link_gbs * _WORDS[problem.op] * 1e3)
-    if problem.op in (ALL_REDUCE, REDUCE_SCATTER):
+    if problem.op in (ALL_REDUCE, REDUCE_SCATTER) and config.block_m >= 64:  # else there is little to hide
         # sums, which are the second shot, begin behind all products
         rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
         gemm -= min(link / shots, gemm) * (1 - 1 / rounds)
@@ -197,9 +198,11 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
-    stream = (m * k + k * n) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
-    # a program alone cannot draw its share of HBM when few of them run
     few_rows = config.algorithm != "overlapped"
+    # each further block of few rows reads all of B again, most of it from L2
+    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows else 1
+    stream = (m * k + k * n * again) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
+    # a program alone cannot draw its share of HBM when few of them run
     enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if few_rows else 0.9 * programs
     stream *= max(1.0, enough / max(1, min(tiles, programs)))
     # as the chip comes to its power limit
