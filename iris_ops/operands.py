@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .staging import TMA_ALIGNMENT
+from .problem import TMA_ALIGNMENT
 
 
 def as_stored(B: torch.Tensor) -> torch.Tensor:

@@ -98,8 +98,8 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if problem.op == GATHER_MATMUL:
         found = [replace(config, splits=_splits(problem, config, machine)) for config in found]
     bits16 = problem.dtype.itemsize == 2
-    whole_vectors = problem.whole_vectors and problem.N % 8 == 0  # else portable kernels would serve
-    if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and whole_vectors:
+    whole = problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)  # else portable kernels would serve
+    if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and whole:
         found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
         # owners take turns, so a round of programs works on this many row blocks of each
         group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)

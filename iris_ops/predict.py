@@ -218,7 +218,7 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     shares = FP32_TILES if fp32 else EXCHANGE_TILES if few_rows else ROLES_TILES if config.warp_roles else GPU_TILES
     unknown = min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     share = shares.get((bm, bn, bk, config.num_warps, config.num_stages), unknown)
-    if not (problem.whole_vectors or few_rows) and machine.name.startswith("NVIDIA"):
+    if not (problem.whole_vectors(problem.K) or few_rows) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
     rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
     return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5

@@ -22,6 +22,9 @@ REDUCE_SCATTER = "matmul_reduce_scatter"
 OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
+# reports an illegal instruction for a tile that begins elsewhere).
+TMA_ALIGNMENT = 16
 _MAX_SIZE = 2**31 - 1
 
 
@@ -73,10 +76,9 @@ class Problem:
             return self.part_rows, self.part_cols, self.K
         return self.M, self.N, self.K
 
-    @property
-    def whole_vectors(self) -> bool:
-        """Whether rows of K elements that follow each other begin at whole vectors, as tensor descriptors need it."""
-        return self.K * self.dtype.itemsize % 16 == 0
+    def whole_vectors(self, size: int) -> bool:
+        """Whether rows of `size` elements that follow each other begin at whole vectors, as TMA needs it."""
+        return size * self.dtype.itemsize % TMA_ALIGNMENT == 0
 
     @property
     def link_bytes(self) -> float:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from .config import FusedConfig
-from .problem import GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part, part_size
+from .problem import GATHER_MATMUL, MATMUL_GATHER, TMA_ALIGNMENT, Problem, owned_part, part_size
 from .rounds import shared_tiles
 from .unfused import UNFUSED
 
-# Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
-# reports an illegal instruction for a tile that begins elsewhere).
-TMA_ALIGNMENT = 16
 # Words of the exchange area: a row of them is a multiple.
 _EXCHANGE_GRANULE = 16
 # What a mover of all_gather_matmul pushes before it signals: long against the signal, short against a tile's product.

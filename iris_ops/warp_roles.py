@@ -108,14 +108,13 @@ def _begin(units, tiles, unit, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
-def _join(ctx, units, parts, left, epoch, unit, acc, WAITER: gl.constexpr):
-    """(the tile's product, whether it is complete): of a shared tile what others have left is added, or this is left.
+def _join(ctx, units, parts, left, epoch, unit, tile, steps, complete, acc, WAITER: gl.constexpr):
+    """The product of a unit, `steps` of `tile`: of a shared tile what others have left is added, or this is left.
 
     `parts`: fp32 [program, BLOCK_M, BLOCK_N]; `left`: a flag for each, both this rank's own. A wait that failed has
     marked the rank, which then vouches for nothing (`sync.leave`).
     """
     programs = gl.num_programs(0)
-    tile, _, steps, complete = units.at(unit, programs)
     if units.SHARED:
         if unit < 2 * programs:
             p = unit % programs
@@ -129,7 +128,7 @@ def _join(ctx, units, parts, left, epoch, unit, acc, WAITER: gl.constexpr):
                 if steps > 0:
                     gl.store(_place_of(acc, parts, p), acc)
                     signal(ctx, left + p, epoch, ctx.rank)
-    return acc, complete
+    return acc
 
 
 @gluon.jit
@@ -192,8 +191,8 @@ def multiply_tiles(
             stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
         product = warpgroup_mma_wait(0, deps=(acc,))
         ctx.tracing.record_event_end(span)
-        product, whole = _join(ctx, units, parts, left, epoch, u, product, WAITER)
-        if whole:
+        product = _join(ctx, units, parts, left, epoch, u, tile, steps, complete, product, WAITER)
+        if complete:
             mbarrier.wait(shared.free, done & 1 ^ 1)
             finished.store(product.to(finished.dtype))
             gl.thread_barrier()

@@ -201,7 +201,7 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
 
 # Measured before warps had roles.
 OLDER = {"ops_h200_x4", "ops_models_h200_x4", "ops_float16_h200_x2", "ops_float16_h200_x4"}
-# Measured with two blocks of 16 rows, which read all weights twice and take about a tenth longer than was expected then.
+# Measured with two blocks of 16 rows, which read all weights twice and take about a tenth longer than was expected.
 GIVEN_UP = {
     ("ops_models_h200_x2", ALL_REDUCE, 32, 8192, 4096),
     ("ops_models_h200_x2", REDUCE_SCATTER, 32, 8192, 4096),
