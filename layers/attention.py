@@ -21,13 +21,7 @@ from torch import nn
 from .plan import COLUMN, PACKED, ROW
 from .shard import HeadSplit, Shard, split_heads
 
-_HEAD_ATTRIBUTES = ("head_dim", "head_size", "num_heads", "num_attention_heads", "num_key_value_groups")
 _FUSED = "query_key_value"
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether a split of `module`'s children must keep heads whole."""
-    return any(hasattr(module, attribute) for attribute in _HEAD_ATTRIBUTES)
 
 
 def head_split(name: str, module: nn.Module, styles: dict[str, str], world: int, rank: int) -> HeadSplit:
@@ -78,10 +72,16 @@ def head_parameters(
         if not isinstance(child, nn.Linear):
             found += [(child, key, own) for key, own in child.named_parameters(recurse=False) if own.dim() == 2]
     for owner, key, parameter in found:
-        if parameter.shape[0] == heads.num_heads:
+        entries = parameter.shape[0] if parameter.dim() else 1
+        if entries == heads.num_heads:
             yield owner, key, heads.q_shard(1)
-        elif parameter.shape[0] == heads.num_kv_heads:
+        elif entries == heads.num_kv_heads:
             yield owner, key, heads.kv_shard(1)
+        elif styles.get(f"{name}.{key}") in COLUMN:
+            raise StyleError(
+                f"{name}.{key} is a parameter of {tuple(parameter.shape)}: style {styles[f'{name}.{key}']!r} expects"
+                f" one entry for each of the {heads.num_heads} query heads or {heads.num_kv_heads} kv heads"
+            )
 
 
 def set_local_heads(module: nn.Module, heads: HeadSplit) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from . import plan as styles_of
 from . import sequence
-from .attention import head_parameters, head_parts, head_split, is_attention, set_local_heads
+from .attention import head_parameters, head_parts, head_split, set_local_heads
 from .fused import merge_siblings
 from .generation import agree_on_samples
 from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
@@ -119,7 +119,7 @@ def _split_heads(model: nn.Module, styles: dict[str, str], ctx) -> dict:
     children: dict[str, dict[str, str]] = {}
     for name, style in styles.items():
         parent, _, child = name.rpartition(".")
-        if style in styles_of.LINKED and is_attention(model.get_submodule(parent)):
+        if style in styles_of.LINKED and styles_of.is_attention(model.get_submodule(parent)):
             children.setdefault(parent, {})[child] = style
     return {
         name: head_split(name, model.get_submodule(name), of_children, ctx.num_ranks, ctx.cur_rank)

@@ -2,13 +2,14 @@
 
 A plan maps names, with `*` for layer numbers, to the names of styles. The styles that are served, and by what:
 
-    colwise                        ColumnParallelLinear; whole heads in an attention module (see `attention`)
+    colwise                        ColumnParallelLinear; whole heads in an attention module (see `attention`), and there
+                                   also a parameter of one entry a head
     colwise_gather_output, _rep    ColumnParallelLinear(gather_output=True)
     packed_colwise                 MergedColumnParallelLinear of two equal outputs (a fused gate and up)
     rowwise                        RowParallelLinear
     rowwise_split_input, _rep      RowParallelLinear(input_is_parallel=False)
     replicate, replicated_...      left whole (the second sums gradients, of which there are none here)
-    local_params, and colwise      of an attention and its parameter of one entry a head: split with the heads
+    local_params                   says nothing to us: the parameters of the module are local tensors
     embedding_rowwise, _colwise    left whole: a lookup has no product to fuse an exchange with, and a head that is tied
                                    to the embedding shares its memory
 
@@ -33,6 +34,13 @@ WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "em
 SPLIT = COLUMN | GATHERED | PACKED | ROW | ROW_SPLIT
 # Between these a split activation passes: splitting one without the others of its parent changes what they see.
 LINKED = COLUMN | PACKED | ROW
+
+_HEAD_ATTRIBUTES = ("head_dim", "head_size", "num_heads", "num_attention_heads", "num_key_value_groups")
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a split of `module`'s children must keep heads whole."""
+    return any(hasattr(module, attribute) for attribute in _HEAD_ATTRIBUTES)
 
 
 def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
@@ -73,7 +81,7 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> 
     if style not in SPLIT | WHOLE:
         why = ", it is a mixture of experts" if "expert" in style else ""
         raise StyleError(f"style {style!r} of {name} is not served{why}: expected one of {sorted(SPLIT | WHOLE)}")
-    by_head = style in COLUMN and name not in modules and styles.get(name.rpartition(".")[0]) == "local_params"
+    by_head = style in COLUMN and name not in modules and is_attention(modules[name.rpartition(".")[0]])
     if style in WHOLE or by_head:
         return
     kind = type(modules[name]).__name__ if name in modules else "parameter, not a module"

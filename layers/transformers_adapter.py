@@ -71,6 +71,9 @@ class _FusedStyle:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
+    def validate_param(self, *_: Any, **__: Any) -> None:
+        """Nothing: ours gathers uneven parts, which older versions of the original refuse."""
+
     def install_forward(self, module: nn.Module, mesh) -> nn.Module:
         if type(module) is not nn.Linear:
             raise StyleError(f"module is a {type(module).__name__}: style {self._name!r} splits a torch.nn.Linear only")

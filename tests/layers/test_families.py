@@ -189,6 +189,13 @@ def dict_body(ctx) -> dict[str, torch.Tensor]:
             parallelize(model, ctx)
         parallelize(model, ctx, plan=plan)
         results[family] = logits(model, ctx.device)
+    model = build("granite_swa", {})  # in older versions its plan splits the sinks without saying local_params
+    plan = {name: style for name, style in model.tp_plan.items() if style != "local_params"}
+    model.model.layers[0].self_attn.gains = nn.Parameter(torch.ones(3))
+    with pytest.raises(StyleError, match=r"self_attn.gains is a parameter of \(3,\): style 'colwise' expects one entry"):
+        parallelize(model, ctx, plan=plan | {BLOCK + "self_attn.gains": "colwise"})
+    parallelize(model, ctx, plan=plan)
+    results["granite_swa"] = logits(model, ctx.device)
     by_head = build("stablelm", {"qk_layernorm": True})
     with pytest.raises(StyleError, match="q_layernorm.norms holds 4 modules, one for each head"):
         parallelize(by_head, ctx, plan=PLANS["stablelm"])
@@ -198,8 +205,8 @@ def dict_body(ctx) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
 def test_a_plan_given_as_a_dict_serves_a_family_without_one(world_size: int) -> None:
     results = run_ranks(world_size, dict_body)
-    for family in PLANS:
-        model = build(family, CHANGES[family])
+    for family in [*PLANS, "granite_swa"]:
+        model = build(family, CHANGES.get(family, {}))
         single, double = logits(model), logits(model.double())
         own = (single - double).abs().max()
         for of_rank in results:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.harness import UNDER_TORCHRUN, WORLDS, agreed, both, run_ranks
 from tests.layers import models
 
 # transformers wants the number of ranks to divide the heads, of which these models have 4
@@ -52,9 +52,10 @@ def loaded_body(ctx, path: str) -> tuple[torch.Tensor, torch.Tensor, Counter]:
     tokens = models.generate(model, ctx.device)
     model.to(torch.bfloat16)  # the layers follow
     assert models.logits(model, ctx.device).dtype == torch.bfloat16
-    calls.clear()  # and transformers' styles are its own again
-    models.logits(load(path, ctx), ctx.device)
-    assert not calls
+    calls.clear()  # and transformers' styles are its own again, of which some versions refuse a head in uneven parts
+    if model.config.vocab_size % ctx.num_ranks == 0:
+        models.logits(load(path, ctx), ctx.device)
+        assert not calls
     return result, tokens, once
 
 
@@ -62,9 +63,9 @@ def loaded_body(ctx, path: str) -> tuple[torch.Tensor, torch.Tensor, Counter]:
 def test_a_model_loaded_by_transformers_runs_by_our_ops(world_size: int, name: str, tmp_path: Path) -> None:
     if world_size == 1:
         pytest.skip("transformers splits over two ranks or more")
-    models.build(name).save_pretrained(tmp_path)
+    models.build(name).save_pretrained(tmp_path)  # of the ranks of torchrun, rank 0 alone writes
     _, _, tokens = models.expected(name)
-    for result, generated, calls in run_ranks(world_size, loaded_body, str(tmp_path)):
+    for result, generated, calls in run_ranks(world_size, loaded_body, str(agreed(tmp_path))):
         models.assert_logits(result, name)
         assert torch.equal(generated.cpu(), tokens)
         assert calls == {"matmul_all_reduce": 4, "matmul_all_gather": 1}, "two layers' o_proj and down_proj; the head"
@@ -76,18 +77,18 @@ class OddLinear(nn.Linear):
 
 def refused_body(ctx) -> None:
     from torch.distributed import init_device_mesh
-    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
     mesh = init_device_mesh(ctx.device.type, (ctx.num_ranks,), mesh_dim_names=("tp",))
     before = dict(ALL_PARALLEL_STYLES)
     with fused_styles(ctx):
         with pytest.raises(StyleError, match="OddLinear: style 'rowwise'"):
-            apply_tensor_parallelism(nn.Sequential(OddLinear(4, 4)), mesh, {"0": "rowwise"})
+            ALL_PARALLEL_STYLES["rowwise"].install_forward(OddLinear(4, 4), mesh)
         alone = init_device_mesh(ctx.device.type, (ctx.num_ranks, 1), mesh_dim_names=("dp", "tp"))["tp"]
         with pytest.raises(
             ArgumentError, match=f"ctx is rank . of {ctx.num_ranks}, transformers splits as rank 0 of 1"
         ):
-            apply_tensor_parallelism(nn.Sequential(nn.Linear(4, 4)), alone, {"0": "rowwise"})
+            ALL_PARALLEL_STYLES["rowwise"].install_forward(nn.Linear(4, 4), alone)
     assert dict(ALL_PARALLEL_STYLES) == before
 
 
