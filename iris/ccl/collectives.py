@@ -89,7 +89,7 @@ class Collectives:
         """This rank's rows of the sum over ranks of `inp` (M, N), if `out` is (M/w, N), parts as torch.chunk splits.
 
         If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`,
-        in turn (`all_reduce_distribution=0`) or in one range each (1, the default).
+        in turn (`all_reduce_distribution=0`) or in one range each (1, the default); of a single row all are rank 0's.
         """
         return self._call(REDUCE_SCATTER, out, inp, op, group, async_op, config, workspace)
 

@@ -6,7 +6,7 @@ Shapes, w the number of ranks; a tensor may have any number of dimensions, its l
     all_gather      inp (M, N), out (w * M, N)
     all_to_all      inp and out (M, N * w): columns from j * N on go to rank j, those from i * N on come from rank i
     reduce_scatter  inp (M, N), out (M/w, N): this rank's rows, parts as torch.chunk splits them; or out (M, N), of
-                    which this rank's tiles are written
+                    which this rank's tiles are written; of a single row all are rank 0's
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def describe(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int, world_siz
         share = -(-given[0] // w) if inp.ndim else 0
         own = max(0, min(share, given[0] - rank * share)) if inp.ndim else 0
         fits = inp.ndim > 0 and got in ((own, *given[1:]), given)
-        if fits and got != (own, *given[1:]):
+        if fits and got != (own, *given[1:]) and given[0] > 1:  # a single row's owner could not tell the two apart
             cols = given[-1]
         part = 0 if cols or not fits else share * (inp.numel() // max(1, given[0]))
         wanted = f"inp (M, N) and out (M/w, N), here {(own, *given[1:])}, or (M, N)"

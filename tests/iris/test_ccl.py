@@ -61,6 +61,8 @@ def tiles_of(case: Case, world_size: int, rank: int) -> torch.Tensor:
     if config.all_reduce_distribution == 0:
         return number % world_size == rank
     share = -(-(-(-rows // m) * across) // world_size)
+    if rows == 1:  # as without tiles
+        return torch.full(case.shape, rank == 0)
     return number // share == rank
 
 
@@ -185,6 +187,7 @@ CASES = [
         Case("reduce_scatter", (19, 37), Config(8, 16, swizzle_size=1, all_reduce_distribution=d), tiles=True)
         for d in (0, 1)
     ),
+    Case("reduce_scatter", (1, 100), Config(8, 16), tiles=True),
 ]
 
 
