@@ -50,9 +50,9 @@ def _run(op: str, ctx: Iris, A, B, bias, size, mean_part) -> torch.Tensor:
     out = A.new_empty(size)
     config = None
     if mean_part is not None and op == GATHER_MATMUL:
-        config = ctx.ops.plan(op, size[0], mean_part, B.shape[0], A.dtype)
+        config = ctx.ops.plan(op, size[0], mean_part, B.shape[0], A.dtype, explained=False)
     elif mean_part is not None and op != MATMUL_GATHER:
-        config = ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype)
+        config = ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False)
     getattr(ctx.ops, op)(out, A, B, bias, config=config)
     return out
 

@@ -90,13 +90,15 @@ class Ops:
         """This rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w]."""
         return self._call(REDUCE_SCATTER, out, A, B, bias, async_op, config, workspace)
 
-    def plan(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, form: str | None = None) -> FusedConfig:
+    def plan(
+        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, form: str | None = None, explained: bool = True
+    ) -> FusedConfig:
         """The configuration that a call would use, with its reasons and predicted time; launches nothing.
 
         `M`, `N`: of the whole result; `K`: the depth that one rank multiplies. `form`: "rows", "cols" or "k" for an op
-        that has several (by default rows).
+        that has several (by default rows). `explained`: whether with its reasons, which take longer than the choice.
         """
-        return self._plan(problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form))
+        return self._plan(problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form), explained)
 
     def forget_repeats(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
@@ -106,8 +108,8 @@ class Ops:
         """Makes the current stream wait for calls with `async_op=True`."""
         self._ctx._side.join()
 
-    def _plan(self, problem: Problem) -> FusedConfig:
-        return plan(problem, launch.machine(self._ctx.device))
+    def _plan(self, problem: Problem, explained: bool = False) -> FusedConfig:
+        return plan(problem, launch.machine(self._ctx.device), explained)
 
     def _call(self, op, out, A, B, bias, async_op, config, workspace) -> Workspace:
         ctx = self._ctx

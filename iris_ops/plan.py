@@ -21,37 +21,39 @@ from .rounds import cut_tiles, gemm_tiles, shared_tiles
 from .unfused import UNFUSED
 
 
-def plan(problem: Problem, machine: Machine) -> FusedConfig:
-    """The fastest candidate by the model, with its prediction and the reasons."""
-    return _plan(problem, machine)
+def plan(problem: Problem, machine: Machine, explained: bool = True) -> FusedConfig:
+    """The fastest candidate by the model, with its prediction and, if `explained`, the reasons."""
+    return _plan(problem, machine, explained)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: Problem, machine: Machine) -> FusedConfig:
-    reasons = [
-        f"{problem.op} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype} on {machine.name}"
-    ]
-    reasons += tritonblas.reasons(problem, machine.name)
-    scored = []
+def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
+    reasons, scored = [], []
     for candidate in _candidates(problem, machine):
-        objection = _objection(problem, candidate)
-        label = _label(problem, candidate)
-        if objection:
-            reasons.append(f"rejected {label}: {objection}")
+        if objection := _objection(problem, candidate):
+            if explained:
+                reasons.append(f"rejected {_label(problem, candidate)}: {objection}")
             continue
         if stagger_us := _stagger_us(problem, candidate, machine):
             candidate = replace(candidate, stagger_us=stagger_us)
         prediction = predict(problem, candidate, machine)
-        reasons.append(
-            f"{label}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
-            f"together {prediction.total_us:.1f} us"
-        )
+        if explained:
+            reasons.append(
+                f"{_label(problem, candidate)}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
+                f"together {prediction.total_us:.1f} us"
+            )
         handicap = _HANDICAPS.get(candidate.algorithm, 1.0)
         scored.append((prediction.total_us * handicap, len(scored), candidate, prediction))
     *_, chosen, prediction = min(scored)
-    reasons.append(f"chosen {_label(problem, chosen)}")
-    if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
-        reasons.append("peers write out directly when it lies on the heap; otherwise it is staged and copied once more")
+    if explained:
+        asked = (
+            f"{problem.op} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype} on {machine.name}"
+        )
+        reasons = [asked, *tritonblas.reasons(problem, machine.name), *reasons, f"chosen {_label(problem, chosen)}"]
+        if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
+            reasons.append(
+                "peers write out directly when it lies on the heap; otherwise it is staged and copied once more"
+            )
     return replace(chosen, prediction=prediction, reasons=tuple(reasons))
 
 
@@ -80,36 +82,51 @@ def _label(problem: Problem, config: FusedConfig) -> str:
 
 def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if machine.name == INTERPRETER:
-        tiles = [(m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm))]
+        tiles = tuple((m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm)))
+        few_rows, comm = tiles, 1
     else:
-        ours = FP32_TILES if problem.dtype == torch.float32 else GPU_TILES
-        tiles = tritonblas.tiles(problem, machine.name) or list(ours)
-    exchange = FP32_TILES if problem.dtype == torch.float32 else EXCHANGE_TILES
-    few_rows = tiles if machine.name == INTERPRETER else list(exchange)
+        fp32 = problem.dtype == torch.float32
+        tiles = tuple(tritonblas.tiles(problem, machine.name) or (FP32_TILES if fp32 else GPU_TILES))
+        few_rows, comm = tuple(FP32_TILES if fp32 else EXCHANGE_TILES), FusedConfig.comm_programs
+        if problem.op == GATHER_MATMUL and problem.part_rows <= 128:
+            comm *= 2  # little to move, and soon needed
     shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
-    kinds = [*product(few_rows, shots), *((tile, "overlapped") for tile in tiles)]
-    comm = 1 if machine.name == INTERPRETER else FusedConfig.comm_programs
-    found = [
-        FusedConfig(m, n, k, num_warps=w, num_stages=s, algorithm=algorithm, comm_programs=comm)
-        for (m, n, k, w, s), algorithm in kinds
-    ]
-    if problem.op == GATHER_MATMUL and problem.part_rows <= 128 and comm > 1:
-        found = [replace(config, comm_programs=2 * comm) for config in found]  # little to move, and soon needed
+    found = list(_tiled(few_rows, shots, tiles, comm))
     if problem.op == GATHER_MATMUL:
-        found = [replace(config, splits=_splits(problem, config, machine)) for config in found]
+        splits = [_splits(problem, config, machine) for config in found]
+        found = [replace(each, splits=s) if s > 1 else each for each, s in zip(found, splits, strict=True)]
     bits16 = problem.dtype.itemsize == 2
     whole = problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)  # else portable kernels would serve
     if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and whole:
         found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
         # owners take turns, so a round of programs works on this many row blocks of each
         group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)
-        for (m, n, k, w, s), splits in product(ROLES_TILES, (1, _SHARES)):
-            config = FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_roles=True)
-            if splits == 1 or shared_tiles(problem, config, machine.num_programs)[0]:
-                found.append(config)
+        programs = machine.num_programs
+        found += [x for x in _with_roles(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
-        found += [FusedConfig(algorithm=algorithm) for algorithm in UNFUSED]
+        found += _UNFUSED
     return found
+
+
+# Those that differ from problem to problem only by what is made of them: a plan costs less than making them anew.
+_UNFUSED = tuple(FusedConfig(algorithm=algorithm) for algorithm in UNFUSED)
+
+
+@lru_cache(maxsize=256)
+def _tiled(few_rows: tuple, shots: tuple, tiles: tuple, comm_programs: int) -> tuple[FusedConfig, ...]:
+    kinds = [*product(few_rows, shots), *((tile, "overlapped") for tile in tiles)]
+    return tuple(
+        FusedConfig(m, n, k, num_warps=w, num_stages=s, algorithm=algorithm, comm_programs=comm_programs)
+        for (m, n, k, w, s), algorithm in kinds
+    )
+
+
+@lru_cache(maxsize=256)
+def _with_roles(group_m: int) -> tuple[FusedConfig, ...]:
+    kinds = product(ROLES_TILES, (1, _SHARES))
+    return tuple(
+        FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_roles=True) for (m, n, k, w, s), splits in kinds
+    )
 
 
 def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:

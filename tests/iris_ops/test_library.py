@@ -65,7 +65,7 @@ def mean_part_body(ctx) -> list:
     """What each operator planned with, where told that the ranks' parts differ."""
     seen = []
     plan = ctx.ops._plan
-    ctx.ops._plan = lambda problem: seen.append(problem) or plan(problem)
+    ctx.ops._plan = lambda problem, *explained: seen.append(problem) or plan(problem, *explained)
     for op in OPS:
         A, B, bias, size = arguments(ctx, op)
         registered(op)(A, B, bias, size, ctx.group_name, mean_part=20)
