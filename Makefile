@@ -1,7 +1,8 @@
 # make demo [RANKS=n]   a real language model on several ranks, compared with the unsplit one
 # make test             lint, then every test that needs no GPU
+# make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too
 #
-# Both set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere TORCH is
+# All set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere TORCH is
 # installed, which may be anything pip takes: `make test TORCH=torch==2.11.0`, or the path of a wheel.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
-.PHONY: demo test lint bench clean distclean
+.PHONY: demo test test-gpu lint bench clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) $(MODEL_STAMP)
@@ -23,6 +24,9 @@ demo: $(STAMP) $(MODEL_STAMP)
 
 test: lint $(MODEL_STAMP)
 	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(MODEL_STAMP)
+	$(PY) -m tests.on_gpus $(if $(RANKS),--ranks $(RANKS))
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -1,6 +1,7 @@
 """Which tests run where: `gpu` ones under torchrun and only those, the rest without it; and what they share."""
 
 from collections.abc import Callable, Iterator
+import os
 
 import pytest
 
@@ -12,6 +13,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (item.get_closest_marker("gpu") is not None) != harness.UNDER_TORCHRUN:
             item.add_marker(pytest.mark.skip(reason=reason))
+    if "IRIS_TEST_SHARE" in os.environ:  # "2/4": of four shares the second; see on_gpus.py
+        share, cut = map(int, os.environ["IRIS_TEST_SHARE"].split("/"))
+        items[:] = items[share - 1 :: cut]
 
 
 @pytest.fixture(scope="session", autouse=True)

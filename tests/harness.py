@@ -50,7 +50,7 @@ _WAIT_LIMIT_S = 100.0  # of a wait inside a kernel: below the above, so that its
 _GRACE_S = 5.0  # for the other ranks, once one has failed: they may wait for it in vain
 _POOLS_KEPT = len(WORLDS)
 _CPU_HEAP = 8 << 30  # address space; memory is taken where it is touched
-_GPU_HEAP = 16 << 30
+_GPU_HEAP = int(os.environ.get("IRIS_TEST_HEAP", 16 << 30))
 
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) -> list[Any]:

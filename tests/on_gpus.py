@@ -1,0 +1,90 @@
+"""All tests that run on GPUs, in shares beside each other: `python -m tests.on_gpus --ranks 2` (or `make test-gpu`).
+
+Most of their time is compilation on CPU cores, so several torchruns share the GPUs, each with a share of one file's
+tests. Their kernels take turns on the GPUs, which also shows what only goes wrong when a rank is late. One line a
+share as it ends, and what failed; the logs stay in a folder that is named at the end if anything did.
+"""
+
+import argparse
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+_TESTS_A_SHARE = 40
+_MOST_HEAP = 16 << 30
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="default: all GPUs")
+    parser.add_argument("--jobs", type=int, help="shares at a time; default: by CPU cores, at most 12")
+    parser.add_argument("--time-limit", type=float, default=900.0, help="seconds that a share may take")
+    parser.add_argument("paths", nargs="*", default=["tests"], help="files or folders; default: all")
+    args = parser.parse_args()
+    args.jobs = args.jobs or max(1, min(12, (os.cpu_count() or 1) // (2 * args.ranks)))
+    return args
+
+
+def shares(args: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """(file, share, of how many), the largest files first."""
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": "0"}  # as under torchrun
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", *args.paths]
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if listed.returncode:
+        sys.exit(listed.stdout + listed.stderr)
+    files = Counter(line.partition("::")[0] for line in listed.stdout.splitlines() if "::" in line)
+    cuts = [(file, -(-count // _TESTS_A_SHARE)) for file, count in files.most_common()]
+    return [(file, share, cut) for file, cut in cuts for share in range(1, cut + 1)]
+
+
+def run(args: argparse.Namespace, logs: Path, heap: int, file: str, share: int, cut: int) -> tuple[str, bool]:
+    """The line that says what became of a share, and whether all went well."""
+    name = f"{file} {share}/{cut}" if cut > 1 else file
+    log = logs / f"{Path(file).stem}-{share}.txt"
+    environment = os.environ | {"IRIS_TEST_SHARE": f"{share}/{cut}", "IRIS_TEST_HEAP": str(heap)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+    command += ["--no-python", sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", file]
+    begin = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(args.time_limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks
+            process.wait()
+            code = None
+    text = log.read_text(errors="replace")
+    found = re.findall(r"(\d+ (?:passed|failed|skipped|errors?)\b.*?) in [\d.]+s", text) or ["no result"]
+    failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)))
+    outcome = f"not done after {args.time_limit:.0f} s" if code is None else found[0]
+    line = f"{name}: {outcome}, {time.monotonic() - begin:.0f} s"
+    return "\n    ".join([line, *failed]), code == 0
+
+
+def main() -> int:
+    args = parse()
+    heap = _MOST_HEAP
+    if torch.cuda.is_available():  # half of the memory, for models and what is not on heaps takes some too
+        heap = min(heap, torch.cuda.get_device_properties(0).total_memory // (2 * args.jobs))
+    logs = Path(tempfile.mkdtemp(prefix="iris-gpu-tests-"))
+    todo, wrong = shares(args), 0
+    print(f"{len(todo)} shares, {args.jobs} at a time, {args.ranks} ranks each", flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for done in as_completed([pool.submit(run, args, logs, heap, *each) for each in todo]):
+            line, well = done.result()
+            wrong += not well
+            print(line, flush=True)
+    print(f"{wrong} of {len(todo)} shares failed; their logs: {logs}" if wrong else "all passed")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
