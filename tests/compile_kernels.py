@@ -173,6 +173,8 @@ def variants(target: GPUTarget):
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)
+        if name in ("rma_load", "rma_store"):
+            yield f"{name}_bytes", kernel, dict(num_warps=4), dict(dtype="i8", WORLD_SIZE=WORLD_SIZE, BLOCK=4096)
     for op in ("load", "store", "put"):
         stages = 3 if cuda and op != "store" else 1
         constants = dict(dtype="i32", OP=op, STAGES=stages, BLOCK=block_words(op), WORLD_SIZE=WORLD_SIZE)
@@ -225,7 +227,10 @@ def collectives():
     for form, layout in (("one_shot", flat), ("two_shot", rows)):
         yield f"ccl_words_{form}", words_kernel, dict(num_warps=4), common | forms[form] | layout | dict(BLOCK=1024)
     for form, layout in (("two_shot", rows), ("scatter", flat), ("gather", flat), ("exchange", rows)):
-        yield f"ccl_flags_{form}", flags_kernel, dict(num_warps=8), common | forms[form] | layout | dict(BLOCK=8192)
+        known = common | forms[form] | layout
+        yield f"ccl_flags_{form}", flags_kernel, dict(num_warps=8), known | dict(BLOCK=8192)
+        if form != "scatter":
+            yield f"ccl_flags_{form}_bytes", flags_kernel, dict(num_warps=8), known | dict(BLOCK=16384, dtype="i8")
     others = {
         "ccl_ring": (ring_kernel, dict(RINGS=2)),
         "ccl_atomic": (accumulate_kernel, dict(LOCKED=False)),

@@ -53,13 +53,13 @@ def test_amd_invalidates_what_it_acquired(compiled, target: str) -> None:
 @pytest.mark.parametrize("target", HIP)
 def test_amd_uses_matrix_cores_and_wide_stores(compiled, target: str) -> None:
     kernels = compiled(target)
-    stores = [*fused(kernels), kernels["rma_store"], kernels["rma_put_and_signal"]]
+    stores = [*fused(kernels), *(kernels[f"rma_{name}"] for name in ("store", "store_bytes", "put_and_signal"))]
     assert not all_complaints(stores, narrow_hip_stores)
     for kernel in fused(kernels):
         assert kernel.count(r"v_mfma_f32_\w*bf16"), kernel.name
     for kernel in stores:
         assert kernel.count(r"global_store_dwordx4"), kernel.name
-    assert kernels["rma_load"].count(r"global_load_dwordx4")
+    assert all(kernels[name].count(r"global_load_dwordx4") for name in ("rma_load", "rma_load_bytes"))
 
 
 @pytest.mark.parametrize("target", HIP)

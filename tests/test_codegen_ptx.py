@@ -49,16 +49,17 @@ def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_accesses_peers_by_16_bytes(compiled, target: str) -> None:
     kernels = compiled(target)
-    stores = [*fused(kernels), kernels["rma_store"], kernels["rma_put_and_signal"]]
+    stores = [*fused(kernels), *(kernels[f"rma_{name}"] for name in ("store", "store_bytes", "put_and_signal"))]
     assert not all_complaints(stores, narrow_stores)
     for kernel in stores:
         assert kernel.count(r"\bst\.global\.v4\.b32"), kernel.name
     for name in ("all_reduce_tma", "matmul_all_gather_tma"):
         # each value goes to every peer
         assert kernels[name].count(r"\bst\.global\.v4\.b32") >= WORLD_SIZE, name
-    for name in ("rma_load", "rma_put_and_signal"):
+    for name in ("rma_load", "rma_load_bytes", "rma_put_and_signal"):
         loads = set(re.findall(r"\bld\.global[a-z0-9_.]*", kernels[name].text))
-        assert "ld.global.v4.b32" in loads and not loads & {"ld.global.b16", "ld.global.v2.b32"}, (name, loads)
+        narrow = {"ld.global.b8", "ld.global.b16", "ld.global.v2.b32"}
+        assert "ld.global.v4.b32" in loads and not loads & narrow, (name, loads)
 
 
 @pytest.mark.parametrize("target", CUDA)
@@ -142,8 +143,12 @@ def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> Non
 
 
 WORDS = {"ccl_words_one_shot": WORLD_SIZE - 1, "ccl_words_two_shot": WORLD_SIZE}  # stores to ranks
-FLAGS = {"ccl_flags_two_shot": 2 * WORLD_SIZE, "ccl_flags_scatter": WORLD_SIZE}
-COPIES = {"ccl_flags_gather": 2 * WORLD_SIZE, "ccl_flags_exchange": 2 * WORLD_SIZE}
+FLAGS = {
+    "ccl_flags_two_shot": 2 * WORLD_SIZE,
+    "ccl_flags_two_shot_bytes": 2 * WORLD_SIZE,
+    "ccl_flags_scatter": WORLD_SIZE,
+}
+COPIES = {f"ccl_flags_{form}{of}": 2 * WORLD_SIZE for form in ("gather", "exchange") for of in ("", "_bytes")}
 
 
 @pytest.mark.parametrize("target", CUDA)

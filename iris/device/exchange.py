@@ -16,7 +16,7 @@ from . import arch
 from .bounded import anyone_gone, deadline, is_late, keeps_waiting, report
 from .context import HEADER
 from .function import device_function
-from .rma import BASE_ALIGNMENT
+from .rma import moved
 from .tracing import WAIT
 
 EMPTY = tl.constexpr(-1)
@@ -162,9 +162,7 @@ def _opaque(x):
 @device_function
 def remote(ctx, pointer, bases, to_rank):
     """`DeviceContext.remote` by the heap bases that `load_bases` gave."""
-    nbytes: tl.constexpr = pointer.dtype.scalar.element_ty.primitive_bitwidth // 8
-    distance = _chosen(bases, to_rank) - _chosen(bases, ctx.rank)
-    return pointer + tl.multiple_of(distance // nbytes, BASE_ALIGNMENT // nbytes)
+    return moved(pointer, _chosen(bases, ctx.rank), _chosen(bases, to_rank))
 
 
 @device_function

@@ -17,11 +17,19 @@ BASE_ALIGNMENT = tl.constexpr(2 << 20)
 @device_function
 def translate(pointer, from_rank, to_rank, heap_bases):
     """`from_rank`'s address `pointer`, scalar or block, as the address of the same bytes at `to_rank`."""
+    target, base = tl.load(heap_bases + to_rank), tl.load(heap_bases + from_rank)
+    return moved(pointer, base.to(tl.int64), target.to(tl.int64))
+
+
+@device_function
+def moved(pointer, base, target):
+    """`pointer`, scalar or block, in the heap that begins at `base`, as an address of that which begins at `target`."""
     # One scalar, added once: casting a block of pointers through int64 would lose contiguity and alignment.
-    distance = (tl.load(heap_bases + to_rank).to(tl.int64)) - (tl.load(heap_bases + from_rank).to(tl.int64))
     nbytes: tl.constexpr = max(1, pointer.dtype.scalar.element_ty.primitive_bitwidth // 8)
-    elements = tl.multiple_of(distance // nbytes, BASE_ALIGNMENT // nbytes)
-    return pointer + elements
+    distance = target - base
+    if nbytes > 1:  # a division by one would be dropped, and with it what is said of its result
+        distance = distance // nbytes
+    return pointer + tl.multiple_of(distance, BASE_ALIGNMENT // nbytes)
 
 
 @device_function
