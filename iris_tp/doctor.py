@@ -26,7 +26,7 @@ REQUIRED = {
     "numpy": ((1, 26), (2, 4)),
     "safetensors": ((0, 4), None),
 }
-OPTIONAL = {"transformers": ((5, 0), None), "accelerate": ((1, 0), None)}
+OPTIONAL = {"transformers": ((5, 15), None), "accelerate": ((1, 0), None)}
 
 _VARIABLES = ("IRIS_ALLOCATOR", "IRIS_TIMEOUT")
 _ALLOCATORS = ("torch", "vmem")

@@ -21,8 +21,9 @@ shape from hidden states, which would then be a part of the sequence; the linear
 from __future__ import annotations
 
 import re
+import sys
 
-from iris.errors import ArgumentError, StyleError
+from iris.errors import ArgumentError, PlatformError, StyleError
 from torch import nn
 
 COLUMN = {"colwise"}
@@ -35,6 +36,7 @@ SPLIT = COLUMN | GATHERED | PACKED | ROW | ROW_SPLIT
 # Between these a split activation passes: splitting one without the others of its parent changes what they see.
 LINKED = COLUMN | PACKED | ROW
 
+_LEAST = (5, 15)  # of transformers: older ones tie and cache otherwise, and what was loaded would be wrong
 _HEAD_ATTRIBUTES = ("head_dim", "head_size", "num_heads", "num_attention_heads", "num_key_value_groups")
 
 
@@ -43,8 +45,19 @@ def is_attention(module: nn.Module) -> bool:
     return any(hasattr(module, attribute) for attribute in _HEAD_ATTRIBUTES)
 
 
+def check_version(model: nn.Module) -> None:
+    """Raises `PlatformError` for a model of a transformers that is too old."""
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return
+    if tuple(map(int, re.findall(r"\d+", library.__version__)[:2])) < _LEAST:
+        least = ".".join(map(str, _LEAST))
+        raise PlatformError(f"transformers is {library.__version__}: expected {least} or newer")
+
+
 def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
     """Full module names to styles: every module of the plan that is there, checked to be one that can be served."""
+    check_version(model)
     automatic = plan == "auto"
     rules = dict(getattr(model, "tp_plan", None) or {}) if automatic else plan
     if not isinstance(rules, dict):

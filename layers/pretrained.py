@@ -22,6 +22,7 @@ from torch import nn
 from . import names
 from .checkpoint import Checkpoint, StoredTensor
 from .parallelize import parallelize, retie
+from .plan import check_version
 from .shard import fill
 from .sharded import part_of
 from .staging import Staging
@@ -90,6 +91,7 @@ def _empty_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
         raise CheckpointError("the weights are quantised: expected bfloat16, float16 or float32 ones")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    check_version(model)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model

@@ -10,7 +10,7 @@ forward; the registry is as before when the block ends.
 
 `layers.from_pretrained` needs none of this, and splits what transformers refuses (heads that the ranks do not divide).
 This is for programs that load by transformers and shall go on doing so. Needs a transformers whose styles place
-DTensors and install forwards, as 5.23's do: an older one is refused.
+DTensors and install forwards, as they do from 5.16.1 on: an older one is refused.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _registry():
         import transformers
 
         raise PlatformError(
-            f"transformers is {transformers.__version__}, whose styles do not place DTensors: expected a newer one, or"
-            " use layers.from_pretrained"
+            f"transformers is {transformers.__version__}, whose styles do not place DTensors: expected 5.16.1 or"
+            " newer, or use layers.from_pretrained"
         )
     return registry
 

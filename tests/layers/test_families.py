@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from iris.errors import StyleError
+from iris.errors import PlatformError, StyleError
 from layers.parallelize import parallelize
+from layers.plan import resolve_plan
 import pytest
 import torch
 from torch import nn
@@ -158,6 +159,17 @@ def refused_body(ctx, refused: dict[str, tuple[dict[str, Any], str]]) -> None:
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
 def test_what_is_not_dense_is_refused_by_name(world_size: int) -> None:
     run_ranks(world_size, refused_body, REFUSED)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_an_old_transformers_is_refused(monkeypatch) -> None:
+    model = build("llama", {})
+    resolve_plan(model, "auto")
+    monkeypatch.setattr("transformers.__version__", "5.14.1")
+    with pytest.raises(PlatformError, match=r"transformers is 5\.14\.1: expected 5\.15 or newer"):
+        resolve_plan(model, "auto")
+    monkeypatch.setattr("transformers.__version__", "5.15.0.dev0")
+    resolve_plan(model, "auto")
 
 
 # --- families without a plan -----------------------------------------------------------------------------------------
