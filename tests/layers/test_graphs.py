@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.checks import poison
 from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
-from tests.layers.test_compile import backend, close
+from tests.layers.test_compile import backend
 
 pytestmark = both
 
@@ -158,9 +158,11 @@ def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> 
             made.append((logits, each.output[:, :2].tolist()))
         held.append(made)
     assert len(engine.prompts) == 2 and len(eager.prompts) == 0
+    bound = 1e-3 if ctx.device.type == "cuda" else 1e-5  # what is captured, older transformers give a mask: it rounds
     for made in held:
         for logits, tokens in made:
-            assert tokens == made[1][1] and close(ctx, logits, made[1][0]), "or a later replay has overwritten them"
+            same = torch.allclose(logits, made[1][0], rtol=bound, atol=bound * float(made[1][0].abs().max()))
+            assert tokens == made[1][1] and same, "or a later replay has overwritten them"
     if len(turns) > len(FEW):
         options = [{"temperature": 3.0, "seed": seed} for seed in (5, 6, 5)]
         one, two = ([each.generate(models.prompt(), 3, **option) for option in options] for each in (engine, eager))
