@@ -162,7 +162,8 @@ def _opaque(x):
 @device_function
 def remote(ctx, pointer, bases, to_rank):
     """`DeviceContext.remote` by the heap bases that `load_bases` gave."""
-    return moved(pointer, _chosen(bases, ctx.rank), _chosen(bases, to_rank))
+    target = _chosen(bases, to_rank)
+    return moved(pointer, _chosen(bases, ctx.rank), target)
 
 
 @device_function
