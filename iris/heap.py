@@ -8,6 +8,7 @@ kind of memory it cuts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import math
 
 import torch
@@ -117,6 +118,16 @@ def span(tensor: torch.Tensor | None) -> int:
     """The bytes between where a tensor's elements begin and where they end."""
     begin, end = extent(tensor) if tensor is not None else (0, 0)
     return end - begin
+
+
+def check_memory(call: str, names: Sequence[str], begins: Sequence[int], spans: Sequence[int]) -> None:
+    """Raises for a tensor without memory at an address of its own: what has been freed, wrapped or traced."""
+    for name, begin, nbytes in zip(names, begins, spans, strict=True):
+        if nbytes and not begin:
+            raise ArgumentError(
+                f"{call}: {name} has no memory of its own; expected a tensor with its elements in memory, of a DTensor "
+                f"its to_local()"
+            )
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

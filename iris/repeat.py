@@ -52,7 +52,7 @@ class Calls:
         self._moves: dict[tuple, Callable] = {}
 
     def addresses(self, key: tuple | None) -> tuple[int, ...]:
-        return key[: self._tensors] if key else ()
+        return key[: self._tensors] if key else (0,) * self._tensors
 
     def prepared(self, key: tuple | None, prepare: Callable[[], Any]) -> Any:
         """What `prepare` finds out, which is asked once for all calls that differ in their addresses only."""

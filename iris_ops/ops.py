@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from iris import platform, repeat
 from iris.errors import ArgumentError
-from iris.heap import span
+from iris.heap import check_memory, span
 import torch
 
 from . import launch
@@ -134,6 +134,7 @@ class Ops:
         prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config))
         problem, addresses = prepared.problem, calls.addresses(key)
         workspace = self._workspace_for(op, workspace)
+        check_memory(op, ("out", "A", "B", "bias"), addresses, prepared.spans)
         check_overlap(op, addresses, prepared.spans)
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call

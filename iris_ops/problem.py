@@ -177,6 +177,8 @@ def check_tensors(
             continue
         if not isinstance(t, torch.Tensor):
             raise ArgumentError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
+        if t.is_nested:  # which has no shape
+            raise ArgumentError(f"{op}: {name} is a nested tensor; expected a strided one")
         ndim = 1 if name == "bias" else 2
         if t.ndim != ndim:
             raise ShapeError(f"{op}: {name} has {t.ndim} dimensions {tuple(t.shape)}; expected {ndim}")

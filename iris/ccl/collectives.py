@@ -14,7 +14,7 @@ import torch
 
 from .. import platform, repeat
 from ..errors import ArgumentError
-from ..heap import span
+from ..heap import check_memory, span
 from . import launch
 from .config import Config, ReduceOp
 from .group import Group, group_of
@@ -149,6 +149,7 @@ class Collectives:
         prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
         workspace = self._workspace_of(op, prepared.members, workspace)
         (to, at), (got, given) = calls.addresses(key), prepared.spans
+        check_memory(op, ("out", "inp"), (to, at), (got, given))
         if at < to + got and to < at + given:
             check_overlap(op, out, inp, prepared.members.rank)
         if not given:

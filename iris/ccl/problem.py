@@ -125,6 +125,8 @@ def check_tensors(op: str, out: torch.Tensor, inp: torch.Tensor, device: torch.d
     for name, t in (("inp", inp), ("out", out)):
         if not isinstance(t, torch.Tensor):
             raise ArgumentError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
+        if t.is_nested:  # which has no shape
+            raise ArgumentError(f"{op}: {name} is a nested tensor; expected a strided one")
         if t.device != device:
             raise DeviceError(f"{op}: {name} is on {t.device}; expected {device}, the context's device")
         if t.layout is not torch.strided:

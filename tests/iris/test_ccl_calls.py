@@ -191,6 +191,9 @@ def refuse(ctx: iris.Iris) -> None:
     z = torch.zeros(400, 6 * w, dtype=torch.complex64, device=ctx.device)
     for given in (y, z.imag, z):  # such tensors have been right, at these and at other addresses
         ccl.all_to_all(x.to(given.dtype), given)
+    freed = torch.zeros_like(x)
+    ccl.all_reduce(x, freed)
+    freed.untyped_storage().resize_(0)
     foreign = other.ccl.all_reduce_preamble(other.zeros(4), other.zeros(4))
     wrong = [
         (ShapeError, "all_reduce: inp is", lambda: ccl.all_reduce(x[:2], y)),
@@ -203,6 +206,9 @@ def refuse(ctx: iris.Iris) -> None:
         (DtypeError, "not conjugated", lambda: ccl.all_to_all(torch.zeros_like(z), z.conj())),
         (DtypeError, "not conjugated", lambda: ccl.all_to_all(torch.zeros_like(x), z.conj().imag)),
         (DeviceError, "inp is on meta", lambda: ccl.all_to_all(torch.zeros_like(x), y.to("meta"))),
+        (ArgumentError, "inp is a nested tensor", lambda: ccl.all_reduce(x, torch.nested.as_nested_tensor([x, x]))),
+        (ArgumentError, "inp has no memory of its own", lambda: ccl.all_reduce(x, freed)),
+        (ArgumentError, "out has no memory of its own", lambda: ccl.all_to_all(freed, y)),
         (ArgumentError, "inp is list", lambda: ccl.all_reduce(x, [1])),
         (ArgumentError, "op is 'sum'", lambda: ccl.all_reduce(x, y, "sum")),
         (ArgumentError, "config is dict", lambda: ccl.all_reduce(x, y, config={})),

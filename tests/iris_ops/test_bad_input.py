@@ -12,6 +12,7 @@ from iris_ops import FusedConfig
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.harness import WORLDS, both, run_ranks
 from tests.iris_ops.calls import Call, check_case
@@ -52,10 +53,30 @@ CHANGES: dict[str, Change] = {
     "a number for bias": ("bias", lambda ctx, t: 1.0, ArgumentError, "bias is float; expected a torch.Tensor"),
     "A with grad": ("A", lambda ctx, t: t.clone().requires_grad_(), ArgumentError, "A requires grad.*no_grad"),
     "B with grad": ("B", lambda ctx, t: t.clone().requires_grad_(), ArgumentError, "B requires grad.*no_grad"),
+    "A nested": ("A", lambda ctx, t: nested(t), ArgumentError, "A is a nested tensor; expected"),
+    "A freed": ("A", lambda ctx, t: freed(t), ArgumentError, "A has no memory of its own; expected"),
+    "B freed": ("B", lambda ctx, t: freed(t), ArgumentError, "B has no memory of its own; expected"),
+    "bias freed": ("bias", lambda ctx, t: freed(t), ArgumentError, "bias has no memory of its own; expected"),
+    "out traced": ("out", lambda ctx, t: traced(t), ArgumentError, "out has no memory of its own; expected"),
     "no config": ("config", lambda ctx, t: "fast", ArgumentError, "config is str; expected an iris_ops.FusedConfig"),
     "a config as dict": ("config", lambda ctx, t: {}, ArgumentError, "config is dict; expected an iris_ops.FusedConf"),
     "no workspace": ("workspace", lambda ctx, t: ctx, ArgumentError, "workspace is .*; expected one that an op"),
 }
+
+
+def nested(t: torch.Tensor) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([t[0], t[0, 1:]])
+
+
+def freed(t: torch.Tensor) -> torch.Tensor:
+    """As sharded parameters are between their uses; a DTensor, too, has no address of its own."""
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def traced(t: torch.Tensor) -> torch.Tensor:
+    return FakeTensorMode().from_tensor(t.clone())
 
 
 def arguments(call: Call) -> dict[str, Any]:
