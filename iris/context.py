@@ -221,8 +221,9 @@ class Iris(tensors.TensorMethods):
             raise ClosedError("this context was closed; make a new one with iris.iris()")
         if self._record_view[0]:
             _, waiter, rank, peer, expected, seen = self._record_view
+            whom = f"rank {peer}" if peer != rank else "a rank that another of its own programs waits for"
             raise PeerLostError(
-                f"rank {rank} lost rank {peer}: {bounded.WAITERS[waiter]} waited for its signal {expected} and saw "
+                f"rank {rank} lost {whom}: {bounded.WAITERS[waiter]} waited for its signal {expected} and saw "
                 f"{seen} until the process ended or {platform.timeout_s(self.device):g} s (IRIS_TIMEOUT) had passed. "
                 f"Results since then are void; end all ranks and start again."
             )

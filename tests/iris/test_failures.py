@@ -11,9 +11,12 @@ import time
 
 import iris
 from iris import context, errors, platform
+from iris.device.sync import wait
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 
 from tests.processes import ROOT, run_fresh
 
@@ -94,6 +97,24 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_time_out():
     ended = run_fresh(2, _wait_for_the_late, env={"IRIS_TIMEOUT": "1.5"})
     assert [end.exitcode for end in ended] == [0, 0], ended[0].traceback
     assert 1.5 <= ended[0].result < 4.5
+
+
+@triton.jit
+def _wait_for_own_kernel(words, flag, RANK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(words, RANK, 2)
+    wait(ctx, flag, 1, RANK)
+
+
+def _wait_for_own_programs(rank, world_size):
+    ctx = iris.iris(1 << 20)
+    _wait_for_own_kernel[(1,)](ctx.get_device_context(), ctx.zeros(1, dtype=torch.int32), RANK=rank)
+    with pytest.raises(errors.PeerLostError, match=f"rank {rank} lost a rank that another of its own programs waits"):
+        ctx.check()
+
+
+def test_who_waits_for_its_own_programs_has_not_lost_itself():
+    for end in run_fresh(2, _wait_for_own_programs, env={"IRIS_TIMEOUT": "0.5"}):
+        assert end.exitcode == 0, end.traceback
 
 
 def _come_after_a_failed_wait(rank, world_size):
