@@ -42,7 +42,7 @@ class Launch(NamedTuple):
 
 class Calls:
     """The calls that were made before, by their keys: tuples of the addresses of so many `tensors`, and behind them of
-    all else that the calls' checks and launches depend on. No tensor of a caller's is held.
+    all else that the calls' checks and launches depend on, at last the workspace. No tensor of a caller's is held.
     """
 
     def __init__(self, tensors: int) -> None:
@@ -55,10 +55,10 @@ class Calls:
         return key[: self._tensors] if key else (0,) * self._tensors
 
     def prepared(self, key: tuple | None, prepare: Callable[[], Any]) -> Any:
-        """What `prepare` finds out, which is asked once for all calls that differ in their addresses only."""
+        """What `prepare` finds out, which is asked once for all calls that differ in addresses and workspace only."""
         if key is None:
             return prepare()
-        rest = key[self._tensors :]
+        rest = key[self._tensors : -1]  # a wrong workspace is told later, and not kept
         found = self._prepared.get(rest)
         if found is None:
             found = prepare()

@@ -8,6 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from . import platform
+from .errors import ArgumentError
+
+
+def check_async(call: str, async_op: object) -> None:
+    """Who gives a `config` by its place would else have it taken for a yes."""
+    if type(async_op) is not bool:
+        raise ArgumentError(f"{call}: async_op is {type(async_op).__name__}; expected True or False")
 
 
 class SideStream:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from iris import platform, repeat
 from iris.errors import ArgumentError
 from iris.heap import check_memory, span
+from iris.streams import check_async
 import torch
 
 from . import launch
@@ -119,7 +120,7 @@ class Ops:
             known = self._calls.known.get(key)
         except TypeError:  # a wrong argument that has no hash
             key = known = None
-        if known and not async_op:
+        if known and async_op is False:
             again, target, workspace = known
             ctx._side.join()
             if again():
@@ -131,6 +132,7 @@ class Ops:
     def _make(self, key, op, out, A, B, bias, async_op, config, workspace) -> Workspace:
         """A call that cannot be repeated as it is."""
         ctx, calls = self._ctx, self._calls
+        check_async(op, async_op)
         prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config))
         problem, addresses = prepared.problem, calls.addresses(key)
         workspace = self._workspace_for(op, workspace)

@@ -97,7 +97,7 @@ def problem_asked(
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
     for name, size in (("M", M), ("N", N), ("K", K)):
-        if not isinstance(size, int) or not 0 <= size < 2**31:
+        if type(size) is not int or not 0 <= size < 2**31:
             raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
     if not isinstance(world_size, int) or world_size < 1:
         raise ArgumentError(f"world_size is {world_size!r}; expected an integer from 1")

@@ -15,6 +15,7 @@ import torch
 from .. import platform, repeat
 from ..errors import ArgumentError
 from ..heap import check_memory, span
+from ..streams import check_async
 from . import launch
 from .config import Config, ReduceOp
 from .group import Group, group_of
@@ -23,6 +24,7 @@ from .problem import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    OPS,
     REDUCE_SCATTER,
     Problem,
     bits,
@@ -111,8 +113,9 @@ class Collectives:
 
     def plan(self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, group=None) -> Plan:
         """What a call would do, and the time that it should take; launches nothing."""
-        check_tensors(op, out, inp, self._ctx.device)
-        return self._prepare(op, out, inp, config or Config(), self._group(group)).plan
+        if op not in OPS:
+            raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")
+        return self._checked(op, out, inp, None, group, config).plan
 
     def _ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
         """A function that makes the call `op`, over and over: what tells it from other calls is looked at once."""
@@ -139,13 +142,14 @@ class Collectives:
             known = self._calls.known.get(key)
         except TypeError:  # a list as group
             key = known = None
-        if known is not None and not async_op and (done := self._again(known, out)):
+        if known is not None and async_op is False and (done := self._again(known, out)):
             return done
         return self._make(key, op, out, inp, reduce_op, group, async_op, config, workspace)
 
     def _make(self, key, op, out, inp, reduce_op, group, async_op, config, workspace) -> Workspace:
         """A call that is not among those that were made before."""
         ctx, calls = self._ctx, self._calls
+        check_async(op, async_op)
         prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
         workspace = self._workspace_of(op, prepared.members, workspace)
         (to, at), (got, given) = calls.addresses(key), prepared.spans

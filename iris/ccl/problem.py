@@ -22,6 +22,7 @@ ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_TO_ALL = "all_to_all"
+OPS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Signed types of 1 to 8 bytes: what is only copied travels as these, and unsigned sums are the signed ones' bits.

@@ -60,6 +60,12 @@ CHANGES: dict[str, Change] = {
     "out traced": ("out", lambda ctx, t: traced(t), ArgumentError, "out has no memory of its own; expected"),
     "no config": ("config", lambda ctx, t: "fast", ArgumentError, "config is str; expected an iris_ops.FusedConfig"),
     "a config as dict": ("config", lambda ctx, t: {}, ArgumentError, "config is dict; expected an iris_ops.FusedConf"),
+    "a config in its place": (
+        "async_op",
+        lambda ctx, t: FusedConfig(),
+        ArgumentError,
+        "async_op is FusedConfig; exp",
+    ),
     "no workspace": ("workspace", lambda ctx, t: ctx, ArgumentError, "workspace is .*; expected one that an op"),
 }
 
@@ -80,7 +86,7 @@ def traced(t: torch.Tensor) -> torch.Tensor:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    return dict(out=call.out, A=call.A, B=call.B, bias=call.bias, config=None, workspace=None)
+    return dict(out=call.out, A=call.A, B=call.B, bias=call.bias, async_op=False, config=None, workspace=None)
 
 
 def refuse_each(ctx: iris.Iris, op: str) -> None:
@@ -91,6 +97,7 @@ def refuse_each(ctx: iris.Iris, op: str) -> None:
         with pytest.raises(error, match=f"{op}: .*{message}") as caught:
             function(**{**good, argument: change(ctx, good[argument])})
         assert isinstance(caught.value, IrisError), name
+        assert not any(ctx in key for key in ctx.ops._calls._prepared), "the wrong workspace is kept"
         call.guarded.check()
         assert call.out.isnan().all(), name
     call.run()
@@ -270,6 +277,7 @@ def refuse_plans(ctx: iris.Iris) -> None:
         ("N", 2**31),
         ("K", 1.5),
         ("M", "64"),
+        ("N", True),
         ("dtype", torch.float64),
         ("dtype", "bf16"),
         ("form", "k"),
