@@ -1,0 +1,135 @@
+"""Random problems, empty and odd ones among them, planned for GPUs and prepared up to their launch, on "meta" tensors.
+
+What kernels are given must be in bounds whatever the shapes: their grids, numbers and reserved memory; and the units of
+work that they take must be every tile once. The interpreter's plans have one program, so no other test here sees this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+import random
+from types import SimpleNamespace
+
+from iris import platform
+from iris_ops import FusedConfig, launch
+from iris_ops.machine import Machine, machine_named
+from iris_ops.plan import plan
+from iris_ops.problem import ALL_REDUCE, DTYPES, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
+from iris_ops.staging import workspace_size
+from iris_ops.unfused import UNFUSED
+import pytest
+import torch
+
+from tests.reference import FORMS
+
+MACHINES = [
+    machine_named("NVIDIA H200", 132),
+    machine_named("AMD Instinct MI300X", 304),
+    machine_named("some other GPU", 66),
+    replace(machine_named("NVIDIA of another name", 114), warp_roles=True),
+]
+SIZES = [0, 1, 2, 3, 7, 8, 17, 64, 97, 128, 129, 512, 1000, 2048, 4097, 8192, 28672, 70000]
+META = torch.device("meta")
+
+
+def empty(shape: tuple[int, int], dtype: torch.dtype, transposed: bool = False, pad: int = 0) -> torch.Tensor:
+    if transposed:
+        return empty(shape[::-1], dtype, pad=pad).t()
+    return torch.empty(shape[0], shape[1] + pad, dtype=dtype, device=META)[:, : shape[1]]
+
+
+def tensors_of(problem: Problem, rank: int, rng: random.Random) -> tuple[torch.Tensor | None, ...]:
+    """out, A, B and bias of a rank."""
+    p, rows, cols, depth = problem, *(part_of(n, problem.world_size, rank) for n in (problem.M, problem.N, problem.K))
+    out, A, B = (p.M, p.N), (p.M, p.K), (p.K, p.N)
+    if p.op == GATHER_MATMUL:
+        A = (rows, p.K) if p.form == "rows" else (p.M, depth)
+    elif p.op == MATMUL_GATHER:
+        A, B = ((rows, p.K), B) if p.form == "rows" else (A, (p.K, cols))
+    elif p.op != ALL_REDUCE:
+        out = (rows, p.N) if p.form == "rows" else (p.M, cols)
+    pad, bias = rng.choice([0, 0, 1, 8]), torch.empty(B[1], dtype=p.dtype, device=META)
+    given = empty(out, p.dtype, pad=pad), empty(A, p.dtype, pad=pad), empty(B, p.dtype, rng.random() < 0.5, pad)
+    return *given, rng.choice([bias, None])
+
+
+def drawn_config(rng: random.Random) -> FusedConfig:
+    m, n, k = (rng.choice([16, 64, 128, 256]) for _ in range(3))
+    roles = rng.random() < 0.4
+    return FusedConfig(
+        *((rng.choice([64, 128]), 128, 64) if roles else (m, n, k)),
+        group_m=rng.choice([1, 3, 8]),
+        num_stages=2,
+        num_programs=rng.choice([0, 0, 1, 7, 1000]),
+        comm_programs=rng.choice([1, 16, 500]),
+        stagger_us=rng.choice([0, 50, 1000]),
+        splits=rng.choice([1, 2, 7]),
+        warp_roles=roles,
+        algorithm="overlapped" if roles else rng.choice(["overlapped", "one_shot", "two_shot"]),
+    )
+
+
+def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, rank: int, rng: random.Random) -> None:
+    flags, nbytes, exchange = sizes = workspace_size(problem, config, machine.num_programs)
+    assert all(type(size) is int and size >= 0 for size in sizes)
+    if problem.empty or config.algorithm in UNFUSED:
+        return
+    memory = {name: torch.empty(size, dtype=torch.uint8, device=META) for name, size in
+              (("flags", 4 * flags), ("staging", nbytes), ("exchange", exchange))}  # fmt: skip
+    memory["flags"] = memory["flags"].view(torch.int32)
+    workspace = SimpleNamespace(**memory, sync=None, exchange_sync=None)
+    ctx = SimpleNamespace(device=META, cur_rank=rank, num_ranks=problem.world_size, get_device_context=lambda: None)
+    tensors = tensors_of(problem, rank, rng)
+    describe(problem.op, *tensors[:3], rank, problem.world_size)
+    few_rows = launch._FEW_ROWS.get(problem.op, launch._few_rows)
+    prepare = launch._OVERLAPPED[problem.op] if config.algorithm == "overlapped" else few_rows
+    kernel, (programs, *others), args = prepare(ctx, workspace, problem, config, *tensors)
+    assert set(args) == set(kernel.arg_names) - {"TRACING"}
+    assert 1 <= programs <= machine.num_programs and others == [1, 1]
+    assert all(value >= 0 for value in args.values() if type(value) is int)
+    tile = config.block_m * config.block_n
+    if "sharers" in args:
+        assert args["left"].numel() >= args["sharers"] and args["parts"].numel() >= args["sharers"] * tile
+        if args["SHARED"]:
+            check_begins(launch.gemm_tiles(problem, config), args, -(-problem.K // config.block_k))
+    if "rounded" in args:
+        cut = (launch.gemm_tiles(problem, config) - args["rounded"]) * (args["SPLITS"] - 1)
+        own = problem.world_size * -(-args["part_rows"] // config.block_m) * args["PIECES"]
+        assert args["parts"].numel() >= cut * tile and flags >= own + cut
+    if "slot_words" in args:
+        w, behind = problem.world_size, args.get("EXCHANGE", "gather")
+        more = {"all": 0, "owners": problem.M * args["ld"]}.get(behind, w)
+        assert args["slot_words"] >= w * args["part_rows"] * args["ld"] + more
+
+
+def check_begins(tiles: int, args: dict, steps: int) -> None:
+    """`units.Units.begin` of shared tiles: programs follow each other, none takes more than a tile, all are taken."""
+    shared, sharers, skew = args["shared_tiles"], args["sharers"], args["skew"]
+    twice = [2 * p * shared * steps - skew * p * (sharers - p) for p in range(sharers + 1)]
+    begins = [value // (2 * sharers) for value in twice]
+    assert shared <= tiles and max(twice) < 2**31
+    assert begins[0] == 0 and begins[-1] == shared * steps
+    assert all(0 < end - begin <= steps for begin, end in zip(begins, begins[1:], strict=False))
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "num_programs", lambda device: machine.num_programs)
+    monkeypatch.setattr(platform, "has_warp_roles", lambda device: machine.warp_roles)
+    monkeypatch.setattr(launch, "machine", lambda device: machine)
+    rng = random.Random(machine.num_programs)
+    for _ in range(2000):
+        op, form = rng.choice(FORMS)
+        M, N, K = (rng.choice(SIZES) for _ in range(3))
+        problem = Problem(op, form, M, N, K, rng.randint(1, 8), rng.choice(DTYPES))
+        planned, drawn, rank = plan(problem, machine), drawn_config(rng), rng.randrange(problem.world_size)
+        times = planned.prediction.gemm_us, planned.prediction.link_us, planned.prediction.total_us
+        assert all(isfinite(us) and us >= 0 for us in times), problem
+        for config in (planned, drawn):
+            if config.algorithm == "two_shot" and op != ALL_REDUCE:
+                config = replace(config, algorithm="one_shot")
+            try:
+                check_arguments(problem, config, machine, rank, rng)
+            except Exception as error:
+                raise AssertionError(f"{problem}, rank {rank}, {config}") from error
