@@ -58,14 +58,20 @@ class FusedConfig:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():  # a plan makes hundreds of these
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected an integer from {least}")
+            if type(value) is not int or not least <= value < 1 << 31:
+                raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected an integer from {least} below 2**31")
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
             if value < 16 or value & (value - 1):
                 raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a power of two from 16")
-        if self.num_warps & (self.num_warps - 1):
-            raise ArgumentError(f"FusedConfig.num_warps is {self.num_warps}; expected a power of two")
+        shallow = min(self.block_m, self.block_n, self.block_k)
+        if self.block_m * self.block_n * self.block_k // shallow > 1 << 20:  # Triton's most elements of a block
+            raise ArgumentError(
+                f"FusedConfig.block_m, block_n and block_k are {self.block_m}, {self.block_n} and {self.block_k}; "
+                f"expected products of any two up to 2**20"
+            )
+        if self.num_warps & (self.num_warps - 1) or self.num_warps > 32:
+            raise ArgumentError(f"FusedConfig.num_warps is {self.num_warps}; expected a power of two up to 32")
         if type(self.warp_roles) is not bool:
             raise ArgumentError(f"FusedConfig.warp_roles is {self.warp_roles!r}; expected True or False")
         if self.algorithm not in ALGORITHMS:

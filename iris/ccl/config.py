@@ -51,12 +51,17 @@ class Config:
                 continue
             if f.type.startswith("int"):
                 least = 0 if f.name == "all_reduce_distribution" else 1
-                if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    raise ArgumentError(f"Config.{f.name} is {value!r}; expected an integer from {least}")
+                if type(value) is not int or not least <= value < 1 << 31:
+                    raise ArgumentError(f"Config.{f.name} is {value!r}; expected an integer from {least} below 2**31")
         for name in ("block_size_m", "block_size_n"):
             value = getattr(self, name)
             if value is not None and (value & (value - 1) or value > 1 << 16):
                 raise ArgumentError(f"Config.{name} is {value}; expected a power of two up to 65536")
+        if (self.block or 1) > 1 << 20:  # Triton's most elements of a block
+            raise ArgumentError(
+                f"Config.block_size_m and block_size_n are {self.tile[0]} and {self.tile[1]}; expected a product up to "
+                f"2**20"
+            )
         for name, allowed in (
             ("all_reduce_variant", ALL_REDUCE_VARIANTS),
             ("all_reduce_distribution", (0, 1)),

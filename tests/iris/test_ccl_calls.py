@@ -230,6 +230,8 @@ def refuse(ctx: iris.Iris) -> None:
     for field, value in (("block_size_m", 3), ("comm_sms", 0), ("all_reduce_variant", "tree"), ("protocol", "x")):
         with pytest.raises(ArgumentError, match=f"Config.{field} is"):
             Config(**{field: value})
+    with pytest.raises(ArgumentError, match="expected a product up to"):
+        Config(65536, 32)
     other.close()
     empty = ctx.zeros(0, 5)
     ccl.all_reduce(empty, empty.clone(), ReduceOp.SUM)

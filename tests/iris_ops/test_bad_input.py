@@ -233,6 +233,8 @@ def test_an_exhausted_heap_is_reported_and_smaller_calls_work(world_size: int, o
         ("group_m", 0),
         ("num_warps", 0),
         ("num_warps", 3),
+        ("num_warps", 64),
+        ("group_m", 1 << 31),
         ("num_stages", -1),
         ("num_programs", -1),
         ("num_programs", True),
@@ -250,6 +252,12 @@ def test_config_refuses_a_bad_value(name: str, value: object) -> None:
         FusedConfig(**{name: value})
     with pytest.raises(ArgumentError, match=name):
         replace(FusedConfig(), **{name: value})
+
+
+@pytest.mark.parametrize("value", [dict(block_m=1 << 14), dict(block_n=1 << 15), dict(block_k=1 << 14)], ids=str)
+def test_config_refuses_blocks_larger_than_triton_s(value: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match="block_k are .*; expected products of any two up to"):
+        FusedConfig(**value)
 
 
 @pytest.mark.parametrize("value", [dict(block_m=32), dict(block_n=512), dict(num_warps=4), dict(num_stages=1)], ids=str)
