@@ -64,6 +64,8 @@ class Engine:
         compile: bool | str = False,
         prompt_graphs: int = 8,
     ):
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
         _positive(batch_size=batch_size, max_length=max_length)
         if not isinstance(prompt_graphs, int) or prompt_graphs < 0:
             raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from . import fp8
 from .shard import Shard, chunk, merged, plain, split_heads
-from .sharded import LOCAL, ShardedLinear, positive
+from .sharded import LOCAL, ShardedLinear, check_context, positive
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -52,6 +52,7 @@ class ColumnParallelLinear(ShardedLinear):
     ):
         if gather_output and sequence_parallel:
             raise ArgumentError("gather_output and sequence_parallel are both set: expected at most one of them")
+        check_context(ctx)
         positive(out_features=out_features)
         parts = parts or (plain(out_features, ctx.num_ranks, ctx.cur_rank),)
         super().__init__(in_features, out_features, bias, parts, ctx, dtype, device)
@@ -112,8 +113,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        if isinstance(out_features, int) or not out_features:
+        if not isinstance(out_features, Sequence) or not out_features:
             raise ArgumentError(f"out_features is {out_features!r}: expected a list with the size of each output")
+        check_context(ctx)
         positive(**{f"out_features[{i}]": size for i, size in enumerate(out_features)})
         parts = merged(out_features, ctx.num_ranks, ctx.cur_rank, gather_output)
         super().__init__(in_features, sum(out_features), bias, gather_output, sequence_parallel,
@@ -153,6 +155,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
+        check_context(ctx)
         positive(head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         heads = split_heads(num_heads, num_kv_heads, ctx.num_ranks, ctx.cur_rank)
         sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
@@ -208,6 +211,7 @@ class RowParallelLinear(ShardedLinear):
     ):
         if sequence_parallel and not reduce_results:
             raise ArgumentError("reduce_results is False: expected True with sequence_parallel, which scatters the sum")
+        check_context(ctx)
         positive(in_features=in_features)
         parts = parts or (plain(in_features, ctx.num_ranks, ctx.cur_rank),)
         if not input_is_parallel and not parts[0].is_contiguous:

@@ -25,7 +25,7 @@ from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParalle
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
-from .sharded import LOCAL, REDUCED, ShardedLinear, split_parameter
+from .sharded import LOCAL, REDUCED, ShardedLinear, check_context, split_parameter
 
 _FP8 = {"fp8": (LOCAL,), "fp8_all": (LOCAL, REDUCED)}  # the ops of linears whose weights are stored so
 
@@ -52,6 +52,7 @@ def parallelize(
     """
     if weights not in (None, *_FP8):
         raise ArgumentError(f"weights is {weights!r}: expected None, 'fp8' or 'fp8_all'")
+    check_context(ctx)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     styles = styles_of.resolve_plan(model, plan, filter_fn)

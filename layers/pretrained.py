@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from iris.errors import CheckpointError
+from iris.errors import ArgumentError, CheckpointError
 import torch
 from torch import nn
 
@@ -24,7 +24,7 @@ from .checkpoint import Checkpoint, StoredTensor
 from .parallelize import parallelize, retie
 from .plan import check_version
 from .shard import fill
-from .sharded import part_of
+from .sharded import check_context, part_of
 from .staging import Staging
 
 
@@ -38,6 +38,9 @@ def from_pretrained(
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
     with `strict`, if they hold more.
     """
+    check_context(ctx)
+    if not isinstance(path_or_id, (str, Path)):
+        raise ArgumentError(f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path")
     staging = Staging(ctx.device)
     problems, model, checkpoint, sources = [], None, None, {}
     folder = _folder(path_or_id, ctx)

@@ -200,6 +200,11 @@ def part_of(module: nn.Module, key: str) -> Shard | None:
     return getattr(module, "_row_parts", {}).get(key)
 
 
+def check_context(ctx: Any) -> None:
+    if not hasattr(ctx, "num_ranks"):
+        raise ArgumentError(f"ctx is a {type(ctx).__name__}: expected the context that iris.iris() returns")
+
+
 def positive(**sizes: int) -> None:
     """Raises unless each of the named sizes is a positive integer."""
     for name, value in sizes.items():

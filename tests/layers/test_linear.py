@@ -256,6 +256,14 @@ def bad_body(ctx) -> torch.Tensor:
     ):
         with pytest.raises(ArgumentError, match=match):
             ColumnParallelLinear(*arguments, ctx=ctx)
+    for layer, sizes in (
+        (ColumnParallelLinear, (8, 8)),
+        (RowParallelLinear, (8, 8)),
+        (MergedColumnParallelLinear, (8, [8])),
+        (QKVParallelLinear, (8, 4, 2, 2)),
+    ):
+        with pytest.raises(ArgumentError, match="ctx is a NoneType: expected the context"):
+            layer(*sizes, ctx=None)
     with pytest.raises(ArgumentError, match="reduce_results"):
         RowParallelLinear(4, 4, reduce_results=False, sequence_parallel=True, ctx=ctx)
     with pytest.raises(ArgumentError, match=r"out_features\[1\] is 0"):

@@ -249,6 +249,14 @@ def test_what_cannot_be_served_is_refused_by_name(world_size: int, case: str) ->
 
 def bad_arguments_body(ctx) -> None:
     model = models.build("plain")
+    with pytest.raises(ArgumentError, match="ctx is a str: expected the context"):
+        layers.parallelize(torch.nn.Linear(8, 8), "tp")
+    with pytest.raises(ArgumentError, match="ctx is a str: expected the context"):
+        layers.from_pretrained("model", "tp")
+    with pytest.raises(ArgumentError, match="path_or_id is a list: expected a str or a Path"):
+        layers.from_pretrained([], ctx)
+    with pytest.raises(ArgumentError, match="model is a str: expected"):
+        layers.Engine("model", ctx, max_length=8)
     with pytest.raises(ArgumentError, match="model is a str"):
         parallelize("model", ctx)
     with pytest.raises(ArgumentError, match="plan is 7"):
