@@ -77,7 +77,8 @@ def main() -> int:
         heap = min(heap, torch.cuda.get_device_properties(0).total_memory // (2 * args.jobs))
     logs = Path(tempfile.mkdtemp(prefix="iris-gpu-tests-"))
     todo, wrong = shares(args), 0
-    print(f"{len(todo)} shares, {args.jobs} at a time, {args.ranks} ranks each", flush=True)
+    where = "" if torch.cuda.is_available() else ", on CPUs, for no GPU is here"
+    print(f"{len(todo)} shares, {args.jobs} at a time, {args.ranks} ranks each{where}", flush=True)
     alone = [each for each in todo if each[0].endswith(_ALONE)]
     for several, jobs in (([each for each in todo if each not in alone], args.jobs), (alone, 1)):
         with ThreadPoolExecutor(jobs) as pool:
