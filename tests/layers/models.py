@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from importlib.metadata import version
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests.harness import UNDER_TORCHRUN, WORLDS
+
+
+def transformers_is(major: int, minor: int, patch: int = 0) -> bool:
+    """Whether transformers is of this version or newer."""
+    return tuple(map(int, re.findall(r"\d+", version("transformers"))[:3])) >= (major, minor, patch)
+
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 36,
