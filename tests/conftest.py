@@ -8,6 +8,7 @@ import pytest
 from tests import assembly, harness
 
 
+@pytest.hookimpl(trylast=True)  # so that shares are cut of what `-m` has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = "runs without torchrun" if harness.UNDER_TORCHRUN else "needs GPUs: torchrun -m pytest -m gpu"
     for item in items:
