@@ -108,7 +108,7 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     return found
 
 
-# Those that differ from problem to problem only by what is made of them: a plan costs less than making them anew.
+# Made once, as those below: to make them anew would take a plan longer than to weigh them.
 _UNFUSED = tuple(FusedConfig(algorithm=algorithm) for algorithm in UNFUSED)
 
 
@@ -137,9 +137,9 @@ def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     """
     if config.algorithm != "overlapped" or machine.name == INTERPRETER:
         return 1
-    if not cut_tiles(problem, replace(config, splits=2), programs_of(config, machine)):
-        return 1
     if config.block_m * config.block_n > 1 << 14 or problem.gemm[2] < 16 * config.block_k:
+        return 1
+    if not cut_tiles(problem, replace(config, splits=2), programs_of(config, machine)):
         return 1
     if gemm_tiles(problem, config) <= programs_of(config, machine):
         return 2

@@ -39,7 +39,7 @@ EXCHANGE_TILES = {
     (128, 128, 64, 8, 4): 0.86,
 }
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
-_READ_AGAIN = 0.15
+_READ_AGAIN = 0.15  # of the time that weights take, what each further block of few rows adds
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES = {(64, 128, 32, 8, 2): 1.0, (64, 64, 32, 4, 3): 0.9, (32, 64, 32, 4, 3): 0.7, (16, 64, 64, 4, 3): 0.4}
 _FP32_SHARE = 0.05
@@ -107,7 +107,7 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
 def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total) of programs with roles: tiles are moved while the next are multiplied, all but the last ones."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
-    tile, small = tile_us(problem, config, machine), config.block_m * config.block_n / (128 * 256)
+    tile, area = tile_us(problem, config, machine), config.block_m * config.block_n / (128 * 256)
     # at the end all programs push a tile, to one peer or to all; sums are pushed more or less at once
     wave = min(gemm_tiles(problem, config), programs_of(config, machine)) * _tile_bytes(problem, config)
     everyone = (problem.world_size - 1) * wave / (machine.link_gbs * 1e3)
@@ -116,12 +116,12 @@ def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float)
         turn = skew_steps(problem, config, programs, tile) * tile / steps  # over which programs end
         last = turn / 2 + max(everyone - turn, 0.1 * everyone)
     else:
-        last = _LAST_SUM_US * small
+        last = _LAST_SUM_US * area
         last += 0.4 * everyone if problem.op == ALL_REDUCE else 0
     # where the link is full, a push of all programs takes this long, and then the link waits for the next
     push = machine.num_programs * _tile_bytes(problem, config) / (machine.link_gbs * 1e3)
     steady = link + _BETWEEN_US * max(0.0, link / push - 1)
-    hop = machine.hop_us - (_SMALL_HOP_US if small < 1 else 0)
+    hop = machine.hop_us - (_SMALL_HOP_US if area < 1 else 0)
     return link, max(gemm + last, steady + min(tile, gemm)) + _hops(problem) * hop
 
 
@@ -199,7 +199,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
     few_rows = config.algorithm != "overlapped"
-    # each further block of few rows reads all of B again, most of it from L2
+    # most of what is read again comes from L2
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows else 1
     stream = (m * k + k * n * again) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run

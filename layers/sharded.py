@@ -201,6 +201,7 @@ def part_of(module: nn.Module, key: str) -> Shard | None:
 
 
 def check_context(ctx: Any) -> None:
+    """Raises for what is no context."""
     if not hasattr(ctx, "num_ranks"):
         raise ArgumentError(f"ctx is a {type(ctx).__name__}: expected the context that iris.iris() returns")
 
