@@ -145,12 +145,12 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
 
 
 def serve(model: nn.Module, ctx) -> None:
-    """Makes the split linears of `model` call the ops of `ctx`."""
+    """Makes the split linears of `model` call the ops of `ctx`, and without an exchange torch's product unless ours."""
     from layers.sharded import ShardedLinear
 
     for module in model.modules():
         if isinstance(module, ShardedLinear):
-            module.ctx = ctx
+            module.ctx, module.own_steps = ctx, not isinstance(ctx, _Context)
         for hook in module._forward_hooks.values():  # that gathers the tokens at the end
             if hasattr(hook, "ctx"):
                 hook.ctx = ctx

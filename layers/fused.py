@@ -93,6 +93,10 @@ class Product:
     def product(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         return self.merged(x)
 
+    def exchanges(self, x: torch.Tensor) -> bool:
+        """Whether the product of `x` needs something of other ranks."""
+        return False
+
 
 def families_of(styles: dict[str, str]) -> dict[str, list[str]]:
     """By parent, the children whose outputs are split and stay so."""

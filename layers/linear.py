@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from iris.errors import ArgumentError, ShapeError
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from . import fp8
 from .shard import Shard, chunk, merged, plain, split_heads
@@ -60,9 +59,9 @@ class ColumnParallelLinear(ShardedLinear):
         self.op = "matmul_all_gather" if gather_output else "all_gather_matmul" if sequence_parallel else LOCAL
 
     def forward(self, input: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
-        if self.op == LOCAL:  # torch takes any leading dimensions: nothing to reshape
+        if self.op == LOCAL:  # takes any leading dimensions: nothing to reshape
             self.check(input, self.in_features)
-            return F.linear(input, self.weight, self.bias)
+            return self.local_product(input, self.bias)
         x = self.rows(input, self.in_features)
         if self.gather_output:
             out = self.product(x, x.shape[0], self.out_features)

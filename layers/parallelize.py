@@ -20,6 +20,7 @@ from . import plan as styles_of
 from . import sequence
 from .attention import head_parameters, head_parts, head_split, set_local_heads
 from .fused import merge_siblings
+from .gated import fuse_gates
 from .generation import agree_on_samples
 from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from .norms import fuse_norms
@@ -44,7 +45,8 @@ def parallelize(
 
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
-    product where the model's forward allows it (see `fused`), and plain norms one kernel (see `norms`). `weights="fp8"`
+    product where the model's forward allows it (see `fused`), plain norms one kernel (see `norms`), and gates part of
+    the product before them (see `gated`). `weights="fp8"`
     keeps the weights of linears without an exchange in eight bits, `"fp8_all"` those of row-parallel ones too, whose
     exchange is no longer fused then (see `fp8`). `sequence_parallel`: ranks share the
     tokens between the products (see `sequence`) where a call has 1024 or more, or another number if one is given. Every
@@ -90,6 +92,7 @@ def parallelize(
     elif fuse:
         styles = styles | merge_siblings(model, styles)
     if fuse:
+        fuse_gates(model)
         fuse_norms(model)
     if weights:
         for module in list(model.modules()):

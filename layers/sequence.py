@@ -24,7 +24,6 @@ from iris.errors import ShapeError, StyleError
 from iris_ops import library
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .fused import Product, families_of, sole_use
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -48,7 +47,7 @@ class GatheringColumn(ColumnParallelLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() != 2:
             self.check(input, self.in_features)
-            return F.linear(input, self.weight, self.bias)
+            return self.local_product(input, self.bias)
         x = self.rows(input, self.in_features)
         size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0])
         return library.product("all_gather_matmul", self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
@@ -83,6 +82,9 @@ class SequenceProduct(Product):
         if x.dim() == 2 and "position_embeddings" in kwargs:
             return by_rows(product, kwargs)
         return product
+
+    def exchanges(self, x: torch.Tensor) -> bool:
+        return x.dim() == 2
 
 
 class _Share:

@@ -71,7 +71,8 @@ class Compilation:
             target, source = "sm_90", folder / "source"
             copy_untraced(source)
         command = [sys.executable, "-m", "tests.compile_kernels", target, str(folder)]
-        environment = {**os.environ, "TRITON_INTERPRET": "0"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for what is not copied
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
         said = subprocess.PIPE
         process = subprocess.Popen(command, cwd=source, env=environment, stdout=said, stderr=said, text=True)
         self._processes.append(process)

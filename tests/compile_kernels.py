@@ -30,6 +30,7 @@ from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel  # noqa: E
 from iris_ops.sum_parts import sum_parts_kernel  # noqa: E402
 from layers.fp8 import round_rows_kernel  # noqa: E402
 from layers.step_attention import stretch_kernel, weigh_kernel  # noqa: E402
+from layers.step_product import step_product_kernel  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -117,7 +118,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
 def _block(name: str, constants: dict, in_gluon: bool) -> str:
     """Of a descriptor, behind its dtype: what it loads at a time and, in Gluon, how that lies in shared memory."""
     m, n, k = (constants[f"BLOCK_{axis}"] for axis in "MNK")
-    block = ([n, k] if constants["B_TRANSPOSED"] else [k, n]) if name == "b" else [m, k]
+    block = ([n, k] if constants.get("B_TRANSPOSED", True) else [k, n]) if name == "b" else [m, k]
     sizes = ",".join(map(str, block))
     return f"{sizes}],{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>" if in_gluon else f"{sizes}]>"
 
@@ -167,6 +168,12 @@ def variants(target: GPUTarget):
         yield "round_rows", round_rows_kernel, dict(num_warps=8), dict(BLOCK=4096)
     if target.arch == 90:
         yield from with_roles()
+    block, stages = (256, 5) if cuda else (128, 2)  # as `step_product._depth` has them
+    for gated in (False, True):
+        constants = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=block // 2 if cuda and gated else block, HAS_BIAS=True)
+        name = "step_product_gated" if gated else "step_product"
+        constants |= dict(GATED=gated, TMA_B=cuda)
+        yield name, step_product_kernel, dict(num_warps=4, num_stages=stages), constants
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)

@@ -112,6 +112,10 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     for name in ("step_stretch", "step_whole"):
         step = compiled(target)[name]
         assert step.count(r"mma.sync.*bf16") and step.count(r"ld.global.*v4.b32"), "attention of a step reads 16 bytes"
+    for name in ("step_product", "step_product_gated"):
+        step = compiled(target)[name]
+        assert step.count(product) and step.count(r"cp\.async\.bulk\.tensor"), name
+        assert step.count(r"cp\.async\.c[ag]\.shared\.global.*0x10"), "rows are fetched by 16 bytes"
     rounding = compiled(target)["round_rows"]
     assert rounding.count(r"cvt\.rn\.satfinite\.e4m3x2") and rounding.count(r"ld\.global\.v4\.b32")
 

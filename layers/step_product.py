@@ -1,0 +1,136 @@
+"""The product of a decoding step's few rows with a linear's weight: a stream of weights, with many of them under way.
+
+cuBLAS cuts such products along K, into parts that a second kernel adds up, and has fewer bytes under way. Here each
+program streams the weights of some outputs once, as `iris_ops/few_rows.py` does for products with an exchange, and
+multiplies them as outputs x rows, so that the tensor cores' rows are full however few rows the input has. Four fifths
+of a multiprocessor's shared memory are always on their way from memory.
+
+A launch from Python keeps the host busy longer than torch's product. So this serves what is compiled or captured.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from iris.device import arch
+from iris.device.function import device_function
+from iris_ops.operands import operand
+from iris_ops.tiles import Matrix, add_bias
+import torch
+from torch.nn import functional as F
+import triton
+import triton.language as tl
+
+MOST_ROWS = 16
+_BLOCK_N, _BLOCK_K, _WARPS, _STAGES = 64, 256, 4, 5
+_BLOCK_K_HIP, _STAGES_HIP = 128, 2
+
+
+@triton.jit
+def step_product_kernel(
+    a, b, bias, out, M, N, K, stride_am, stride_bn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TMA_B: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = a [M, K] @ b [N, K].T + bias [N]; M is at most BLOCK_M. One program computes BLOCK_N columns.
+
+    `GATED`: b and bias have N rows for the gate, then N more; out is silu(gate) times the others.
+    """
+    A = Matrix(a, M, K, stride_am, 1, False)
+    B = Matrix(b, K, 2 * N if GATED else N, 1, stride_bn, TMA_B, True)
+    col = tl.program_id(0) * BLOCK_N
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        rows = A.load(0, k, BLOCK_M, BLOCK_K).T
+        acc = arch.dot(B.load(k, col, BLOCK_K, BLOCK_N).T, rows, acc)
+        if GATED:
+            up = arch.dot(B.load(k, N + col, BLOCK_K, BLOCK_N).T, rows, up)
+    dtype: tl.constexpr = out.dtype.element_ty
+    product = _finished(acc, bias, col, N, BLOCK_N, HAS_BIAS, dtype)
+    if GATED:
+        gate = product.to(tl.float32)
+        up = _finished(up, bias + N if HAS_BIAS else bias, col, N, BLOCK_N, HAS_BIAS, dtype)
+        product = arch.round_to(gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32), dtype)
+    target, inside = Matrix(out, M, N, N, 1, False).pointers(0, col, BLOCK_M, BLOCK_N)
+    tl.store(target, product, mask=inside)
+
+
+@device_function
+def _finished(acc, bias, col, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+    """The product [rows, BLOCK_N] of a transposed sum, with its bias, rounded."""
+    product = acc.T
+    if HAS_BIAS:
+        product = add_bias(product, bias, col, N, BLOCK_N)
+    return arch.round_to(product, dtype)
+
+
+def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `step_product` is the faster one for an input x [..., K] of a linear with this weight [N, K]."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
+        return False
+    if not 0 < x.shape[:-1].numel() <= MOST_ROWS or not weight.shape[0] or x.requires_grad:
+        return False
+    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+
+
+def step_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+) -> torch.Tensor:
+    """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
+
+    `gated`: silu of the first half of its columns, times the second half; [..., N/2].
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    (M, K), N = rows.shape, _width(weight, gated)
+    out = x.new_empty(*x.shape[:-1], N)
+    block_k, stages = _depth(x.device, gated)
+    described, tma = operand(weight, (_BLOCK_N, block_k))
+    step_product_kernel[(triton.cdiv(N, _BLOCK_N),)](
+        rows, described, bias, out, M, N, K, rows.stride(0), weight.stride(0), BLOCK_M=MOST_ROWS, BLOCK_N=_BLOCK_N,
+        BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_B=tma, num_warps=_WARPS, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def _width(weight: torch.Tensor, gated: bool) -> int:
+    return weight.shape[0] // 2 if gated else weight.shape[0]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.nn.functional.linear`, by `step_product` where that is faster."""
+    return _called(x, weight, bias, False) if serves(x, weight) else F.linear(x, weight, bias)
+
+
+def gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`step_product` of both halves of `weight`, where it serves, as something that compilers know."""
+    return _called(x, weight, bias, True)
+
+
+def _called(x, weight, bias, gated: bool) -> torch.Tensor:
+    call = torch.ops.iris_layers.step_product if torch.compiler.is_compiling() else step_product
+    return call(x, weight, bias, gated)
+
+
+@cache
+def _depth(device: torch.device, gated: bool) -> tuple[int, int]:
+    """(elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
+    if device.type == "cpu" or torch.version.hip:
+        return _BLOCK_K_HIP, _STAGES_HIP
+    block_k = _BLOCK_K // 2 if gated else _BLOCK_K
+    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return block_k, max(2, min(_STAGES, room // (((1 + gated) * _BLOCK_N + MOST_ROWS) * block_k * 2)))
+
+
+# One opaque operator for compilers, as `iris_ops.library` has them.
+_library = torch.library.Library("iris_layers", "FRAGMENT")
+_library.define(
+    "step_product(Tensor x, Tensor weight, Tensor? bias, bool gated) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.impl("step_product", step_product, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "iris_layers::step_product",
+    lambda x, weight, bias, gated: x.new_empty(*x.shape[:-1], _width(weight, gated)),
+    lib=_library,
+)

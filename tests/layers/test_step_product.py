@@ -1,0 +1,140 @@
+"""The product of a step's few rows, against float64: odd sizes, biases, gates, rows apart; and who is served by it."""
+
+from __future__ import annotations
+
+import iris  # noqa: F401  (before triton: it may set up the interpreter)
+import layers
+from layers import step_product
+from layers.gated import GatedMLP
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.harness import UNDER_TORCHRUN, both, run_ranks
+from tests.layers import models
+
+pytestmark = both
+DEVICE = "cuda" if UNDER_TORCHRUN and torch.cuda.is_available() else "cpu"
+EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def reference(x, weight, bias, gated: bool, dtype: torch.dtype) -> torch.Tensor:
+    """In float64 but for the rounding of both halves of a gated product, as a linear's output is."""
+    result = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    if not gated:
+        return result
+    gate, up = result.to(dtype).double().chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "rows, outputs, depth, bias",
+    [((1,), 64, 256, False), ((3, 1), 70, 136, True), ((2, 8), 10, 300, True), ((), 130, 24, False)],
+)
+def test_few_rows(rows: tuple, outputs: int, depth: int, bias: bool, gated: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(outputs)
+    like = {"device": DEVICE, "dtype": dtype}
+    x = torch.randn(*rows, 2 * depth, **like)[..., :depth]  # rows lie apart
+    weight = torch.randn((1 + gated) * outputs, depth, **like) * depth**-0.5
+    added = torch.randn((1 + gated) * outputs, **like) if bias else None
+    out = step_product.step_product(x, weight, added, gated)
+    expected = reference(x, weight, added, gated, dtype)
+    assert out.shape == (*rows, outputs) and out.dtype == dtype
+
+    def missed(result: torch.Tensor) -> float:
+        return ((result.double() - expected).norm() / expected.norm()).item()
+
+    # a sum on the border between two numbers may be rounded to the other one before the gate
+    assert missed(out) <= (2 if gated else 0.6) * EPS[dtype]
+    assert missed(step_product.step_product(x, weight.roll(1, 0), added, gated)) > 0.1
+
+
+def test_compilers_know_its_shape() -> None:
+    x, weight = torch.randn(2, 1, 32, device=DEVICE).half(), torch.randn(20, 32, device=DEVICE).half()
+    for gated in (False, True):
+        torch.library.opcheck(torch.ops.iris_layers.step_product, (x, weight, weight[:, 0].clone(), gated))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_only_what_is_captured_is_served() -> None:
+    x, weight = torch.randn(16, 512, device=DEVICE).bfloat16(), torch.randn(128, 512, device=DEVICE).bfloat16()
+    assert not step_product.serves(x, weight)
+    step_product.linear(x, weight)
+    step_product.step_product(x, weight)  # compiled
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        served = step_product.serves(x, weight)
+        others = [step_product.serves(*each) for each in ((x.repeat(2, 1), weight), (x.float(), weight.float()))]
+        out = step_product.linear(x, weight)
+    assert served and not any(others)
+    for seed in range(2):
+        x.copy_(torch.randn(16, 512, generator=torch.Generator().manual_seed(seed)))
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = reference(x, weight, None, False, x.dtype)
+        assert (out.double() - expected).norm() <= 2**-8 * expected.norm()
+
+
+def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, list, int]:
+    model = models.build(name)
+    layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
+    exchanged = sum(isinstance(module, GatedMLP) for module in model.modules())
+    calls, own = [], step_product.step_product
+
+    def counted(x, weight, bias=None, gated=False):
+        calls.append(gated)
+        return own(x, weight, bias, gated)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_product, "step_product", counted)
+        patch.setattr(step_product, "serves", lambda x, weight: 0 < x.shape[:-1].numel() <= 6)
+        engine = layers.Engine(model, ctx, batch_size=2, max_length=16)
+        return engine.generate(models.prompt().tolist(), 5), calls, exchanged
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="has the functions of its process exchanged")
+@pytest.mark.parametrize("name, gates", [("kv2", 2), ("width130", 2), ("bias", 2), ("offset_norm", 0)])
+@pytest.mark.parametrize("sequence_parallel", [False, 4], ids=["all tokens", "shared tokens"])
+def test_the_engine_makes_the_same_tokens_by_it(name: str, gates: int, sequence_parallel: bool | int) -> None:
+    """14 tokens of prompts, and four behind; shared, each of three ranks has six of them, as few as are served."""
+    whole = models.generate(models.build(name))[:, 7:].tolist()
+    for tokens, calls, exchanged in run_ranks(3, engine_body, name, sequence_parallel):
+        assert tokens == whole
+        assert exchanged == gates and calls.count(True) == 4 * gates
+        assert calls.count(False) == 4 * (2 if gates else 4)  # qkv, and gate and up where they are not gated
+
+
+def swapped_body(ctx, fuse: bool) -> list[str]:
+    model = models.build("plain")
+    before = set(dict(model.named_modules()))
+    layers.parallelize(model, ctx, fuse=fuse)
+    assert before <= set(dict(model.named_modules())), "children keep their names"
+    return [type(layer.mlp).__name__ for layer in model.model.layers]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_gates_are_left_alone_where_nothing_is_fused(fuse: bool) -> None:
+    for names in run_ranks(2, swapped_body, fuse):
+        assert names == ["GatedMLP" if fuse else "LlamaMLP"] * 2
+
+
+def test_a_forward_that_reads_otherwise_is_left_alone() -> None:
+    from layers.gated import is_plain, is_silu
+
+    class Wider(torch.nn.Module):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + x
+
+    class Swapped(torch.nn.Module):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+    class Plain(torch.nn.Module):
+        def forward(self, hidden):
+            return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+    assert [is_plain(each.forward) for each in (Wider, Swapped, Plain)] == [False, False, True]
+    assert [is_silu(each) for each in (torch.nn.SiLU(), F.gelu, None)] == [True, False, False]
