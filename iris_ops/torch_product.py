@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 def multiply(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
     """`out = A @ B + bias`."""
+    if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies what stands behind a row by zero: NaN, where that is
+        A = A.contiguous()
     if bias is None:
         torch.mm(A, B, out=out)
     else:

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 
-from tests.processes import ROOT
+from tests.processes import ROOT, python_path
 from tests.untraced import copy_untraced
 
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
@@ -71,8 +71,8 @@ class Compilation:
             target, source = "sm_90", folder / "source"
             copy_untraced(source)
         command = [sys.executable, "-m", "tests.compile_kernels", target, str(folder)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for what is not copied
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+        # the path is for what `copy_untraced` leaves here
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
         said = subprocess.PIPE
         process = subprocess.Popen(command, cwd=source, env=environment, stdout=said, stderr=said, text=True)
         self._processes.append(process)

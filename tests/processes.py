@@ -42,11 +42,16 @@ def forkserver() -> Any:
     return context
 
 
+def python_path() -> str:
+    """PYTHONPATH by which a process in any folder finds what is in this one."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def _child_environment() -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(),
     }
 
 

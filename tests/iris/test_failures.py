@@ -18,7 +18,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from tests.processes import ROOT, run_fresh
+from tests.processes import python_path, run_fresh
 
 WAITS = {
     "device_barrier": lambda ctx: ctx.device_barrier(),
@@ -178,10 +178,9 @@ def test_memory_that_one_rank_cannot_have_raises_on_all(limited):
 
 def _python(code: str, **env: str) -> subprocess.CompletedProcess:
     inherited = {name: value for name, value in os.environ.items() if name != platform.ENV_INTERPRET}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=inherited | {"PYTHONPATH": path} | env,
+        env=inherited | {"PYTHONPATH": python_path()} | env,
         capture_output=True,
         text=True,
         timeout=60,
