@@ -86,6 +86,17 @@ def num_programs(dev: torch.device) -> int:
 
 
 @functools.cache
+def shared_bytes(dev: torch.device) -> int:
+    """The shared memory that a program may take; Triton refuses a kernel that takes more."""
+    if dev.type == "cpu":
+        return 1 << 40
+    from triton.runtime import driver  # by now the interpreter has been set up, or not
+
+    index = torch.cuda.current_device() if dev.index is None else dev.index
+    return driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
+@functools.cache
 def has_warp_roles(dev: torch.device) -> bool:
     """Whether warps of a program can be given different work: NVIDIA Hopper."""
     return dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev)[0] == 9

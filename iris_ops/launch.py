@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from iris import platform, repeat
 from iris.device.bounded import WAITERS
+from iris.errors import ArgumentError
 import torch
 import triton
 
@@ -50,7 +51,8 @@ def machine(device: torch.device) -> Machine:
         return machine_named("interpreter", 1)
     properties = torch.cuda.get_device_properties(device)
     known = machine_named(properties.name, properties.multi_processor_count)
-    return replace(known, warp_roles=platform.has_warp_roles(device))  # a Hopper GPU under any name
+    # a Hopper GPU under any name, and whatever another one has room for
+    return replace(known, warp_roles=platform.has_warp_roles(device), shared_bytes=platform.shared_bytes(device))
 
 
 def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
@@ -301,4 +303,11 @@ def launch(
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-    return repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
+    try:
+        return repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
+    except triton.OutOfResources as error:  # before anything ran; ranks whose calls are alike all come here
+        raise ArgumentError(
+            f"{problem.op}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
+            f"{config.num_stages} stages and {config.num_warps} warps, which take {error.required} of {error.name} for "
+            f"{problem.dtype}; expected at most {error.limit}, what the device has"
+        ) from error

@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-import torch
-
 from . import tritonblas
 from .config import FusedConfig
 from .machine import INTERPRETER, Machine
@@ -85,9 +83,8 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         tiles = tuple((m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm)))
         few_rows, comm = tiles, 1
     else:
-        fp32 = problem.dtype == torch.float32
-        tiles = tuple(tritonblas.tiles(problem, machine.name) or (FP32_TILES if fp32 else GPU_TILES))
-        few_rows, comm = tuple(FP32_TILES if fp32 else EXCHANGE_TILES), FusedConfig.comm_programs
+        tiles = tuple(tritonblas.tiles(problem, machine.name)) or fitting(problem.dtype.itemsize, machine, few=False)
+        few_rows, comm = fitting(problem.dtype.itemsize, machine, few=True), FusedConfig.comm_programs
         if problem.op == GATHER_MATMUL and problem.part_rows <= 128:
             comm *= 2  # little to move, and soon needed
     shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
@@ -113,6 +110,14 @@ _UNFUSED = tuple(FusedConfig(algorithm=algorithm) for algorithm in UNFUSED)
 
 
 @lru_cache(maxsize=256)
+def fitting(itemsize: int, machine: Machine, few: bool) -> tuple[tuple[int, int, int, int, int], ...]:
+    """(block_m, block_n, block_k, warps, stages) of tiles, for few rows or many, for which shared memory has room."""
+    tiles = FP32_TILES if itemsize == 4 else EXCHANGE_TILES if few else GPU_TILES
+    fits = {tile: machine.stages((tile[0] + tile[1]) * tile[2] * itemsize) for tile in tiles}
+    return tuple((*tile, min(stages, fits[tile])) for tile, (stages, _) in tiles.items() if fits[tile] > 1)
+
+
+@lru_cache(maxsize=256)
 def _tiled(few_rows: tuple, shots: tuple, tiles: tuple, comm_programs: int) -> tuple[FusedConfig, ...]:
     kinds = [*product(few_rows, shots), *((tile, "overlapped") for tile in tiles)]
     return tuple(
@@ -123,9 +128,9 @@ def _tiled(few_rows: tuple, shots: tuple, tiles: tuple, comm_programs: int) -> t
 
 @lru_cache(maxsize=256)
 def _with_roles(group_m: int) -> tuple[FusedConfig, ...]:
-    kinds = product(ROLES_TILES, (1, _SHARES))
+    kinds = product(ROLES_TILES.items(), (1, _SHARES))
     return tuple(
-        FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_roles=True) for (m, n, k, w, s), splits in kinds
+        FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_roles=True) for ((m, n, k, w), (s, _)), splits in kinds
     )
 
 

@@ -16,32 +16,39 @@ from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, P
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
 from .unfused import UNFUSED
 
-# (block_m, block_n, block_k, warps, stages): share of the chip's rate that a full wave of such tiles reaches, bf16.
-GPU_TILES = {
-    (128, 256, 64, 8, 3): 1.0,
-    (128, 128, 64, 8, 4): 0.86,
-    (64, 256, 64, 8, 4): 0.72,
-    (64, 128, 64, 4, 4): 0.60,
-    (64, 64, 128, 4, 4): 0.40,
-    (32, 64, 128, 4, 4): 0.22,
-    (16, 64, 128, 4, 5): 0.12,
-    (16, 128, 128, 4, 4): 0.14,
+# (block_m, block_n, block_k, warps): (stages, fewer where shared memory has no room for them; share of the chip's rate
+# that a full wave of such tiles reaches, bf16).
+Tiles = dict[tuple[int, int, int, int], tuple[int, float]]
+GPU_TILES: Tiles = {
+    (128, 256, 64, 8): (3, 1.0),
+    (128, 128, 64, 8): (4, 0.86),
+    (64, 256, 64, 8): (4, 0.72),
+    (64, 128, 64, 4): (4, 0.60),
+    (64, 64, 128, 4): (4, 0.40),
+    (32, 64, 128, 4): (4, 0.22),
+    (16, 64, 128, 4): (5, 0.12),
+    (16, 128, 128, 4): (4, 0.14),
 }
 # The same for programs whose warps have roles, which multiply while tiles are moved.
-ROLES_TILES = {(128, 256, 64, 8, 3): 1.0, (128, 128, 64, 8, 5): 0.95}
+ROLES_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
 # For few rows: enough weights under way for the memory's full rate; measured on H200s.
-EXCHANGE_TILES = {
-    (16, 64, 256, 4, 4): 0.25,
-    (16, 64, 128, 4, 8): 0.25,
-    (32, 64, 128, 4, 6): 0.36,
-    (64, 64, 128, 8, 6): 0.58,
-    (128, 64, 128, 8, 4): 0.74,
-    (128, 128, 64, 8, 4): 0.86,
+EXCHANGE_TILES: Tiles = {
+    (16, 64, 256, 4): (5, 0.25),
+    (16, 64, 128, 4): (8, 0.25),
+    (32, 64, 256, 4): (4, 0.36),
+    (64, 64, 128, 8): (6, 0.58),
+    (128, 64, 128, 8): (4, 0.74),
+    (128, 128, 64, 8): (4, 0.86),
 }
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 _READ_AGAIN = 0.15  # of the time that weights take, what each further block of few rows adds
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
-FP32_TILES = {(64, 128, 32, 8, 2): 1.0, (64, 64, 32, 4, 3): 0.9, (32, 64, 32, 4, 3): 0.7, (16, 64, 64, 4, 3): 0.4}
+FP32_TILES: Tiles = {
+    (64, 128, 32, 8): (2, 1.0),
+    (64, 64, 32, 4): (3, 0.9),
+    (32, 64, 32, 4): (3, 0.7),
+    (16, 64, 64, 4): (3, 0.4),
+}
 _FP32_SHARE = 0.05
 # What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
 _POINTERS = 0.15, 0.38
@@ -216,8 +223,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     few_rows = config.algorithm != "overlapped"
     shares = FP32_TILES if fp32 else EXCHANGE_TILES if few_rows else ROLES_TILES if config.warp_roles else GPU_TILES
-    unknown = min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
-    share = shares.get((bm, bn, bk, config.num_warps, config.num_stages), unknown)
+    unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
+    _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
     if not (problem.whole_vectors(problem.K) or few_rows) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
     rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
 from iris_ops.operands import operand
@@ -118,8 +119,8 @@ def _depth(device: torch.device, gated: bool) -> tuple[int, int]:
     if device.type == "cpu" or torch.version.hip:
         return _BLOCK_K_HIP, _STAGES_HIP
     block_k = _BLOCK_K // 2 if gated else _BLOCK_K
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return block_k, max(2, min(_STAGES, room // (((1 + gated) * _BLOCK_N + MOST_ROWS) * block_k * 2)))
+    block_bytes = ((1 + gated) * _BLOCK_N + MOST_ROWS) * block_k * 2
+    return block_k, max(2, min(_STAGES, (platform.shared_bytes(device) - 1024) // block_bytes))
 
 
 # One opaque operator for compilers, as `iris_ops.library` has them.

@@ -24,8 +24,10 @@ from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
 from iris_ops.all_gather_roles import all_gather_roles_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
 from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
+from iris_ops.machine import machine_named  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
+from iris_ops.plan import fitting  # noqa: E402
 from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel  # noqa: E402
 from iris_ops.sum_parts import sum_parts_kernel  # noqa: E402
 from layers.fp8 import round_rows_kernel  # noqa: E402
@@ -48,13 +50,10 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 WORLD_SIZE = 4
-# By what follows the product: block_m, block_k, warps, stages.
-FEW_ROWS = {
-    "all": (16, 256, 4, 4),
-    "owners": (64, 128, 8, 6),
-    "scatter": (64, 128, 8, 6),
-    "gather": (16, 256, 4, 4),
-}
+# Whose shared memory decides how many stages plans give a tile.
+MACHINES = {90: "NVIDIA H200", 100: "NVIDIA H200", "gfx942": "AMD Instinct MI300X", "gfx950": "AMD Instinct MI350X"}
+# By what follows the product: block_m, block_k, warps.
+FEW_ROWS = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 8), "gather": (32, 256, 4)}
 _INT32 = {"flags", "sync", "members", "sent", "arrived", "count", "left"}
 _INT64 = {"words", "heap_bases", "sums", "times", "step", "results"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
@@ -126,8 +125,10 @@ def _block(name: str, constants: dict, in_gluon: bool) -> str:
 def variants(target: GPUTarget):
     """(name, kernel, options, constants) of everything that is compiled for `target`."""
     cuda = target.backend == "cuda"
-    block = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64) if cuda else dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64)
-    options = dict(num_warps=8, num_stages=3 if cuda else 2)
+    machine = machine_named(MACHINES[target.arch], 1)
+    (m, n, k, warps, stages), *_ = fitting(2, machine, few=False)
+    block, options = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k), dict(num_warps=warps, num_stages=stages)
+    few_stages = {tuple(tile): stages for *tile, stages in fitting(2, machine, few=True)}
     strides = dict(stride_ak=1, stride_bk=1, stride_on=1)
     common = dict(GROUP_M=8, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True, WAITER=1, B_TRANSPOSED=True, **block, **strides)
     for tma in (True, False) if cuda else (False,):
@@ -143,21 +144,13 @@ def variants(target: GPUTarget):
             flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, SPLITS=1 if by_k else 2, TMA_G=tma, **loads)
             yield name, all_gather_matmul_kernel, options, {**common, **flags}
     few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
-    for exchange, (m, k, warps, stages) in FEW_ROWS.items():
+    for exchange, (m, k, warps) in FEW_ROWS.items():
         constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}
-        yield (
-            f"few_rows_{exchange}",
-            few_rows_kernel,
-            dict(num_warps=warps, num_stages=stages if cuda else 2),
-            constants,
-        )
-    flags = dict(BLOCK_M=16, BLOCK_K=128, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
-    yield (
-        "few_rows_gather_first",
-        few_rows_gather_kernel,
-        dict(num_warps=4, num_stages=4 if cuda else 2),
-        {**few, **flags},
-    )
+        stages = few_stages[m, few["BLOCK_N"], k, warps]
+        yield f"few_rows_{exchange}", few_rows_kernel, dict(num_warps=warps, num_stages=stages), constants
+    flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
+    gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
+    yield "few_rows_gather_first", few_rows_gather_kernel, gathering, {**few, **flags}
     constants = dict(stride_on=1, BLOCK_M=2, BLOCK_N=1024, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True)
     yield "sum_parts", sum_parts_kernel, dict(num_warps=8), constants
     heads = dict(GROUPS=16, DIM=128, BLOCK=64)

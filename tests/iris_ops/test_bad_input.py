@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import iris
 from iris.errors import ArgumentError, ClosedError, DeviceError, DtypeError, HeapExhausted, IrisError, ShapeError
-from iris_ops import FusedConfig
+from iris_ops import FusedConfig, launch
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+import triton
 
-from tests.harness import WORLDS, both, run_ranks
+from tests.harness import ON_GPU, WORLDS, both, run_ranks
 from tests.iris_ops.calls import Call, check_case
 from tests.reference import FORMS, Case
 
@@ -273,6 +275,27 @@ def test_config_refuses_more_shared_memory_than_there_is(blocks: tuple[int, int,
     with pytest.raises(ArgumentError, match="warp_roles is True with blocks of .* bytes of shared memory; expected"):
         FusedConfig(m, n, k, num_stages=stages, warp_roles=True)
     FusedConfig(m, n, k, num_stages=stages - 1, warp_roles=stages > 2)
+
+
+def refuse_blocks_without_room(ctx: iris.Iris) -> None:
+    """The interpreter has room for any; there, what Triton raises on a GPU is raised in the launch's place."""
+
+    def too_large(*_: object, **__: object) -> None:
+        raise triton.OutOfResources(393_216, 232_448, "shared memory")
+
+    call = Call(ctx, replace(good_case(ALL_REDUCE), config=FusedConfig(256, 256, 128, num_stages=4)))
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setattr(launch, "repeat", SimpleNamespace(launch=too_large))
+        with pytest.raises(ArgumentError, match="config has blocks of 256 x 256 x 128, 4 stages .* expected at most"):
+            call.run()
+    ctx.barrier()
+    check_case(ctx, good_case(ALL_REDUCE))
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:2])
+def test_blocks_without_room_are_refused_and_the_next_call_works(world_size: int) -> None:
+    run_ranks(world_size, refuse_blocks_without_room)
 
 
 def refuse_plans(ctx: iris.Iris) -> None:

@@ -10,7 +10,7 @@ from statistics import median
 import iris
 from iris_ops import FusedConfig, torch_product
 from iris_ops.machine import Machine, machine_named
-from iris_ops.plan import plan
+from iris_ops.plan import fitting, plan
 from iris_ops.predict import predict
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem
 from iris_ops.staging import workspace_size
@@ -57,6 +57,22 @@ def test_what_is_empty_has_a_plan_too(machine: Machine) -> None:
         for shape in [(0, 127, 5), (5, 0, 7), (3, 5, 0), (0, 0, 0)]:
             for w in (1, 2, 8):
                 assert plan(problem(op, form, *shape, w=w), machine).prediction.total_us >= 0
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["many rows", "few rows"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_have_as_many_stages_as_shared_memory_has_room_for(itemsize: int, few: bool) -> None:
+    """What they take, compiled, is looked at in test_codegen.py."""
+    full = {tuple(tile): stages for *tile, stages in fitting(itemsize, H200, few)}
+    for name in ("AMD Instinct MI300X", "AMD Instinct MI350X", "some other GPU"):
+        machine = machine_named(name, 100)
+        found = {tuple(tile): stages for *tile, stages in fitting(itemsize, machine, few)}
+        assert found and all(2 <= stages <= full[tile] for tile, stages in found.items())
+        for (m, n, k, _), stages in found.items():
+            held = stages - name.startswith("AMD")  # one of AMD's is in registers
+            assert held * (m + n) * k * itemsize <= machine.shared_bytes
+    large = replace(H200, shared_bytes=1 << 30)
+    assert fitting(itemsize, large, few) == fitting(itemsize, H200, few), "an H200 has room for all"
 
 
 @pytest.mark.parametrize("op, form", FORMS)
