@@ -217,13 +217,8 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
 
 # Measured before warps had roles.
 OLDER = {"ops_h200_x4", "ops_models_h200_x4", "ops_float16_h200_x2", "ops_float16_h200_x4"}
-# Measured with two blocks of 16 rows, which read all weights twice and take about a tenth longer than was expected.
-GIVEN_UP = {
-    ("ops_models_h200_x2", ALL_REDUCE, 32, 8192, 4096),
-    ("ops_models_h200_x2", REDUCE_SCATTER, 32, 8192, 4096),
-    ("ops_models_h200_x2", REDUCE_SCATTER, 32, 8192, 14336),
-    ("ops_models_h200_x2", GATHER_MATMUL, 32, 28672, 8192),
-}
+# In one or two shots, so many rows at most were measured with fewer stages, or smaller blocks, than plans take now.
+FEW_ROWS_OLDER = {"ops_models_h200_x2": 32}
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/ops_*.json"))
 
 
@@ -242,8 +237,8 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
         if path.stem in OLDER:
             assert chosen.prediction.total_us < ours["graph_us"] * 1.3
             continue
-        given_up = (path.stem, op, row["M"], row["N"], row["K"]) in GIVEN_UP
-        assert (chosen == measured) != given_up, f"{asked}: {measured}"
+        older = measured.algorithm.endswith("shot") and row["M"] <= FEW_ROWS_OLDER.get(path.stem, 0)
+        assert (chosen == measured) != older, f"{asked}: {measured}"
         if abs(expected / ours["graph_us"] - 1) > 0.2:
             misses.append((op, row["M"], row["N"], row["K"], expected, ours["graph_us"]))
     assert len(misses) <= len(report["rows"]) / 10, misses
