@@ -6,10 +6,15 @@ wrong is named in the table and not timed, and the run goes on.
 
 Prints the tables and writes `ops_<gpu>_x<ranks>.json` (with `--dtype float16` `ops_float16_<gpu>_x<ranks>.json`), after
 every row, so that a run that is cut short leaves what it has measured. Under torchrun it uses the ranks that are there.
+
+`--vary "num_stages=4,5;group_m=8,16"` has ours compete with other configurations of its own, all combinations of these
+fields of `FusedConfig` in place of the plan's, in the same run and checked alike.
 """
 
 import argparse
+import dataclasses
 from dataclasses import asdict
+import itertools
 import sys
 import time
 
@@ -28,6 +33,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", help=f"some of {','.join(shapes.SETS)}; default: facts, on CPUs tiny")
     parser.add_argument("--rows", help='only these sizes, as "8192,8192,7168;512,8192,2048"; all, of --shapes given')
     parser.add_argument("--only", help='only contenders with one of these words in their name, as "ours,NCCL,alone"')
+    parser.add_argument("--vary", default="", help='fields of our configuration, as "num_stages=4,5;group_m=8,16"')
     parser.add_argument("--modes", default="graph,eager")
     parser.add_argument("--quick", action="store_true", help="two rows an op, a third of the time each")
     args = parser.parse_args(argv)
@@ -37,7 +43,33 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.modes = [mode for mode in args.modes.split(",") if gpu or mode == "eager"]
     args.ops = args.ops.split(",")
     shapes.select(args.shapes, args.ops, args.ranks, args.rows)
+    args.vary = variations(args.vary)
     return args
+
+
+def variations(text: str) -> list[dict[str, int | bool | str]]:
+    """All combinations of "field=value,value;field=value"; raises ValueError for what is no field."""
+    if not text:
+        return []
+    from iris_ops import FusedConfig  # here, so that rivals can be measured where the library cannot start
+
+    fields = [part.partition("=")[::2] for part in text.split(";")]
+    kinds = {field.name: field.type for field in dataclasses.fields(FusedConfig)}
+    unknown = [name for name, _ in fields if kinds.get(name) not in _READ]
+    if unknown:
+        raise ValueError(f"--vary has {unknown[0]!r}; expected fields of FusedConfig, such as num_stages or algorithm")
+    choices = [[(name, _READ[kinds[name]](value)) for value in values.split(",")] for name, values in fields]
+    return [dict(chosen) for chosen in itertools.product(*choices)]
+
+
+def _flag(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise ValueError(f"--vary has {text!r}; expected True or False")
+    return text == "True"
+
+
+# How values of a field are read, by its type.
+_READ = {"int": int, "bool": _flag, "str": str}
 
 
 def run(team: Team, args: argparse.Namespace) -> None:
@@ -48,6 +80,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     heaps = rivals.heaps(team, rows, dtype, args.heap_gib)
     found = rivals.contenders(team, rows, dtype, *heaps)
     found = [contender for contender in found if any(word in contender.name for word in words)]
+    found += [rivals.varied(heaps[0], changes) for changes in args.vary]
     measured = {**report.describe_run(team, args), "link_gb_s": shapes.LINK_GB_S, "rows": []}
     begin = time.monotonic()
     for number, row in enumerate(rows, 1):

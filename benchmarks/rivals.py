@@ -4,7 +4,7 @@ A contender says for each op that it serves how to get ready: `prepare[op](input
 the call that is checked and timed, `call(i) -> out` on copy i of the inputs. All read the same A and B, and B is the
 transpose of an (N, K) weight for all of them. A row that a contender does not serve is left blank.
 
-    ours        ctx.ops, output on the symmetric heap
+    ours        ctx.ops, output on the symmetric heap; on request with other configurations too
     rivals      rivals_torch.py: NCCL, and torch's own ops on symmetric memory; rivals_kraken.py, where it is installed
     alone       the product without the collective: torch's, and our kernel in a world of one; the floor is made of
                 the faster one
@@ -13,7 +13,7 @@ No multicast: the rivals' ops use plain peer memory, and async-TP is asked in th
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 import functools
 import math
 
@@ -77,10 +77,15 @@ class Heap:
     def out(self, rows: int, columns: int) -> torch.Tensor:
         return self.buffer[: rows * columns].view(rows, columns)
 
-    def plan(self, row: Row) -> dict:
+    def config(self, row: Row, **changes):
+        """What is planned for a row, with `changes` to its fields; where those are impossible, the error says why."""
         form = None if row.op == "ar" else row.form
-        config = asdict(self.ctx.ops.plan(CALLS[row.op], row.M, row.N, row.K, self.dtype, form))
-        return {name: value for name, value in config.items() if name != "reasons"}
+        return replace(self.ctx.ops.plan(CALLS[row.op], row.M, row.N, row.K, self.dtype, form), **changes)
+
+    def plan(self, row: Row, **changes) -> dict:
+        """For the record; a prediction is for what is planned, not for what is changed."""
+        dropped = {"reasons", "prediction"} if changes else {"reasons"}
+        return {name: value for name, value in asdict(self.config(row, **changes)).items() if name not in dropped}
 
     def close(self) -> None:
         if "ctx" in vars(self):
@@ -106,13 +111,20 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap, alon
     return found
 
 
-def _ours(heap: Heap) -> dict[str, Callable[[Inputs], Call]]:
+def varied(heap: Heap, changes: dict[str, int | bool | str]) -> Contender:
+    """Ours, with another configuration than the plan's."""
+    name = "ours, " + ", ".join(f"{field} {value}" for field, value in changes.items())
+    return Contender(name, RIVAL, _ours(heap, **changes), plan=functools.partial(heap.plan, **changes))
+
+
+def _ours(heap: Heap, **changes) -> dict[str, Callable[[Inputs], Call]]:
     def prepare(inputs: Inputs) -> Call:
         out = heap.out(*inputs.out_shape)
         op = getattr(heap.ctx.ops, CALLS[inputs.row.op])
+        config = heap.config(inputs.row, **changes) if changes else None
 
         def call(i: int) -> torch.Tensor:
-            op(out, inputs.A[i], inputs.B[i])
+            op(out, inputs.A[i], inputs.B[i], config=config)
             return out
 
         return call

@@ -86,6 +86,15 @@ def test_samples_have_every_op_ragged_and_in_fp16(world):
     assert all(row.serves(world) and row.even(world) and (row.M > 256) == (i % 2 == 0) for i, row in enumerate(sample))
 
 
+def test_variations_are_all_combinations_of_known_fields():
+    found = ops.variations("num_stages=4,5;warp_roles=False;algorithm=one_shot")
+    assert found == [dict(num_stages=stages, warp_roles=False, algorithm="one_shot") for stages in (4, 5)]
+    assert ops.variations("") == []
+    for text in ("stages=4", "num_stages", "prediction=1", "num_stages=four", "warp_roles=1"):
+        with pytest.raises(ValueError):
+            ops.variations(text)
+
+
 def test_command_and_reasons_name_no_folder():
     assert command("ops", ["--ranks", "4", "--out", "/a/b", "--quick"]) == "python -m benchmarks.ops --ranks 4 --quick"
     assert command("ops", ["--rows", "1,2,3;4,5,6"]) == "python -m benchmarks.ops --rows '1,2,3;4,5,6'"
@@ -180,6 +189,7 @@ def test_wrong_and_failing_contenders_are_named_and_not_timed(alone):
 
 def test_end_to_end_on_two_cpu_ranks(tmp_path):
     line = [sys.executable, "-m", "benchmarks.ops", "--device", "cpu", "--ranks", "2", "--rows", "16,48,32"]
+    line += ["--vary", "block_m=16,48;num_programs=1"]
     done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "ops_cpu_x2.json").read_text())
@@ -189,6 +199,9 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
         for name in ("ours", "torch + gloo"):
             assert results[name]["status"] == "ok", (row["op"], results[name]["notes"])
             assert results[name]["eager_us"] > 0
+        changed, refused = (results[f"ours, block_m {block}, num_programs 1"] for block in (16, 48))
+        assert changed["eager_us"] > 0 and changed["plan"]["block_m"] == changed["plan"]["num_programs"] << 4
+        assert refused["status"] == "n/a" and "block_m is 48; expected a power of two" in refused["notes"][0]
     assert str(tmp_path) not in json.dumps(report)
     assert table.render(report, ["eager"]) in done.stdout.replace("\r", "")
 
