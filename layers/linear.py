@@ -1,12 +1,12 @@
 """Linear layers split over ranks: y = x @ W.T + b, with W [N, K] stored as torch.nn.Linear stores it.
 
     layer                      local W       input                output               served by
-    Column                     [N/w, K]      [M, K]               [M, N/w]             F.linear, nothing to exchange
+    Column                     [N/w, K]      [M, K]               [M, N/w]             a product, nothing to exchange
     Column, gather_output      [N/w, K]      [M, K]               [M, N]               matmul_all_gather by columns
     Column, sequence_parallel  [N/w, K]      [M/w, K]             [M, N/w]             all_gather_matmul by rows
     Row                        [N, K/w]      [M, K/w]             [M, N]               matmul_all_reduce
     Row, sequence_parallel     [N, K/w]      [M, K/w]             [M/w, N]             matmul_reduce_scatter by rows
-    Row, reduce_results=False  [N, K/w]      [M, K/w]             [M, N], partial      F.linear; the ranks' sum is y
+    Row, reduce_results=False  [N, K/w]      [M, K/w]             [M, N], partial      a product; the ranks' sum is y
     Row with fp8 weights       [N, K/w]      [M, K/w]             [M, N]               a product, then `ccl.all_reduce`
 
 MergedColumn and QKV are Columns that fuse several outputs in one W: they only choose `parts` (see `sharded`). Sizes

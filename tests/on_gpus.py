@@ -18,7 +18,9 @@ import time
 
 import torch
 
-_TESTS_A_SHARE = 40
+# Seconds that a test takes there, about, most of them for compilation; and what a share should take.
+_SECONDS = {"test_ccl.py": 16, "test_warp_roles.py": 13, "test_fuzz.py": 13, "test_compile.py": 10, "test_ops.py": 5}
+_OTHERS, _SHARE_SECONDS = 2, 80
 _ALONE = "test_litmus.py"  # its rounds need all ranks on their GPUs at the same time
 _MOST_HEAP = 16 << 30
 _GRACE_S = 60.0  # for torchrun, which kills ranks that do not end in 30
@@ -36,15 +38,17 @@ def parse() -> argparse.Namespace:
 
 
 def shares(args: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """(file, share, of how many), the largest files first."""
+    """(file, share, of how many), those that take longest first."""
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": "0"}  # as under torchrun
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", *args.paths]
     listed = subprocess.run(command, env=environment, capture_output=True, text=True)
     if listed.returncode:
         sys.exit(listed.stdout + listed.stderr)
     files = Counter(line.partition("::")[0] for line in listed.stdout.splitlines() if "::" in line)
-    cuts = [(file, -(-count // _TESTS_A_SHARE)) for file, count in files.most_common()]
-    return [(file, share, cut) for file, cut in cuts for share in range(1, cut + 1)]
+    seconds = {file: count * _SECONDS.get(Path(file).name, _OTHERS) for file, count in files.items()}
+    cuts = {file: min(files[file], -(-seconds[file] // _SHARE_SECONDS)) for file in files}
+    longest = sorted(files, key=lambda file: -seconds[file] / cuts[file])
+    return [(file, share, cuts[file]) for file in longest for share in range(1, cuts[file] + 1)]
 
 
 def run(args: argparse.Namespace, logs: Path, heap: int, file: str, share: int, cut: int) -> tuple[str, bool]:
