@@ -114,6 +114,8 @@ def merge_siblings(model: nn.Module, styles: dict[str, str], hook: type[Product]
     arguments: dict[type, tuple[str, set[str]] | None] = {}  # of each class, what its forward does with its input
     for parent, children in families_of(styles).items():
         module = model.get_submodule(parent)
+        if "forward" in vars(module):
+            continue  # the instance's own, in place of its class's
         if type(module) not in arguments:
             arguments[type(module)] = sole_use(type(module).forward)
         used = arguments[type(module)]

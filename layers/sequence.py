@@ -137,8 +137,9 @@ def check(model: nn.Module, styles: dict[str, str]) -> None:
         if re.search(r"\.\d+\.", name) and style not in ("colwise", "rowwise") and "replica" not in style:
             raise StyleError(f"{name} has style {style!r}: sequence parallel expects colwise and rowwise in a layer")
     for parent, children in families.items():
-        forward = type(model.get_submodule(parent)).forward
-        used = sole_use(forward)
+        module = model.get_submodule(parent)
+        forward = type(module).forward
+        used = None if "forward" in vars(module) else sole_use(forward)
         linears = [model.get_submodule(f"{parent}.{child}") for child in children]
         alike = len({(linear.bias is None, linear.weight.dtype, linear.in_features) for linear in linears}) == 1
         if len(children) < 2 or used is None or used[1] != set(children) or not alike:

@@ -127,3 +127,16 @@ def refused_body(ctx, name: str, plan, words: str) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_share_its_tokens_is_refused(world_size: int, case: str) -> None:
     run_ranks(world_size, refused_body, *REFUSED[case])
+
+
+def own_forward_body(ctx) -> None:
+    model = models.build("plain")
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: x + type(mlp).forward(mlp, x)
+    with pytest.raises(StyleError, match="layers.1.mlp's forward"):
+        parallelize(model, ctx, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+def test_the_forward_that_an_instance_has_counts(world_size: int) -> None:
+    run_ranks(world_size, own_forward_body)
