@@ -1,7 +1,8 @@
 """Gated MLPs, `down(silu(gate(x)) * up(x))`, whose first half is one kernel where rows are few (see `step_product`).
 
 A module is exchanged only if its forward reads just so, its gate and up are one product (see `fused`), its activation
-is silu, and nobody else has hooked it. Children keep their names.
+is silu, and nobody else has hooked it. What it holds stays, under the same names. The kernel passes over gate, up and
+activation, so where one of them is exchanged or hooked later, all of them are called again.
 """
 
 from __future__ import annotations
@@ -20,22 +21,32 @@ _MERGED = "gate_up_proj"
 
 
 class GatedMLP(nn.Module):
-    """`mlp`, with its children; `product` makes the merged product of gate and up."""
+    """`mlp`, with all that it holds but its hook, `product`, which makes the merged product of gate and up."""
 
     def __init__(self, mlp: nn.Module, product: Product):
         super().__init__()
-        for name, child in mlp.named_children():
-            setattr(self, name, child)
-        self.product = product
+        vars(self).update((key, held) for key, held in vars(mlp).items() if not key.startswith("_forward_pre_hooks"))
+        self._product = product
+        self._whole = self._passed_over()  # in a tuple: no further children
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        merged = self.gate_up_proj
-        alone = merged.own_steps and merged.weight_scale is None and not self.product.exchanges(x)
-        if alone and step_product.serves(x, merged.weight):
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        (x,) = *args, *kwargs.values()  # by whatever name
+        merged = self._product.merged
+        alone = merged.own_steps and merged.weight_scale is None and not self._product.exchanges(x)
+        if alone and step_product.serves(x, merged.weight) and self._is_whole():
             merged.check(x, merged.in_features)
             return self.down_proj(step_product.gated(x, merged.weight, merged.bias))
-        both = self.product.product(x, {})
+        both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
+
+    def _passed_over(self) -> tuple:
+        return self.gate_up_proj, self.gate_proj, self.up_proj, self.act_fn
+
+    def _is_whole(self) -> bool:
+        """Whether what is passed over is what it was, and nobody has hooked it."""
+        now = self._passed_over()
+        same = all(mine is first for mine, first in zip(now, self._whole, strict=True))
+        return same and not any(_is_hooked(each) for each in now)
 
 
 def fuse_gates(model: nn.Module) -> int:
@@ -44,23 +55,35 @@ def fuse_gates(model: nn.Module) -> int:
     found = []
     for parent in model.modules():
         for child, module in parent.named_children():
-            hooks = list(module._forward_pre_hooks.values())
-            if not hasattr(module, _MERGED) or len(hooks) != 1 or not isinstance(hooks[0], Product):
-                continue
-            if module._forward_hooks or not is_silu(getattr(module, "act_fn", None)):
+            if not _is_merged(module) or _is_hooked(module.act_fn) or not is_silu(module.act_fn):
                 continue
             if type(module) not in plain:
                 plain[type(module)] = is_plain(type(module).forward)
             if plain[type(module)]:
-                found.append((parent, child, GatedMLP(module, hooks[0]).train(module.training)))
+                (hook,) = module._forward_pre_hooks.values()
+                found.append((parent, child, GatedMLP(module, hook)))
     for parent, child, mlp in found:
         setattr(parent, child, mlp)
     return len(found)
 
 
+def _is_merged(module: nn.Module) -> bool:
+    """Whether it holds what is exchanged, and a merged product is all that its class's forward is called with."""
+    hooks, own = list(module._forward_pre_hooks.values()), {*vars(module), *module._modules}
+    plainly = len(hooks) == 1 and isinstance(hooks[0], Product) and not module._forward_hooks
+    # what an instance may have in place of its class's
+    return plainly and own >= {_MERGED, "act_fn", "down_proj"} and own.isdisjoint({"forward", "_compiled_call_impl"})
+
+
+def _is_hooked(module: object) -> bool:
+    """Whether a call of it, a module or a function, is more than that of its class."""
+    hooks = (getattr(module, key, None) for key in ("_forward_pre_hooks", "_forward_hooks"))
+    return any(hooks) or "forward" in getattr(module, "__dict__", ())
+
+
 def is_silu(activation: object) -> bool:
     """Whether it is silu, seen by trying."""
-    x = torch.linspace(-8, 8, 33)
+    x = torch.linspace(-100, 100, 401)
     try:
         return torch.allclose(activation(x), nn.functional.silu(x))
     except Exception:  # whatever it is
@@ -69,10 +92,14 @@ def is_silu(activation: object) -> bool:
 
 def is_plain(forward) -> bool:
     """Whether a forward of one argument returns `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`."""
+    if hasattr(forward, "__wrapped__"):  # the source would be that of the one inside
+        return False
     try:
-        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
+        function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
         module, name = (argument.arg for argument in function.args.args)
     except (OSError, TypeError, SyntaxError, AttributeError, ValueError):
+        return False
+    if function.decorator_list or function.args.vararg or function.args.kwarg or function.args.kwonlyargs:
         return False
     wanted = f"{module}.down_proj({module}.act_fn({module}.gate_proj({name})) * {module}.up_proj({name}))"
     lines = [ast.unparse(line) for line in function.body]

@@ -1,0 +1,188 @@
+"""Gated MLPs that are exchanged: what they held stays, and whatever is more than the plain form counts as before."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+
+import layers
+from layers import step_product
+from layers.gated import GatedMLP, is_plain
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.harness import UNDER_TORCHRUN, both, run_ranks
+from tests.layers import models
+
+pytestmark = [*both, pytest.mark.skipif(UNDER_TORCHRUN, reason="has the functions of its process exchanged")]
+
+
+class MLP(nn.Module):
+    """With an activation that is a function, and more than its linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.size = 32
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 40), nn.Linear(32, 40), nn.Linear(40, 32)
+        self.act_fn = F.silu
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("kept", torch.ones(5))
+
+    def forward(self, states):
+        return self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: type[MLP] = MLP) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([kind(), kind()])
+
+
+PLAN = {"layers.*.gate_proj": "colwise", "layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"}
+
+
+def doubled(forward):
+    @functools.wraps(forward)
+    def inner(self, x):
+        return 2 * forward(self, x)
+
+    return inner
+
+
+class Decorated(MLP):
+    @doubled
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class WithMore(MLP):
+    def forward(self, x, **more):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Property(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.act_fn
+
+    @property
+    def act_fn(self):
+        return F.silu
+
+    @act_fn.setter
+    def act_fn(self, _) -> None: ...
+
+    @act_fn.deleter
+    def act_fn(self) -> None: ...
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def own_forward(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)) + x
+
+
+def serve_few_rows(patch: pytest.MonkeyPatch) -> None:
+    """As in a capture, which there is none of on CPUs."""
+    patch.setattr(step_product, "serves", lambda x, weight: x.shape[:-1].numel() <= 16 and weight.shape[0] > 0)
+
+
+def close(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def held_body(ctx) -> None:
+    model, whole = Stack(), Stack()
+    layers.parallelize(model, ctx, plan=PLAN)
+    mlp, x = model.layers[0].eval(), torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    assert isinstance(mlp, GatedMLP) and mlp.size == 32 and mlp.act_fn is F.silu
+    assert {"unused", "kept"} < mlp.state_dict().keys()
+    for served in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if served:
+                serve_few_rows(patch)
+            assert close(mlp(x), whole.layers[0](x))
+            assert close(mlp(states=x), whole.layers[0](x))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_a_module_holds_stays(world_size: int) -> None:
+    run_ranks(world_size, held_body)
+
+
+def attributes_body(ctx) -> list[bool]:
+    model = models.build("plain")
+    before = [set(vars(layer.mlp)) for layer in model.model.layers]
+    layers.parallelize(model, ctx)
+    return [names <= set(vars(layer.mlp)) for names, layer in zip(before, model.model.layers, strict=True)]
+
+
+def test_its_configuration_and_sizes_are_found_as_before() -> None:
+    for kept in run_ranks(2, attributes_body):
+        assert kept == [True, True]
+
+
+@torch.no_grad()
+def left_alone_body(ctx, kind: type[MLP], change: str) -> None:
+    model, whole = Stack(kind), Stack(kind)
+    calls = []
+    for each in (model, whole):
+        mlp = each.layers[0]
+        if change == "forward":
+            mlp.forward = MethodType(own_forward, mlp)
+        elif change == "hook":
+            mlp.act_fn = nn.SiLU()
+            mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    layers.parallelize(model, ctx, plan=PLAN)
+    assert not calls
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    assert not isinstance(model.layers[0], GatedMLP)
+    with pytest.MonkeyPatch.context() as patch:
+        serve_few_rows(patch)
+        assert close(model.layers[0](x), whole.layers[0](x))
+    assert len(calls) == (2 if change == "hook" else 0)
+
+
+@pytest.mark.parametrize(
+    "kind, change",
+    [(Decorated, ""), (WithMore, ""), (Property, ""), (MLP, "forward"), (MLP, "hook")],
+    ids=["decorated", "more arguments", "property", "forward of an instance", "hooked activation"],
+)
+def test_what_is_more_than_plain_is_left_alone(kind: type[MLP], change: str) -> None:
+    run_ranks(2, left_alone_body, kind, change)
+
+
+def test_the_source_of_what_is_wrapped_does_not_count() -> None:
+    assert is_plain(MLP.forward) and not is_plain(Decorated.forward) and not is_plain(WithMore.forward)
+
+
+class Halved(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) / 2
+
+
+@torch.no_grad()
+def changed_later_body(ctx) -> None:
+    model, x = Stack(), torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    for mlp in model.layers:
+        mlp.act_fn = nn.SiLU()
+    layers.parallelize(model, ctx, plan=PLAN)
+    first, second = model.layers
+    calls = []
+    second.gate_proj.register_forward_hook(lambda *_: calls.append("gate"))
+    with pytest.MonkeyPatch.context() as patch:
+        serve_few_rows(patch)
+        plain = first(x) - first.down_proj.bias
+        first.act_fn = Halved()
+        assert close(first(x) - first.down_proj.bias, plain / 2)
+        second(x)
+        assert calls == ["gate"]
+
+
+def test_what_is_passed_over_is_called_once_it_is_exchanged_or_hooked() -> None:
+    run_ranks(2, changed_later_body)
