@@ -18,6 +18,7 @@ from iris.device.function import device_function
 from iris_ops.operands import operand
 from iris_ops.tiles import Matrix, add_bias
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 import triton
 import triton.language as tl
@@ -69,9 +70,18 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `step_product` is the faster one for an input x [..., K] of a linear with this weight [N, K]."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
         return False
-    if not 0 < x.shape[:-1].numel() <= MOST_ROWS or not weight.shape[0] or x.requires_grad:
+    if not has_few_rows(x) or not weight.shape[0] or x.requires_grad:
         return False
     return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+
+
+def has_few_rows(x: torch.Tensor) -> bool:
+    """Whether there are 1 to `MOST_ROWS`. Not so for a compiler to which their number is open.
+
+    To ask that would compile everything twice, and with 8 rows to a token leave 2 as the only length of the one half.
+    """
+    rows = x.shape[:-1].numel()
+    return statically_known_true(rows <= MOST_ROWS) and rows > 0
 
 
 def step_product(

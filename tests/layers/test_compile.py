@@ -9,6 +9,7 @@ from collections import Counter
 
 from iris.errors import ArgumentError
 import layers
+from layers import step_product
 import pytest
 import torch
 from torch import nn
@@ -159,6 +160,33 @@ def shared_tokens_body(ctx) -> None:
 
 def test_layers_that_share_tokens_are_compiled_once_for_all_lengths(world_size: int) -> None:
     run_ranks(world_size, shared_tokens_body)
+
+
+@torch.no_grad()
+def short_prompts_body(ctx) -> None:
+    """Eight prompts of two tokens, as few rows as steps may have, run the code for any length; steps the kernel's."""
+    model = models.build("kv2").to(torch.bfloat16 if ON_GPU else torch.float32)
+    layers.parallelize(model, ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            compiling = torch.compiler.is_compiling
+            patch.setattr(step_product, "serves", lambda x, weight: compiling() and step_product.has_few_rows(x))
+        engine = layers.Engine(model, ctx, 8, 16, compile=backend(ctx))
+        eager = layers.Engine(model, ctx, 8, 16, graphs=False)
+        before, counts = compilations(), []
+        for length in (2, 3):
+            prompts = models.prompt(8)[:, :length]
+            tokens = engine.generate(prompts, 3)
+            assert ON_GPU or tokens == eager.generate(prompts, 3)
+            counts.append(compilations() - before)
+        with torch.profiler.profile() as trace:
+            engine.step()
+    assert counts == [3, 3]
+    assert "iris_layers::step_product" in {each.key for each in trace.key_averages()}
+
+
+def test_prompts_of_few_tokens_compile_nothing_anew(world_size: int) -> None:
+    run_ranks(world_size, short_prompts_body)
 
 
 class Counting:
