@@ -91,7 +91,7 @@ def step_product(
 
     `gated`: silu of the first half of its columns, times the second half; [..., N/2].
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     (M, K), N = rows.shape, _width(weight, gated)
     out = x.new_empty(*x.shape[:-1], N)

@@ -51,6 +51,12 @@ def test_few_rows(rows: tuple, outputs: int, depth: int, bias: bool, gated: bool
     assert missed(step_product.step_product(x, weight.roll(1, 0), added, gated)) > 0.1
 
 
+def test_a_rank_without_a_part_of_the_depth_adds_nothing() -> None:
+    x, weight = torch.empty(3, 2, 0, device=DEVICE).half(), torch.empty(20, 0, device=DEVICE).half()
+    bias = torch.randn(20, device=DEVICE).half()
+    assert torch.equal(step_product.step_product(x, weight, bias), bias.expand(3, 2, 20))
+
+
 def test_compilers_know_its_shape() -> None:
     x, weight = torch.randn(2, 1, 32, device=DEVICE).half(), torch.randn(20, 32, device=DEVICE).half()
     for gated in (False, True):
