@@ -92,7 +92,7 @@ def step_product(
     `gated`: silu of the first half of its columns, times the second half; [..., N/2].
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
     (M, K), N = rows.shape, _width(weight, gated)
     out = x.new_empty(*x.shape[:-1], N)
     block_k, stages = _depth(x.device, gated)

@@ -57,6 +57,12 @@ def test_a_rank_without_a_part_of_the_depth_adds_nothing() -> None:
     assert torch.equal(step_product.step_product(x, weight, bias), bias.expand(3, 2, 20))
 
 
+def test_operands_may_lie_by_columns() -> None:
+    x, weight = torch.randn(32, 3, device=DEVICE).half().t(), torch.randn(32, 20, device=DEVICE).half().t()
+    out = step_product.step_product(x, weight)
+    assert torch.equal(out, step_product.step_product(x.contiguous(), weight.contiguous()))
+
+
 def test_compilers_know_its_shape() -> None:
     x, weight = torch.randn(2, 1, 32, device=DEVICE).half(), torch.randn(20, 32, device=DEVICE).half()
     for gated in (False, True):
