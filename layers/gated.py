@@ -33,7 +33,7 @@ class GatedMLP(nn.Module):
         (x,) = *args, *kwargs.values()  # by whatever name
         merged = self._product.merged
         alone = merged.own_steps and merged.weight_scale is None and not self._product.exchanges(x)
-        if alone and step_product.serves(x, merged.weight) and self._is_whole():
+        if alone and step_product.serves(x, merged.weight, merged.bias, True) and self._is_whole():
             merged.check(x, merged.in_features)
             return self.down_proj(step_product.gated(x, merged.weight, merged.bias))
         both = self._product.product(x, {})

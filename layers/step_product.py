@@ -66,13 +66,29 @@ def _finished(acc, bias, col, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, 
     return arch.round_to(product, dtype)
 
 
-def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `step_product` is the faster one for an input x [..., K] of a linear with this weight [N, K]."""
+def serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> bool:
+    """Whether `step_product` is the faster one for these arguments now; x [..., K], weight [N, K].
+
+    An eager call of a kind has its kernel loaded, which is refused while a graph is captured.
+    """
+    if not _suits(x, weight):
+        return False
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return True
+    kind = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), bias is None, gated
+    if kind not in _loaded:
+        _loaded.add(kind)
+        step_product(x, weight, bias, gated, launched=False)
+    return False
+
+
+_loaded: set[tuple] = set()  # kinds of calls
+
+
+def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
         return False
-    if not has_few_rows(x) or not weight.shape[0] or x.requires_grad:
-        return False
-    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+    return has_few_rows(x) and weight.shape[0] > 0 and not x.requires_grad
 
 
 def has_few_rows(x: torch.Tensor) -> bool:
@@ -85,11 +101,12 @@ def has_few_rows(x: torch.Tensor) -> bool:
 
 
 def step_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, launched: bool = True
 ) -> torch.Tensor:
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
-    `gated`: silu of the first half of its columns, times the second half; [..., N/2].
+    `gated`: silu of the first half of its columns, times the second half; [..., N/2]. With `launched` False the kernel
+    is compiled and loaded only, and what is returned is not filled.
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
@@ -97,7 +114,8 @@ def step_product(
     out = x.new_empty(*x.shape[:-1], N)
     block_k, stages = _depth(x.device, gated)
     described, tma = operand(weight, (_BLOCK_N, block_k))
-    step_product_kernel[(triton.cdiv(N, _BLOCK_N),)](
+    programs = triton.cdiv(N, _BLOCK_N) if launched else 0
+    step_product_kernel[(programs,)](
         rows, described, bias, out, M, N, K, rows.stride(0), weight.stride(0), BLOCK_M=MOST_ROWS, BLOCK_N=_BLOCK_N,
         BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_B=tma, num_warps=_WARPS, num_stages=stages,
     )  # fmt: skip
@@ -110,7 +128,7 @@ def _width(weight: torch.Tensor, gated: bool) -> int:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear`, by `step_product` where that is faster."""
-    return _called(x, weight, bias, False) if serves(x, weight) else F.linear(x, weight, bias)
+    return _called(x, weight, bias, False) if serves(x, weight, bias) else F.linear(x, weight, bias)
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -73,8 +73,7 @@ def test_compilers_know_its_shape() -> None:
 def test_only_what_is_captured_is_served() -> None:
     x, weight = torch.randn(16, 512, device=DEVICE).bfloat16(), torch.randn(128, 512, device=DEVICE).bfloat16()
     assert not step_product.serves(x, weight)
-    step_product.linear(x, weight)
-    step_product.step_product(x, weight)  # compiled
+    step_product.linear(x, weight)  # loads the kernel, which a capture could not
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -90,6 +89,40 @@ def test_only_what_is_captured_is_served() -> None:
         assert (out.double() - expected).norm() <= 2**-8 * expected.norm()
 
 
+class Launches:
+    """A kernel's launches: how many programs, and the arguments."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel, self.seen = kernel, []
+
+    def __getitem__(self, grid: tuple):
+        def launch(*args, **constants):
+            alike = [(each.dtype, each.shape) if isinstance(each, torch.Tensor) else each for each in args]
+            self.seen.append((grid, alike, constants))
+            return self.kernel[grid](*args, **constants)
+
+        return launch
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="has the functions of its process exchanged")
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) -> None:
+    x, weight = torch.randn(3, 40).bfloat16(), torch.randn(70, 40).bfloat16()
+    added = weight[:, 0].clone() if bias else None
+    kernel, capturing = Launches(step_product.step_product_kernel), []
+    monkeypatch.setattr(step_product, "step_product_kernel", kernel)
+    monkeypatch.setattr(step_product, "_loaded", set())
+    monkeypatch.setattr(step_product, "_suits", lambda x, weight: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    for _ in range(2):
+        assert torch.equal(step_product.linear(x, weight, added), F.linear(x, weight, added))
+    capturing.append(True)
+    out = step_product.linear(x, weight, added)
+    (loaded, *kinds), (launched, *same) = kernel.seen
+    assert (loaded, launched) == ((0,), (2,)) and kinds == same
+    assert torch.allclose(out, F.linear(x, weight, added), rtol=2e-2, atol=2e-2)
+
+
 def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, list, int]:
     model = models.build(name)
     layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
@@ -102,7 +135,7 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_product, "step_product", counted)
-        patch.setattr(step_product, "serves", lambda x, weight: 0 < x.shape[:-1].numel() <= 6)
+        patch.setattr(step_product, "serves", lambda x, weight, *_: 0 < x.shape[:-1].numel() <= 6)
         engine = layers.Engine(model, ctx, batch_size=2, max_length=16)
         return engine.generate(models.prompt().tolist(), 5), calls, exchanged
 
