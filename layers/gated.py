@@ -32,9 +32,9 @@ class GatedMLP(nn.Module):
     def forward(self, *args, **kwargs) -> torch.Tensor:
         (x,) = *args, *kwargs.values()  # by whatever name
         merged = self._product.merged
+        merged.check(x, merged.in_features)
         alone = merged.own_steps and merged.weight_scale is None and not self._product.exchanges(x)
         if alone and step_product.serves(x, merged.weight, merged.bias, True) and self._is_whole():
-            merged.check(x, merged.in_features)
             return self.down_proj(step_product.gated(x, merged.weight, merged.bias))
         both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))

@@ -73,7 +73,7 @@ class SequenceProduct(Product):
     least = LEAST
 
     def product(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        if x.dim() != 2 and shares(x.shape[:-1].numel(), self.merged.ctx.num_ranks, self.least):
+        if x.dim() != 2 and self.exchanges(x):
             raise ShapeError(
                 f"input has shape {tuple(x.shape)}: expected this rank's tokens, [rows, features], as the model's first"
                 " decoder layer cuts them; call the whole model"
@@ -84,7 +84,7 @@ class SequenceProduct(Product):
         return product
 
     def exchanges(self, x: torch.Tensor) -> bool:
-        return x.dim() == 2
+        return x.dim() == 2 or shares(x.shape[:-1].numel(), self.merged.ctx.num_ranks, self.least)
 
 
 class _Share:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from types import MethodType
 
+from iris.errors import ArgumentError, DtypeError, ShapeError
 import layers
 from layers import step_product
 from layers.gated import GatedMLP, is_plain
@@ -159,6 +160,23 @@ def test_what_is_more_than_plain_is_left_alone(kind: type[MLP], change: str) -> 
 
 def test_the_source_of_what_is_wrapped_does_not_count() -> None:
     assert is_plain(MLP.forward) and not is_plain(Decorated.forward) and not is_plain(WithMore.forward)
+
+
+@torch.no_grad()
+def bad_input_body(ctx) -> None:
+    model, x = models.build("plain"), torch.randn(2, 3, 36)
+    layers.parallelize(model, ctx, sequence_parallel=4)
+    with pytest.MonkeyPatch.context() as patch:
+        serve_few_rows(patch)
+        with pytest.raises(ShapeError, match="call the whole model"):
+            model.model.layers[0].mlp(x)
+        for wrong, error in ((None, ArgumentError), (x[..., 1:], ShapeError), (x.half(), DtypeError)):
+            with pytest.raises(error, match="input "):
+                model.model.layers[0].mlp(wrong)
+
+
+def test_inputs_are_refused_as_before() -> None:
+    run_ranks(2, bad_input_body)
 
 
 class Halved(nn.Module):
