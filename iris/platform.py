@@ -1,7 +1,8 @@
 """The one place that knows whether this process runs on cuda, hip or cpu.
 
 On a machine without a GPU the kernels run in Triton's interpreter. Triton decides that once, when it is
-imported, so `prepare_triton()` must run before; `iris/__init__.py` calls it first of all.
+imported, so `prepare_triton()` must run before; `iris/__init__.py` calls it first of all. On AMD it keeps Triton from
+cutting the addresses of peers' memory to 32 bits.
 """
 
 import functools
@@ -14,6 +15,7 @@ from .errors import PlatformError
 
 ENV_INTERPRET = "TRITON_INTERPRET"
 ENV_TIMEOUT = "IRIS_TIMEOUT"
+_ENV_BUFFER_OPS = "AMDGCN_USE_BUFFER_OPS"
 
 # A kernel's wait ends after this long. Ranks drift apart while they compile; in the interpreter they are slow,
 # but there a lost peer is seen from its process, not from the time.
@@ -28,6 +30,8 @@ def prepare_triton() -> None:
 
     `TRITON_INTERPRET=0` keeps it off, for compiling ahead of time on a machine without a GPU.
     """
+    if torch.version.hip:
+        keep_addresses_whole()
     if os.environ.get(ENV_INTERPRET) is not None or torch.cuda.is_available():
         return
     if "triton" in sys.modules and not _triton_interprets():
@@ -36,6 +40,15 @@ def prepare_triton() -> None:
             "Import iris first, or set TRITON_INTERPRET=1 before Python starts."
         )
     os.environ[ENV_INTERPRET] = "1"
+
+
+def keep_addresses_whole() -> None:
+    """Switches Triton's buffer instructions off, for all kernels that this process compiles for AMD from now on.
+
+    They address a tensor by its beginning and an offset of 32 bits. For a tensor in less than 2 GiB of memory Triton
+    takes any offset to be that small, also the distance to a peer's heap, of which 32 bits would be left.
+    """
+    os.environ[_ENV_BUFFER_OPS] = "0"
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-import iris  # noqa: E402, F401
+from iris import platform  # noqa: E402
 from iris.ccl.accumulate import accumulate_kernel  # noqa: E402
 from iris.ccl.by_flags import flags_kernel  # noqa: E402
 from iris.ccl.by_words import words_kernel  # noqa: E402
@@ -33,9 +33,10 @@ from iris_ops.sum_parts import sum_parts_kernel  # noqa: E402
 from layers.fp8 import round_rows_kernel  # noqa: E402
 from layers.step_attention import stretch_kernel, weigh_kernel  # noqa: E402
 from layers.step_product import step_product_kernel  # noqa: E402
+import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
@@ -84,13 +85,15 @@ class _Driver:
 
 
 def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16", **constants):
-    """The compiled kernel, for tensors of `dtype` whose sizes and addresses are multiples of 16."""
+    """The compiled kernel, for tensors of `dtype`, below 2 GiB, whose sizes and addresses are multiples of 16."""
     declared = inspect.signature(kernel.fn).parameters
     parameters = list(declared)
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
     tma |= {"a", "b"} if "ACC" in parameters else set()  # warps with roles load by descriptors only
+    backend = make_backend(target)
+    pointer = backend.parse_attr(backend.get_tensor_specialization(torch.empty(0), align=True))
     signature, attrs = {}, {}
     for index, name in enumerate(parameters):
         if name in constants:
@@ -103,7 +106,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             pointee = "i32" if name in _INT32 else "fp32" if name in _FLOAT32 else dtype if name in _DATA else "i64"
             pointee = "i1" if name == "mask" else pointee
             signature[name] = f"*{_POINTEES.get((kernel.fn.__name__, name), pointee)}"
-            attrs[(index,)] = [["tt.divisibility", 16]]
+            attrs[(index,)] = pointer
         else:
             signature[name] = "i32"
             if name not in ("rank", "peer", "num_members"):
@@ -259,6 +262,8 @@ def compile_store_warp(target: GPUTarget):
 def main(target_name: str, folder: str) -> None:
     os.nice(15)  # other tests run meanwhile
     target = TARGETS[target_name]
+    if target.backend == "hip":
+        platform.keep_addresses_whole()
     found = [
         (name, compile_kernel(kernel, target, options, **constants))
         for name, kernel, options, constants in [*variants(target), *traced(target)]

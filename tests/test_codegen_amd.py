@@ -63,6 +63,13 @@ def test_amd_uses_matrix_cores_and_wide_stores(compiled, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", HIP)
+def test_amd_reaches_peers_by_whole_addresses(compiled, target: str) -> None:
+    """Buffer instructions add 32 bits to where a tensor begins; a peer's heap is further away."""
+    for kernel in compiled(target).values():
+        assert not kernel.count(r"\bbuffer_(load|store|atomic)"), kernel.name
+
+
+@pytest.mark.parametrize("target", HIP)
 def test_amd_of_gluon_is_wide_and_reaches_the_system(compiled, target: str) -> None:
     kernels = compiled(target)
     copies, message, atomics = (kernels[f"gluon_{name}"] for name in ("copies", "put_and_signal", "atomics"))

@@ -98,3 +98,8 @@ assert threading.active_count() == 1, threading.enumerate()
 
 def test_iris_first_needs_no_setting() -> None:
     run_python("import iris, os, torch; assert torch.cuda.is_available() or os.environ['TRITON_INTERPRET'] == '1'")
+
+
+def test_iris_on_amd_keeps_triton_from_cutting_addresses() -> None:
+    code = "import torch, triton; torch.version.hip = '6.4'; import iris; assert not triton.knobs.amd.use_buffer_ops"
+    run_python(f"import os; os.environ.update(AMDGCN_USE_BUFFER_OPS='1', TRITON_INTERPRET='0'); {code}")
