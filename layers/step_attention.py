@@ -96,26 +96,35 @@ def weigh_kernel(stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, D
     tl.store(out + head * dim + d, result.to(out.dtype.element_ty), mask=d < dim)
 
 
+def rows_of_block(row_bytes: int, shared_bytes: int) -> int:
+    """Rows of keys that are multiplied together: as many as shared memory has room for, of which AMD has little."""
+    rows = _BLOCK
+    while rows > 16 and rows * row_bytes > shared_bytes:
+        rows //= 2
+    return rows
+
+
 def step_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     """[B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D], where mask [B, L] is true: somewhere in each row."""
     batch, heads, dim = q.shape
     kv_heads, length = k.shape[1:3]
     groups = heads // kv_heads
+    padded = max(16, triton.next_power_of_2(dim))  # the least that a product of tiles takes
+    block = rows_of_block(padded * q.element_size(), platform.shared_bytes(q.device))
     programs = 2 * platform.num_programs(q.device)
-    blocks = triton.cdiv(length, _BLOCK)
+    blocks = triton.cdiv(length, block)
     # All at once on the device; but a long cache may be almost empty, and is passed over faster by more of them.
     parts = programs // (batch * kv_heads) if blocks <= _SHORT else triton.cdiv(programs, batch * kv_heads)
     parts = max(1, min(_MOST_PARTS, parts, blocks))
-    stretch = triton.cdiv(blocks, parts) * _BLOCK
+    stretch = triton.cdiv(blocks, parts) * block
     parts = triton.cdiv(length, stretch)
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     weights = q.new_empty(batch * heads, parts, 2, dtype=torch.float32)
     stretches = out if parts == 1 else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
-    padded = max(16, triton.next_power_of_2(dim))  # the least that a product of tiles takes
     stretch_kernel[(batch * kv_heads, parts)](
         q, k, v, mask, stretches, weights, scale, length, groups, dim, kv_heads, stretch,
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask.stride(0),
-        WHOLE=parts == 1, GROUPS=max(16, triton.next_power_of_2(groups)), DIM=padded, BLOCK=_BLOCK, num_warps=4,
+        WHOLE=parts == 1, GROUPS=max(16, triton.next_power_of_2(groups)), DIM=padded, BLOCK=block, num_warps=4,
         num_stages=3,
     )  # fmt: skip
     if parts > 1:

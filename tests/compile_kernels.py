@@ -31,7 +31,7 @@ from iris_ops.plan import fitting  # noqa: E402
 from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel  # noqa: E402
 from iris_ops.sum_parts import sum_parts_kernel  # noqa: E402
 from layers.fp8 import round_rows_kernel  # noqa: E402
-from layers.step_attention import stretch_kernel, weigh_kernel  # noqa: E402
+from layers.step_attention import rows_of_block, stretch_kernel, weigh_kernel  # noqa: E402
 from layers.step_product import step_product_kernel  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -160,6 +160,8 @@ def variants(target: GPUTarget):
     for whole in (False, True):
         name = "step_whole" if whole else "step_stretch"
         yield name, stretch_kernel, dict(num_warps=4, num_stages=3), {**heads, "WHOLE": whole}
+    wide = dict(dtype="fp32", GROUPS=16, DIM=512, BLOCK=rows_of_block(512 * 4, machine.shared_bytes), WHOLE=True)
+    yield "step_wide", stretch_kernel, dict(num_warps=4, num_stages=3), wide
     if cuda:  # AMD's e4m3 is another one
         yield "round_rows", round_rows_kernel, dict(num_warps=8), dict(BLOCK=4096)
     if target.arch == 90:

@@ -28,8 +28,10 @@ def reference(q, k, v, mask, scale):
     "batch, heads, kv_heads, length, dim, programs",
     [(1, 4, 1, 130, 64, 1), (2, 6, 2, 200, 8, 3), (1, 3, 3, 64, 80, 8), (3, 32, 1, 257, 16, 100)],
 )
-def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, length, dim, programs) -> None:
+@pytest.mark.parametrize("shared", [1 << 40, 2048], ids=["much shared memory", "little"])
+def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, length, dim, programs, shared) -> None:
     monkeypatch.setattr(step_attention.platform, "num_programs", lambda device: programs)
+    monkeypatch.setattr(step_attention.platform, "shared_bytes", lambda device: shared)
     torch.manual_seed(length)
     # as a model hands them over: heads cut out of a row, a cache that is fuller than the mask says
     q = torch.randn(batch, 1, heads + 2, dim, dtype=dtype, device=DEVICE)[:, :, 1:-1].transpose(1, 2)[:, :, 0]
