@@ -9,6 +9,7 @@ import inspect
 import os
 from pathlib import Path
 import sys
+from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -19,7 +20,7 @@ from iris.ccl.by_words import words_kernel  # noqa: E402
 from iris.ccl.ring import ring_kernel  # noqa: E402
 from iris.device import sync  # noqa: E402
 from iris.tracing import clock_offset_kernel  # noqa: E402
-from iris_ops import warp_roles  # noqa: E402
+from iris_ops import launch, warp_roles  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
 from iris_ops.all_gather_roles import all_gather_roles_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
@@ -27,8 +28,10 @@ from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
 from iris_ops.machine import machine_named  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
-from iris_ops.plan import fitting  # noqa: E402
+from iris_ops.plan import fitting, plan  # noqa: E402
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem  # noqa: E402
 from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel  # noqa: E402
+from iris_ops.staging import workspace_size  # noqa: E402
 from iris_ops.sum_parts import sum_parts_kernel  # noqa: E402
 from layers.fp8 import round_rows_kernel  # noqa: E402
 from layers.step_attention import rows_of_block, stretch_kernel, weigh_kernel  # noqa: E402
@@ -60,28 +63,44 @@ _INT64 = {"words", "heap_bases", "sums", "times", "step", "results"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
+    ("few_rows_kernel", "staging"): "i16",
+    ("few_rows_gather_kernel", "staging"): "i16",
     ("words_kernel", "staging"): "i16",
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }
 _FLOAT32 = {"parts", "scales", "stretches", "weights"}
 
-TRACED = (
-    "all_reduce_tma",
-    "matmul_all_gather_tma",
-    "all_gather_matmul_rows_tma",
-    "few_rows_owners",
-    "few_rows_gather_first",
-    "all_reduce_roles_256",
-    "matmul_all_gather_roles_128",
+TRACED = {
+    90: (
+        "all_reduce_tma",
+        "matmul_all_gather_tma",
+        "all_gather_matmul_rows_tma",
+        "few_rows_owners",
+        "few_rows_gather_first",
+        "all_reduce_roles_256",
+        "matmul_all_gather_roles_128",
+    ),
+    "gfx942": ("all_reduce_pointers",),
+    "gfx950": ("all_reduce_pointers",),
+}
+# Products by rows, N = K = 4096, of which is compiled what their plans have launched.
+PLANNED = (
+    (ALL_REDUCE, 16, torch.bfloat16),
+    (ALL_REDUCE, 4096, torch.bfloat16),
+    (GATHER_MATMUL, 4096, torch.float16),
+    (MATMUL_GATHER, 64, torch.bfloat16),
+    (REDUCE_SCATTER, 2048, torch.float32),
 )
 
 
 class _Driver:
-    """Stands in for the GPU driver, which kernels ask only for the target."""
+    """Stands in for the GPU driver, which kernels ask only for the target, and where they are launched."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.get_current_target = lambda: target
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
 
 
 def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16", **constants):
@@ -210,10 +229,39 @@ def with_roles():
 
 
 def traced(target: GPUTarget):
-    """One variant of each kernel that can record, as it does."""
+    """One variant of each kernel that can record, as it does; on AMD of one kernel."""
     for name, kernel, options, constants in variants(target):
-        if target.arch == 90 and name in TRACED:
+        if name in TRACED.get(target.arch, ()):
             yield f"traced_{name}", kernel, options, {**constants, "TRACING": True}
+
+
+def planned(target: GPUTarget):
+    """(name, compiled kernel) of what ops would launch on an AMD GPU, with the arguments that they would give it."""
+    machine = machine_named(MACHINES[target.arch], 1)
+    problems = [Problem(op, "" if op == ALL_REDUCE else "rows", M, 4096, 4096, WORLD_SIZE, d) for op, M, d in PLANNED]
+    plans = [plan(problem, machine) for problem in problems]
+    torch.version.hip, platform.num_programs = "6.4", lambda device: machine.num_programs
+    triton.runtime.driver.set_active(_Driver(target))
+    context = _meta(torch.int64, 64)
+    ctx = SimpleNamespace(device=context.device, cur_rank=0, get_device_context=lambda: context)
+    for problem, config in zip(problems, plans, strict=True):
+        flags, *areas = workspace_size(problem, config, machine.num_programs)
+        staging, exchange = (_meta(torch.uint8, nbytes) for nbytes in areas)
+        words = {name: _meta(torch.int32, size) for name, size in dict(flags=flags, sync=64, exchange_sync=4).items()}
+        workspace = SimpleNamespace(staging=staging, exchange=exchange, **words)
+        whole, part, dtype = problem.M, problem.M // WORLD_SIZE, problem.dtype
+        out = _meta(dtype, part if problem.op == REDUCE_SCATTER else whole, problem.N)
+        A = _meta(dtype, part if problem.op in (GATHER_MATMUL, MATMUL_GATHER) else whole, problem.K)
+        B, bias = _meta(dtype, problem.N, problem.K).t(), _meta(dtype, problem.N)
+        few_rows = launch._FEW_ROWS.get(problem.op, launch._few_rows)
+        arguments = launch._OVERLAPPED[problem.op] if config.algorithm == "overlapped" else few_rows
+        kernel, grid, args = arguments(ctx, workspace, problem, config, out, A, B, bias)
+        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+        yield f"planned_{problem.op}_{problem.M}", kernel.warmup(**args, **options, grid=grid)
+
+
+def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def collectives():
@@ -270,6 +318,8 @@ def main(target_name: str, folder: str) -> None:
         (name, compile_kernel(kernel, target, options, **constants))
         for name, kernel, options, constants in [*variants(target), *traced(target)]
     ]
+    if target.backend == "hip":
+        found += planned(target)
     if target.arch == 90:
         found.append(("example_store_warp", compile_store_warp(target)))
     for name, compiled in found:

@@ -70,6 +70,24 @@ def test_amd_reaches_peers_by_whole_addresses(compiled, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", HIP)
+def test_amd_records_events(compiled, target: str) -> None:
+    traced, bare = (compiled(target)[f"{prefix}all_reduce_pointers"] for prefix in ("traced_", ""))
+    spans = 3  # a product, a push and a sum at least, each with two looks at the clock and its place on the chip
+    assert traced.count("s_memrealtime") >= bare.count("s_memrealtime") + 2 * spans
+    assert traced.count("HW_REG_XCC_ID") >= spans and not bare.count("HW_REG_XCC_ID")
+
+
+@pytest.mark.parametrize("target", HIP)
+def test_amd_has_room_for_what_plans_launch(compiled, target: str) -> None:
+    """Waves of 64 threads, at most 16 of them; memory is looked at where that of all kernels is."""
+    planned = [kernel for name, kernel in compiled(target).items() if name.startswith("planned_")]
+    assert len(planned) == 5
+    for kernel in planned:
+        threads = re.search(r"\.max_flat_workgroup_size: (\d+)$", kernel.text, re.MULTILINE)
+        assert int(threads[1]) <= 1024 and kernel.shared, kernel.name
+
+
+@pytest.mark.parametrize("target", HIP)
 def test_amd_of_gluon_is_wide_and_reaches_the_system(compiled, target: str) -> None:
     kernels = compiled(target)
     copies, message, atomics = (kernels[f"gluon_{name}"] for name in ("copies", "put_and_signal", "atomics"))

@@ -60,18 +60,14 @@ class DeviceTracing:
             slot = tl.atomic_add(self.buffer, 1, mask=self.capacity > 0, sem="relaxed", scope="gpu")
             kept = (slot >= 0) & (slot < self.capacity)
             record = self.buffer + HEADER_WORDS + slot * EVENT_WORDS
-            halves = record.to(tl.pointer_type(tl.int32))
             program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
             tl.store(record + 1, 0, mask=kept)
-            tl.store(halves + 4, event_id, mask=kept)
-            tl.store(halves + 5, arch.multiprocessor(), mask=kept)
-            tl.store(halves + 6, program, mask=kept)
-            tl.store(halves + 7, target_rank, mask=kept)
+            tl.store(record + 2, _pair(event_id, arch.multiprocessor()), mask=kept)
+            tl.store(record + 3, _pair(program, target_rank), mask=kept)
             tl.store(record + 4, _lowest(address, mask), mask=kept)
-            tl.store(halves + 10, pid_m, mask=kept)
-            tl.store(halves + 11, pid_n, mask=kept)
+            tl.store(record + 5, _pair(pid_m, pid_n), mask=kept)
             tl.store(record + 6, _payload(address, mask) if nbytes is None else nbytes, mask=kept)
-            tl.store(halves + 14, arch.thread(), mask=kept)  # of the one that stores
+            tl.store(record + 7, arch.thread(), mask=kept)  # of the one that stores
             tl.store(record, arch.clock(), mask=kept)
             return tl.where(kept, slot, -1)
         else:
@@ -98,6 +94,14 @@ def device_tracing(words, enabled: tl.constexpr):
         return DeviceTracing(tl.load(words + 5).to(tl.pointer_type(tl.int64)), tl.load(words + 6), True)
     else:
         return DeviceTracing(words, words, False)  # neither is read
+
+
+@device_function
+def _pair(low, high):
+    """Two int32 as one int64. Where both kinds stand side by side, LLVM joins their stores for AMD so that an int64
+    begins in an odd register, and then may refuse to go on.
+    """
+    return (tl.cast(high, tl.int64) << 32) | (tl.cast(low, tl.int64) & 0xFFFFFFFF)
 
 
 @device_function
