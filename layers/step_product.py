@@ -69,7 +69,7 @@ def _finished(acc, bias, col, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, 
 def serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> bool:
     """Whether `step_product` is the faster one for these arguments now; x [..., K], weight [N, K].
 
-    An eager call of a kind has its kernel loaded, which is refused while a graph is captured.
+    An eager call of a kind has its kernel loaded, which a driver may refuse while a graph is captured.
     """
     if not _suits(x, weight):
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from iris.errors import ArgumentError
 import layers
+from layers.engine import _likeliest as likeliest
 import pytest
 import torch
 
@@ -16,6 +17,17 @@ pytestmark = both
 def on(ranks: int):
     """One world of ranks is enough: the engine itself does not ask how many there are."""
     return pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [ranks])
+
+
+@pytest.mark.parametrize("words", [1, 7, 120, 257, 1000, 32000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_token_is_the_first_of_its_like(words: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(words)
+    ties = torch.randint(0, 3, (4, words), generator=random).to(dtype)
+    drawn = torch.randn(4, 2, words + 1, generator=random).to(dtype)[:, -1, :words]
+    some = drawn.clone().masked_fill_(torch.rand(4, words, generator=random) < 0.1, float("nan"))
+    for logits in (ties, drawn, some, torch.full((4, words), -torch.inf, dtype=dtype)):
+        assert torch.equal(likeliest(logits), logits.argmax(-1, keepdim=True))
 
 
 def greedy_body(ctx, name: str) -> list:
