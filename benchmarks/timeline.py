@@ -107,7 +107,7 @@ def record(row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_even
         **asdict(row),
         "plain_us": plain_us,
         "traced_us": traced_us,
-        "span_us": float(max(e["end"].max() for e in ranks) - min(e["begin"].min() for e in ranks)) / 1e3,
+        "span_us": span_us(written),
         "events": sum(map(len, ranks)),
         "dropped": int(team.slowest([dropped])[0]),
         "plan": heap.plan(row),
@@ -115,6 +115,13 @@ def record(row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_even
         "names": names,
     }
     return found, written
+
+
+def span_us(written: list[dict]) -> float | None:
+    """From the first event of a trace to the end of the last; None where there is none, on ranks that do not write."""
+    begins = [event["ts"] for event in written if event["ph"] == "X"]
+    ends = [event["ts"] + event["dur"] for event in written if event["ph"] == "X"]
+    return max(ends) - min(begins) if begins else None
 
 
 def in_trace(events: list[dict], row: Row, number: int, world: int) -> list[dict]:
