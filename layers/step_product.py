@@ -146,9 +146,11 @@ def _depth(device: torch.device, gated: bool) -> tuple[int, int]:
     """(elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
     if device.type == "cpu" or torch.version.hip:
         return _BLOCK_K_HIP, _STAGES_HIP
+    room, width = platform.shared_bytes(device) - 1024, (1 + gated) * _BLOCK_N + MOST_ROWS
     block_k = _BLOCK_K // 2 if gated else _BLOCK_K
-    block_bytes = ((1 + gated) * _BLOCK_N + MOST_ROWS) * block_k * 2
-    return block_k, max(2, min(_STAGES, (platform.shared_bytes(device) - 1024) // block_bytes))
+    while block_k > 32 and room < 2 * width * block_k * 2:
+        block_k //= 2
+    return block_k, max(2, min(_STAGES, room // (width * block_k * 2)))
 
 
 # One opaque operator for compilers, as `iris_ops.library` has them.

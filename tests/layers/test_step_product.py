@@ -123,6 +123,16 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
     assert torch.allclose(out, F.linear(x, weight, added), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_blocks_fit_in_shared_memory(monkeypatch, gated: bool) -> None:
+    """As deep as on an H200, where there is room; what they take, compiled, is looked at in test_codegen.py."""
+    for kib, depth in ((227, (128, 5) if gated else (256, 5)), (99, None), (64, None), (48, None)):
+        monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device, kib=kib: kib << 10)
+        block_k, stages = step_product._depth.__wrapped__(torch.device("cuda", 0), gated)
+        assert depth in (None, (block_k, stages)) and stages >= 2
+        assert stages * (64 * (1 + gated) + 16) * block_k * 2 <= kib << 10
+
+
 def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, list, int]:
     model = models.build(name)
     layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
