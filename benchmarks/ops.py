@@ -12,8 +12,7 @@ fields of `FusedConfig` in place of the plan's, in the same run and checked alik
 """
 
 import argparse
-import dataclasses
-from dataclasses import asdict
+from dataclasses import asdict, fields
 import itertools
 import sys
 import time
@@ -53,12 +52,12 @@ def variations(text: str) -> list[dict[str, int | bool | str]]:
         return []
     from iris_ops import FusedConfig  # here, so that rivals can be measured where the library cannot start
 
-    fields = [part.partition("=")[::2] for part in text.split(";")]
-    kinds = {field.name: field.type for field in dataclasses.fields(FusedConfig)}
-    unknown = [name for name, _ in fields if kinds.get(name) not in _READ]
+    wanted = [part.partition("=")[::2] for part in text.split(";")]
+    kinds = {field.name: field.type for field in fields(FusedConfig)}
+    unknown = [name for name, _ in wanted if kinds.get(name) not in _READ]
     if unknown:
         raise ValueError(f"--vary has {unknown[0]!r}; expected fields of FusedConfig, such as num_stages or algorithm")
-    choices = [[(name, _READ[kinds[name]](value)) for value in values.split(",")] for name, values in fields]
+    choices = [[(name, _READ[kinds[name]](value)) for value in values.split(",")] for name, values in wanted]
     return [dict(chosen) for chosen in itertools.product(*choices)]
 
 

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 MOST_ROWS = 16
-_BLOCK_N, _BLOCK_K, _WARPS, _STAGES = 64, 256, 4, 5
-_BLOCK_K_HIP, _STAGES_HIP = 128, 2
+BLOCK_N = 64
+_WARPS, _STAGES = 4, 5
 
 
 @triton.jit
@@ -112,11 +112,11 @@ def step_product(
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
     (M, K), N = rows.shape, _width(weight, gated)
     out = x.new_empty(*x.shape[:-1], N)
-    block_k, stages = _depth(x.device, gated)
-    described, tma = operand(weight, (_BLOCK_N, block_k))
-    programs = triton.cdiv(N, _BLOCK_N) if launched else 0
+    block_k, stages = depth(platform.shared_bytes(x.device), gated)
+    described, tma = operand(weight, (BLOCK_N, block_k))
+    programs = triton.cdiv(N, BLOCK_N) if launched else 0
     step_product_kernel[(programs,)](
-        rows, described, bias, out, M, N, K, rows.stride(0), weight.stride(0), BLOCK_M=MOST_ROWS, BLOCK_N=_BLOCK_N,
+        rows, described, bias, out, M, N, K, rows.stride(0), weight.stride(0), BLOCK_M=MOST_ROWS, BLOCK_N=BLOCK_N,
         BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_B=tma, num_warps=_WARPS, num_stages=stages,
     )  # fmt: skip
     return out
@@ -142,12 +142,10 @@ def _called(x, weight, bias, gated: bool) -> torch.Tensor:
 
 
 @cache
-def _depth(device: torch.device, gated: bool) -> tuple[int, int]:
+def depth(shared_bytes: int, gated: bool) -> tuple[int, int]:
     """(elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
-    if device.type == "cpu" or torch.version.hip:
-        return _BLOCK_K_HIP, _STAGES_HIP
-    room, width = platform.shared_bytes(device) - 1024, (1 + gated) * _BLOCK_N + MOST_ROWS
-    block_k = _BLOCK_K // 2 if gated else _BLOCK_K
+    room, width = shared_bytes - 1024, (1 + gated) * BLOCK_N + MOST_ROWS  # some is for barriers
+    block_k = 128 if gated else 256
     while block_k > 32 and room < 2 * width * block_k * 2:
         block_k //= 2
     return block_k, max(2, min(_STAGES, room // (width * block_k * 2)))

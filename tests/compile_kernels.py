@@ -33,9 +33,9 @@ from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SC
 from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel  # noqa: E402
 from iris_ops.staging import workspace_size  # noqa: E402
 from iris_ops.sum_parts import sum_parts_kernel  # noqa: E402
+from layers import step_product  # noqa: E402
 from layers.fp8 import round_rows_kernel  # noqa: E402
 from layers.step_attention import rows_of_block, stretch_kernel, weigh_kernel  # noqa: E402
-from layers.step_product import step_product_kernel  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -185,12 +185,12 @@ def variants(target: GPUTarget):
         yield "round_rows", round_rows_kernel, dict(num_warps=8), dict(BLOCK=4096)
     if target.arch == 90:
         yield from with_roles()
-    block, stages = (256, 5) if cuda else (128, 2)  # as `step_product._depth` has them
     for gated in (False, True):
-        constants = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=block // 2 if cuda and gated else block, HAS_BIAS=True)
+        k, stages = step_product.depth(machine.shared_bytes, gated)
+        rows = dict(BLOCK_M=step_product.MOST_ROWS, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
         name = "step_product_gated" if gated else "step_product"
-        constants |= dict(GATED=gated, TMA_B=cuda)
-        yield name, step_product_kernel, dict(num_warps=4, num_stages=stages), constants
+        constants = dict(HAS_BIAS=True, GATED=gated, TMA_B=cuda, **rows)
+        yield name, step_product.step_product_kernel, dict(num_warps=4, num_stages=stages), constants
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
