@@ -1,5 +1,6 @@
 """`matmul_all_gather` by programs whose warps have roles (`warp_roles`): tiles travel while the next are multiplied."""
 
+from iris.device import arch
 from iris.device.context import own_context
 from iris.device.function import device_function
 from iris.device.sync import await_entered, enter, leave
@@ -12,7 +13,7 @@ from triton.language.core import _aggregate, base_value
 
 from .tiles import grouped, known
 from .units import Units
-from .warp_roles import allocate, multiply_tiles, places_of, rows_of
+from .warp_roles import allocate, multiply_tiles, pace, places_of, rows_of
 
 
 @_aggregate
@@ -38,7 +39,9 @@ class PartTiles:
 
 
 @gluon.jit
-def _push_tiles(ctx, shared, units, tiles, out, sync, M, N, stride_om, MOVE: gl.constexpr, WAITER: gl.constexpr):
+def _push_tiles(
+    ctx, shared, units, tiles, out, sync, M, N, stride_om, spread, MOVE: gl.constexpr, WAITER: gl.constexpr
+):  # fmt: skip
     """The moving warps: each tile to `out` of every rank. `out`: where this rank's part, M by N, begins."""
     epoch = enter(ctx, sync, LANES=False)
     ok = await_entered(ctx, sync, epoch, WAITER, LANES=False)  # before that, a peer may still read its out
@@ -55,7 +58,10 @@ def _push_tiles(ctx, shared, units, tiles, out, sync, M, N, stride_om, MOVE: gl.
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, out.dtype.element_ty)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
+            begin = arch.clock()
             for part in range(shared.product.shape[0]):
+                if unit + programs < units.count(programs):  # nothing is loaded behind the last
+                    pace(begin, spread, shared, part)
                 values = rows_of(shared, part, MOVE)
                 r, c = places_of(shared, part, MOVE)
                 r, c = row + r, col + c
@@ -73,6 +79,7 @@ def _push_tiles(ctx, shared, units, tiles, out, sync, M, N, stride_om, MOVE: gl.
 @gluon.jit
 def all_gather_roles_kernel(
     a, b, bias, out, parts, left, sync, words, M, N, K, stride_om, row_step, col_step, shared_tiles, sharers, skew,
+    spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVING: gl.constexpr,
@@ -92,7 +99,7 @@ def all_gather_roles_kernel(
                 multiply_tiles,
                 (ctx, a, b, shared, units, tiles, bias, parts, left, sync, N, B_TRANSPOSED, HAS_BIAS, ACC, WAITER),
             ),
-            (_push_tiles, (ctx, shared, units, tiles, part, sync, M, N, stride_om, MOVE, WAITER)),
+            (_push_tiles, (ctx, shared, units, tiles, part, sync, M, N, stride_om, spread, MOVE, WAITER)),
         ],
         [MOVING],
         [MOVING_REGISTERS],

@@ -23,7 +23,7 @@ from .machine import Machine, machine_named
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .operands import as_stored, operand
-from .predict import tile_us
+from .predict import spread_us, tile_us
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
@@ -134,7 +134,7 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
 
 def _roles(ctx, workspace, problem, config, args: dict, A, B, bias) -> tuple[tuple[int, int, int], dict]:
     """Grid and arguments of a kernel whose programs' warps have roles; see `units.Units` of shared tiles."""
-    programs = platform.num_programs(ctx.device)
+    programs, rates = platform.num_programs(ctx.device), machine(ctx.device)
     shared, sharers = shared_tiles(problem, config, programs)
     grid = _grid(ctx.device, config, max(gemm_tiles(problem, config), sharers))
     own = dict(
@@ -142,7 +142,8 @@ def _roles(ctx, workspace, problem, config, args: dict, A, B, bias) -> tuple[tup
         left=workspace.flags[staged(problem, config)[0] :],
         shared_tiles=shared,
         sharers=sharers,
-        skew=skew_steps(problem, config, programs, tile_us(problem, config, machine(ctx.device))),
+        skew=skew_steps(problem, config, programs, tile_us(problem, config, rates)),
+        spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
         SHARED=shared > 0,
     )
     return grid, args | own | warp_roles.arguments(A, B, bias, config)

@@ -13,7 +13,7 @@ from itertools import product
 from . import tritonblas
 from .config import FusedConfig
 from .machine import INTERPRETER, Machine
-from .predict import EXCHANGE_TILES, FP32_TILES, GPU_TILES, ROLES_TILES, gemm_us, predict, programs_of, tile_us
+from .predict import EXCHANGE_TILES, FP32_TILES, GPU_TILES, ROLES_TILES, gemm_us, predict, programs_of, push_us, tile_us
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 from .rounds import cut_tiles, gemm_tiles, shared_tiles
 from .unfused import UNFUSED
@@ -189,5 +189,5 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     if gemm_tiles(problem, config) <= programs and not config.warp_roles:
         return 0
     copies = 1.35 * (problem.world_size - 1) if problem.op == MATMUL_GATHER else 1
-    wave = copies * programs * config.block_m * config.block_n * problem.dtype.itemsize
-    return min(int(wave / (machine.link_gbs * 1e3)), int(tile_us(problem, config, machine)))
+    wave_us = copies * push_us(problem, config, machine, programs)
+    return min(int(wave_us), int(tile_us(problem, config, machine)))

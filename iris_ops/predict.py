@@ -71,6 +71,8 @@ _JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
 _JOIN_ALONE_US = 25.0
 # Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a program.
 _LAST_SUM_US = 10.0
+# Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
+_SPREAD = 0.8
 _BETWEEN_US = 5.0
 # What a hop takes less where tiles are small.
 _SMALL_HOP_US = 1.5
@@ -116,8 +118,8 @@ def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float)
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tile, area = tile_us(problem, config, machine), config.block_m * config.block_n / (128 * 256)
     # at the end all programs push a tile, to one peer or to all; sums are pushed more or less at once
-    wave = min(gemm_tiles(problem, config), programs_of(config, machine)) * _tile_bytes(problem, config)
-    everyone = (problem.world_size - 1) * wave / (machine.link_gbs * 1e3)
+    ending = min(gemm_tiles(problem, config), programs_of(config, machine))
+    everyone = push_us(problem, config, machine, ending * (problem.world_size - 1))
     if problem.op == MATMUL_GATHER:
         programs, steps = programs_of(config, machine), max(1, -(-problem.gemm[2] // config.block_k))
         turn = skew_steps(problem, config, programs, tile) * tile / steps  # over which programs end
@@ -126,7 +128,7 @@ def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float)
         last = _LAST_SUM_US * area
         last += 0.4 * everyone if problem.op == ALL_REDUCE else 0
     # where the link is full, a push of all programs takes this long, and then the link waits for the next
-    push = machine.num_programs * _tile_bytes(problem, config) / (machine.link_gbs * 1e3)
+    push = push_us(problem, config, machine, machine.num_programs)
     steady = link + _BETWEEN_US * max(0.0, link / push - 1)
     hop = machine.hop_us - (_SMALL_HOP_US if area < 1 else 0)
     return link, max(gemm + last, steady + min(tile, gemm)) + _hops(problem) * hop
@@ -138,7 +140,8 @@ def _pushed_in_turn(problem: Problem, config: FusedConfig, machine: Machine, gem
     waves = -(-tiles // programs)
     # of the programs with most tiles the last starts latest, and each pushes without the others' company
     late = config.stagger_us * (tiles % programs or programs) / programs
-    push = waves * _push_us(problem, config)
+    # one tile, by one program to all peers
+    push = waves * (problem.world_size - 1) * _tile_bytes(problem, config) / (_PUSH_GBS * 1e3)
     return link, max(gemm + late + push, link / _PUSHED + gemm / waves) + _hops(problem) * machine.hop_us
 
 
@@ -153,8 +156,7 @@ def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gem
         # others' tiles are pushed while theirs and then our own are multiplied, the sums while our own are
         total = max(gemm * (w - 1) / w, link / 2) + max(gemm / w, link / 2)
         # at the end all programs push their sums, more or less at once
-        last = 0.7 * (w - 1) * machine.num_programs * _tile_bytes(problem, config) / (machine.link_gbs * 1e3)
-        total += min(link, last)
+        total += min(link, 0.7 * push_us(problem, config, machine, (w - 1) * machine.num_programs))
     return link, total + _hops(problem, _HOPS[problem.op]) * machine.hop_us
 
 
@@ -178,9 +180,20 @@ def _tile_bytes(problem: Problem, config: FusedConfig) -> int:
     return config.block_m * config.block_n * problem.dtype.itemsize
 
 
-def _push_us(problem: Problem, config: FusedConfig) -> float:
-    """One tile, by one program to all peers."""
-    return (problem.world_size - 1) * _tile_bytes(problem, config) / (_PUSH_GBS * 1e3)
+def push_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:
+    """So many tiles, by the link's rate."""
+    return tiles * _tile_bytes(problem, config) / (machine.link_gbs * 1e3)
+
+
+def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
+    """Over what time a program with roles pushes a tile, while it multiplies the next.
+
+    As long as the link takes for a tile of every program, of product first to all peers: faster ones would queue for it
+    and hold up the loads behind them.
+    """
+    copies = problem.world_size - 1 if problem.op == MATMUL_GATHER else min(1, problem.world_size - 1)
+    together = push_us(problem, config, machine, copies * programs_of(config, machine))
+    return min(together, _SPREAD * tile_us(problem, config, machine))
 
 
 def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:

@@ -5,6 +5,7 @@ pushes, signals, waits and sums are the moving warps' business, while the others
 rounded before it is summed, as its peers' are.
 """
 
+from iris.device import arch
 from iris.device.bounded import healthy
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, signal, wait
@@ -15,13 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .owned_tiles import OwnedTiles
 from .units import Units
-from .warp_roles import allocate, multiply_tiles, places_of, rows_of
+from .warp_roles import allocate, multiply_tiles, pace, places_of, rows_of
 
 
 @gluon.jit
-def _stage(shared, staged, height, MOVE: gl.constexpr, ok):
+def _stage(shared, staged, height, spread, MOVE: gl.constexpr, ok):
     """The finished tile's first `height` rows to `staged` [BLOCK_M, BLOCK_N], in its owner's memory."""
+    begin = arch.clock()
     for part in range(shared.product.shape[0]):
+        pace(begin, spread, shared, part)
         values = rows_of(shared, part, MOVE)
         if ok:
             place, inside = _packed(shared, part, height, MOVE)
@@ -84,8 +87,8 @@ def _sum(
 
 @gluon.jit
 def _move_tiles(
-    ctx, shared, units, tiles, out, staging, flags, sync, stride_om, ALL_REDUCE: gl.constexpr, MOVE: gl.constexpr,
-    WAITER: gl.constexpr,
+    ctx, shared, units, tiles, out, staging, flags, sync, stride_om, spread, ALL_REDUCE: gl.constexpr,
+    MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The moving warps: others' tiles to their owners; own ones are summed, and the sums stored, or sent to all."""
     BLOCK_M: gl.constexpr = shared.product.shape[0] * shared.product.shape[1]
@@ -108,7 +111,8 @@ def _move_tiles(
                 number = ctx.rank * owned + slot
                 staged = ctx.remote(staging + number.to(gl.int64) * ELEMENTS, owner)
                 span = ctx.tracing.record_event_start(PUSH, owner, staged, tile_m, tile_n, nbytes=nbytes)
-                _stage(shared, staged, height, MOVE, ok)
+                # nothing is loaded behind the last
+                _stage(shared, staged, height, gl.where(unit + programs < units.count(programs), spread, 0), MOVE, ok)
                 ctx.tracing.record_event_end(span)
                 if units.SHARED:
                     if unit < 2 * programs:  # a part of it may not have come, which has marked the rank
@@ -141,7 +145,7 @@ def _move_tiles(
 @gluon.jit
 def reduce_scatter_roles_kernel(
     a, b, bias, out, staging, flags, parts, left, sync, words, M, N, K, stride_om, part_rows, part_cols, early,
-    shared_tiles, sharers, skew,
+    shared_tiles, sharers, skew, spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, BY_COLS: gl.constexpr, ALL_REDUCE: gl.constexpr,
     HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr,
@@ -159,7 +163,10 @@ def reduce_scatter_roles_kernel(
                 multiply_tiles,
                 (ctx, a, b, shared, units, tiles, bias, parts, left, sync, N, B_TRANSPOSED, HAS_BIAS, ACC, WAITER),
             ),
-            (_move_tiles, (ctx, shared, units, tiles, out, staging, flags, sync, stride_om, ALL_REDUCE, MOVE, WAITER)),
+            (
+                _move_tiles,
+                (ctx, shared, units, tiles, out, staging, flags, sync, stride_om, spread, ALL_REDUCE, MOVE, WAITER),
+            ),
         ],
         [MOVING],
         [MOVING_REGISTERS],

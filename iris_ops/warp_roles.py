@@ -10,6 +10,9 @@ ranks may even mix the two.
                        in registers; round into `product` in shared memory, once it is `free`
     moving warps       wait until it is `ready`, and do with it what the op's own function does
 
+Stores that queue for the link hold up the loads of the next product behind them. So the moving warps `pace` a push: it
+takes as long as if all programs pushed a tile at once, and the link gives each its share.
+
 Waits between warps have no deadline: they are for loads, or for warps of the same program, whose own waits for peers
 all end (`iris/device/bounded.py`) and who take tiles all the same when one has failed.
 What is computed are `units.Units`; where a tile stands says the op's own object: `place(tile)`, (first row, first
@@ -17,6 +20,7 @@ column, whether to add the bias). What is computed beyond a short part, or beyon
 """
 
 from iris import platform
+from iris.device import arch
 from iris.device.sync import next_epoch, signal, wait
 from iris.device.tracing import PRODUCT
 import torch
@@ -208,6 +212,13 @@ def rows_of(shared, part, MOVE: gl.constexpr):
         gl.thread_barrier()
         mbarrier.arrive(shared.free, count=1)
     return values
+
+
+@gluon.jit
+def pace(begin, spread, shared, part):
+    """Waits until `part` of a tile is to be pushed, if the push began at `begin` and all parts take `spread` ticks."""
+    while arch.clock() - begin < spread * part // shared.product.shape[0]:
+        pass
 
 
 @gluon.jit
