@@ -1,8 +1,9 @@
 """The one timer: how long a call takes on the slowest rank, contenders taking turns.
 
 A `Batch` is a number of calls in a row over rotating inputs, issued one by one (eager) or as one CUDA graph.
-`interleave` runs one batch of each contender, then the next round, so that clocks and temperature that drift meet
-all of them alike; it gives each contender's median over the rounds, and of the ranks' medians the largest.
+`interleave` runs one batch of each contender, then the next round in another order, so that clocks and temperature that
+drift, and the heat that whoever came before has left, meet all of them alike; it gives each contender's median over the
+rounds, and of the ranks' medians the largest.
 
 Ranks meet on the device before each batch, and the host is ahead of it when the clock starts: a graph's launch hides
 behind a short device sleep, an eager batch behind one call that is not counted. So the time is that of a running
@@ -11,6 +12,7 @@ model: the device's, or the host's where issuing a call takes longer than runnin
 
 from collections.abc import Callable
 from dataclasses import dataclass
+import random
 import statistics
 import time
 
@@ -89,10 +91,12 @@ def interleave(team: Team, batches: dict[str, Batch], repeats: int) -> tuple[dic
     """Timings by contender, and the reasons of those that failed on the way."""
     samples: dict[str, list[Timing]] = {name: [] for name in batches}
     failed: dict[str, str] = {}
+    order, shuffled = list(batches), random.Random(0)  # the same on all ranks
     for _ in range(repeats + 1):
-        for name, batch in batches.items():
+        shuffled.shuffle(order)
+        for name in order:
             if name not in failed:
-                sample, reason = team.attempt(lambda batch=batch: _measure(team, batch))
+                sample, reason = team.attempt(lambda batch=batches[name]: _measure(team, batch))
                 if reason:
                     failed[name] = reason
                 else:

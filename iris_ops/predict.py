@@ -58,6 +58,7 @@ _POINTERS = 0.15, 0.38
 _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 # Of the link's rate, what words get that are polled, emptied and stored once more.
 _WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 1.0, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
+_WORDS_TWICE = 0.8  # in two shots
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
 _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
 # What one program stores or loads of the parts of tiles, GB/s.
@@ -76,6 +77,8 @@ _SPREAD = 0.8
 _BETWEEN_US = 5.0
 # What a hop takes less where tiles are small.
 _SMALL_HOP_US = 1.5
+# What each rank beyond two adds, of which one more is waited for.
+_RANK_US = 1.8
 # Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
 _MIXED_US = 14.0
 
@@ -104,7 +107,7 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     # each word's way: in one shot of an all-reduce everyone gets everything
     shots = 2 if config.algorithm == "two_shot" else 1
     nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
-    link = nbytes / (machine.link_gbs * _WORDS[problem.op] * 1e3)
+    link = nbytes / (machine.link_gbs * (_WORDS_TWICE if shots == 2 else _WORDS[problem.op]) * 1e3)
     if problem.op in (ALL_REDUCE, REDUCE_SCATTER) and config.block_m >= 64:  # else there is little to hide
         # sums, which are the second shot, begin behind all products
         rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
@@ -130,7 +133,7 @@ def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float)
     # where the link is full, a push of all programs takes this long, and then the link waits for the next
     push = push_us(problem, config, machine, machine.num_programs)
     steady = link + _BETWEEN_US * max(0.0, link / push - 1)
-    hop = machine.hop_us - (_SMALL_HOP_US if area < 1 else 0)
+    hop = machine.hop_us - (_SMALL_HOP_US if area < 1 else 0) + _RANK_US * (problem.world_size - 2)
     return link, max(gemm + last, steady + min(tile, gemm)) + _hops(problem) * hop
 
 
