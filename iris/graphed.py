@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 import ctypes
 import os
+import time
 from typing import TYPE_CHECKING, Any
 import weakref
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 # Runs before a call is captured, beside the one before it was known to come again: calls that come once or twice pay
 # nothing. Runs until the next try, where there was no room, or none to be had now.
 _RUNS_BEFORE, _RUNS_BETWEEN = 1, 64
+# Times as long as a capture took, none begins after it: a prompt whose hundreds of calls all came again would take
+# twice as long. So captures take a tenth of the host's time at most.
+_REST = 9
 ENV_GRAPHS = "IRIS_OP_GRAPHS"  # 0: none
 _MOST = 512  # graphs that are kept; with more, further calls stay as they are, for none is known to come less often
 
@@ -41,8 +45,9 @@ _MOST = 512  # graphs that are kept; with more, further calls stay as they are, 
 class Graphs:
     """The graphs of calls that follow each other in stream order. `capturer`: takes what a call launches as a graph."""
 
-    def __init__(self, ctx: Iris, capturer: Any = None) -> None:
+    def __init__(self, ctx: Iris, capturer: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.ctx, self.device = ctx, ctx.device
+        self._clock, self._rests_until = clock, -float("inf")
         self.most = 0 if os.environ.get(ENV_GRAPHS) == "0" else _MOST
         self._capturer = capturer or Capturer(ctx.device)
         self._kept: weakref.WeakSet[Graphed] = weakref.WeakSet()
@@ -55,10 +60,15 @@ class Graphs:
         """`again`, a function that launches the same each time it is called, with a graph of its own where it can."""
         return Graphed(self, again) if self.device.type == "cuda" and torch.version.hip is None else again
 
+    def resting(self) -> bool:
+        """Whether the last capture was too recent for another."""
+        return self._clock() < self._rests_until
+
     def capture(self, call: Graphed, again: Callable[[], bool]) -> torch.cuda.CUDAGraph | None:
         """The graph of `call`, or None where there is none for now. After one failure no other is tried."""
         if len(self._kept) >= self.most:
             return None
+        begin = self._clock()
         try:
             graph = self._capturer.capture(again)
         except Exception as error:  # what is wrong with the call itself shows when it is run
@@ -66,6 +76,8 @@ class Graphs:
             reason = str(error).strip().partition("\n")[0]
             self.ctx.info(f"calls of several launches get no CUDA graphs and cost the host more: {reason}")
             return None
+        end = self._clock()
+        self._rests_until = end + _REST * (end - begin)
         if graph is not None:
             self._kept.add(call)
         return graph
@@ -85,11 +97,12 @@ class Graphed:
         if enter or leave or platform.is_capturing(graphs.device):
             return self._again()
         if self._graph is None:
-            if self._runs_left == 0:
-                self._graph = graphs.capture(self, self._again)
-                self._runs_left = _RUNS_BETWEEN
-            if self._graph is None:
+            if self._runs_left > 0:
                 self._runs_left -= 1
+            elif not graphs.resting():
+                self._graph = graphs.capture(self, self._again)
+                self._runs_left = _RUNS_BETWEEN - 1
+            if self._graph is None:
                 return self._again()
         self._graph.replay()
         graphs.ctx.check()

@@ -143,7 +143,8 @@ def _roles(ctx, workspace, problem, config, args: dict, A, B, bias) -> tuple[tup
         shared_tiles=shared,
         sharers=sharers,
         skew=skew_steps(problem, config, programs, tile_us(problem, config, rates)),
-        spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
+        # of sixteens, like sizes: else there would be further kernels to compile
+        spread=platform.ticks(spread_us(problem, config, rates) * 1e-6) // 16 * 16,
         SHARED=shared > 0,
     )
     return grid, args | own | warp_roles.arguments(A, B, bias, config)

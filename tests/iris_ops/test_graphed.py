@@ -29,12 +29,13 @@ from tests.reference import Case
 
 
 class Machine:
-    """A context and a capturer in one. `answer`: what a capture does, beside counting."""
+    """A context, a capturer and a clock in one. `answer`: what a capture does, beside counting and taking time."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.graphs = Graphs(self, capturer=self)
+        self.now, self.takes = 0.0, 0.0  # s, now and that a capture takes
+        self.graphs = Graphs(self, capturer=self, clock=lambda: self.now)
         self.captured, self.checks, self.told, self.answer = 0, 0, [], None
 
     def check(self) -> None:
@@ -45,6 +46,7 @@ class Machine:
 
     def capture(self, again):
         self.captured += 1
+        self.now += self.takes
         return self.answer() if self.answer else SimpleNamespace(replay=again.replayed)
 
 
@@ -74,6 +76,20 @@ def test_what_is_repeated_for_the_second_time_is_a_graph() -> None:
     assert work.after(1) == (1, 0) and not machine.captured
     assert work.after(3) == (1, 3) and machine.captured == 1
     assert machine.checks == 3, "what a replay finds is looked for as after a launch"
+
+
+def test_captures_rest_so_that_no_run_is_all_captures() -> None:
+    machine = Machine()
+    machine.takes = 0.5
+    works = [Work(machine) for _ in range(3)]
+    for _ in range(4):
+        for work in works:
+            work.after(1)
+    assert machine.captured == 1 and [work.replays for work in works] == [3, 0, 0]
+    machine.now += graphed._REST * machine.takes
+    assert works[1].after(2) == (4, 2) and works[2].after(2) == (6, 0) and machine.captured == 2
+    machine.now += graphed._REST * machine.takes
+    assert works[2].after(2) == (6, 2) and machine.captured == 3
 
 
 def test_calls_are_launched_where_launches_are_listened_to() -> None:
@@ -134,6 +150,13 @@ UNFUSED = [(op, form, config) for op, form, config in VARIANTS if config and con
 SHAPES = [(128, 512, 256), (37, 129, 50), (2048, 1024, 512)]
 gpu = pytest.mark.gpu
 ranks = pytest.mark.parametrize("world_size", WORLDS, scope="session")
+
+
+@pytest.fixture(autouse=True)
+def captures_come_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However soon after others, where calls are captured in truth."""
+    if "world_size" in request.fixturenames:
+        monkeypatch.setattr(graphed, "_REST", 0)
 
 
 def only_graphs(workspace: Workspace) -> int:
