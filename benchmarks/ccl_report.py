@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks.report import headline
+from benchmarks.report import headline, left_out
 from benchmarks.table import geometric_mean, markdown
 
 MODES = {"graph": "CUDA graph", "eager": "eager"}
@@ -32,9 +32,7 @@ def render(report: dict) -> str:
             if any(f"{mode}_us" in result for row in rows for result in row["results"]):
                 parts += [f"#### `{op}`, {title}", sweep_table(rows, mode) if sweep else op_table(rows, mode)]
         parts += ["\n".join(f"- {note}" for note in _notes(rows))] if _notes(rows) else []
-    if report.get("left_out"):
-        parts.append(f"Left out for want of time: {', '.join(report['left_out'])}.")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + left_out(report))
 
 
 def op_table(rows: list[dict], mode: str) -> str:

@@ -101,10 +101,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
         elapsed = team.slowest([time.monotonic() - begin])[0]
         if elapsed > args.time_limit:
             say(f"stopped: {len(rows) - number + 1} rows left out")
-            measured["left_out"] = [list(row) for row in rows[number - 1 :]]
             break
         row = run_row(team, ctx, found, batch, prompt, args, lambda: time.monotonic() - begin > args.time_limit)
         measured["rows"].append(row)
+        measured["left_out"] = [f"{batch} x {prompt}" for batch, prompt in rows[number:]]
         say(f"{number}/{len(rows)} batch {batch}, prompt {prompt}: " + " | ".join(map(summary, row["results"])))
         if team.rank == 0:
             report.write(measured, args)
@@ -347,7 +347,8 @@ def render(measured: dict) -> str:
         f" most {allowed['times']:g} times that of cuBLAS + NCCL and {allowed['eps']:g} eps{rounded}."
         f" `{measured['command']}`"
     )
-    return "\n\n".join([title, markdown(head, lines), *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
+    told = ["\n".join(f"- {note}" for note in notes)] if notes else []
+    return "\n\n".join([title, markdown(head, lines), *told, *report.left_out(measured)])
 
 
 def _cell(result: dict, ours: dict, key: str) -> str:

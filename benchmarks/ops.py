@@ -86,10 +86,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
         elapsed = team.slowest([time.monotonic() - begin])[0]
         if elapsed > args.time_limit:
             team.say(f"stopped after {elapsed:.0f} s: {len(rows) - number + 1} rows left out")
-            measured["left_out"] = [str(left) for left in rows[number - 1 :]]
             break
         result = run_row(row, team, found, dtype, args)
         measured["rows"].append(result)
+        measured["left_out"] = [str(left) for left in rows[number:]]
         shown = [f"{r['name']} {report.summary(r)}" for r in result["results"]] or result["notes"]
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {' | '.join(shown)}")
         if team.rank == 0:

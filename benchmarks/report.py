@@ -70,6 +70,11 @@ def driver_version() -> str | None:
         return None
 
 
+def left_out(report: dict) -> list[str]:
+    """What the run had no time for, in a line, if there is such."""
+    return [f"Left out for want of time: {'; '.join(report['left_out'])}."] if report.get("left_out") else []
+
+
 def headline(report: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     return f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}; {versions}."

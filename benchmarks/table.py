@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 import statistics
 
-from benchmarks.report import headline
+from benchmarks.report import headline, left_out
 from benchmarks.shapes import CALLS, label
 
 MODES = {"graph": "CUDA graph", "eager": "eager"}
@@ -22,6 +22,7 @@ MODES = {"graph": "CUDA graph", "eager": "eager"}
 def render(report: dict, modes: Iterable[str]) -> str:
     """The whole report; `modes` are "graph" and "eager"."""
     parts = [f"{headline(report)} µs per call: median, slowest rank. `{report['command']}`"]
+    parts += [report["note"]] if "note" in report else []
     for op in CALLS:
         rows = [row for row in report["rows"] if row["op"] == op]
         for mode in modes:
@@ -30,7 +31,7 @@ def render(report: dict, modes: Iterable[str]) -> str:
         if "eager" in modes and any("eager_host_us" in result for row in rows for result in row["results"]):
             parts += [f"#### `{CALLS[op]}`, host time of an eager call", host_table(rows)]
         parts += ["\n".join(f"- {note}" for note in notes(rows))] if notes(rows) else []
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + left_out(report))
 
 
 def op_table(rows: list[dict], mode: str) -> str:

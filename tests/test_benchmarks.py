@@ -206,6 +206,14 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
     assert table.render(report, ["eager"]) in done.stdout.replace("\r", "")
 
 
+def test_what_there_was_no_time_for_is_told(tmp_path):
+    run_benchmark("ops", 1, "--rows", "16,48,32", "--time-limit", "0.01", "--out", str(tmp_path))
+    report = json.loads((tmp_path / "ops_cpu_x1.json").read_text())
+    assert [row["op"] for row in report["rows"]] == ["ar"]
+    told = "Left out for want of time: rs 16, 48, 32; ag 16, 48, 32; ga 16, 48, 32."
+    assert table.render(report, ["eager"]).endswith(told)
+
+
 def test_other_forms_and_uneven_parts_on_three_cpu_ranks(tmp_path):
     run_benchmark("ops", 3, "--shapes", "tiny-forms", "--dtype", "float16", "--out", str(tmp_path))
     report = json.loads((tmp_path / "ops_float16_cpu_x3.json").read_text())
