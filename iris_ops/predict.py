@@ -57,7 +57,7 @@ _POINTERS = 0.15, 0.38
 # Hops that nothing hides: the entry, then what the last tiles wait for.
 _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 # Of the link's rate, what words get that are polled, emptied and stored once more.
-_WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 1.0, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
+_WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
 _WORDS_TWICE = 0.8  # in two shots
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
 _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}

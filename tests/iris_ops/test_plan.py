@@ -11,7 +11,7 @@ import iris
 from iris_ops import FusedConfig, torch_product
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import fitting, plan
-from iris_ops.predict import predict
+from iris_ops.predict import predict, spread_us, tile_us
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem
 from iris_ops.staging import workspace_size
 from iris_ops.unfused import UNFUSED
@@ -33,6 +33,16 @@ SHAPES = [(1, 8192, 2048), (64, 4096, 1024), (2048, 8192, 7168), (8192, 8192, 20
 
 def problem(op: str, form: str, M: int, N: int, K: int, w: int = 4, dtype: torch.dtype = torch.bfloat16) -> Problem:
     return Problem(op, form, M, N, K, w, dtype)
+
+
+def test_pushes_take_the_link_s_time_but_leave_some_of_the_product_s() -> None:
+    config = FusedConfig(128, 256, 64, warp_roles=True)
+    tile_bytes, programs, gbs = 2 * 128 * 256, H200.num_programs, H200.link_gbs * 1e3
+    for op, form, copies in [(ALL_REDUCE, "", 1), (REDUCE_SCATTER, "rows", 1), (MATMUL_GATHER, "cols", 3)]:
+        deep, shallow = (problem(op, form, 8192, 8192, K) for K in (1 << 16, 512))
+        assert spread_us(deep, config, H200) == pytest.approx(copies * programs * tile_bytes / gbs)
+        assert 0 < spread_us(shallow, config, H200) < tile_us(shallow, config, H200)
+        assert spread_us(problem(op, form, 8192, 8192, 512, w=1), config, H200) == 0
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
@@ -217,6 +227,8 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
 
 # Measured before warps had roles.
 OLDER = {"ops_float16_h200_x2", "ops_float16_h200_x4"}
+# (M, N, K) of reduce-scatters for which their own measurement has changed the plan.
+CHANGED = {"ops_h200_x4": {(512, 8192, 2048)}, "ops_models_h200_x4": {(1024, 4096, 1024)}}
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/ops_*.json"))
 
 
@@ -235,7 +247,8 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
         if path.stem in OLDER:
             assert chosen.prediction.total_us < ours["graph_us"] * 1.3
             continue
-        assert chosen == measured, f"{asked}: {measured}"
+        changed = op == REDUCE_SCATTER and (row["M"], row["N"], row["K"]) in CHANGED.get(path.stem, ())
+        assert (chosen == measured) != changed, f"{asked}: {measured}"
         if abs(expected / ours["graph_us"] - 1) > 0.2:
             misses.append((op, row["M"], row["N"], row["K"], expected, ours["graph_us"]))
     assert len(misses) <= len(report["rows"]) / 10, misses
