@@ -33,6 +33,8 @@ class FusedConfig:
     `splits`, if more than 1, has programs first share the tiles that do not fill a round, each tile cut along K into
     about so many parts at most; all programs start at once, and `stagger_us` is over what time they end those parts.
 
+    `ranks_together`: of "copy_engines", how many other ranks' rows are multiplied together at least.
+
     `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
     "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
     product). With torch's product in place of tiles of ours: "sequential" (before or after it a collective of
@@ -50,6 +52,7 @@ class FusedConfig:
     comm_programs: int = 16
     stagger_us: int = 0
     splits: int = 1
+    ranks_together: int = 1
     warp_roles: bool = False
     algorithm: str = "overlapped"
     prediction: Prediction | None = field(default=None, compare=False)

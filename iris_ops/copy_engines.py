@@ -7,8 +7,10 @@
 No multiprocessor moves data, so the products, a library's, run as they would alone, and each hides the copies for the
 next one. In step i every rank sends its rows to the rank i before it, so all links of a step are different ones, and
 rank r multiplies in the order r, r + 1, r + 2 ... in which rows arrive. A rank's rows that are few go with the next
-one's: a product reads all of B however few rows it has. The steps are the same on all ranks, for they have M and K in
-common; the products are each rank's own affair.
+one's: a product reads all of B however few rows it has. So do as many ranks' as the configuration says: a step has a
+barrier, a product a last round that most multiprocessors sit out, and where the own rows' product hides all copies one
+step is enough. The steps are the same on all ranks, for they have M, K and the configuration in common; the products
+are each rank's own affair.
 
 A step ends with a barrier of the ranks, in a stream of its own, so that no copy waits for one. Barriers use the
 device's clock and counts, so a captured call can be replayed. Why no row is overwritten too early: a rank copies after
@@ -31,6 +33,7 @@ from . import torch_product
 from .problem import GATHER_MATMUL, Problem, part_of
 
 if TYPE_CHECKING:
+    from .config import FusedConfig
     from .machine import Machine
     from .workspace import Workspace
 
@@ -48,10 +51,10 @@ def objection(problem: Problem) -> str | None:
     return None
 
 
-def _steps(problem: Problem) -> list[range]:
+def _steps(problem: Problem, config: FusedConfig) -> list[range]:
     """Whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
     others = problem.world_size - 1
-    together = min(others, -(-_LEAST_ROWS // max(1, problem.part_rows)))
+    together = min(others, max(config.ranks_together, -(-_LEAST_ROWS // max(1, problem.part_rows))))
     if others == 0:
         return []
     first = others % together or together  # the smallest group, which the fewest rows hide
@@ -68,18 +71,18 @@ def _rows_of(problem: Problem, rank: int, step: range) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in spans if begin < end]
 
 
-def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
+def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
     """Microseconds of the products, of the copies, and of all, on the rank that takes longest."""
     w = problem.world_size
     copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + _COPY_US
     barrier = _BARRIER_US * w
     found = []
     for rank in range(w):
-        steps = [_rows_of(problem, rank, step) for step in _steps(problem)]
+        steps = [_rows_of(problem, rank, step) for step in _steps(problem, config)]
         rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
         products = torch_product.expected_in_turn(rows, problem.N, problem.K, machine)
         us, sent, done = barrier + products[0], barrier, 1
-        for step, there in zip(_steps(problem), steps, strict=True):
+        for step, there in zip(_steps(problem, config), steps, strict=True):
             sent += len(step) * copy
             # a barrier beside a product that fills the chip waits for its end
             us = max(us, sent) + barrier + sum(products[done : done + len(there)])
@@ -94,7 +97,7 @@ def staged_elements(problem: Problem) -> int:
     return problem.M * problem.K
 
 
-def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[[], bool]:
+def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
     rank, copies, arrivals = ctx.cur_rank, *workspace.lanes
@@ -110,7 +113,7 @@ def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable
             [places[i - 1] for i in step] if A.numel() else [],
             [product(begin, end, gathered[begin:end]) for begin, end in _rows_of(problem, rank, step)],
         )
-        for step in _steps(problem)
+        for step in _steps(problem, config)
     ]
     entered, *marks = workspace.marks
     sent, arrived = marks[: len(steps)], marks[len(steps) : 2 * len(steps)]

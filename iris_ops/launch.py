@@ -295,9 +295,9 @@ def launch(
     if config.algorithm in UNFUSED:
         prepare = UNFUSED[config.algorithm].prepare
         if not came_before:
-            prepare(workspace, problem, *tensors)()
+            prepare(workspace, problem, config, *tensors)()
             return None
-        again = workspace.graphs.of(prepare(workspace, problem, *map(repeat.alias, tensors)))
+        again = workspace.graphs.of(prepare(workspace, problem, config, *map(repeat.alias, tensors)))
         again()
         return repeat.Launch(again)
     arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)

@@ -68,7 +68,8 @@ _ROUND_HEIGHT = 16
 
 def _label(problem: Problem, config: FusedConfig) -> str:
     if config.algorithm in UNFUSED:
-        return f"{config.algorithm}, torch's product"
+        together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
+        return f"{config.algorithm}, torch's product{together}"
     label = f"{config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
     if config.algorithm == "overlapped" and problem.op == ALL_REDUCE:
         by_cols = owned_part(problem, config)[2]
@@ -102,6 +103,8 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         found += [x for x in _with_roles(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
         found += _UNFUSED
+        if problem.op == GATHER_MATMUL and problem.world_size > 2:
+            found.append(FusedConfig(algorithm="copy_engines", ranks_together=problem.world_size - 1))
     return found
 
 

@@ -86,7 +86,7 @@ _MIXED_US = 14.0
 def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
     """The time that `config` should take."""
     if config.algorithm in UNFUSED:
-        return Prediction(*UNFUSED[config.algorithm].predict(problem, machine))
+        return Prediction(*UNFUSED[config.algorithm].predict(problem, config, machine))
     gemm = gemm_us(problem, config, machine)
     if config.algorithm != "overlapped":
         way = _exchanged

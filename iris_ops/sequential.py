@@ -24,6 +24,7 @@ from . import torch_product
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 
 if TYPE_CHECKING:
+    from .config import FusedConfig
     from .machine import Machine
     from .workspace import Workspace
 
@@ -41,7 +42,7 @@ def objection(problem: Problem) -> str | None:
     return None
 
 
-def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
+def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
     """Microseconds of the product, of the collective, and of both."""
     link = collectives.Machine(machine.num_programs, resident=2)
     share = machine.link_gbs / 380.0  # of an H200's
@@ -69,7 +70,7 @@ def staged_elements(problem: Problem) -> int:
     return problem.M * (problem.K if problem.op == GATHER_MATMUL else problem.N)
 
 
-def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[[], bool]:
+def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias) -> Callable[[], bool]:
     """A function that launches both halves on tensors at these addresses, in the current stream."""
     ctx = workspace.ctx
     between = workspace.staging[: staged_elements(problem) * problem.dtype.itemsize].view(problem.dtype)

@@ -26,6 +26,7 @@ from .problem import REDUCE_SCATTER, Problem, part_of
 from .sum_parts import sum_parts_kernel
 
 if TYPE_CHECKING:
+    from .config import FusedConfig
     from .machine import Machine
     from .workspace import Workspace
 
@@ -44,7 +45,7 @@ def objection(problem: Problem) -> str | None:
     return None
 
 
-def predict(problem: Problem, machine: Machine) -> tuple[float, float, float]:
+def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
     """Microseconds of the products, of the copies, and of all: what each stream has done by when."""
     w, rows = problem.world_size, problem.part_rows
     nbytes = rows * problem.N * problem.dtype.itemsize
@@ -63,7 +64,7 @@ def staged_elements(problem: Problem) -> int:
     return 2 * (problem.world_size - 1) * problem.part_rows * problem.N
 
 
-def prepare(workspace: Workspace, problem: Problem, out, A, B, bias) -> Callable[[], bool]:
+def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
     arriving, shards = workspace.views.get(problem) or _views(workspace, problem)

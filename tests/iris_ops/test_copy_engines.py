@@ -10,6 +10,7 @@ import iris
 from iris.errors import PeerLostError
 from iris_ops import FusedConfig, copy_engines
 from iris_ops.machine import machine_named
+from iris_ops.plan import plan
 from iris_ops.problem import GATHER_MATMUL, Problem, part_of
 import pytest
 import torch
@@ -29,14 +30,21 @@ def problem(M: int, world_size: int, N: int = 2560, K: int = 8192) -> Problem:
     return Problem(GATHER_MATMUL, "rows", M, N, K, world_size, torch.bfloat16)
 
 
+def config(together: int = 1) -> FusedConfig:
+    return FusedConfig(algorithm="copy_engines", ranks_together=together)
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 9])
 @pytest.mark.parametrize("rows", [1, 2, 200, 400, 2048])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
-def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int) -> None:
+def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int, together: int) -> None:
     for M in {rows * world_size, rows * world_size - 1, max(1, rows * (world_size - 1) - 1)}:
         asked = problem(M, world_size)
-        steps, part = copy_engines._steps(asked), asked.part_rows
+        steps, part = copy_engines._steps(asked, config(together)), asked.part_rows
         assert [i for step in steps for i in step] == list(range(1, world_size))
+        least = min(world_size - 1, together)
         assert all(len(step) * part >= copy_engines._LEAST_ROWS for step in steps[1:]) or len(steps) <= 1
+        assert all(len(step) >= least for step in steps[1:]) and len(steps) <= -(-(world_size - 1) // max(1, least))
         for rank in range(world_size):
             for step in steps:
                 spans = copy_engines._rows_of(asked, rank, step)
@@ -48,12 +56,22 @@ def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int) -> No
 
 def test_steps_hide_copies() -> None:
     """Four ranks take little longer than their products, where a copy is shorter than each of them."""
-    assert len(copy_engines._steps(problem(8192, 4))) == 3
-    gemm, copies, total = copy_engines.predict(problem(8192, 4), H200)
+    assert len(copy_engines._steps(problem(8192, 4), config())) == 3
+    gemm, copies, total = copy_engines.predict(problem(8192, 4), config(), H200)
     assert gemm < total < gemm + 0.25 * copies
-    assert copy_engines._steps(problem(8192, 2)) == [range(1, 2)]
-    gemm, copies, total = copy_engines.predict(problem(8192, 4, N=256), H200)
+    assert copy_engines._steps(problem(8192, 2), config()) == [range(1, 2)]
+    gemm, copies, total = copy_engines.predict(problem(8192, 4, N=256), config(), H200)
     assert total > copies > gemm, "nothing hides so much"
+
+
+def test_ranks_go_together_where_the_own_product_hides_all_copies() -> None:
+    for N, together in ((2560, 1), (14336, 3)):
+        asked = problem(8192, 4, N)
+        steps = {each: copy_engines.predict(asked, config(each), H200)[2] for each in (1, 2, 3)}
+        assert min(steps, key=steps.get) == together
+        chosen = plan(asked, H200)
+        assert chosen == config(together), chosen
+    assert plan(problem(8192, 2, 14336), H200) == config(), "nobody else's rows to go with"
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------------
@@ -70,6 +88,8 @@ def check_in_steps(ctx: iris.Iris, cases: list[Case]) -> None:
     for least_rows in (1, 2 * -(-cases[0].M // ctx.num_ranks)):
         ctx.ops.forget_repeats()  # which have the other steps
         in_steps_of(least_rows, check_cases, ctx, cases)
+    together = [replace(case, config=replace(case.config, ranks_together=ctx.num_ranks)) for case in cases]
+    in_steps_of(1, check_cases, ctx, together)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
