@@ -76,7 +76,7 @@ def _push_tiles(
     leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True, LANES=False)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
 def all_gather_roles_kernel(
     a, b, bias, out, parts, left, sync, words, M, N, K, stride_om, row_step, col_step, shared_tiles, sharers, skew,
     spread,

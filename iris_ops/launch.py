@@ -143,8 +143,7 @@ def _roles(ctx, workspace, problem, config, args: dict, A, B, bias) -> tuple[tup
         shared_tiles=shared,
         sharers=sharers,
         skew=skew_steps(problem, config, programs, tile_us(problem, config, rates)),
-        # of sixteens, like sizes: else there would be further kernels to compile
-        spread=platform.ticks(spread_us(problem, config, rates) * 1e-6) // 16 * 16,
+        spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
         SHARED=shared > 0,
     )
     return grid, args | own | warp_roles.arguments(A, B, bias, config)

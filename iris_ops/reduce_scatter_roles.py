@@ -142,7 +142,7 @@ def _move_tiles(
     leave(ctx, sync, epoch, ok, WAITER, TOGETHER=ALL_REDUCE, LANES=False)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
 def reduce_scatter_roles_kernel(
     a, b, bias, out, staging, flags, parts, left, sync, words, M, N, K, stride_om, part_rows, part_cols, early,
     shared_tiles, sharers, skew, spread,

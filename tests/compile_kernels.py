@@ -111,6 +111,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
     tma |= {"a", "b"} if "ACC" in parameters else set()  # warps with roles load by descriptors only
+    alike = {p.name for p in kernel.params if p.do_not_specialize}  # compiled once, whatever they are multiples of
     backend = make_backend(target)
     pointer = backend.parse_attr(backend.get_tensor_specialization(torch.empty(0), align=True))
     signature, attrs = {}, {}
@@ -128,7 +129,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             attrs[(index,)] = pointer
         else:
             signature[name] = "i32"
-            if name not in ("rank", "peer", "num_members"):
+            if name not in {"rank", "peer", "num_members"} | alike:
                 attrs[(index,)] = [["tt.divisibility", 16]]
     triton.runtime.driver.set_active(_Driver(target))
     of = GluonASTSource if kernel.is_gluon() else ASTSource

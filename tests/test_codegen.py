@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import re
 
+from iris_ops.all_gather_roles import all_gather_roles_kernel
+from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel
 import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from tests.assembly import (
     CUDA,
@@ -23,6 +29,7 @@ from tests.assembly import (
 
 pytestmark = pytest.mark.compile
 
+POINTERS = {"a", "b", "bias", "out", "staging", "flags", "parts", "left", "sync", "words"}
 SHARED_LIMIT = {"sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 
 
@@ -31,6 +38,20 @@ def test_kernels_fit_in_shared_memory_and_never_trap(compiled, target: str) -> N
     for kernel in sound(compiled(target)):
         assert kernel.shared <= SHARED_LIMIT[target], (kernel.name, kernel.shared)
         assert not kernel.count(r"^\s*(trap|s_trap|brkpt)\b"), kernel.name
+
+
+@pytest.mark.parametrize("kernel", [all_gather_roles_kernel, reduce_scatter_roles_kernel], ids=lambda k: k.__name__)
+def test_how_tiles_are_shared_and_pushed_asks_for_no_further_kernel(kernel) -> None:
+    """Triton specialises on what is 1 or a multiple of 16, which of numbers that depend on all sizes says nothing."""
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    given = {p.name: torch.empty(64) if p.name in POINTERS else 0 if p.is_constexpr else 48 for p in kernel.params}
+
+    def specialised(**changes: int) -> list:
+        return bind(**given | changes)[1]
+
+    for name in ("shared_tiles", "sharers", "skew", "spread"):
+        assert all(specialised(**{name: value}) == specialised() for value in (0, 1, 7, 22763)), name
+    assert specialised(N=7) != specialised(), "the width of rows decides how they are stored"
 
 
 @pytest.mark.parametrize("target", CUDA + HIP)
