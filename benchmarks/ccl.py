@@ -3,9 +3,10 @@
 Sizes are what nccl-tests counts: bytes of the input of all_reduce, reduce_scatter and all_to_all, of the output of
 all_gather; so bytes on the link are 2 (w - 1) / w of them for all_reduce and (w - 1) / w for the others.
 
-Every contender of a row is checked, poisoned output first, before it is timed, and graphs once more by a replay. One
-that raises or is wrong is named and not timed. Prints the tables of `ccl_report.py` and writes ccl_<gpu>_x<ranks>.json
-after every row. `--sweep` times our variants instead, over programs and blocks, and what the plan would have taken.
+Every contender of a row is checked, poisoned output first, before it is timed, and our graphs once more by a replay.
+One that raises or is wrong is named and not timed. Prints the tables of `ccl_report.py` and writes
+ccl_<gpu>_x<ranks>.json after every row. `--sweep` times our variants instead, over programs and blocks, and what the
+plan would have taken.
 """
 
 import argparse
@@ -102,8 +103,7 @@ def measure(case: Case, found: list[Contender], row: dict, args: argparse.Namesp
         if not reason:
             estimate, reason = team.attempt(lambda pair=pair: timing.estimate_us(team, pair[1], COPIES))
         if reason:
-            result.update(status="WRONG" if reason.startswith("wrong") else "n/a")
-            result["notes"].append(reason)
+            report.drop(result, "WRONG" if reason.startswith("wrong") else "n/a", reason)
             continue
         estimates[contender.name] = team.slowest([estimate])[0]
         calls[contender.name] = pair[1]
@@ -130,8 +130,7 @@ def measure(case: Case, found: list[Contender], row: dict, args: argparse.Namesp
             results[name]["notes"].append(f"failed while timed, {mode} ({reason})")
         for name, taken in timings.items():
             if name == "ours" and name in outputs and not _replay_is_right(case, batches[name], outputs[name]):
-                results[name].update(status="WRONG")
-                results[name]["notes"].append("wrong result of a replay")
+                report.drop(results[name], "WRONG", "wrong result of a replay")
                 continue
             results[name][f"{mode}_us"] = taken.call_us
             results[name][f"{mode}_host_us"] = taken.host_us

@@ -177,7 +177,7 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
             turned = bool(number % 2)
             taken, reason = team.attempt(partial(time_once, team, contender, engine, prompts, args.output, turned))
             if reason:
-                result.update(status="n/a", notes=[*result["notes"], f"failed while timed ({reason})"])
+                report.drop(result, "n/a", f"failed while timed ({reason})")
                 continue
             for name, seconds in taken.items():
                 samples.setdefault(name, []).append(seconds)
@@ -191,7 +191,7 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
         best = min((result[key] for key in ("step_graph_ms", "step_eager_ms") if key in result), default=None)
         result["tokens_per_s"] = best and 1e3 * batch / best
         if not same_everywhere(team, engine):
-            result.update(status="WRONG", notes=[*result["notes"], "ranks made different tokens"])
+            report.drop(result, "WRONG", "ranks made different tokens")
     if args.profile:
         for contender, engine, _, _ in ready:
             profile(team, contender, engine, prompts)

@@ -123,7 +123,7 @@ def run_row(row: Row, team: Team, found: list[rivals.Contender], dtype: torch.dt
     for name, call in list(calls.items()):
         local, reason = team.attempt(lambda call=call: timing.estimate_us(team, call, inputs.copies))
         if reason:
-            drop(results[name], "n/a", reason)
+            report.drop(results[name], "n/a", reason)
             del calls[name]
         else:
             estimates[name] = team.slowest([local])[0]
@@ -148,11 +148,11 @@ def get_ready(contender: rivals.Contender, inputs: Inputs, result: dict) -> Call
     if not reason:
         error, reason = team.attempt(lambda: inputs.check(call, contender.alone))
     if reason:
-        drop(result, "n/a", reason)
+        report.drop(result, "n/a", reason)
         return None
     result["error"] = team.slowest([error])[0]
     if result["error"] > 1:
-        drop(result, "WRONG", f"wrong result: {result['error']:.3g} times the allowed error")
+        report.drop(result, "WRONG", f"wrong result: {result['error']:.3g} times the allowed error")
         return None
     return call
 
@@ -180,8 +180,7 @@ def time_mode(
         else:
             batches[name], outputs[name] = captured
     round_us = sum(estimates[name] * batch.calls for name, batch in batches.items())
-    repeats = budget.repeats_for(round_us, len(batches)) if batches else 0
-    timings, failed = timing.interleave(team, batches, repeats)
+    timings, failed = timing.interleave(team, batches, budget.repeats_for(round_us, len(batches)))
     for name, reason in failed.items():
         results[name]["notes"].append(f"failed while timed, {mode} ({reason})")
     for name, taken in timings.items():
@@ -192,7 +191,8 @@ def time_mode(
             )
             error = team.slowest([error])[0] if not reason else None
             if reason or error > 1:
-                drop(results[name], "WRONG", reason or f"wrong result of a replay: {error:.3g} times the allowed error")
+                reason = reason or f"wrong result of a replay: {error:.3g} times the allowed error"
+                report.drop(results[name], "WRONG", reason)
                 calls.pop(name)
                 continue
         results[name][f"{mode}_us"] = taken.call_us
@@ -207,11 +207,6 @@ def replayed_error(inputs: Inputs, batch: timing.Batch, out: torch.Tensor, alone
     inputs.poison(out)
     batch.run()
     return inputs.error(out, inputs.copies - 1, alone)
-
-
-def drop(result: dict, status: str, reason: str) -> None:
-    result["status"] = status
-    result["notes"].append(reason)
 
 
 def main() -> None:

@@ -85,6 +85,14 @@ def slug(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
 
 
+def drop(result: dict, status: str, reason: str) -> None:
+    """Of a contender that failed or is wrong: why, and none of the figures that it had until then."""
+    for name in [name for name in result if name.endswith(("_us", "_ms", "_per_s"))]:
+        del result[name]
+    result["status"] = status
+    result["notes"].append(reason)
+
+
 def summary(result: dict) -> str:
     """Of a contender, for the progress line: its times in graphs and eager, or what went wrong."""
     if result["status"] != "ok":

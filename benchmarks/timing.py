@@ -42,7 +42,7 @@ class Budget:
         return -(-calls // inputs) * inputs
 
     def repeats_for(self, round_us: float, contenders: int) -> int:
-        return _clamp(self.measure_ms * 1e3 * contenders / round_us, self.repeats)
+        return _clamp(self.measure_ms * 1e3 * contenders / round_us, self.repeats) if contenders else 0
 
 
 QUICK = Budget(measure_ms=25.0, repeats=(3, 10))

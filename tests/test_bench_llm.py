@@ -108,6 +108,17 @@ def test_a_wrong_contender_and_one_that_raises_are_named(alone, dtype):  # noqa:
         assert "SHORTENED" in text and "WRONG" in text and "no such gather" in text
 
 
+def test_ranks_that_made_different_tokens_have_no_figures(alone, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(llm, "same_everywhere", lambda team, engine: False)
+    with iris.iris(1 << 24) as ctx:
+        found, _ = engines.contenders(alone, ctx, engines.build("tiny", 1, ctx, torch.float32), ["nccl"])
+        args = argparse.Namespace(output=3, dtype="float32", rounds=1, torch_attention=False, profile=False)
+        args.contenders, args.compile = ["nccl"], False
+        (result,) = llm.run_row(alone, ctx, found, 2, 3, args, lambda: False)["results"]
+    assert result["status"] == "WRONG" and result["notes"] == ["ranks made different tokens"]
+    assert not [key for key in result if key.endswith(("_ms", "_per_s"))], "nor in a picture"
+
+
 def test_rows_are_batches_at_the_first_prompt_and_prompts_at_the_first_batch():
     args = llm.parse(["--ranks", "2", "--batches", "1,16", "--prompts", "128,8192", "--model", "llama-3-8b"])
     assert llm.rows_of(args) == [(1, 128), (16, 128), (1, 8192)]

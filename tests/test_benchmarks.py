@@ -1,6 +1,7 @@
 """The benchmark tells the truth: floors as measured elsewhere, wrong results named, and it runs from end to end."""
 
 import argparse
+from dataclasses import replace
 import json
 import math
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
-from benchmarks import ops, plots, rivals, shapes, table  # noqa: E402
+from benchmarks import ccl, ccl_case, ccl_rivals, ops, plots, rivals, shapes, table, timing  # noqa: E402
 from benchmarks.inputs import Inputs  # noqa: E402
 from benchmarks.launch import Team, describe  # noqa: E402
 from benchmarks.report import command  # noqa: E402
@@ -185,6 +186,59 @@ def test_wrong_and_failing_contenders_are_named_and_not_timed(alone):
     assert results["right"]["status"] == "ok" and results["right"]["eager_us"] > 0
     assert results["wrong"]["status"] == "WRONG" and "eager_us" not in results["wrong"]
     assert results["absent"]["status"] == "n/a" and "no such device" in results["absent"]["notes"][0]
+
+
+def leaves_a_replay_undone(call, calls, inputs):
+    """In place of a capture: the graph that it gives does nothing."""
+    return timing.Batch(calls, lambda: None, lambda: None), call(inputs - 1)
+
+
+def test_a_wrong_replay_leaves_no_figure_anywhere(alone, monkeypatch):
+    monkeypatch.setattr(timing, "graph_batch", leaves_a_replay_undone)
+    kinds = {"ours": rivals.OURS, "rival": rivals.RIVAL, "alone": rivals.GEMM}
+    found = [rivals.Contender(name, kind, {"ar": right}) for name, kind in kinds.items()]
+    args = argparse.Namespace(modes=["eager", "graph"], quick=True)
+    measured = ops.run_row(Row("ar", 32, 32, 512), alone, found, torch.bfloat16, args)
+    assert measured["gemm_us"] is measured["floor_us"] is None
+    for result in measured["results"]:
+        assert result["status"] == "WRONG" and "wrong result of a replay" in result["notes"][0]
+        assert not [key for key in result if key.endswith("_us")], "what it took when it was called counts in no mean"
+    case = ccl_case.Case("all_gather", 2048, alone, torch.float32)
+    ours = replace(ccl_rivals.torch_distributed(alone), name="ours", kind="ours")
+    row = {"results": []}
+    ccl.measure(case, [ours], row, args)
+    (result,) = row["results"]
+    assert result["status"] == "WRONG" and not [key for key in result if key.endswith("_us")]
+
+
+def refuses(call, calls, inputs):
+    raise RuntimeError("no capture here")
+
+
+def test_where_nothing_can_be_captured_that_is_told(alone, monkeypatch):
+    monkeypatch.setattr(timing, "graph_batch", refuses)
+    args = argparse.Namespace(modes=["graph"], quick=True)
+    measured = ops.run_row(
+        Row("ar", 32, 32, 512), alone, [rivals.Contender("a", rivals.RIVAL, {"ar": right})], torch.bfloat16, args
+    )
+    row = {"results": []}
+    case = ccl_case.Case("all_gather", 2048, alone, torch.float32)
+    ccl.measure(case, [ccl_rivals.torch_distributed(alone)], row, args)
+    for result in measured["results"] + row["results"]:
+        assert result["status"] == "ok" and "no capture here" in result["notes"][0], result
+
+
+def test_contenders_take_turns_in_every_order(alone):
+    came: list[str] = []
+    batches = {name: timing.Batch(1, lambda name=name: came.append(name), lambda: None) for name in "abc"}
+    rounds = []
+    for _ in range(2):
+        came.clear()
+        timings, failed = timing.interleave(alone, batches, 29)
+        assert timings.keys() == set("abc") and not failed
+        rounds.append(["".join(came[i : i + 3]) for i in range(0, len(came), 3)])
+    assert len(set(rounds[0])) == 6 and {"".join(sorted(order)) for order in rounds[0]} == {"abc"}
+    assert rounds[0] == rounds[1], "ranks, which do not ask each other, have to agree"
 
 
 def test_end_to_end_on_two_cpu_ranks(tmp_path):
