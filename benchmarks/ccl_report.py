@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from benchmarks.report import headline, left_out
-from benchmarks.table import geometric_mean, markdown
+from benchmarks.table import markdown, mean_of
 
 MODES = {"graph": "CUDA graph", "eager": "eager"}
 
@@ -59,7 +59,7 @@ def op_table(rows: list[dict], mode: str) -> str:
                 line.append(_us(theirs) if theirs else results.get(name, {}).get("status", ""))
         lines.append(line)
     host = ["host µs"] if mode == "eager" else []
-    means = [f"{mean:.2f}x" if (mean := geometric_mean(ratios[name])) else "-" for name in rivals]
+    means = [mean_of(ratios[name], len(rows), "x") for name in rivals]
     lines.append(["geometric mean", "", "", "", *("" for _ in host), *means])
     return markdown(["size", "as planned", "ours", "bus GB/s", *host, *rivals], lines)
 

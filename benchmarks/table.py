@@ -3,7 +3,8 @@
     python -m benchmarks.table benchmarks/results/ops_h200_x4.json [--modes graph]
 
 A rival's cell is its time and how many times ours it takes, blank where it does not serve the row. The last line has
-the geometric means. Below, what an eager call costs the host.
+the geometric means over the rows that both have figures for, and of how many rows if not of all. Below, what an eager
+call costs the host, over the rows that a contender serves.
 """
 
 import argparse
@@ -56,14 +57,20 @@ def op_table(rows: list[dict], mode: str) -> str:
                 speedups[name].append(speedup)
             line.append(_cell(rival, mode) + (f" ({speedup:.2f}x)" if speedup else ""))
         lines.append(line)
-    means = [f"{value:.2f}x" if (value := geometric_mean(speedups[name])) else "-" for name in rivals]
-    mean_ratio = geometric_mean(over_floor)
-    lines.append(["geometric mean", "", "", "", f"{mean_ratio:.2f}" if mean_ratio else "-", *means])
+    means = [mean_of(speedups[name], len(rows), "x") for name in rivals]
+    lines.append(["geometric mean", "", "", "", mean_of(over_floor, len(rows)), *means])
     return markdown(head, lines)
 
 
+def mean_of(ratios: list[float], rows: int, unit: str = "") -> str:
+    """The geometric mean, and of how many rows it is if not of all: else those of two rivals would look comparable."""
+    if not ratios:
+        return "-"
+    return f"{geometric_mean(ratios):.2f}{unit}" + (f" ({len(ratios)} of {rows})" if len(ratios) < rows else "")
+
+
 def host_table(rows: list[dict]) -> str:
-    """How long issuing an eager call keeps the host busy, over the rows."""
+    """How long issuing an eager call keeps the host busy, over the rows that a contender serves."""
     taken: dict[str, list[float]] = {}
     for result in (result for row in rows for result in row["results"]):
         if "eager_host_us" in result:

@@ -127,7 +127,7 @@ def test_table_shows_ratios_failures_and_means():
     assert cells[0] == ["M, N, K", "GEMM", "floor", "ours", "ours / floor", "rival"]
     assert cells[2] == ["512, 64, 32", "10.0", "10.0", "20.0", "2.00", "40.0 (2.00x)"]
     assert cells[3] == ["128, 64, 32", "10.0", "10.0", "10.0", "1.00", "WRONG"]
-    assert cells[4] == ["geometric mean", "", "", "", "1.41", "2.00x"]
+    assert cells[4] == ["geometric mean", "", "", "", "1.41", "2.00x (1 of 2)"]
     assert "- rival: wrong result [128, 64, 32]" in text
     assert "eager" not in text  # nothing was measured there
 

@@ -45,3 +45,6 @@ def test_the_table_shows_bandwidth_and_ratios() -> None:
     assert cells[2] == ["2 KiB", "one_shot words 4 x 256", "5.0", "1", "10.0 (2.00x)"]
     assert cells[3][:4] == ["2 MiB", "one_shot words 4 x 256", "10.0", "315"]
     assert cells[4] == ["geometric mean", "", "", "", "4.00x"]
+    rows = [row(2048, 5.0, 10.0), row(2 << 20, 10.0, 80.0)]
+    rows[0]["results"].pop()
+    assert "8.00x (1 of 2)" in ccl_report.op_table(rows, "graph"), "a mean says of how many rows it is"
