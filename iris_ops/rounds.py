@@ -45,6 +45,11 @@ def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[
     return shared, min(programs, config.splits * shared, shared * max(1, -(-problem.gemm[2] // config.block_k)))
 
 
+def countable(shared: int, sharers: int, steps: int) -> bool:
+    """Whether `units.Units` can count, in int32, the steps of so many shared tiles."""
+    return 2 * sharers * shared * steps < 1 << 31
+
+
 def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: float) -> int:
     """How many steps more the last sharer takes than the first, so that they end over `config.stagger_us`.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import iris
-from iris_ops import FusedConfig
+from iris import platform
+from iris_ops import FusedConfig, launch
 from iris_ops.owned_tiles import turn
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
-from iris_ops.rounds import cut_tiles, gemm_tiles, shared_tiles, skew_steps
+from iris_ops.rounds import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
 from iris_ops.staging import workspace_size
 from iris_ops.tiles import grouped
 from iris_ops.units import Units
@@ -137,6 +139,32 @@ def test_how_programs_share_tiles_is_within_bounds() -> None:
             assert skew_steps(problem, replace(alone, stagger_us=50), programs, 100.0) == 0
         # no program beyond the chip's is reckoned with
         assert shared_tiles(problem, replace(config, num_programs=programs + 9), programs) == (shared, sharers)
+
+
+def check_deepest(ctx: iris.Iris) -> None:
+    shared, sharers, programs = 131, 132, 132
+    steps = 1 << 15
+    while countable(shared, sharers, steps + 1):
+        steps += 1
+    for skew in (0, 1000):
+        given = shared, steps, shared, sharers, skew, programs
+        tile, first, depth, _ = run(ctx, units_kernel, 2 * programs, 4, *given)
+        assert min(depth) >= 0 and sum(depth) == shared * steps, skew
+        assert {t for t, d in zip(tile, depth, strict=True) if d} == set(range(shared)), skew
+
+
+def test_steps_of_shared_tiles_are_counted_as_deep_as_int32_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deeper products, of some four million, have no shared tiles."""
+    run_ranks(1, check_deepest)
+    monkeypatch.setattr(platform, "num_programs", lambda device: 132)
+    ctx = SimpleNamespace(device=torch.device("cpu"))
+    workspace = SimpleNamespace(flags=torch.zeros(1 << 10), staging=torch.zeros(1 << 25, dtype=torch.uint8))
+    config = replace(ROLES, block_m=128, block_n=128, splits=4)
+    for K, shared, programs in ((1 << 21, 130, 132), (1 << 22, 0, 130)):
+        asked = Problem(MATMUL_GATHER, "rows", 1280, 1664, K, 1, torch.bfloat16)
+        A, B = (torch.empty(size, K, dtype=torch.bfloat16, device="meta") for size in (1280, 1664))
+        grid, args = launch._roles(ctx, workspace, asked, config, {}, A, B.t(), None)
+        assert grid == (programs, 1, 1) and args["shared_tiles"] == shared and args["SHARED"] == (shared > 0), K
 
 
 def test_the_workspace_has_room_for_parts_of_shared_tiles() -> None:
