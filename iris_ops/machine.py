@@ -42,6 +42,8 @@ _MACHINES = {
     "AMD Instinct MI300X": Machine("AMD Instinct MI300X", 304, 600.0, 4000.0, 300.0, 5.0, 6.0, 3.0, 64 << 10),
     "AMD Instinct MI350X": Machine("AMD Instinct MI350X", 256, 1000.0, 6000.0, 350.0, 5.0, 6.0, 3.0, 160 << 10),
 }
+# What devices call themselves, where that is not the name above: the H100 of NVLink hosts.
+_OTHER_NAMES = {"NVIDIA H100 80GB HBM3": "NVIDIA H100"}
 INTERPRETER = "interpreter"
 # Of shared memory, what is for barriers.
 _BARRIER_BYTES = 1 << 10
@@ -52,6 +54,7 @@ def machine_named(name: str, num_programs: int) -> Machine:
 
     Such a one is given little shared memory; the device itself says how much it has.
     """
+    name = _OTHER_NAMES.get(name, name)
     if name in _MACHINES:
         return _MACHINES[name]
     if name == INTERPRETER:

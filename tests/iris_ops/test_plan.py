@@ -173,6 +173,7 @@ def test_an_unknown_gpu_is_reckoned_by_its_multiprocessors() -> None:
     half = machine_named("some other GPU", 66)
     assert half.tflops == pytest.approx(H200.tflops / 2) and half.num_programs == 66
     assert machine_named("NVIDIA H200", 1) is H200
+    assert machine_named("NVIDIA H100 80GB HBM3", 132) is machine_named("NVIDIA H100", 132), "what it calls itself"
 
 
 # --- as the ops use it -----------------------------------------------------------------------------------------------
