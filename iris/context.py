@@ -249,6 +249,15 @@ class Iris(tensors.TensorMethods):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: dict) -> Iris:
+        return self  # the copy of a model runs on the same ranks
+
+    def __reduce__(self) -> Any:
+        raise ArgumentError(
+            "a context, or a model split over one, is to be pickled; expected what another process can use: a split "
+            "model's state_dict(), which is this rank's, or its save_pretrained(folder)"
+        )
+
     def debug(self, message: str) -> None:
         self._log.debug(message)
 
