@@ -175,8 +175,22 @@ class ShardedLinear(nn.Module):
             weight, scale = fp8.quantised(self.weight)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self._in_fp8 = fp8.multiplies_in_fp8(weight.shape, self.ctx.device, self.dtype)
-        self.op = WITH_FP8[self.op][0 if self._in_fp8 else 1]
+        self._served = WITH_FP8[self.op]
+        self._choose_fp8()
+
+    def _choose_fp8(self) -> None:
+        self._in_fp8 = fp8.multiplies_in_fp8(self.weight.shape, self.ctx.device, self.dtype)
+        self.op = self._served[0 if self._in_fp8 else 1]
+
+    def _apply(self, fn, recurse=True):
+        """As torch's, but a change of dtype is one of `dtype`: fp8 weights and their scales stay what they are."""
+        if self.weight_scale is None:
+            return super()._apply(fn, recurse)
+        self._exact = fn(torch.empty(0, dtype=self._exact, device=self.weight.device)).dtype
+        exact = self.weight, self.weight_scale
+        super()._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype) if any(t is each for each in exact) else fn(t))
+        self._choose_fp8()
+        return self
 
     def extra_repr(self) -> str:
         local = "x".join(map(str, self.weight.shape))
@@ -210,5 +224,5 @@ def check_context(ctx: Any) -> None:
 def positive(**sizes: int) -> None:
     """Raises unless each of the named sizes is a positive integer."""
     for name, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{name} is {value!r}: expected a positive integer")
