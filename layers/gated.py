@@ -16,6 +16,7 @@ from torch import nn
 
 from . import step_product
 from .fused import Product
+from .plan import is_hooked
 
 _MERGED = "gate_up_proj"
 
@@ -46,7 +47,7 @@ class GatedMLP(nn.Module):
         """Whether what is passed over is what it was, and nobody has hooked it."""
         now = self._passed_over()
         same = all(mine is first for mine, first in zip(now, self._whole, strict=True))
-        return same and not any(_is_hooked(each) for each in now)
+        return same and not any(is_hooked(each) for each in now)
 
 
 def fuse_gates(model: nn.Module) -> int:
@@ -55,7 +56,7 @@ def fuse_gates(model: nn.Module) -> int:
     found = []
     for parent in model.modules():
         for child, module in parent.named_children():
-            if not _is_merged(module) or _is_hooked(module.act_fn) or not is_silu(module.act_fn):
+            if not _is_merged(module) or is_hooked(module.act_fn) or not is_silu(module.act_fn):
                 continue
             if type(module) not in plain:
                 plain[type(module)] = is_plain(type(module).forward)
@@ -73,12 +74,6 @@ def _is_merged(module: nn.Module) -> bool:
     plainly = len(hooks) == 1 and isinstance(hooks[0], Product) and not module._forward_hooks
     # what an instance may have in place of its class's
     return plainly and own >= {_MERGED, "act_fn", "down_proj"} and own.isdisjoint({"forward", "_compiled_call_impl"})
-
-
-def _is_hooked(module: object) -> bool:
-    """Whether a call of it, a module or a function, is more than that of its class."""
-    hooks = (getattr(module, key, None) for key in ("_forward_pre_hooks", "_forward_hooks"))
-    return any(hooks) or "forward" in getattr(module, "__dict__", ())
 
 
 def is_silu(activation: object) -> bool:

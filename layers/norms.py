@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .plan import is_hooked
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
@@ -35,6 +37,8 @@ def fuse_norms(model: nn.Module) -> int:
         for child, module in parent.named_children():
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
             if not type(module).__name__.endswith("RMSNorm") or isinstance(module, RMSNorm) or eps is None:
+                continue
+            if is_hooked(module):  # which would be lost
                 continue
             kind = type(module), eps, *((name, p.shape) for name, p in module.named_parameters())
             if kind not in plain:

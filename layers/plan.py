@@ -45,6 +45,12 @@ def is_attention(module: nn.Module) -> bool:
     return any(hasattr(module, attribute) for attribute in _HEAD_ATTRIBUTES)
 
 
+def is_hooked(module: object) -> bool:
+    """Whether a call of it, a module or a function, is more than that of its class."""
+    hooks = (getattr(module, key, None) for key in ("_forward_pre_hooks", "_forward_hooks"))
+    return any(hooks) or "forward" in getattr(module, "__dict__", ())
+
+
 def check_version(model: nn.Module) -> None:
     """Raises `PlatformError` for a model of a transformers that is too old."""
     library = sys.modules.get("transformers")
@@ -60,7 +66,7 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
     check_version(model)
     automatic = plan == "auto"
     rules = dict(getattr(model, "tp_plan", None) or {}) if automatic else plan
-    if not isinstance(rules, dict):
+    if not isinstance(rules, dict) or not all(isinstance(each, str) for pair in rules.items() for each in pair):
         raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
     if not rules:
         raise StyleError(f"{type(model).__name__} has no tensor-parallel plan of its own: pass plan={{name: style}}")
@@ -76,7 +82,14 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
         styles.update(dict.fromkeys(found, style))
     for name in sorted(styles, key=lambda name: styles[name] in SPLIT | WHOLE):  # first what no layer could serve
         _check(name, styles, modules)
-    return styles if filter_fn is None else _filtered(styles, modules, filter_fn)
+    styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
+    for name, style in styles.items():
+        if style in SPLIT and is_hooked(modules.get(name)):
+            raise StyleError(
+                f"{name} has a hook or a forward of its own, which would be lost: expected none before the split, after"
+                " which a hook sees this rank's part"
+            )
+    return styles
 
 
 def _refuse_quantised(model: nn.Module) -> None:
