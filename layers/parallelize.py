@@ -8,10 +8,13 @@ Tied embeddings: the embedding stays whole on every rank, and the head's part is
 memory. The view is by rows of this rank's chunk of the vocabulary, which the world size need not divide.
 
 Works on a model with weights, whose slices are copied to the context's device, and on an empty one on meta, which
-`from_pretrained` then fills. The result is for inference: no parameter keeps a gradient.
+`from_pretrained` then fills. The result is for inference: it is in eval mode and stays there, for ranks that draw what
+they drop out by themselves would part ways, and no parameter keeps a gradient.
 """
 
 from __future__ import annotations
+
+from types import MethodType
 
 from iris.errors import ArgumentError
 from torch import nn
@@ -26,7 +29,7 @@ from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParalle
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
-from .sharded import LOCAL, REDUCED, ShardedLinear, check_context, split_parameter
+from .sharded import LOCAL, REDUCED, ShardedLinear, check_context, positive, split_parameter
 
 _FP8 = {"fp8": (LOCAL,), "fp8_all": (LOCAL, REDUCED)}  # the ops of linears whose weights are stored so
 
@@ -57,6 +60,10 @@ def parallelize(
     check_context(ctx)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    if filter_fn is not None and not callable(filter_fn):
+        raise ArgumentError(f"filter_fn is {filter_fn!r}: expected None or a function of a name and a module")
+    if not isinstance(sequence_parallel, bool):
+        positive(sequence_parallel=sequence_parallel)
     styles = styles_of.resolve_plan(model, plan, filter_fn)
     if sequence_parallel:
         sequence.check(model, styles)
@@ -99,6 +106,7 @@ def parallelize(
             if isinstance(module, ShardedLinear) and module.op in _FP8[weights]:
                 module.store_as_fp8()
     model.requires_grad_(False)
+    _keep_in_eval_mode(model)
     retie(model)
     if not empty:
         model.to(ctx.device)
@@ -116,6 +124,16 @@ def retie(model: nn.Module) -> None:
         if isinstance(module, ShardedLinear) and (source := getattr(module, "tied_to", None)):
             rows = module.parts[0].view(model.get_parameter(source), dim=0)
             module.weight = nn.Parameter(rows, requires_grad=False)
+
+
+def _keep_in_eval_mode(model: nn.Module) -> None:
+    def train(self, mode: bool = True):
+        if mode:
+            raise ArgumentError("mode is True: expected False, a split model is for inference; train it unsplit")
+        return type(self).train(self, mode)
+
+    model.train = MethodType(train, model)
+    model.eval()
 
 
 def _split_heads(model: nn.Module, styles: dict[str, str], ctx) -> dict:
