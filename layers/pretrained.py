@@ -56,7 +56,7 @@ def from_pretrained(
         try:
             for name, stored in _progress({name: checkpoint[source] for name, source in sources.items()}, ctx):
                 _load(model, name, stored, ctx.device)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # a file, or memory of the device
             problems = [f"rank {ctx.cur_rank}: {error}"]
         raise_together(problems, f"{path_or_id} cannot be read", ctx)
     finally:
@@ -128,7 +128,9 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, key = name.rpartition(".")
         setattr(model.get_submodule(parent), key, torch.empty_like(buffer, device=device))
-        computed.add(parent)
+        while parent not in computed:  # a model may fill its layers' buffers
+            computed.add(parent)
+            parent = parent.rpartition(".")[0]
     for name, module in model.named_modules():
         module._is_hf_initialized = name not in computed
     for tensor in model.state_dict(keep_vars=True).values():

@@ -9,6 +9,7 @@ so a failure leaves no file that looks like a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
+import copy
 from dataclasses import dataclass
 import json
 import math
@@ -25,7 +26,7 @@ from .checkpoint import StoredTensor, layout
 from .fp8 import restored
 from .fused import Slice
 from .shard import Shard, concat
-from .sharded import part_of
+from .sharded import check_context, part_of
 from .staging import Staging
 
 _PARTIAL = ".partial"
@@ -73,6 +74,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size
     """
     from .pretrained import raise_together
 
+    check_context(ctx)
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
     folder, held = Path(folder), dict(_held(model))
@@ -82,7 +84,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size
         problems = []
         try:
             step(model, folder, held, files, ctx, staging)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the other ranks are waiting for a word
             problems = [f"rank {ctx.cur_rank}: {error}"]
         raise_together(problems, f"{folder} cannot be written", ctx)
 
@@ -176,6 +178,7 @@ def _write(model, folder: Path, held, files, ctx, staging) -> None:
 def _finish(model, folder: Path, held, files, ctx, staging) -> None:
     if ctx.cur_rank:
         return
+    _save_configurations(model, folder)  # first, for transformers refuses some
     index = folder / "model.safetensors.index.json"
     for path in folder.iterdir():
         if path == index or re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name):
@@ -186,8 +189,13 @@ def _finish(model, folder: Path, held, files, ctx, staging) -> None:
         weight_map = {name: file for file, names in files.items() for name in names}
         whole = {"total_size": sum(each.nbytes for each in held.values())}
         index.write_text(json.dumps({"metadata": whole, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def _save_configurations(model: nn.Module, folder: Path) -> None:
+    if getattr(model, "generation_config", None) is not None:
+        generation = copy.copy(model.generation_config)
+        generation.disable_compile = None  # see `generation`: it is of the split model only
+        generation.save_pretrained(folder)
     model.config.dtype = model.dtype
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(folder)
