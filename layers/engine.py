@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import gcd
+from numbers import Real
 
 from iris.errors import ArgumentError
 import torch
@@ -31,12 +32,15 @@ from torch import nn
 
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
+from .prompts import stops, tokens_of
 from .sequence import ScatteringRow
+from .sharded import check_context, positive
 from .step_attention import NAME
 from .step_attention import use as use_step_attention
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
 _GRAPH_TOKENS = 8192  # of prompts that are captured: of more, the device takes longer than the host
+_COLDEST = 1e-30  # by less, logits overflow
 _PARTS = 256  # of the vocabulary, at most, whose likeliest tokens are found at the same time
 
 
@@ -65,11 +69,16 @@ class Engine:
         compile: bool | str = False,
         prompt_graphs: int = 8,
     ):
-        if not isinstance(model, nn.Module):
-            raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        _positive(batch_size=batch_size, max_length=max_length)
+        check_context(ctx)
+        if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+            raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
+        positive(batch_size=batch_size, max_length=max_length)
         if not isinstance(prompt_graphs, int) or prompt_graphs < 0:
             raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")
+        if cache is not None and not _fits(cache, batch_size, max_length):
+            raise ArgumentError(f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes")
+        if not isinstance(compile, (bool, str)):
+            raise ArgumentError(f"compile is {compile!r}: expected a bool, or the name of a backend of torch.compile")
         device = torch.device(ctx.device)
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
         self.graphs = device.type == "cuda" if graphs is None else graphs
@@ -116,18 +125,23 @@ class Engine:
         `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
         the probability, by rank 0's `seed`.
         """
-        _positive(max_new_tokens=max_new_tokens)
-        if not temperature >= 0 or not 0 < top_p <= 1:
+        positive(max_new_tokens=max_new_tokens)
+        numbers = isinstance(temperature, Real) and isinstance(top_p, Real)
+        if not numbers or not temperature >= 0 or not 0 < top_p <= 1:
             raise ArgumentError(
-                f"temperature, top_p are {temperature}, {top_p}: expected 0 or more, and 0 < top_p <= 1"
+                f"temperature, top_p are {temperature!r}, {top_p!r}: expected 0 or more, and 0 < top_p <= 1"
             )
+        ends = stops(stop)
+        prompts = tokens_of(prompts, self.model.get_input_embeddings().weight.shape[0])
         rows, mask = self._padded(prompts, max_new_tokens)
-        ends = {stop} if isinstance(stop, int) else set(stop or ())
         self._greedy = temperature == 0
         if not self._greedy:
-            self.temperature.fill_(temperature)
+            self.temperature.fill_(max(temperature, _COLDEST))
             self.top_p.fill_(top_p)
-            self._random.manual_seed(self.ctx.broadcast(torch.seed() % 2**63 if seed is None else seed))
+            seed = self.ctx.broadcast(torch.seed() % 2**63 if seed is None else seed)
+            if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+                raise ArgumentError(f"seed is {seed!r} on rank 0: expected None or an integer of 64 bits")
+            self._random.manual_seed(seed)
         self.reset()
         self.accept(self.prefill(rows, mask))
         made = 1
@@ -241,10 +255,10 @@ class Engine:
         arrivals = torch.empty_like(kept).exponential_(generator=self._random)
         return order.gather(-1, (kept / arrivals).argmax(-1, keepdim=True))
 
-    def _padded(self, prompts, new: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _padded(self, prompts: list[list[int]], new: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The prompts as one tensor of `batch_size` rows, and where they are no padding (None: everywhere)."""
-        rows = prompts.tolist() if isinstance(prompts, torch.Tensor) else [list(prompt) for prompt in prompts]
-        lengths = [len(row) if isinstance(row, list) else 0 for row in rows] or [0]
+        rows = list(prompts)
+        lengths = [len(row) for row in rows] or [0]
         longest = max(lengths)
         if not 0 < len(rows) <= self.batch_size or not min(lengths):
             raise ArgumentError(
@@ -292,6 +306,13 @@ def static_cache(config, max_length: int):
     return cache
 
 
+def _fits(cache, batch_size: int, max_length: int) -> bool:
+    """Whether `cache` is another engine's, of these sizes. It has a batch size once it is filled."""
+    layers = getattr(cache, "layers", [])
+    wide = [each for each in layers if each.is_initialized and each.keys.shape[0] != batch_size]
+    return {each.max_cache_len for each in layers} == {max_length} and not wide
+
+
 @contextmanager
 def _known_empty(cache) -> Iterator[None]:
     """Inside, masks are made for a cache that is empty, as the host knows: what is on the device, it would wait for."""
@@ -305,9 +326,3 @@ def _known_empty(cache) -> Iterator[None]:
 def _until(row: list[int], ends: set[int]) -> list[int]:
     at = next((i for i, token in enumerate(row) if token in ends), len(row))
     return row[: at + 1]
-
-
-def _positive(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"{name} is {value!r}: expected a positive integer")

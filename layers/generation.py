@@ -17,9 +17,12 @@ from types import MethodType
 from iris.errors import ArgumentError
 import torch
 
+from .sharded import check_context
+
 
 def share_rng(ctx) -> None:
     """Collective: gives every rank rank 0's state of the random generator that sampling on `ctx.device` uses."""
+    check_context(ctx)
     device = torch.device(ctx.device)
     if device.type == "cuda":
         torch.cuda.set_rng_state(ctx.broadcast(torch.cuda.get_rng_state(device)).cpu(), device)
@@ -35,7 +38,8 @@ def agree_on_samples(model, ctx) -> None:
         model.generation_config.disable_compile = True
 
     def generate(self, *args, **kwargs):
-        for source in (kwargs, vars(kwargs.get("generation_config") or self.generation_config)):
+        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        for source in (kwargs, *(vars(config) for config in (given, self.generation_config) if config is not None)):
             if source.get("max_time") is not None:
                 raise ArgumentError(
                     f"max_time is {source['max_time']}: expected None, ranks' clocks differ; set max_new_tokens"

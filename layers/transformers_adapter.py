@@ -25,7 +25,7 @@ from torch import nn
 
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .plan import COLUMN, GATHERED, ROW, ROW_SPLIT
-from .sharded import ShardedLinear
+from .sharded import ShardedLinear, check_context
 
 
 @contextmanager
@@ -36,6 +36,7 @@ def fused_styles(ctx) -> Iterator[None]:
     `PlatformError` for a transformers that has no such registry; loading raises `StyleError` for a module that is no
     torch.nn.Linear (a quantised one) and `ArgumentError` for another set of ranks.
     """
+    check_context(ctx)
     registry = _registry()
     replaced = {name: registry[name] for name in COLUMN | GATHERED | ROW | ROW_SPLIT if name in registry}
     for name, original in replaced.items():

@@ -109,17 +109,47 @@ def refused_body(ctx) -> None:
         (([[1], []], 2), "none empty"),
         (([[1, 2, 3, 4, 5]], 4), "need 9: expected at most 8"),
         (([[1]], 0), "max_new_tokens is 0"),
+        (([[1]], True), "max_new_tokens is True"),
+        (([1, 2], 2), "prompts are a list: expected integers"),
+        ((torch.ones(2), 2), "prompts are a Tensor: expected integers"),
+        (([[1.5]], 2), "prompts are a list: expected integers"),
+        ((["text"], 2), "prompts are a list: expected integers"),
+        (({"input_ids": [[1]]}, 2), "prompts are a dict: expected integers"),
+        (([[1, 120]], 2), "prompts have tokens from 1 to 120: expected 0 to 119"),
+        (([[-1]], 2), "prompts have tokens from -1 to -1"),
     ]:
         with pytest.raises(ArgumentError, match=words):
             engine.generate(*arguments)
-    with pytest.raises(ArgumentError, match="top_p"):
-        engine.generate([[1]], 2, top_p=0)
+    for options, words in [
+        ({"top_p": 0}, "top_p"),
+        ({"temperature": "hot"}, "temperature, top_p are 'hot'"),
+        ({"temperature": 1.0, "seed": "seven"}, "seed is 'seven' on rank 0"),
+        ({"temperature": 1.0, "seed": 1 << 70}, "seed is 11"),
+        ({"stop": 1.0}, "stop is 1.0"),
+        ({"stop": ["."]}, r"stop is \['.'\]"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            engine.generate([[1]], 2, **options)
+    for options, words in [
+        ({"cache": 7}, "cache is a int"),
+        ({"max_length": 9, "cache": engine.cache}, "cache is a StaticCache"),
+        ({"compile": 7}, "compile is 7"),
+        ({"batch_size": True}, "batch_size is True"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            layers.Engine(model, ctx, **{"batch_size": 2, "max_length": 8, **options})
     with pytest.raises(ArgumentError, match="batch_size is 0"):
         layers.Engine(model, ctx, 0)
     if not ON_GPU:
         with pytest.raises(ArgumentError, match="graphs is True"):
             layers.Engine(model, ctx, graphs=True)
-    assert len(engine.generate([[1]], 7)[0]) == 7
+    whole = engine.generate([[1]], 7)
+    assert len(whole[0]) == 7
+    with pytest.raises(ArgumentError, match="cache is a StaticCache"):  # filled, by two rows
+        layers.Engine(model, ctx, 1, 8, cache=engine.cache)
+    ended = engine.generate([[1]], 7, stop=torch.tensor(whole[0][2:3]))[0]
+    assert ended == whole[0][: whole[0].index(ended[-1]) + 1] and ended[-1] == whole[0][2], "a tensor of tokens stops"
+    assert engine.generate([[1]], 7, temperature=1e-40) == whole, "logits that overflow would draw token 0"
 
 
 @on(3)
