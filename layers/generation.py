@@ -39,11 +39,10 @@ def agree_on_samples(model, ctx) -> None:
 
     def generate(self, *args, **kwargs):
         given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-        for source in (kwargs, *(vars(config) for config in (given, self.generation_config) if config is not None)):
-            if source.get("max_time") is not None:
-                raise ArgumentError(
-                    f"max_time is {source['max_time']}: expected None, ranks' clocks differ; set max_new_tokens"
-                )
+        settings = given, self.generation_config, *(kwargs.get("stopping_criteria") or ())
+        for max_time in (kwargs.get("max_time"), *(getattr(each, "max_time", None) for each in settings)):
+            if max_time is not None:
+                raise ArgumentError(f"max_time is {max_time}: expected None, ranks' clocks differ; set max_new_tokens")
         share_rng(ctx)
         return type(self).generate(self, *args, **kwargs)
 

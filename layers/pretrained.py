@@ -41,6 +41,8 @@ def from_pretrained(
     check_context(ctx)
     if not isinstance(path_or_id, (str, Path)):
         raise ArgumentError(f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path")
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise ArgumentError(f"dtype is {dtype!r}: expected None, torch.bfloat16, torch.float16 or torch.float32")
     staging = Staging(ctx.device)
     problems, model, checkpoint, sources = [], None, None, {}
     folder = _folder(path_or_id, ctx)
@@ -73,13 +75,13 @@ def _folder(path_or_id: str | Path, ctx) -> Path:
     found = error = None
     if ctx.cur_rank == 0:
         found = str(path_or_id)
-        if not Path(path_or_id).is_dir():
-            from huggingface_hub import snapshot_download
+        try:
+            if not Path(found).is_dir():
+                from huggingface_hub import snapshot_download
 
-            try:
                 found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors"])
-            except Exception as caught:  # whatever it was, the other ranks are waiting for a word
-                error = f"{found!r} is no folder, and the hub did not give a model of that name: {caught}"
+        except Exception as caught:  # whatever it was, the other ranks are waiting for a word
+            error = f"{found!r} is no folder, and the hub did not give a model of that name: {caught}"
     found, error = ctx.broadcast((found, error))
     if error:
         raise CheckpointError(error)

@@ -246,8 +246,17 @@ def bad_arguments_body(ctx, folder: str) -> None:
         layers.Engine(nn.Linear(2, 2), ctx)
     parallelize(model, ctx)
     config = transformers.GenerationConfig(max_new_tokens=2, max_time=5.0)
-    with pytest.raises(ArgumentError, match="max_time is 5"):
-        model.generate(models.prompt().to(ctx.device), config)
+    criteria = transformers.StoppingCriteriaList([transformers.MaxTimeCriteria(5.0)])
+    for arguments, options in [((config,), {}), ((), {"stopping_criteria": criteria})]:
+        with pytest.raises(ArgumentError, match="max_time is 5"):
+            model.generate(models.prompt().to(ctx.device), *arguments, **options)
+    for dtype in ("auto", torch.int8, torch.float64, 7):
+        with pytest.raises(ArgumentError, match=f"dtype is {dtype!r}: expected None, torch.bfloat16"):
+            layers.from_pretrained(folder, ctx, dtype=dtype)
+    with pytest.raises(CheckpointError, match=r"is no folder.*File name too long"):  # where rank 0 alone looks
+        layers.from_pretrained("x" * 300, ctx)
+    config = transformers.GenerationConfig(max_new_tokens=2)
+    assert model.generate(models.prompt().to(ctx.device), config).shape == (2, 9)
 
 
 @two_ranks
