@@ -80,6 +80,10 @@ class Engine:
         if not isinstance(compile, (bool, str)):
             raise ArgumentError(f"compile is {compile!r}: expected a bool, or the name of a backend of torch.compile")
         device = torch.device(ctx.device)
+        if not _counts_from_zero(model, device):
+            raise ArgumentError(
+                f"model is a {type(model).__name__}, whose positions do not begin at 0: use its generate()"
+            )
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
         self.graphs = device.type == "cuda" if graphs is None else graphs
         if self.graphs and device.type != "cuda":
@@ -304,6 +308,16 @@ def static_cache(config, max_length: int):
             raise ArgumentError(f"model has a cache layer of {type(layer).__name__}: expected attention layers only")
         cache.layers[index] = StaticLayer(max_length)
     return cache
+
+
+def _counts_from_zero(model: nn.Module, device: torch.device) -> bool:
+    """Whether transformers' generate() gives a prompt's first token position 0, seen by trying."""
+    positions = torch.arange(2, device=device)[None]
+    try:
+        given = model.prepare_inputs_for_generation(positions, position_ids=positions).get("position_ids")
+    except Exception:  # whatever it wants beside
+        return True
+    return given is None or bool((given == positions).all())
 
 
 def _fits(cache, batch_size: int, max_length: int) -> bool:

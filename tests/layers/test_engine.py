@@ -11,6 +11,7 @@ import torch
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
 
+transformers = pytest.importorskip("transformers")
 pytestmark = both
 
 
@@ -150,6 +151,22 @@ def refused_body(ctx) -> None:
     ended = engine.generate([[1]], 7, stop=torch.tensor(whole[0][2:3]))[0]
     assert ended == whole[0][: whole[0].index(ended[-1]) + 1] and ended[-1] == whole[0][2], "a tensor of tokens stops"
     assert engine.generate([[1]], 7, temperature=1e-40) == whole, "logits that overflow would draw token 0"
+
+
+def counting_body(ctx) -> None:
+    text = {**models.PLAIN, "model_type": "gemma", "pad_token_id": 0}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 8, "patch_size": 4}  # fmt: skip
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=36)
+    model = transformers.PaliGemmaForConditionalGeneration(config)
+    layers.parallelize(model, ctx)
+    with pytest.raises(ArgumentError, match="PaliGemmaForConditionalGeneration, whose positions do not begin at 0"):
+        layers.Engine(model, ctx)
+
+
+@on(3)
+def test_a_model_that_counts_positions_from_one_is_refused(world_size: int) -> None:
+    run_ranks(world_size, counting_body)
 
 
 @on(3)
