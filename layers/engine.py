@@ -127,7 +127,7 @@ class Engine:
         """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
 
         `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
-        the probability, by rank 0's `seed`.
+        the probability, by rank 0's `seed`, which torch's generator there draws if there is none.
         """
         positive(max_new_tokens=max_new_tokens)
         numbers = isinstance(temperature, Real) and isinstance(top_p, Real)
@@ -142,7 +142,7 @@ class Engine:
         if not self._greedy:
             self.temperature.fill_(max(temperature, _COLDEST))
             self.top_p.fill_(top_p)
-            seed = self.ctx.broadcast(torch.seed() % 2**63 if seed is None else seed)
+            seed = self.ctx.broadcast(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
             if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
                 raise ArgumentError(f"seed is {seed!r} on rank 0: expected None or an integer of 64 bits")
             self._random.manual_seed(seed)

@@ -20,6 +20,7 @@ shape from hidden states, which would then be a part of the sequence; the linear
 
 from __future__ import annotations
 
+from collections import Counter
 import re
 import sys
 
@@ -83,12 +84,15 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
     for name in sorted(styles, key=lambda name: styles[name] in SPLIT | WHOLE):  # first what no layer could serve
         _check(name, styles, modules)
     styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
-    for name, style in styles.items():
-        if style in SPLIT and is_hooked(modules.get(name)):
+    holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    for name in [name for name, style in styles.items() if style in SPLIT and name in modules]:
+        if is_hooked(modules[name]):
             raise StyleError(
                 f"{name} has a hook or a forward of its own, which would be lost: expected none before the split, after"
                 " which a hook sees this rank's part"
             )
+        if holders[id(modules[name])] > 1:
+            raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
     return styles
 
 

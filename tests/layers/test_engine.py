@@ -69,14 +69,19 @@ def sampled_body(ctx) -> list:
         {},
         {"temperature": 3.0},  # each rank's own seed, of which rank 0's counts
     ]
-    return [engine.generate(models.prompt(), 6, **each) for each in options]
+    results = [engine.generate(models.prompt(), 6, **each) for each in options]
+    for _ in range(2):
+        torch.manual_seed(100 + ctx.cur_rank)
+        results += [engine.generate(models.prompt(), 6, temperature=3.0) for _ in range(2)]
+    return results
 
 
 @on(3)
 def test_samples_agree_follow_rank_0s_seed_and_top_p(world_size: int) -> None:
     results = run_ranks(world_size, sampled_body)
     assert all(result == results[0] for result in results)
-    first, again, other, likeliest, greedy, _ = results[0]
+    first, again, other, likeliest, greedy, _, drawn, next_drawn, *same = results[0]
+    assert drawn != next_drawn and same == [drawn, next_drawn], "without a seed, torch's counts"
     assert first == again and first != other and first != greedy
     assert likeliest == greedy, "among the likeliest that hold 1e-6 there is one"
 

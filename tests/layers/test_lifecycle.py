@@ -135,6 +135,26 @@ def test_no_hook_is_lost(world_size: int) -> None:
     run_ranks(world_size, hooked_body)
 
 
+def shared_body(ctx) -> None:
+    model, whole = models.build("plain"), models.build("plain")
+    for each in (model, whole):
+        first, second = each.model.layers
+        second.mlp = first.mlp  # with all that it holds
+        second.self_attn.v_proj.weight = first.self_attn.v_proj.weight
+    kept, second.self_attn.q_proj = second.self_attn.q_proj, first.self_attn.q_proj
+    with pytest.raises(StyleError, match=r"self_attn.q_proj is a child of several modules: expected one for each"):
+        parallelize(whole, ctx)
+    second.self_attn.q_proj = kept
+    parallelize(model, ctx)
+    expected = models.logits(whole)
+    torch.testing.assert_close(models.logits(model, ctx.device).cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@two_ranks
+def test_a_linear_of_two_modules_is_refused_and_a_module_of_two_layers_is_not(world_size: int) -> None:
+    run_ranks(world_size, shared_body)
+
+
 def kept_body(ctx) -> None:
     model, seen = models.build("plain"), []
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: seen.append("down_proj"))
