@@ -192,6 +192,22 @@ class ShardedLinear(nn.Module):
         self._choose_fp8()
         return self
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["rank"] = self.ctx.cur_rank, self.ctx.num_ranks
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+        """Refuses another rank's part, which may have the same shape."""
+        own = self.ctx.cur_rank, self.ctx.num_ranks
+        held = local_metadata.get("rank", own)
+        if held == own:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        else:
+            errors.append(
+                f"{prefix[:-1]} is the part of rank {held[0]} of {held[1]}: expected rank {own[0]} of {own[1]}'s"
+            )
+
     def extra_repr(self) -> str:
         local = "x".join(map(str, self.weight.shape))
         return (

@@ -75,6 +75,29 @@ def test_what_can_be_pickled_is_the_state_dict(world_size: int) -> None:
     run_ranks(world_size, pickled_body)
 
 
+def other_ranks_body(ctx, path: str) -> None:
+    model = split(ctx, "plain")
+    whole = models.logits(model, ctx.device)
+    if ctx.cur_rank == 0:
+        torch.save(model.state_dict(), path)
+    ctx.barrier()
+    state = torch.load(path)
+    assert all(state[key].shape == value.shape for key, value in model.state_dict().items()), "which tell nothing"
+    if ctx.cur_rank == 0:
+        model.load_state_dict(state)
+    else:
+        with pytest.raises(RuntimeError, match="down_proj is the part of rank 0 of 2: expected rank 1 of 2's"):
+            model.load_state_dict(state)
+    assert torch.equal(models.logits(model, ctx.device), whole)
+    model.load_state_dict(dict(model.state_dict()))  # which says nothing of ranks
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN and WORLDS != [2], reason="parts of two ranks are alike")
+@two_ranks
+def test_another_ranks_state_is_refused(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, other_ranks_body, str(agreed(tmp_path) / "state.pt"))
+
+
 # --- dtypes ----------------------------------------------------------------------------------------------------------
 
 
