@@ -13,11 +13,12 @@ import layers
 from layers import fp8
 from layers.norms import RMSNorm
 from layers.parallelize import parallelize
+from layers.staging import Staging
 import pytest
 import torch
 from torch import nn
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, agreed, both, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, agreed, both, run_ranks
 from tests.layers import models, test_families
 
 transformers = pytest.importorskip("transformers")
@@ -214,7 +215,7 @@ def test_a_split_model_is_in_eval_mode_and_stays_there(world_size: int) -> None:
         torch.testing.assert_close(result.cpu(), test_families.logits(model))  # ... nor this
 
 
-# --- saving ----------------------------------------------------------------------------------------------------------
+# --- loading and saving ----------------------------------------------------------------------------------------------
 
 
 def refused_body(ctx, folder: str) -> None:
@@ -232,6 +233,22 @@ def refused_body(ctx, folder: str) -> None:
 @two_ranks
 def test_what_transformers_refuses_to_save_is_an_error_on_every_rank(world_size: int, tmp_path: Path) -> None:
     run_ranks(world_size, refused_body, str(agreed(tmp_path)))
+
+
+def full_body(ctx, folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.cur_rank == 1:
+            patch.setattr(Staging, "read", lambda *_: torch.empty(1 << 60))
+        with pytest.raises(CheckpointError, match=r"cannot be read, 1 problem\(s\):\n  rank 1: .*memory"):
+            layers.from_pretrained(folder, ctx)
+    layers.from_pretrained(folder, ctx)
+
+
+@pytest.mark.skipif(ON_GPU, reason="as a CPU says it")
+@two_ranks
+def test_memory_that_one_rank_lacks_is_an_error_on_every_rank(world_size: int, tmp_path: Path) -> None:
+    models.build("plain").save_pretrained(agreed(tmp_path))
+    run_ranks(world_size, full_body, str(agreed(tmp_path)))
 
 
 def generation_body(ctx, folder: str) -> None:
