@@ -84,15 +84,7 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
     for name in sorted(styles, key=lambda name: styles[name] in SPLIT | WHOLE):  # first what no layer could serve
         _check(name, styles, modules)
     styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
-    holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
-    for name in [name for name, style in styles.items() if style in SPLIT and name in modules]:
-        if is_hooked(modules[name]):
-            raise StyleError(
-                f"{name} has a hook or a forward of its own, which would be lost: expected none before the split, after"
-                " which a hook sees this rank's part"
-            )
-        if holders[id(modules[name])] > 1:
-            raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
+    _check_places(model, styles, modules)
     return styles
 
 
@@ -119,6 +111,25 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> 
         raise StyleError(f"{name} is a {kind}: style {style!r} splits a torch.nn.Linear only")
     if style in PACKED and modules[name].out_features % 2:
         raise StyleError(f"{name} has {modules[name].out_features} outputs: style {style!r} expects two equal halves")
+
+
+def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
+    """Raises where a split would lose what a linear has, or leave with each rank what all of them need."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    for name in [name for name, style in styles.items() if style in SPLIT and name in modules]:
+        if is_hooked(modules[name]):
+            raise StyleError(
+                f"{name} has a hook or a forward of its own, which would be lost: expected none before the split, after"
+                " which a hook sees this rank's part"
+            )
+        if modules[name] is head and styles[name] in COLUMN | PACKED:
+            raise StyleError(
+                f"{name} has style {styles[name]!r}, by which each rank has the logits of its words only: expected"
+                " 'colwise_gather_output'"
+            )
+        if holders[id(modules[name])] > 1:
+            raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
 
 
 def _filtered(styles: dict[str, str], modules: dict[str, nn.Module], filter_fn) -> dict[str, str]:
