@@ -101,7 +101,7 @@ def _refuse_quantised(model: nn.Module) -> None:
 def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
     style = styles[name]
     if style not in SPLIT | WHOLE:
-        why = ", it is a mixture of experts" if "expert" in style else ""
+        why = ", it is a mixture of experts" if "expert" in name + style else ""
         raise StyleError(f"style {style!r} of {name} is not served{why}: expected one of {sorted(SPLIT | WHOLE)}")
     by_head = style in COLUMN and name not in modules and is_attention(modules[name.rpartition(".")[0]])
     if style in WHOLE or by_head:

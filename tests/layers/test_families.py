@@ -82,6 +82,7 @@ THREE_RANKS: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mixtral": ({}, r"'moe_tp_experts' of model.layers.0.mlp.experts is not served, it is a mixture of experts"),
     "qwen3_moe": ({"num_experts": 4, "moe_intermediate_size": 8}, "it is a mixture of experts"),
+    "llama4_text": ({}, r"experts\.gate_up_proj is not served, it is a mixture of experts"),
     "minicpm3": (
         {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": 8},
         "'mla_kv_a_proj' of model.layers.0.self_attn.kv_a_proj_with_mqa is not served",
