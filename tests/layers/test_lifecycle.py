@@ -212,7 +212,7 @@ def training_body(ctx) -> torch.Tensor:
 def test_a_split_model_is_in_eval_mode_and_stays_there(world_size: int) -> None:
     model = test_families.build("phi", {"resid_pdrop": 0.5})
     for result in run_ranks(world_size, training_body):  # ranks that drop out what each draws give neither the same ...
-        torch.testing.assert_close(result.cpu(), test_families.logits(model))  # ... nor this
+        torch.testing.assert_close(result.cpu(), test_families.logits(model), rtol=1e-3, atol=1e-4)  # ... nor this
 
 
 # --- loading and saving ----------------------------------------------------------------------------------------------
