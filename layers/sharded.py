@@ -232,9 +232,10 @@ def part_of(module: nn.Module, key: str) -> Shard | None:
 
 
 def check_context(ctx: Any) -> None:
-    """Raises for what is no context."""
+    """Raises for what is no context, or one that was closed or has lost a rank."""
     if not hasattr(ctx, "num_ranks"):
         raise ArgumentError(f"ctx is a {type(ctx).__name__}: expected the context that iris.iris() returns")
+    ctx.check()
 
 
 def positive(**sizes: int) -> None:

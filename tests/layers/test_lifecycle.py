@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 import pickle
 
-from iris.errors import ArgumentError, CheckpointError, StyleError
+import iris
+from iris.errors import ArgumentError, CheckpointError, ClosedError, StyleError
 import layers
 from layers import fp8
 from layers.norms import RMSNorm
@@ -30,6 +31,14 @@ def split(ctx, name: str, **options) -> nn.Module:
     model = models.build(name)
     parallelize(model, ctx, **options)
     return model
+
+
+def test_a_closed_context_splits_nothing(tmp_path: Path) -> None:
+    with iris.iris(1 << 20) as ctx:
+        pass
+    for split_over in (parallelize, lambda model, ctx: layers.from_pretrained(tmp_path, ctx)):
+        with pytest.raises(ClosedError, match="this context was closed"):
+            split_over(models.build("tied"), ctx)
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
