@@ -26,7 +26,7 @@ from .operands import as_stored, operand
 from .predict import spread_us, tile_us
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
-from .rounds import countable, cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
+from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
 from .staging import exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
 from .unfused import UNFUSED
 
@@ -136,8 +136,6 @@ def _roles(ctx, workspace, problem, config, args: dict, A, B, bias) -> tuple[tup
     """Grid and arguments of a kernel whose programs' warps have roles; see `units.Units` of shared tiles."""
     programs, rates = platform.num_programs(ctx.device), machine(ctx.device)
     shared, sharers = shared_tiles(problem, config, programs)
-    if not countable(shared, sharers, -(-problem.K // config.block_k)):
-        shared = sharers = 0
     grid = _grid(ctx.device, config, max(gemm_tiles(problem, config), sharers))
     own = dict(
         parts=_parts(workspace, problem, config, sharers),

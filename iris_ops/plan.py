@@ -102,14 +102,17 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         programs = machine.num_programs
         found += [x for x in _with_roles(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
-        found += _UNFUSED
-        if problem.op == GATHER_MATMUL and problem.world_size > 2:
-            found.append(FusedConfig(algorithm="copy_engines", ranks_together=problem.world_size - 1))
+        found += _unfused(problem.op, problem.world_size)
     return found
 
 
 # Made once, as those below: to make them anew would take a plan longer than to weigh them.
-_UNFUSED = tuple(FusedConfig(algorithm=algorithm) for algorithm in UNFUSED)
+@lru_cache(maxsize=256)
+def _unfused(op: str, world_size: int) -> tuple[FusedConfig, ...]:
+    found = tuple(FusedConfig(algorithm=algorithm) for algorithm in UNFUSED)
+    if op == GATHER_MATMUL and world_size > 2:
+        found += (FusedConfig(algorithm="copy_engines", ranks_together=world_size - 1),)
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -72,9 +72,9 @@ _JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
 _JOIN_ALONE_US = 25.0
 # Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a program.
 _LAST_SUM_US = 10.0
+_BETWEEN_US = 5.0
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
-_BETWEEN_US = 5.0
 # What a hop takes less where tiles are small.
 _SMALL_HOP_US = 1.5
 # What each rank beyond two adds, of which one more is waited for.
@@ -192,7 +192,7 @@ def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     """Over what time a program with roles pushes a tile, while it multiplies the next.
 
     As long as the link takes for a tile of every program, of product first to all peers: faster ones would queue for it
-    and hold up the loads behind them.
+    and hold up the loads behind them. Sums of an all-reduce do not keep to it, by measurement.
     """
     copies = problem.world_size - 1 if problem.op == MATMUL_GATHER else min(1, problem.world_size - 1)
     together = push_us(problem, config, machine, copies * programs_of(config, machine))

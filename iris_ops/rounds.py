@@ -33,16 +33,22 @@ def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     return tiles % programs if tiles >= 2 * programs else tiles
 
 
+def loose_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many tiles fill no round of programs with roles, which may share them: the same whatever K is."""
+    if config.splits == 1 or not config.warp_roles:
+        return 0
+    return gemm_tiles(problem, config) % min(config.num_programs or programs, programs)
+
+
 def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[int, int]:
     """(tiles that programs with roles share, by how many programs): those that do not fill a round; see `units.Units`.
 
     A tile is cut into about `config.splits` parts at most, each of one step along K at least.
     """
-    if config.splits == 1 or not config.warp_roles:
-        return 0, 0
     programs = min(config.num_programs or programs, programs)
-    shared = gemm_tiles(problem, config) % programs
-    return shared, min(programs, config.splits * shared, shared * max(1, -(-problem.gemm[2] // config.block_k)))
+    shared, steps = loose_tiles(problem, config, programs), max(1, -(-problem.gemm[2] // config.block_k))
+    sharers = min(programs, config.splits * shared, shared * steps)
+    return (shared, sharers) if countable(shared, sharers, steps) else (0, 0)
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import FusedConfig
 from .problem import GATHER_MATMUL, MATMUL_GATHER, TMA_ALIGNMENT, Problem, owned_part, part_size
-from .rounds import shared_tiles
+from .rounds import loose_tiles
 from .unfused import UNFUSED
 
 # Words of the exchange area: a row of them is a multiple.
@@ -54,7 +54,7 @@ def parts(problem: Problem, config: FusedConfig, programs: int) -> int:
     if problem.op == GATHER_MATMUL:
         most = 2 * (config.num_programs or programs) - 1  # tiles that are cut, however many there are
         return most * (config.splits - 1) if problem.form == "rows" else 0
-    return min(programs, config.splits * shared_tiles(problem, config, programs)[0])
+    return min(programs, config.splits * loose_tiles(problem, config, programs))
 
 
 def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:

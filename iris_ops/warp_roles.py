@@ -11,7 +11,8 @@ ranks may even mix the two.
     moving warps       wait until it is `ready`, and do with it what the op's own function does
 
 Stores that queue for the link hold up the loads of the next product behind them. So the moving warps `pace` a push: it
-takes as long as if all programs pushed a tile at once, and the link gives each its share.
+takes as long as if all programs pushed a tile at once, and the link gives each its share. A program's last push, behind
+which nothing is loaded, and the sums of an all-reduce go at once.
 
 Waits between warps have no deadline: they are for loads, or for warps of the same program, whose own waits for peers
 all end (`iris/device/bounded.py`) and who take tiles all the same when one has failed.
