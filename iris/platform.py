@@ -115,6 +115,13 @@ def has_warp_roles(dev: torch.device) -> bool:
     return dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev)[0] == 9
 
 
+@functools.cache
+def beside(dev: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that begins by `arch.follow()`: from Hopper on, programmatic dependent launch."""
+    able = dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev) >= (9, 0)
+    return {"launch_pdl": True} if able else {}
+
+
 def timeout_s(dev: torch.device) -> float:
     """The longest that a kernel waits for a peer, in seconds (environment variable IRIS_TIMEOUT)."""
     text = os.environ.get(ENV_TIMEOUT)

@@ -25,6 +25,7 @@ from iris.device.tracing import PRODUCT, PUSH, SUM, device_tracing, tile_bytes
 import triton
 import triton.language as tl
 
+from .norm_ahead import add_ahead, norm_ahead
 from .tiles import Matrix, add_bias, multiply_transposed, start_in_turn
 
 
@@ -39,6 +40,10 @@ def few_rows_kernel(
     a,
     b,
     bias,
+    residual,
+    weight,
+    scaled,
+    squares,
     out,
     staging,
     sync,
@@ -72,8 +77,10 @@ def few_rows_kernel(
     TRACING: tl.constexpr = False,
 ):
     # M, N: of this rank's product. `whole`: rows, or columns, that are divided into the ranks' parts.
+    # residual, weight, scaled, squares: of all-reduces that end as `norm_ahead.py` says.
     # staging: [2 slots], each [source rank, part_rows, ld] words, then [M, ld] sums ("owners") or [source rank] a word
     # ("scatter", "gather"); sync: [epoch, finished]
+    arch.follow()
     SUMS: tl.constexpr = EXCHANGE == "scatter" or EXCHANGE == "owners"
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
@@ -196,6 +203,8 @@ def few_rows_kernel(
                     tl.store(target, arch.round_to(tile, dtype), mask=inside)
             else:
                 mask = (r < M)[:, None] & (c < ld)[None, :]
+                if scaled is not None:
+                    ahead = add_ahead(residual, weight, row, col, M, N, BLOCK_M, BLOCK_N)
                 if EXCHANGE == "owners":
                     owner = (r // part_rows)[:, None]
                     total, _ = take(ctx, behind + place, source_step, mask, owner, epoch, WAITER, dtype, 1)
@@ -205,6 +214,8 @@ def few_rows_kernel(
                     tracing.record_event_end(span)
                     if HAS_BIAS:
                         total = add_bias(total, bias, col, N, BLOCK_N)
+                if scaled is not None:
+                    total = norm_ahead(total, ahead, scaled, squares, row, col, M, N, BLOCK_M, BLOCK_N)
                 C = Matrix(out, M, N, stride_om, stride_on, False)
                 target, inside = C.pointers(row, col, BLOCK_M, BLOCK_N)
                 tl.store(target, arch.round_to(total, dtype), mask=inside)

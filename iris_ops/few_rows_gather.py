@@ -64,6 +64,7 @@ def few_rows_gather_kernel(
     # a: [a_rows, a_cols], this rank's part; gathered: [M, K], rows of gathered_ld elements; gathered_tile: its
     # descriptor, where TMA can serve. staging: [2 slots], each [source rank, part_rows, ld] words, then a word from
     # each; sync: [epoch, programs that have moved their pieces, epoch in which all have]
+    arch.follow()
     ctx = own_context(words, WORLD_SIZE, TRACING)
     bases = load_bases(words, WORLD_SIZE)
     dtype: tl.constexpr = out.dtype.element_ty

@@ -22,6 +22,7 @@ from .few_rows_gather import few_rows_gather_kernel
 from .machine import Machine, machine_named
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
+from .norm_ahead import SPAN, Ahead
 from .operands import as_stored, operand
 from .predict import spread_us, tile_us
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
@@ -58,6 +59,12 @@ def machine(device: torch.device) -> Machine:
 def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
     """Whether the op stores into the peers' `out`, which must then lie on the heap."""
     return problem.op in (ALL_REDUCE, MATMUL_GATHER) and config.algorithm == "overlapped"
+
+
+def ends_ahead(problem: Problem, config: FusedConfig) -> bool:
+    """Whether the kernel can end as `norm_ahead.py` says."""
+    few_rows = problem.op == ALL_REDUCE and config.algorithm in ("one_shot", "two_shot")
+    return few_rows and config.block_n % SPAN.value == 0
 
 
 def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, int, int]:
@@ -165,6 +172,10 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         if config.algorithm == "one_shot"
         else "owners",
         BY_COLS=by_cols,
+        residual=None,
+        weight=None,
+        scaled=None,
+        squares=None,
         **_product(out, A, B, bias, config),
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
@@ -269,6 +280,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
 
 
 _FEW_ROWS = {GATHER_MATMUL: _few_rows_gather}
+_FOLLOWING = few_rows_kernel, few_rows_gather_kernel  # which begin by `arch.follow`
 _OVERLAPPED = {
     ALL_REDUCE: _reduce_scatter,
     GATHER_MATMUL: _gather_matmul,
@@ -286,10 +298,11 @@ def launch(
     tensors: tuple,
     moving: Sequence[int] = (),
     came_before: bool = True,
+    ahead: Ahead | None = None,
 ) -> repeat.Launch | None:
     """Launches what serves `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`.
 
-    What is several launches is prepared to be repeated only where it `came_before`.
+    What is several launches is prepared to be repeated only where it `came_before`. `ahead`: see `ends_ahead`.
     """
     if config.algorithm in UNFUSED:
         prepare = UNFUSED[config.algorithm].prepare
@@ -303,7 +316,11 @@ def launch(
     kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
+    if ahead is not None:
+        args |= zip(("residual", "weight", "scaled", "squares"), ahead, strict=True)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    if kernel in _FOLLOWING:
+        options |= platform.beside(ctx.device)
     try:
         return repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
     except triton.OutOfResources as error:  # before anything ran; ranks whose calls are alike all come here

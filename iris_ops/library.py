@@ -1,12 +1,13 @@
 """The fused ops as torch operators, so that torch.compile sees one opaque node where eager code sees a call.
 
     torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None) -> Tensor
+    torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None) -> (Tensor, ...)
 
-The same schema for all four: `size` is the shape of this rank's result, `group` the name of the context
-(`ctx.group_name`). An operator is functional: its result is a new tensor, and nothing that the caller sees is mutated.
-`mean_part` is for ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw different
-ones could choose different tiles and wait for signals that are never sent. So they all plan by this size in place of K
-(of N in `all_gather_matmul`).
+The same schema for all four, and one that returns (out, scaled, squares), see `norm_ahead.py`. `size` is the shape of
+this rank's result, `group` the name of the context (`ctx.group_name`). An operator is functional: its result is a new
+tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts
+differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose different tiles and
+wait for signals that are never sent. So they all plan by this size in place of K (of N in `all_gather_matmul`).
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING
 from iris import names
 import torch
 
-from .problem import GATHER_MATMUL, MATMUL_GATHER, OPS, check_gradient
+from . import norm_ahead
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, check_gradient
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -76,3 +78,31 @@ def _register(op: str) -> None:
 
 for _op in OPS:
     _register(_op)
+
+
+def _reduce_norm(A, B, bias, residual, weight, group, mean_part=None):
+    ctx, (M, N) = names.find(group), residual.shape
+    out, scaled = A.new_empty(M, N), A.new_empty(M, N)
+    squares = A.new_empty(norm_ahead.spans(N), M, dtype=torch.float32)
+    config = None
+    if mean_part is not None:
+        config = ctx.ops.plan(ALL_REDUCE, M, N, mean_part, A.dtype, explained=False)
+    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual.contiguous(), weight, bias, config=config)
+    return out, scaled, squares
+
+
+def _fake_reduce_norm(A, B, bias, residual, weight, group, mean_part=None):
+    for name, t in (("A", A), ("B", B), ("bias", bias), ("residual", residual), ("weight", weight)):
+        if t is not None:
+            check_gradient(norm_ahead.OP, name, t)
+    squares = A.new_empty(norm_ahead.spans(residual.shape[1]), residual.shape[0], dtype=torch.float32)
+    return A.new_empty(residual.shape), A.new_empty(residual.shape), squares
+
+
+_library.define(
+    norm_ahead.OP + "(Tensor A, Tensor B, Tensor? bias, Tensor residual, Tensor weight, str group, "
+    "int? mean_part=None) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.impl(norm_ahead.OP, _reduce_norm, "CompositeExplicitAutograd")
+torch.library.register_fake(f"iris_ops::{norm_ahead.OP}", _fake_reduce_norm, lib=_library)

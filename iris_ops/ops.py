@@ -16,8 +16,9 @@ from iris.heap import check_memory, span
 from iris.streams import check_async
 import torch
 
-from . import launch
+from . import launch, norm_ahead
 from .config import FusedConfig
+from .norm_ahead import Ahead
 from .plan import plan
 from .problem import (
     ALL_REDUCE,
@@ -76,6 +77,20 @@ class Ops:
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`."""
         return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace)
 
+    def matmul_all_reduce_norm(
+        self, out, scaled, squares, A, B, residual, weight, bias=None, config=None, workspace=None
+    ) -> Workspace:
+        """`out [M,N] = residual [M,N] + sum over ranks of A @ B + bias`, and the first half of an RMSNorm of its rows.
+
+        `scaled` [M,N] is `out * weight [N]`; `squares`, float32 [ceil(N/64),M], the sums of `out**2` over 64 columns.
+        The norm is `scaled * rsqrt(squares.sum(0) / N + eps)[:,None]`, a factor that a product of `scaled` may apply
+        to its own rows. All contiguous, and what is written apart from all else. One kernel where rows are few.
+        """
+        self._ctx.check()
+        key = self._key(ALL_REDUCE, out, A, B, bias, config, workspace)
+        ahead = residual, weight, scaled, squares
+        return self._make(key, ALL_REDUCE, out, A, B, bias, False, config, workspace, ahead)
+
     def all_gather_matmul(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K."""
         return self._call(GATHER_MATMUL, out, A, B, bias, async_op, config, workspace)
@@ -129,7 +144,7 @@ class Ops:
                 return workspace
         return self._make(key, op, out, A, B, bias, async_op, config, workspace)
 
-    def _make(self, key, op, out, A, B, bias, async_op, config, workspace) -> Workspace:
+    def _make(self, key, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None = None) -> Workspace:
         """A call that cannot be repeated as it is."""
         ctx, calls = self._ctx, self._calls
         check_async(op, async_op)
@@ -138,6 +153,9 @@ class Ops:
         workspace = self._workspace_for(op, workspace)
         check_memory(op, ("out", "A", "B", "bias"), addresses, prepared.spans)
         check_overlap(op, addresses, prepared.spans)
+        if ahead is not None:
+            norm_ahead.check(ahead, out, (A, B, bias))
+            key = None  # what is repeated has no such end
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
         if problem.empty:
@@ -151,6 +169,7 @@ class Ops:
             if grown:
                 self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
         came_before = key in calls.known and not async_op
+        inside = ahead if launch.ends_ahead(problem, prepared.config) else None
 
         def go() -> None:
             again, launched = calls.moved(key, direct), None
@@ -158,11 +177,13 @@ class Ops:
             if again is None or not again():
                 launched = launch.launch(
                     self._kernels, ctx, workspace, problem, prepared.config, (target, A, B, bias),
-                    addresses, came_before,
+                    addresses, came_before, inside,
                 )  # fmt: skip
                 again = launched and launched.again
             if not direct:
                 out.copy_(target)
+            if ahead is not None and inside is None:
+                norm_ahead.finish(out, *ahead)
             if again or not async_op:  # which leaves alone what is known of the call
                 calls.keep(key, again and (again, None if direct else target, workspace), launched, direct)
 

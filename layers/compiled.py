@@ -32,10 +32,15 @@ from contextlib import contextmanager
 import functools
 import types
 
+from iris import platform
 from iris.errors import ArgumentError
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+
+from . import step_norms, step_product
+from .norms import RMSNorm
+from .plan import is_hooked
 
 _NORM = "input_layernorm"
 _LENGTH_DIM = {1: 0, 2: 1, 3: 1, 4: 2}  # of positions [B, T], states [B, T, H], masks [B, 1, T, L]: by their dimensions
@@ -54,14 +59,17 @@ class CompiledLayers:
         self._known: tuple = None, None  # what the last layer returned, and what the next one's norm makes of that
         self._slots = [tuple(t.detach() for t in (c.keys, c.values, c.cumulative_length)) for c in cache.layers]
         self._lengths = [each.cumulative_length for each in cache.layers]
-        own = types.FunctionType(_run.__code__.replace(), globals())  # torch keeps what is compiled by code object
-        # What rotates the query, and what writes keys and values, becomes one kernel of three.
-        options = {"combo_kernels": True} if backend == "inductor" else None
-        self._compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=backend, options=options)
+        step_norms.keep_in_graphs()
+        self._backend = _Backend(backend, self._lengths[0].device)
+        self._compiled = self._compile(_run)
         inside = {module for layer in layers for module in layer.modules()}
         self._rotary = [module for module in model.modules() if _rotates(module) and module not in inside]
-        own = types.FunctionType(_rotate.__code__.replace(), globals())
-        self._rotate = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+        self._rotate, self._halve = self._compile(_rotate), self._compile(_first_half)
+        self._in_halves = all(type(norm) is RMSNorm and norm.weight.dtype == torch.bfloat16 for norm in norms)
+
+    def _compile(self, function: types.FunctionType):
+        own = types.FunctionType(function.__code__.replace(), globals())  # torch keeps what is compiled by code object
+        return torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
 
     @contextmanager
     def serving(self, length: int) -> Iterator[None]:
@@ -91,7 +99,7 @@ class CompiledLayers:
         following, normed = None, None
         if self._norms:
             following = self._norms[(index + 1) % len(self.layers)]  # after the last of no use, but all are alike so
-            normed = self._known[1] if args[0] is self._known[0] else self._norms[index](args[0])
+            normed = self._normed(index, length, args[0])
         if length > 1:
             shared = args[0].dim() == 2  # this rank's rows of all tokens, see `sequence`
             for each in (args[0], normed) if shared and len(args[0]) > 1 else ():  # torch holds a size of 1 for fixed
@@ -100,11 +108,22 @@ class CompiledLayers:
                 dim = _LENGTH_DIM.get(each.dim()) if isinstance(each, torch.Tensor) else None
                 if dim is not None and each.shape[dim] == length:
                     torch._dynamo.mark_dynamic(each, dim)
+        self._backend.left = False
         try:
             self._known = self._compiled(layer, following, normed, name, *self._slots[index], args, given)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise self._refusal(layer, str(error).strip().partition("\n")[0]) from error
+        if self._backend.left:  # compiled just now, with a half that found nobody to take it: whole norms are faster
+            self._in_halves = False
         return self._known[0]
+
+    def _normed(self, index: int, length: int, hidden: torch.Tensor):
+        """What the norm of layer `index` makes of its input: of a step of few rows in two halves (`step_norms`)."""
+        norm, known = self._norms[index], self._known[1] if hidden is self._known[0] else None
+        halves = self._in_halves and length == 1 and step_product.suits(hidden) and not is_hooked(norm)
+        if known is None or isinstance(known, tuple) != halves:
+            known = self._halve(hidden, norm.weight) if halves else norm(hidden)
+        return known
 
     def _refusal(self, layer: nn.Module, reason: str) -> ArgumentError:
         return ArgumentError(
@@ -118,10 +137,16 @@ def _run(layer, following, normed, name: str, keys, values, start, args: tuple, 
     kwargs = {name: _Slots(keys, values, start), **kwargs}
     if following is None:
         return type(layer).forward(layer, *args, **kwargs), None
-    layer.input_layernorm.known = args[0], normed
+    halves = isinstance(normed, tuple)
+    own = layer.input_layernorm
+    own.known = args[0], step_norms.second_half(*normed, own.norm.eps) if halves else normed
     hidden = type(layer).forward(layer, *args, **kwargs)
-    layer.input_layernorm.known = None, None
-    return hidden, following(hidden)
+    own.known = None, None
+    return hidden, step_norms.first_half(hidden, following.weight) if halves else following(hidden)
+
+
+def _first_half(hidden: torch.Tensor, weight: torch.Tensor):
+    return step_norms.first_half(hidden, weight)
 
 
 def _rotate(module: nn.Module, *args, **kwargs):
@@ -132,6 +157,25 @@ def _rotates(module: nn.Module) -> bool:
     """Whether `module` is a rotary embedding whose frequencies do not depend on how long the text is."""
     fixed = ("default", "linear", "llama3", "yarn")
     return type(module).__name__.endswith("RotaryEmbedding") and getattr(module, "rope_type", None) in fixed
+
+
+class _Backend:
+    """A backend of torch.compile, and what is done to graphs before. `left`: whether a half of a norm stayed in one."""
+
+    def __init__(self, name: str, device: torch.device):
+        self.name, self.left = name, False
+        self._options = {}
+        if name == "inductor":
+            # What rotates the query, and what writes keys and values, becomes one kernel of three.
+            patches = {"combo_kernels": True}
+            if platform.beside(device) and hasattr(torch._inductor.config.triton, "enable_pdl"):
+                patches["triton.enable_pdl"] = True  # so that kernels are launched beside those before them, as ours
+            self._options["config_patches"] = patches
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list):
+        self.left = not step_norms.fold(graph.graph)
+        graph.recompile()
+        return torch._dynamo.lookup_backend(self.name)(graph, inputs, **self._options)
 
 
 class _Ahead:

@@ -45,6 +45,7 @@ def stretch_kernel(
 
     `WHOLE`: one stretch is all. out [B*H, D] is the attention then, and weights are left alone.
     """
+    arch.follow()
     pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     first = head * groups
@@ -85,6 +86,7 @@ def stretch_kernel(
 @triton.jit
 def weigh_kernel(stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, DIM: tl.constexpr):
     """out [B*H, D] from all stretches of a head."""
+    arch.follow()
     head = tl.program_id(0).to(tl.int64)
     p, d = tl.arange(0, PARTS), tl.arange(0, DIM)
     there = p < num_parts
@@ -125,13 +127,14 @@ def step_attention(q, k, v, mask, scale: float) -> torch.Tensor:
         q, k, v, mask, stretches, weights, scale, length, groups, dim, kv_heads, stretch,
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask.stride(0),
         WHOLE=parts == 1, GROUPS=max(16, triton.next_power_of_2(groups)), DIM=padded, BLOCK=block, num_warps=4,
-        num_stages=3,
+        num_stages=3, **platform.beside(q.device),
     )  # fmt: skip
     if parts > 1:
         grid = (batch * heads,)
         weigh_kernel[grid](
-            stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), DIM=padded, num_warps=4
-        )
+            stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), DIM=padded, num_warps=4,
+            **platform.beside(q.device),
+        )  # fmt: skip
     return out
 
 

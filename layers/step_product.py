@@ -30,23 +30,31 @@ _WARPS, _STAGES = 4, 5
 
 @triton.jit
 def step_product_kernel(
-    a, b, bias, out, M, N, K, stride_am, stride_bn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TMA_B: tl.constexpr,
+    a, b, bias, squares, out, M, N, K, spans, eps, stride_am, stride_bn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TMA_B: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a [M, K] @ b [N, K].T + bias [N]; M is at most BLOCK_M. One program computes BLOCK_N columns.
 
     `GATED`: b and bias have N rows for the gate, then N more; out is silu(gate) times the others.
+    squares [spans, M]: a is the first half of a norm, of which the product's rows get the factors (`norm_ahead.py`).
     """
+    arch.follow()
     A = Matrix(a, M, K, stride_am, 1, False)
     B = Matrix(b, K, 2 * N if GATED else N, 1, stride_bn, TMA_B, True)
     col = tl.program_id(0) * BLOCK_N
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if squares is not None:  # they come while weights do
+        s, r = tl.arange(0, SPANS), tl.arange(0, BLOCK_M)
+        sums = tl.load(squares + s[:, None] * M + r[None, :], mask=(s < spans)[:, None] & (r < M)[None, :], other=0.0)
     for k in range(0, K, BLOCK_K):
         rows = A.load(0, k, BLOCK_M, BLOCK_K).T
         acc = arch.dot(B.load(k, col, BLOCK_K, BLOCK_N).T, rows, acc)
         if GATED:
             up = arch.dot(B.load(k, N + col, BLOCK_K, BLOCK_N).T, rows, up)
+    if squares is not None:
+        factors = 1.0 / tl.sqrt(tl.sum(sums, 0) / K + eps)[None, :]
+        acc, up = acc * factors, up * factors
     dtype: tl.constexpr = out.dtype.element_ty
     product = _finished(acc, bias, col, N, BLOCK_N, HAS_BIAS, dtype)
     if GATED:
@@ -86,9 +94,12 @@ _loaded: set[tuple] = set()  # kinds of calls
 
 
 def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
-        return False
-    return has_few_rows(x) and weight.shape[0] > 0 and not x.requires_grad
+    return x.dtype == weight.dtype and weight.shape[0] > 0 and suits(x)
+
+
+def suits(x: torch.Tensor) -> bool:
+    """Whether products of `x` may be served here."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_few_rows(x) and not x.requires_grad
 
 
 def has_few_rows(x: torch.Tensor) -> bool:
@@ -101,12 +112,19 @@ def has_few_rows(x: torch.Tensor) -> bool:
 
 
 def step_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, launched: bool = True
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    squares: torch.Tensor | None = None,
+    eps: float = 0.0,
+    launched: bool = True,
 ) -> torch.Tensor:
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
-    `gated`: silu of the first half of its columns, times the second half; [..., N/2]. With `launched` False the kernel
-    is compiled and loaded only, and what is returned is not filled.
+    `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]: rows are
+    scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched` False the kernel is compiled and
+    loaded only, and what is returned is not filled.
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
@@ -115,9 +133,11 @@ def step_product(
     block_k, stages = depth(platform.shared_bytes(x.device), gated)
     described, tma = operand(weight, (BLOCK_N, block_k))
     programs = triton.cdiv(N, BLOCK_N) if launched else 0
+    spans = 1 if squares is None else squares.shape[0]
     step_product_kernel[(programs,)](
-        rows, described, bias, out, M, N, K, rows.stride(0), weight.stride(0), BLOCK_M=MOST_ROWS, BLOCK_N=BLOCK_N,
-        BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_B=tma, num_warps=_WARPS, num_stages=stages,
+        rows, described, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=MOST_ROWS,
+        BLOCK_N=BLOCK_N, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_B=tma,
+        SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.beside(x.device),
     )  # fmt: skip
     return out
 
@@ -154,12 +174,12 @@ def depth(shared_bytes: int, gated: bool) -> tuple[int, int]:
 # One opaque operator for compilers, as `iris_ops.library` has them.
 _library = torch.library.Library("iris_layers", "FRAGMENT")
 _library.define(
-    "step_product(Tensor x, Tensor weight, Tensor? bias, bool gated) -> Tensor",
+    "step_product(Tensor x, Tensor weight, Tensor? bias, bool gated, Tensor? squares=None, float eps=0) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.impl("step_product", step_product, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "iris_layers::step_product",
-    lambda x, weight, bias, gated: x.new_empty(*x.shape[:-1], _width(weight, gated)),
+    lambda x, weight, bias, gated, squares=None, eps=0.0: x.new_empty(*x.shape[:-1], _width(weight, gated)),
     lib=_library,
 )

@@ -23,7 +23,9 @@ from tests.untraced import copy_untraced
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 UNTRACED = "sm_90 without tracing"
 FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
-EXCHANGES = ("few_rows_all", "few_rows_owners", "few_rows_scatter", "few_rows_gather", "few_rows_gather_first")
+# Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
+REDUCTIONS = ("few_rows_all", "few_rows_all_norm", "few_rows_owners", "few_rows_owners_norm", "few_rows_scatter")
+EXCHANGES = (*REDUCTIONS, "few_rows_gather", "few_rows_gather_first")
 WORLD_SIZE = 4  # of compile_kernels.py
 
 

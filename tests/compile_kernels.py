@@ -61,6 +61,7 @@ FEW_ROWS = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 8)
 _INT32 = {"flags", "sync", "members", "sent", "arrived", "count", "left"}
 _INT64 = {"words", "heap_bases", "sums", "times", "step", "results"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
+_DATA |= {"residual", "weight", "scaled"}
 _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
     ("few_rows_kernel", "staging"): "i16",
@@ -69,7 +70,7 @@ _POINTEES = {
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }
-_FLOAT32 = {"parts", "scales", "stretches", "weights"}
+_FLOAT32 = {"parts", "scales", "squares", "stretches", "weights"}
 
 TRACED = {
     90: (
@@ -120,7 +121,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             signature[name] = "constexpr"
         elif name in tma:
             signature[name] = f"tensordesc<{dtype}[{_block(name, constants, kernel.is_gluon())}"
-        elif name == "scale":
+        elif name in ("scale", "eps"):
             signature[name] = "fp32"
         elif name in {"mask"} | _DATA | _INT32 | _INT64 | _FLOAT32:
             pointee = "i32" if name in _INT32 else "fp32" if name in _FLOAT32 else dtype if name in _DATA else "i64"
@@ -166,11 +167,14 @@ def variants(target: GPUTarget):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
             flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, SPLITS=1 if by_k else 2, TMA_G=tma, **loads)
             yield name, all_gather_matmul_kernel, options, {**common, **flags}
+    no_norm = dict.fromkeys(("residual", "weight", "scaled", "squares"))
     few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
     for exchange, (m, k, warps) in FEW_ROWS.items():
         constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}
         stages = few_stages[m, few["BLOCK_N"], k, warps]
-        yield f"few_rows_{exchange}", few_rows_kernel, dict(num_warps=warps, num_stages=stages), constants
+        yield f"few_rows_{exchange}", few_rows_kernel, dict(num_warps=warps, num_stages=stages), constants | no_norm
+        if exchange in ("all", "owners"):
+            yield f"few_rows_{exchange}_norm", few_rows_kernel, dict(num_warps=warps, num_stages=stages), constants
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
     gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
     yield "few_rows_gather_first", few_rows_gather_kernel, gathering, {**few, **flags}
@@ -190,8 +194,10 @@ def variants(target: GPUTarget):
         k, stages = step_product.depth(machine.shared_bytes, gated)
         rows = dict(BLOCK_M=step_product.MOST_ROWS, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
         name = "step_product_gated" if gated else "step_product"
-        constants = dict(HAS_BIAS=True, GATED=gated, TMA_B=cuda, **rows)
-        yield name, step_product.step_product_kernel, dict(num_warps=4, num_stages=stages), constants
+        constants = dict(HAS_BIAS=True, GATED=gated, TMA_B=cuda, SPANS=128, **rows)
+        options = dict(num_warps=4, num_stages=stages)
+        yield name, step_product.step_product_kernel, options, {**constants, "squares": None}
+        yield f"{name}_norm", step_product.step_product_kernel, options, constants
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)

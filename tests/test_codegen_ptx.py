@@ -11,6 +11,7 @@ from tests.assembly import (
     CUDA,
     EXCHANGES,
     LOCAL,
+    REDUCTIONS,
     WORLD_SIZE,
     Kernel,
     all_complaints,
@@ -44,6 +45,21 @@ def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
         looks = r"atom\.global\.sys\.acquire\.add\.u32|ld\.global\.sys\.acquire\.b32"
         assert kernel.count(looks) >= 2, kernel.name
     assert compiled(target)["rma_put_and_signal"].count(r"sys\.release\.exch\.b32") == 1
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_of_kernels_that_are_launched_beside_others_waits_first(compiled, target: str) -> None:
+    """Before anything else, and for all that comes before: memory, barriers in it, clocks. Others have no such wait."""
+    following = ("few_rows_", "step_", "ccl_words_", "ccl_flags_", "traced_few_rows_")
+    found = [kernel for kernel in compiled(target).values() if kernel.name.startswith(following)]
+    assert len(found) > 20 and all(any(k.name.startswith(name) for k in found) for name in following[:4])
+    for kernel in found:
+        steps = re.findall(r"griddepcontrol\.\w+|\b(?:ld|st|atom|red|cp|mbarrier|fence|bar)\.[a-z]\w*", kernel.text)
+        steps = [step for step in steps if step not in ("ld.param", "ld.shared", "bar.sync")]  # of this program alone
+        assert steps[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"], kernel.name
+        assert not any("griddepcontrol" in step for step in steps[2:]), kernel.name
+    for kernel in compiled(target).values():
+        assert kernel in found or "griddepcontrol" not in kernel.text, kernel.name
 
 
 @pytest.mark.parametrize("target", CUDA)
@@ -112,7 +128,7 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     for name in ("step_stretch", "step_whole"):
         step = compiled(target)[name]
         assert step.count(r"mma.sync.*bf16") and step.count(r"ld.global.*v4.b32"), "attention of a step reads 16 bytes"
-    for name in ("step_product", "step_product_gated"):
+    for name in ("step_product", "step_product_gated", "step_product_norm", "step_product_gated_norm"):
         step = compiled(target)[name]
         assert step.count(product) and step.count(r"cp\.async\.bulk\.tensor"), name
         assert step.count(r"cp\.async\.c[ag]\.shared\.global.*0x10"), "rows are fetched by 16 bytes"
@@ -132,7 +148,7 @@ def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> Non
     """Sealed words go out written through and are read as volatile, 16 bytes at a time; no release to a peer."""
     for name in EXCHANGES:
         kernel = compiled(target)[name]
-        peers = WORLD_SIZE if name in EXCHANGES[:3] else WORLD_SIZE - 1  # where all sum the same, its own words too
+        peers = WORLD_SIZE if name in REDUCTIONS else WORLD_SIZE - 1  # where all sum the same, its own words too
         assert kernel.count(r"\bst\.global\.wt\.v4\.b32") >= peers, name
         if target == "sm_90":  # 8 bytes where a share has few rows, and one word that says that a rank is in the call
             assert kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32)") in (0, WORLD_SIZE - 1), name

@@ -142,6 +142,18 @@ def fence_async_proxy():
 
 
 @device_function
+def follow():
+    """First thing in a kernel that is launched beside the one before it (`platform.beside`): waits for that one to end.
+
+    Then the next kernel may be launched, which waits for this one in turn. So what the kernels do never overlaps, but
+    the programs of the next one stand ready. Elsewhere, and without such a launch, this does nothing.
+    """
+    if not INTERPRET and tl.target_info.cuda_capability_geq(9):
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@device_function
 def dot(a, b, acc):
     """`acc + a @ b` in fp32. fp32 operands are multiplied exactly as torch does by default, not as tf32."""
     if INTERPRET:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
+from iris_ops.norm_ahead import first_half
 import layers
 from layers import step_product
 from layers.gated import GatedMLP
@@ -49,6 +50,21 @@ def test_few_rows(rows: tuple, outputs: int, depth: int, bias: bool, gated: bool
     # a sum on the border between two numbers may be rounded to the other one before the gate
     assert missed(out) <= (2 if gated else 0.6) * EPS[dtype]
     assert missed(step_product.step_product(x, weight.roll(1, 0), added, gated)) > 0.1
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("rows, outputs, depth", [((1,), 64, 256), ((3, 1), 70, 136), ((16,), 20, 320)])
+def test_rows_scaled_by_the_second_half_of_a_norm(rows: tuple, outputs: int, depth: int, gated: bool) -> None:
+    torch.manual_seed(depth)
+    like = {"device": DEVICE, "dtype": torch.bfloat16}
+    h, norm = torch.randn(*rows, depth, **like) * 30, torch.randn(depth, **like)
+    weight, bias = torch.randn((1 + gated) * outputs, depth, **like), torch.randn((1 + gated) * outputs, **like)
+    scaled, squares = first_half(h, norm)
+    out = step_product.step_product(scaled, weight, bias, gated, squares, 1e-5)
+    x = h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    expected = reference(x, weight, bias, gated, torch.bfloat16)
+    assert (out.double() - expected).norm() <= (2 + gated) * EPS[torch.bfloat16] * expected.norm()
+    torch.library.opcheck(torch.ops.iris_layers.step_product, (scaled, weight, bias, gated, squares, 1e-5))
 
 
 def test_a_rank_without_a_part_of_the_depth_adds_nothing() -> None:

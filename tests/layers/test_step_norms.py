@@ -1,0 +1,205 @@
+"""Norms of a compiled step in two halves: the logits of whole norms, in which graphs, and what stays as it is."""
+
+from __future__ import annotations
+
+from iris_ops.ops import Ops
+import layers
+from layers import step_norms, step_product
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers import models
+
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])]
+
+
+def serve_anywhere(patch: pytest.MonkeyPatch) -> None:
+    """Products of few rows by our kernel on CPUs too."""
+    if not ON_GPU:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        few = step_product.has_few_rows
+        patch.setattr(step_product, "suits", lambda x: x.dtype == torch.bfloat16 and few(x))
+
+
+def counted(patch: pytest.MonkeyPatch) -> list[None]:
+    """Of each all-reduce that ends with half of a norm, an item."""
+    calls, op = [], Ops.matmul_all_reduce_norm
+
+    def call(self, *args, **kwargs):
+        calls.append(None)
+        return op(self, *args, **kwargs)
+
+    patch.setattr(Ops, "matmul_all_reduce_norm", call)
+    return calls
+
+
+CHOSEN = torch.tensor([[5, 6, 7], [70, 69, 68]])  # which tokens follow a prompt
+
+
+def logits(model: nn.Module, ctx, **options) -> torch.Tensor:
+    """[steps, rows, vocabulary]: after a prompt, and after each of the tokens that follow."""
+    engine = layers.Engine(model, ctx, 2, 18, step_attention=True, **options)
+    found = [engine.prefill(models.prompt().to(ctx.device)).clone()]
+    for chosen in CHOSEN.to(ctx.device).split(1, 1):
+        engine.accept(torch.zeros_like(found[0]).scatter_(1, chosen, 1.0))
+        engine.decode(1)
+        found.append(engine.logits.clone())
+    return torch.stack(found)
+
+
+def exact_logits(name: str) -> torch.Tensor:
+    """The same in float64, with the weights of bf16, by the whole model."""
+    model = models.build(name).to(torch.bfloat16).double()
+    tokens = torch.cat((models.prompt(), CHOSEN), 1)
+    return model(tokens).logits[:, -1 - CHOSEN.shape[1] :].transpose(0, 1)
+
+
+def assert_as_close(result: torch.Tensor, plain: torch.Tensor, name: str) -> None:
+    """To the exact logits, in each step, as those of an engine that is not compiled."""
+    exact = exact_logits(name)
+    errors = [
+        (each.double().cpu() - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1) for each in (result, plain)
+    ]
+    assert (errors[0] <= 1.3 * errors[1] + 2**-8).all(), errors
+    wrong = exact.roll(1, 0)
+    assert (((wrong - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)) > 0.1).all(), "steps differ by more"
+
+
+def backend(ctx) -> str:
+    return "inductor" if ctx.device.type == "cuda" else "aot_eager"
+
+
+@torch.no_grad()
+def engine_body(ctx, name: str, sums: int) -> None:
+    model = models.build(name).to(torch.bfloat16)
+    layers.parallelize(model, ctx)
+    expected = logits(model, ctx, graphs=False)
+    with pytest.MonkeyPatch.context() as patch:
+        serve_anywhere(patch)
+        calls = counted(patch)
+        result = logits(model, ctx, compile=backend(ctx), graphs=False)
+        assert len(calls) == 3 * sums  # in three steps
+        assert_as_close(result, expected, name)
+        if ON_GPU:
+            assert torch.equal(logits(model, ctx, compile=backend(ctx)), result), "captured"
+
+
+# models of two layers, and how many of their four all-reduces end so
+MODELS = {"kv2": 4, "bias": 4, "qk_norm": 4, "offset_norm": 0, "gathered_qkv": 0}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_a_compiled_engine(world_size: int, name: str) -> None:
+    run_ranks(world_size, engine_body, name, MODELS[name])
+
+
+@torch.no_grad()
+def apart_body(ctx) -> None:
+    """Where a norm's result is seen by others, norms stay whole, and are right."""
+    model = models.build("kv2").to(torch.bfloat16)
+    layers.parallelize(model, ctx)
+    expected = logits(model, ctx, graphs=False)
+    with pytest.MonkeyPatch.context() as patch:
+        serve_anywhere(patch)
+        calls = counted(patch)
+        handles = [
+            layer.input_layernorm.register_forward_hook(lambda module, args, output: output * 1.0)
+            for layer in model.model.layers
+        ]
+        result = logits(model, ctx, compile=backend(ctx), graphs=False)
+        assert len(calls) == 3 * 2, "only what follows the attention"
+        assert_as_close(result, expected, "kv2")
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_hooked_norm_stays_whole(world_size: int) -> None:
+    run_ranks(world_size, apart_body)
+
+
+@torch.no_grad()
+def torchs_products_body(ctx) -> None:
+    """Without our products of few rows, as rivals are measured, nobody takes a second half."""
+    model = models.build("kv2").to(torch.bfloat16)
+    layers.parallelize(model, ctx)
+    expected = logits(model, ctx, graphs=False)
+    for module in model.modules():
+        if hasattr(module, "own_steps"):
+            module.own_steps = False
+    with pytest.MonkeyPatch.context() as patch:
+        serve_anywhere(patch)
+        calls = counted(patch)
+        assert_as_close(logits(model, ctx, compile=backend(ctx), graphs=False), expected, "kv2")
+        assert not calls
+
+
+def test_norms_before_torchs_products_stay_whole(world_size: int) -> None:
+    run_ranks(world_size, torchs_products_body)
+
+
+@torch.no_grad()
+def others_body(ctx) -> None:
+    """What the graph of a function keeps, by who else sees what would go."""
+    like = dict(dtype=torch.bfloat16, device=ctx.device)
+    x, a, b = torch.randn(2, 1, 64, **like), torch.randn(2, 32, **like), torch.randn(64, 32, **like)
+    weight, norm = torch.randn(48, 64, **like), torch.randn(64, **like)
+    product, size = torch.ops.iris_layers.step_product, (2, 64)
+
+    def reduced() -> torch.Tensor:
+        return torch.ops.iris_ops.matmul_all_reduce(a, b.t(), None, size, ctx.group_name, None).view(2, 1, 64)
+
+    def normed(h: torch.Tensor, w: torch.Tensor = norm) -> torch.Tensor:
+        return nn.functional.rms_norm(h, (64,), w, 1e-6)
+
+    def plain():
+        h = x + reduced()
+        n = normed(h)
+        return h, product(n, weight, None, False), product(n, weight, None, True)
+
+    def seen_norm():
+        n = normed(x + reduced())
+        return product(n, weight, None, False), n
+
+    def seen_sum():
+        r = reduced()
+        return product(normed(r + x), weight, None, False), r
+
+    def weight_of_fp32():
+        return product(normed((x + reduced()).float(), norm.float()).bfloat16(), weight, None, False)
+
+    def wider():
+        return product(normed(x.expand(2, 2, 64) + reduced()), weight, None, False)
+
+    def twice():
+        r = reduced()
+        return product(normed(r + r), weight, None, False)
+
+    def as_weight():
+        n = normed(x + reduced())
+        return product(n, n.view(2, 64), None, False)
+
+    for function, folds in ((plain, 1), (seen_norm, 0), (seen_sum, 0), (weight_of_fp32, 0), (wider, 0), (twice, 0),
+                            (as_weight, 0)):  # fmt: skip
+        torch.compiler.reset()
+        found = []
+
+        def taken(graph, inputs, found=found):
+            step_norms.keep_in_graphs()
+            assert step_norms.fold(graph.graph)
+            graph.graph.lint()
+            graph.recompile()
+            ops = [node.target for node in graph.graph.nodes]
+            found.append(ops.count(torch.ops.iris_ops.matmul_all_reduce_norm))
+            assert found[0] != ops.count(torch.ops.iris_ops.matmul_all_reduce), "one or the other"
+            return graph
+
+        result = torch.compile(function, backend=taken, fullgraph=True)()
+        assert found == [folds], function.__name__
+        for mine, whole in zip(*map(torch.utils._pytree.tree_leaves, (result, function())), strict=True):
+            assert (mine.double() - whole.double()).norm() <= 2**-6 * whole.double().norm(), function.__name__
+
+
+def test_only_what_nobody_else_sees_is_folded(world_size: int) -> None:
+    run_ranks(world_size, others_body)
