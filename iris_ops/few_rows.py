@@ -146,6 +146,7 @@ def few_rows_kernel(
             for i in tl.static_range(1, WORLD_SIZE):
                 here = tl.zeros(peers.shape, staging.dtype.element_ty)
                 put(ctx, behind + peers, here, peers == rank, bases, (rank + i) % WORLD_SIZE)
+    arch.lead()
     # While the words are under way: all programs have read the epoch, so the last one may advance it.
     tl.debug_barrier()
     if tl.atomic_add(sync + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:

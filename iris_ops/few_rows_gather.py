@@ -144,3 +144,4 @@ def few_rows_gather_kernel(
                 product = add_bias(product, bias, col, N, BLOCK_N)
             target, mask = Matrix(out, M, N, stride_om, stride_on, False).pointers(row, col, BLOCK_M, BLOCK_N)
             tl.store(target, arch.round_to(product, dtype), mask=mask)
+    arch.lead()

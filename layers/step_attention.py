@@ -71,6 +71,7 @@ def stretch_kernel(
             total = total * fade + tl.sum(chances, 1)
             acc = arch.dot(chances.to(values.dtype), values, acc * fade[:, None])
             top = higher
+    arch.lead()
     place = ((batch * kv_heads + head) * groups + g) * parts + part
     there = g < groups
     d = tl.arange(0, DIM)
@@ -94,6 +95,7 @@ def weigh_kernel(stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, D
     total = tl.load(weights + (head * num_parts + p) * 2 + 1, mask=there, other=0.0)
     share = tl.exp(top - tl.max(top, 0))
     sums = _load(stretches + head * num_parts * dim, p, there, dim, dim, DIM)
+    arch.lead()
     result = tl.sum(sums * share[:, None], 0) / tl.sum(total * share, 0)
     tl.store(out + head * dim + d, result.to(out.dtype.element_ty), mask=d < dim)
 

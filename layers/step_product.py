@@ -61,6 +61,7 @@ def step_product_kernel(
         gate = product.to(tl.float32)
         up = _finished(up, bias + N if HAS_BIAS else bias, col, N, BLOCK_N, HAS_BIAS, dtype)
         product = arch.round_to(gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32), dtype)
+    arch.lead()
     target, inside = Matrix(out, M, N, N, 1, False).pointers(0, col, BLOCK_M, BLOCK_N)
     tl.store(target, product, mask=inside)
 

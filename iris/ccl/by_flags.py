@@ -24,7 +24,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device import arch
 from ..device.context import DeviceContext
 from ..device.exchange import load_bases, remote, sum_type
 from ..device.function import device_function
@@ -142,7 +141,6 @@ def flags_kernel(
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    arch.follow()
     # flags: entered [rank], done [rank, LANES], arrived [slot][source rank, lane, chunk];
     # staging: [slot][source rank, unit, BLOCK].
     source, target = views(

@@ -72,7 +72,6 @@ def words_kernel(
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    arch.follow()
     # staging: [2 slots], each [source rank, unit, BLOCK] words, then with GATHER the sums [owner, unit, BLOCK].
     dtype: tl.constexpr = inp.dtype.element_ty
     source, target = views(

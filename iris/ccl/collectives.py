@@ -182,7 +182,7 @@ class Collectives:
         problem, chosen = prepared.problem, prepared.plan
         args = launch.arguments(workspace, problem, chosen, bits(out, problem.reduces), bits(inp, problem.reduces))
         kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
-        options = launch.options(chosen, self._machine, self._ctx.device)
+        options = launch.options(chosen, self._machine)
         moving = self._calls.addresses(key)
         return repeat.launch(self._kernels, self._ctx.device, kernel, grid, args, moving, **options)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from .. import platform
 from ..device.bounded import WAITERS
 from .accumulate import accumulate_kernel
 from .by_flags import LANES, flags_kernel
@@ -93,11 +92,9 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
     return {name: args[name] for name in kernel_of(plan).arg_names}
 
 
-def options(plan: Plan, machine: Machine, device: torch.device) -> dict[str, int]:
+def options(plan: Plan, machine: Machine) -> dict[str, int]:
     """How Triton compiles the kernel; with few enough registers where programs share a multiprocessor."""
     found = {"num_warps": plan.num_warps}
-    if kernel_of(plan) in (words_kernel, flags_kernel):  # which begin by `arch.follow`
-        found |= platform.beside(device)
     if plan.programs > machine.num_programs:
         found["maxnreg"] = 65536 // (32 * plan.num_warps * machine.resident)
     return found

@@ -141,15 +141,25 @@ def fence_async_proxy():
         )
 
 
+# Programmatic dependent launch, from Hopper on: a kernel's programs take their places while the one before still runs.
+# A place that a program takes early need not be a good one: where few programs draw all that the memory gives, they are
+# to be spread over the device. So a kernel lets the next one in when it is about to end, not before.
+
+
 @device_function
 def follow():
-    """First thing in a kernel that is launched beside the one before it (`platform.beside`): waits for that one to end.
+    """First thing in a kernel that is launched beside the one before (`platform.beside`): waits until that has ended.
 
-    Then the next kernel may be launched, which waits for this one in turn. So what the kernels do never overlaps, but
-    the programs of the next one stand ready. Elsewhere, and without such a launch, this does nothing.
+    All it has done is visible then, so what two kernels do never overlaps. Without such a launch this does nothing.
     """
     if not INTERPRET and tl.target_info.cuda_capability_geq(9):
         tl.extra.cuda.gdc_wait()
+
+
+@device_function
+def lead():
+    """The next kernel may be launched, once all programs have come here or ended."""
+    if not INTERPRET and tl.target_info.cuda_capability_geq(9):
         tl.extra.cuda.gdc_launch_dependents()
 
 
