@@ -9,7 +9,8 @@ compiled, nothing that differs between them may be looked at while it is traced,
 
 A layer ends with a sum that the next one begins to norm. For one kernel to do both, what is compiled ends with the next
 layer's `input_layernorm`, where there is one, and begins with an `_Ahead` in its place, which knows the result already.
-A hook that exchanges what a layer returns has it normed anew; one that changes it in place would not be seen.
+In bf16 steps of few rows that norm comes in two halves (`step_norms`). A hook that exchanges what a layer returns has
+it normed anew; one that changes it in place would not be seen.
 
 A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew, and so are a rank's
 rows where tokens are shared. Layers that truly differ (of Gemma, some with a sliding window) are compiled apart, and so
