@@ -164,19 +164,22 @@ class _Backend:
     """A backend of torch.compile, and what is done to graphs before. `left`: whether a half of a norm stayed in one."""
 
     def __init__(self, name: str, device: torch.device):
-        self.name, self.left = name, False
-        self._options = {}
+        self.__name__ = name  # what torch's errors call it
+        self.left = False
+        self.options: dict[str, dict] = {}
+        self._compile = torch._dynamo.lookup_backend(name)
         if name == "inductor":
             # What rotates the query, and what writes keys and values, becomes one kernel of three.
-            patches = {"combo_kernels": True}
-            if platform.beside(device) and hasattr(torch._inductor.config.triton, "enable_pdl"):
-                patches["triton.enable_pdl"] = True  # so that kernels are launched beside those before them, as ours
-            self._options["config_patches"] = patches
+            self.options["config_patches"] = {"combo_kernels": True}
+            if platform.beside(device):
+                from . import beside  # it imports inductor
+
+                self.options["config_patches"] |= beside.patches()
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list):
         self.left = not step_norms.fold(graph.graph)
         graph.recompile()
-        return torch._dynamo.lookup_backend(self.name)(graph, inputs, **self._options)
+        return self._compile(graph, inputs, **self.options)
 
 
 class _Ahead:

@@ -1,0 +1,98 @@
+"""Kernels that inductor launches beside the one before wait first, where its own analysis would have some not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+from iris import platform
+from layers import beside
+from layers.compiled import _Backend
+import pytest
+import torch
+import torch._inductor.config as config
+
+from tests.processes import ROOT, python_path
+
+WAIT = "tl.extra.cuda.gdc_wait()"
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[str, list[str]]:
+    """Of a graph's name, its code as inductor would have it, and as we do."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
+    command = [sys.executable, "-m", "tests.inductor_code"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def kernels(code: str) -> dict[str, list[str]]:
+    """The lines of each kernel's body, by its name."""
+    found = re.findall(r"^def (triton_\w+)\(.*?\):\n(.*?)^'''", code, re.MULTILINE | re.DOTALL)
+    assert len(found) == code.count("= async_compile.triton(") > 0
+    return {name: body.splitlines() for name, body in found}
+
+
+def hasty(body: list[str]) -> list[str]:
+    """Lines that name memory and that a thread may come to before it has waited."""
+    found, waited = [], None
+    for line in body:
+        depth = len(line) - len(line.lstrip())
+        if waited is not None and line.strip() and depth < waited:
+            waited = None  # the block in which it has waited is left
+        if WAIT in line and waited is None:
+            waited = depth
+        if waited is None and re.search(r"_ptr\d|\bws_ptr|tl\.(load|store|atomic)", line):
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("graph", ["cache", "filled", "normed", "step"])
+def test_every_generated_kernel_waits_before_it_touches_memory(generated, graph: str) -> None:
+    plain, waiting = map(kernels, generated[graph])
+    assert plain.keys() == waiting.keys()
+    for name, body in waiting.items():
+        assert not hasty(body), name
+    assert all("'launch_pdl': True" in code for code in generated[graph]), "or else waits wait for nothing"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("graph", ["cache", "filled"])
+def test_inductor_alone_would_not_wait(generated, graph: str) -> None:
+    """So that the pass is dropped when it is no longer needed, and the check above is known to see."""
+    assert any(map(hasty, kernels(generated[graph][0]).values()))
+
+
+def test_only_devices_that_can_are_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = {}
+    options = platform.beside.__wrapped__  # without the cache
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        launched[capability[0]] = options(torch.device("cuda", 0))
+    able = {"launch_pdl": True}
+    assert launched == {8: {}, 9: able, 10: able, 12: able}
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert options(torch.device("cuda", 0)) == options(torch.device("cpu")) == {}
+
+
+def test_inductor_is_asked_on_such_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert _Backend("inductor", cpu).options == {"config_patches": {"combo_kernels": True}}
+    monkeypatch.setattr(platform, "beside", lambda device: {"launch_pdl": True})
+    asked = _Backend("inductor", cpu).options["config_patches"]
+    assert asked["triton.enable_pdl"] and isinstance(asked["_post_fusion_custom_pass"], beside.WaitFirst)
+    assert _Backend("aot_eager", cpu).options == {}
+    for taken in ({"cpp_wrapper": True}, {"_post_fusion_custom_pass": lambda nodes: nodes}):
+        with config.patch(taken):
+            assert not _Backend("inductor", cpu).options["config_patches"]["triton.enable_pdl"]
+
+
+def test_a_backend_that_is_not_known_is_refused_at_once() -> None:
+    with pytest.raises(torch._dynamo.exc.InvalidBackend, match="nonsense"):
+        _Backend("nonsense", torch.device("cpu"))
+    assert _Backend("aot_eager", torch.device("cpu")).__name__ == "aot_eager", "what torch's errors call it"
