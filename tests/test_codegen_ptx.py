@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import os
+from pathlib import Path
 import re
+import subprocess
+import sys
 
+import iris  # noqa: F401  (before triton: it may set up the interpreter)
 import pytest
+import triton
 
 from tests.assembly import (
     CUDA,
@@ -24,6 +30,7 @@ from tests.assembly import (
     unguarded_hand_overs,
     unordered_releases,
 )
+from tests.processes import ROOT, python_path
 
 pytestmark = pytest.mark.compile
 
@@ -53,7 +60,8 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
     found = [kernel for kernel in compiled(target).values() if re.search("few_rows|step_", kernel.name)]
     assert len(found) >= 15
     wait, lead = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-    any_step = rf"{wait}|{lead}|\b(?:ld|st|atom|red|cp|mbarrier|fence)\.[a-z]\w*|mma"
+    touches = r"ld|st|atom|red|cp|mbarrier|fence|prefetchu?|tensormap|discard|applypriority"
+    any_step = rf"{wait}|{lead}|\b(?:{touches})\.[a-z]\w*|\b(?:bra|ret|call|exit)\b|mma"  # no way around the wait
     for kernel in found:
         steps = [step for step in re.findall(any_step, kernel.text) if step not in ("ld.param", "ld.shared")]
         assert steps[0] == wait and steps.count(wait) == 1 and steps.count(lead) == 1, kernel.name
@@ -61,6 +69,36 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         assert ("mma" in steps) != without and "mma" not in steps[steps.index(lead) :], kernel.name
     for kernel in compiled(target).values():
         assert kernel in found or "griddepcontrol" not in kernel.text, kernel.name
+
+
+@pytest.mark.parametrize("name", ["few_rows_all_norm", "few_rows_gather_first", "step_product_norm", "step_weigh"])
+def test_the_assembler_moves_nothing_before_the_wait(compiled, tmp_path: Path, name: str) -> None:
+    text = compiled("sm_90")[name].text
+    source, binary = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+    source.write_text(text)
+    ptxas, nvdisasm = triton.knobs.nvidia.ptxas.path, triton.knobs.nvidia.nvdisasm.path
+    target = re.search(r"^\.target (\w+)", text, re.MULTILINE)[1]
+    subprocess.run([ptxas, "-arch", target, source, "-o", binary], check=True)
+    code = subprocess.run([nvdisasm, "-c", binary], check=True, capture_output=True, text=True).stdout
+    memory = r"LD|ST|LDG\w*|STG|ATOM\w*|RED\w*|UTM\w+|UBLK\w+|CCTL\w*"
+    steps = re.findall(rf"\b(?:ACQBULK|PREEXIT|{memory}|BRA|EXIT)\b", code)
+    assert steps[0] == "ACQBULK" and steps.count("ACQBULK") == steps.count("PREEXIT") == 1, steps[:8]
+    assert re.search(r"LDG|UTM", " ".join(steps)), "loads are known by their names"
+
+
+def test_kernels_for_gpus_before_hopper_neither_wait_nor_lead() -> None:
+    """In a process of its own, because the interpreter must be off."""
+    compiling = (
+        "from tests.compile_kernels import GPUTarget, TARGETS, compile_kernel, variants\n"
+        "for name, kernel, options, constants in variants(TARGETS['sm_90']):\n"
+        "    if name in ('step_weigh', 'step_stretch'):\n"
+        "        ptx = compile_kernel(kernel, GPUTarget('cuda', 89, 32), options, **constants).asm['ptx']\n"
+        "        print(ptx.count('.target sm_89'), ptx.count('griddepcontrol'))"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
+    line = [sys.executable, "-c", compiling]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["1", "0"] * 2, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("target", CUDA)
