@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 from iris import platform
 from layers import beside
@@ -96,3 +97,13 @@ def test_a_backend_that_is_not_known_is_refused_at_once() -> None:
     with pytest.raises(torch._dynamo.exc.InvalidBackend, match="nonsense"):
         _Backend("nonsense", torch.device("cpu"))
     assert _Backend("aot_eager", torch.device("cpu")).__name__ == "aot_eager", "what torch's errors call it"
+
+
+def test_a_scheduler_that_is_not_as_known_launches_nothing_so() -> None:
+    with config.patch({"triton.enable_pdl": True}):
+
+        class Another:
+            pass
+
+        beside.WaitFirst()([SimpleNamespace(scheduler=Another())])
+        assert not config.triton.enable_pdl
