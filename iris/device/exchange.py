@@ -6,7 +6,8 @@ integers, `widen` makes words of twice the width. The receiver polls the words t
 word is stored at once (16 to 64 bits), so a word that is not empty is whole, whatever the order in which words arrive.
 
 Two slots by the parity of an epoch that only these exchanges advance are enough: who stores for call e + 2 has finished
-e + 1, so it has everyone's words of e + 1; who sent those had finished call e, with all its words emptied.
+e + 1, so it has everyone's words of e + 1; who sent those had finished call e, with all its words emptied. A rank has
+finished a call when the kernel has ended: one that is launched beside it touches no memory until then (`arch.follow`).
 """
 
 import triton
