@@ -87,7 +87,8 @@ def _reduce_norm(A, B, bias, residual, weight, group, mean_part=None):
     config = None
     if mean_part is not None:
         config = ctx.ops.plan(ALL_REDUCE, M, N, mean_part, A.dtype, explained=False)
-    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual.contiguous(), weight, bias, config=config)
+    residual, weight = residual.contiguous(), weight.contiguous()
+    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config)
     return out, scaled, squares
 
 

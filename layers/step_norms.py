@@ -6,9 +6,11 @@ all-reduce's kernel, which adds the residual too, and its second half, a factor 
     matmul_all_reduce -> add -> rms_norm -> step_product, ...     two kernels and one of the compiler's between them
     matmul_all_reduce_norm -> step_product, ...                   two kernels
 
-That is right only if nobody but such products sees the norm's result, so it is done where the graph says so. Between
-two layers, whose graphs are compiled apart, a norm comes in two halves from the start: functions that stay in the graph
-until they are folded. Where they cannot be, they are torch's code as any other, and `folded` says so.
+That is right only if nobody but such products sees the norm's result, and if nothing comes between the all-reduce and
+the norm, which might change what they read, or make what the one kernel would need earlier. So it is done where the
+graph says so. Between two layers, whose graphs are compiled apart, a norm comes in two halves from the start: functions
+that stay in the graph until they are folded. Where they cannot be, they are torch's code as any other, and `fold` says
+so.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ def fold(graph: fx.Graph) -> bool:
     if not all(_feeds_products(node) for node in _calls(graph, second_half)):
         return False
     for node in _calls(graph, *_NORMS):
-        if _reduced(node.args[0]) and _feeds_products(node):
+        if _norms_a_sum(node) and _feeds_products(node):
             _halve(graph, node)
     for node in _calls(graph, second_half):
         _fold_second(graph, node)
     for node in _calls(graph, first_half):
-        if _reduced(node.args[0]):
+        if _norms_a_sum(node):
             _fold_first(graph, node)
     return not _calls(graph, first_half)
 
@@ -54,25 +56,36 @@ def _feeds_products(node: fx.Node) -> bool:
     """Whether its users are products of few rows, of which it is the input and nothing else."""
     product = torch.ops.iris_layers.step_product
     return bool(node.users) and all(
-        user.target is product and len(user.args) == 4 and not user.kwargs and user.all_input_nodes.count(node) == 1
-        and user.args[0] is node
+        user.target is product and len(user.args) == 4 and not user.kwargs
+        and user.args[0] is node and node not in user.args[1:]
         for user in node.users
     )  # fmt: skip
 
 
+def _norms_a_sum(norm: fx.Node) -> bool:
+    """Whether it takes, right behind it, the sum of an all-reduce and a residual."""
+    return bool(norm.args) and norm.prev is norm.args[0] and _reduced(norm.prev) is not None
+
+
 def _reduced(total: object) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(all-reduce, view of it, residual) where `total` is the sum of the latter two, and nobody else sees the first."""
+    """(all-reduce, view of it, residual) where `total` is the sum of the latter two, and nobody else sees the first.
+
+    They follow each other.
+    """
     if not isinstance(total, fx.Node) or total.target is not operator.add or total.kwargs:
         return None
     for view, residual in (total.args, total.args[::-1]):
         if not isinstance(view, fx.Node) or not isinstance(residual, fx.Node) or view is residual:
             continue
-        reduction = view.args[0] if view.op == "call_method" and view.target in ("view", "reshape") else None
-        if not isinstance(reduction, fx.Node) or reduction.target is not torch.ops.iris_ops.matmul_all_reduce:
+        reduction = view.prev
+        if view.op != "call_method" or view.target not in ("view", "reshape") or view.args[0] is not reduction:
             continue
-        alone = len(view.users) == len(reduction.users) == 1
+        if reduction.target is not torch.ops.iris_ops.matmul_all_reduce or view.kwargs or reduction.kwargs:
+            continue
+        alone = total.prev is view and len(view.users) == len(reduction.users) == 1
         whole, added, sum_ = _value(view), _value(residual), _value(total)
-        if alone and whole.shape == added.shape == sum_.shape and whole.dtype == added.dtype and whole.dtype in _DTYPES:
+        alike = whole.shape == added.shape == sum_.shape and whole.shape[-1] == _value(reduction).shape[-1]
+        if alone and alike and whole.dtype == added.dtype and whole.dtype in _DTYPES:
             return reduction, view, residual
     return None
 

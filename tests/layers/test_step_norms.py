@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from iris_ops.ops import Ops
 import layers
 from layers import step_norms, step_product
@@ -182,24 +184,93 @@ def others_body(ctx) -> None:
 
     for function, folds in ((plain, 1), (seen_norm, 0), (seen_sum, 0), (weight_of_fp32, 0), (wider, 0), (twice, 0),
                             (as_weight, 0)):  # fmt: skip
-        torch.compiler.reset()
-        found = []
+        assert_folds(function, folds)
 
-        def taken(graph, inputs, found=found):
-            step_norms.keep_in_graphs()
-            assert step_norms.fold(graph.graph)
-            graph.graph.lint()
-            graph.recompile()
-            ops = [node.target for node in graph.graph.nodes]
-            found.append(ops.count(torch.ops.iris_ops.matmul_all_reduce_norm))
-            assert found[0] != ops.count(torch.ops.iris_ops.matmul_all_reduce), "one or the other"
-            return graph
 
-        result = torch.compile(function, backend=taken, fullgraph=True)()
-        assert found == [folds], function.__name__
-        for mine, whole in zip(*map(torch.utils._pytree.tree_leaves, (result, function())), strict=True):
-            assert (mine.double() - whole.double()).norm() <= 2**-6 * whole.double().norm(), function.__name__
+def assert_folds(function: Callable, folds: int) -> None:
+    """`function`, compiled, has so many all-reduces with half of a norm, and its own results."""
+    torch.compiler.reset()
+    found = []
+
+    def taken(graph, inputs):
+        step_norms.keep_in_graphs()
+        assert step_norms.fold(graph.graph)
+        graph.graph.lint()
+        graph.recompile()
+        ops = [node.target for node in graph.graph.nodes]
+        found.append(ops.count(torch.ops.iris_ops.matmul_all_reduce_norm))
+        assert found[0] != ops.count(torch.ops.iris_ops.matmul_all_reduce), "one or the other"
+        return graph
+
+    result = torch.compile(function, backend=taken, fullgraph=True)()
+    assert found == [folds], function.__name__
+    for mine, whole in zip(*map(torch.utils._pytree.tree_leaves, (result, function())), strict=True):
+        assert (mine.double() - whole.double()).norm() <= 2**-6 * whole.double().norm(), function.__name__
 
 
 def test_only_what_nobody_else_sees_is_folded(world_size: int) -> None:
     run_ranks(world_size, others_body)
+
+
+@torch.no_grad()
+def between_body(ctx) -> None:
+    """What comes between an all-reduce and its norm, and calls that are written otherwise."""
+    like = dict(dtype=torch.bfloat16, device=ctx.device)
+    x, a, b = torch.randn(2, 1, 64, **like), torch.randn(2, 32, **like), torch.randn(64, 32, **like)
+    weight, norm, wide = torch.randn(48, 64, **like), torch.randn(64, **like), torch.randn(128, **like)
+    product, reduce, size = torch.ops.iris_layers.step_product, torch.ops.iris_ops.matmul_all_reduce, (2, 64)
+    half, narrow = norm[:32].clone(), weight[:, :32].clone()
+
+    def reduced(a: torch.Tensor = a) -> torch.Tensor:
+        return reduce(a, b.t(), None, size, ctx.group_name, None)
+
+    def normed(h: torch.Tensor, w: torch.Tensor = norm) -> torch.Tensor:
+        return nn.functional.rms_norm(h, w.shape, w, 1e-6)
+
+    def sum_changed():
+        h = x + reduced().view(2, 1, 64)
+        h[0] = 0
+        return product(normed(h), weight, None, False)
+
+    def operand_changed():
+        mine = a.clone()
+        r = reduced(mine)
+        mine.zero_()
+        return product(normed(x + r.view(2, 1, 64)), weight, None, False)
+
+    def made_late():
+        h = x + reduced().view(2, 1, 64)
+        return product(normed(h, norm * 2), weight, None, False)
+
+    def strided():
+        w = wide[::2]
+        return product(normed(x + reduced().view(2, 1, 64), w), weight, None, False)
+
+    def shorter_rows():
+        return product(normed(x.view(4, 32) + reduced().view(4, 32), half), narrow, None, False)
+
+    def as_weight_too():
+        n = normed(x.view(2, 64) + reduced().view(2, 64))
+        return product(n, n, None, False)
+
+    def norm_by_names():
+        h = x + reduced().view(2, 1, 64)
+        n = nn.functional.rms_norm(input=h, normalized_shape=(64,), weight=norm, eps=1e-6)
+        return product(n, weight, None, False)
+
+    def view_by_name():
+        return product(normed(x + reduced().view(size=(2, 1, 64))), weight, None, False)
+
+    def reduction_by_names():
+        r = reduce(A=a, B=b.t(), bias=None, size=size, group=ctx.group_name)
+        return product(normed(x + r.view(2, 1, 64)), weight, None, False)
+
+    for function in (sum_changed, operand_changed, made_late, shorter_rows, as_weight_too, view_by_name,
+                     reduction_by_names):  # fmt: skip
+        assert_folds(function, 0)
+    for function in (strided, norm_by_names):
+        assert_folds(function, 1)
+
+
+def test_only_what_follows_at_once_is_folded(world_size: int) -> None:
+    run_ranks(world_size, between_body)
