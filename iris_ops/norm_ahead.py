@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from iris.device import arch
 from iris.device.function import device_function
-from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from iris.heap import extent
+from iris.errors import ArgumentError, DtypeError, ShapeError
+from iris.heap import check_memory, extent
 import torch
 from torch.nn import functional as F
 import triton
 import triton.language as tl
+
+from .problem import check_kind
 
 SPAN = tl.constexpr(64)
 OP = "matmul_all_reduce_norm"
@@ -83,21 +85,19 @@ def check(ahead: Ahead, out: torch.Tensor, operands: tuple[torch.Tensor | None, 
     M, N = out.shape
     shapes = {"residual": (M, N), "weight": (N,), "scaled": (M, N), "squares": (spans(N), M)}
     for (name, shape), t in zip(shapes.items(), ahead, strict=True):
-        if not isinstance(t, torch.Tensor):
-            raise ArgumentError(f"{OP}: {name} is {type(t).__name__}; expected a torch.Tensor")
+        check_kind(OP, name, t, out.device)
         if tuple(t.shape) != shape:
             raise ShapeError(f"{OP}: {name} is {tuple(t.shape)}; expected {shape}, for out {(M, N)}")
         dtype = torch.float32 if name == "squares" else out.dtype
         if t.dtype != dtype:
             raise DtypeError(f"{OP}: {name} has dtype {t.dtype}; expected {dtype}")
-        if t.device != out.device:
-            raise DeviceError(f"{OP}: {name} is on {t.device}; expected {out.device}, the context's device")
         if not t.is_contiguous():
             raise ArgumentError(f"{OP}: {name} has strides {t.stride()}; expected a contiguous tensor")
-    residual, weight, scaled, squares = ahead
-    written = {"out": out, "scaled": scaled, "squares": squares}
-    places = [extent(t) for t in (*written.values(), residual, weight, *operands) if t is not None]
-    for i, name in enumerate(written):
-        begin, end = places[i]
-        if any(begin < last and first < end for j, (first, last) in enumerate(places) if j != i):
-            raise ArgumentError(f"{OP}: {name} overlaps another argument in memory; expected separate tensors")
+        check_memory(OP, (name,), (t.data_ptr(),), (t.nbytes,))
+    named = dict(zip((*shapes, "out", "A", "B", "bias"), (*ahead, out, *operands), strict=True))
+    places = {name: extent(t) for name, t in named.items() if t is not None and t.numel()}
+    for name in ("out", "scaled", "squares"):
+        begin, end = places.pop(name, (0, 0))
+        for other, (first, last) in places.items():
+            if begin < last and first < end:
+                raise ArgumentError(f"{OP}: {name} overlaps {other} in memory; expected separate tensors")

@@ -175,27 +175,32 @@ def check_tensors(
     for name, t in (("A", A), ("B", B), ("bias", bias), ("out", out)):
         if t is None and name == "bias":
             continue
-        if not isinstance(t, torch.Tensor):
-            raise ArgumentError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
-        if t.is_nested:  # which has no shape
-            raise ArgumentError(f"{op}: {name} is a nested tensor; expected a strided one")
+        check_kind(op, name, t, device)
         ndim = 1 if name == "bias" else 2
         if t.ndim != ndim:
             raise ShapeError(f"{op}: {name} has {t.ndim} dimensions {tuple(t.shape)}; expected {ndim}")
-        if t.device != device:
-            raise DeviceError(f"{op}: {name} is on {t.device}; expected {device}, the context's device")
         if t.dtype not in DTYPES:
             raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}")
         if t.dtype != A.dtype:
             raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same")
-        if t.layout is not torch.strided or t.is_neg():
-            kind = "a negated view" if t.layout is torch.strided else t.layout
-            raise ArgumentError(f"{op}: {name} is {kind}; expected a strided tensor with its elements in memory")
         if any(size > _MAX_SIZE for size in t.shape):
             raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes below 2**31")
-        check_gradient(op, name, t)
     if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
+
+
+def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:
+    """Raises a typed error for anything but a tensor on `device` with its elements in memory and no gradient."""
+    if not isinstance(t, torch.Tensor):
+        raise ArgumentError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
+    if t.is_nested:  # which has no shape
+        raise ArgumentError(f"{op}: {name} is a nested tensor; expected a strided one")
+    if t.device != device:
+        raise DeviceError(f"{op}: {name} is on {t.device}; expected {device}, the context's device")
+    if t.layout is not torch.strided or t.is_neg():
+        kind = "a negated view" if t.layout is torch.strided else t.layout
+        raise ArgumentError(f"{op}: {name} is {kind}; expected a strided tensor with its elements in memory")
+    check_gradient(op, name, t)
 
 
 def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from tests.checks import poison
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
+from tests.iris_ops.test_bad_input import freed, nested, traced
 
 pytestmark = both
 
@@ -81,6 +82,10 @@ def test_numbers(world_size: int, case: tuple) -> None:
         assert all(map(torch.equal, first, other)), "the same bits on all ranks"
 
 
+def with_grad(t: torch.Tensor) -> torch.Tensor:
+    return t.clone().requires_grad_()
+
+
 # what is exchanged for another argument, the error, and what its message says
 WRONG = {
     "a shorter residual": ("residual", lambda t: t[1:], ShapeError, r"residual is \(3, 64\); expected \(4, 64\)"),
@@ -91,11 +96,20 @@ WRONG = {
     "more squares": ("squares", lambda t: t.new_empty(2, 4), ShapeError, r"squares is \(2, 4\); expected \(1, 4\)"),
     "scaled elsewhere": ("scaled", lambda t: t.to("meta"), DeviceError, "scaled is on meta; expected"),
     "scaled by columns": ("scaled", lambda t: t.t().contiguous().t(), ArgumentError, r"scaled has strides \(1, 4\)"),
+    "residual nested": ("residual", nested, ArgumentError, "residual is a nested tensor; expected"),
+    "weight sparse": ("weight", lambda t: t.to_sparse(), ArgumentError, "weight is torch.sparse_coo; expected"),
+    "squares negated": ("squares", torch._neg_view, ArgumentError, "squares is a negated view; expected"),
+    "residual freed": ("residual", freed, ArgumentError, "residual has no memory of its own; expected"),
+    "weight traced": ("weight", traced, ArgumentError, "weight has no memory of its own; expected"),
+    "squares freed": ("squares", freed, ArgumentError, "squares has no memory of its own; expected"),
+    "residual with grad": ("residual", with_grad, ArgumentError, "residual requires grad.*no_grad"),
+    "weight with grad": ("weight", with_grad, ArgumentError, "weight requires grad.*no_grad"),
+    "scaled with grad": ("scaled", with_grad, ArgumentError, "scaled requires grad.*no_grad"),
 }
 
 
 def refused_body(ctx: iris.Iris, name: str) -> None:
-    A, B, _, residual, weight = operands(ctx, 4, 64, 32, False, torch.bfloat16)
+    A, B, _, residual, weight = operands(ctx, 4, 64, 64, False, torch.bfloat16)
     like = dict(dtype=torch.bfloat16, device=ctx.device)
     args = dict(out=torch.empty(4, 64, **like), scaled=torch.empty(4, 64, **like),
                 squares=torch.empty(1, 4, dtype=torch.float32, device=ctx.device), A=A[ctx.cur_rank],
@@ -106,16 +120,75 @@ def refused_body(ctx: iris.Iris, name: str) -> None:
     else:
         first, second = name.split()
         wrong, error = args | {first: args[second]}, ArgumentError
-        message = "(out|scaled|squares) overlaps another argument in memory; expected separate tensors"
+        message = f"({first} overlaps {second}|{second} overlaps {first}) in memory; expected separate tensors"
+    for written in ("out", "scaled", "squares"):
+        poison(args[written])
     with pytest.raises(error, match=message):
         ctx.ops.matmul_all_reduce_norm(**wrong)
+    assert all(args[written].isnan().all() for written in ("out", "scaled", "squares")), "nothing is launched"
     ctx.ops.matmul_all_reduce_norm(**args)
+    assert not any(args[written].isnan().any() for written in ("out", "scaled", "squares"))
 
 
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2])
-@pytest.mark.parametrize("name", [*WRONG, "scaled residual", "residual out", "scaled out"])
+@pytest.mark.parametrize("name", [*WRONG, "scaled residual", "residual out", "scaled out", "scaled A"])
 def test_what_is_refused(world_size: int, name: str) -> None:
     run_ranks(world_size, refused_body, name)
+
+
+@torch.no_grad()
+def empty_body(ctx: iris.Iris) -> None:
+    """No rows, no columns or no depth. What is empty may lie in the midst of others."""
+    memory = torch.randn(64, dtype=torch.bfloat16, device=ctx.device)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return memory[8:8].view(size) if 0 in size else memory.new_empty(size).normal_()
+
+    for M, N, K in ((0, 64, 32), (4, 0, 32), (0, 0, 0), (4, 64, 0)):
+        out, scaled, residual = drawn(M, N), drawn(M, N), drawn(M, N)
+        squares = torch.empty(spans(N), M, dtype=torch.float32, device=ctx.device)
+        weight = memory[:N]
+        ctx.ops.matmul_all_reduce_norm(out, scaled, squares, drawn(M, K), drawn(K, N), residual, weight)
+        assert torch.equal(out, residual) and torch.equal(scaled, out * weight)
+        torch.testing.assert_close(squares.sum(0), out.float().square().sum(1))
+
+
+@pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [1, 2])
+def test_empty_sizes(world_size: int) -> None:
+    run_ranks(world_size, empty_body)
+
+
+@torch.no_grad()
+def uneven_body(ctx: iris.Iris, off_heap: bool) -> list[torch.Tensor]:
+    """Ranks whose depth differs, one of them without any, as layers call it; `out` anywhere, with any strides."""
+    M, N, depths = 3, 200, (40, 0, 7, 16)[: ctx.num_ranks]
+    draw = torch.Generator().manual_seed(1)
+    A, B, residual, weight = (
+        torch.randn(*size, generator=draw).bfloat16().to(ctx.device)
+        for size in ((M, sum(depths)), (sum(depths), N), (M, N), (N,))
+    )
+    first = sum(depths[: ctx.cur_rank])
+    mine = slice(first, first + depths[ctx.cur_rank])
+    exact = A.double() @ B.double() + residual.double()
+    op = torch.ops.iris_ops.matmul_all_reduce_norm
+    found = op(A[:, mine], B[mine], None, residual, weight, ctx.group_name, -(-sum(depths) // ctx.num_ranks))
+    assert (found[0].double() - exact).abs().max() <= (ctx.num_ranks + 2) * 2**-8 * exact.abs().max()
+    for algorithm in ("one_shot", "overlapped"):
+        config = FusedConfig(16, 64, 64, num_warps=4, num_stages=2, algorithm=algorithm)
+        wide = poison((torch if off_heap else ctx).empty(M, N + 8, dtype=torch.bfloat16, device=ctx.device))
+        out, scaled, squares = wide[:, :N], torch.empty_like(residual), torch.empty_like(found[2])
+        ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A[:, mine], B[mine], residual, weight, config=config)
+        assert (out.double() - exact).abs().max() <= (ctx.num_ranks + 2) * 2**-8 * exact.abs().max()
+        assert torch.equal(scaled, out * weight) and wide[:, N:].isnan().all()
+    return [t.cpu() for t in found]
+
+
+@pytest.mark.parametrize("off_heap", [False, True], ids=["on heap", "off heap"])
+@pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [1, 2, 3, 4])
+def test_uneven_depths(world_size: int, off_heap: bool) -> None:
+    first, *others = run_ranks(world_size, uneven_body, off_heap)
+    for other in others:
+        assert all(map(torch.equal, first, other)), "the same bits on all ranks"
 
 
 def compilers_body(ctx: iris.Iris) -> None:
