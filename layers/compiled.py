@@ -164,10 +164,13 @@ class _Backend:
     """A backend of torch.compile, and what is done to graphs before. `left`: whether a half of a norm stayed in one."""
 
     def __init__(self, name: str, device: torch.device):
-        self.__name__ = name  # what torch's errors call it
-        self.left = False
+        self.__name__, self.left = name, False  # by which torch calls it when it fails
         self.options: dict[str, dict] = {}
-        self._compile = torch._dynamo.lookup_backend(name)
+        try:
+            self._compile = torch._dynamo.lookup_backend(name)
+        except torch._dynamo.exc.InvalidBackend:
+            known = ", ".join(torch._dynamo.list_backends())
+            raise ArgumentError(f"compile is {name!r}: expected a bool or a backend of torch: {known}") from None
         if name == "inductor":
             # What rotates the query, and what writes keys and values, becomes one kernel of three.
             self.options["config_patches"] = {"combo_kernels": True}

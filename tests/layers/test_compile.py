@@ -229,6 +229,8 @@ class Undecided(nn.Module):
 def refused_body(ctx) -> None:
     model, prompts = models.build("plain"), models.prompt()
     layers.parallelize(model, ctx)
+    with pytest.raises(ArgumentError, match="compile is 'nonsense': expected a bool or a backend of torch: .*inductor"):
+        layers.Engine(model, ctx, 2, 16, compile="nonsense")
     expected = layers.Engine(model, ctx, 2, 16).generate(prompts, 4)
     for layer in model.model.layers:
         layer.mlp.act_fn = Undecided()
