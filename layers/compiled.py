@@ -10,7 +10,7 @@ compiled, nothing that differs between them may be looked at while it is traced,
 A layer ends with a sum that the next one begins to norm. For one kernel to do both, what is compiled ends with the next
 layer's `input_layernorm`, where there is one, and begins with an `_Ahead` in its place, which knows the result already.
 In bf16 steps of few rows that norm comes in two halves (`step_norms`). A hook that exchanges what a layer returns has
-it normed anew; one that changes it in place would not be seen.
+it normed anew; one that changes it in place would not be seen. A norm with hooks is called as it is.
 
 A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew, and so are a rank's
 rows where tokens are shared. Layers that truly differ (of Gemma, some with a sliding window) are compiled apart, and so
@@ -121,7 +121,9 @@ class CompiledLayers:
     def _normed(self, index: int, length: int, hidden: torch.Tensor):
         """What the norm of layer `index` makes of its input: of a step of few rows in two halves (`step_norms`)."""
         norm, known = self._norms[index], self._known[1] if hidden is self._known[0] else None
-        halves = self._in_halves and length == 1 and step_product.suits(hidden) and not is_hooked(norm)
+        if is_hooked(norm):
+            return norm(hidden)
+        halves = self._in_halves and length == 1 and step_product.suits(hidden)
         if known is None or isinstance(known, tuple) != halves:
             known = self._halve(hidden, norm.weight) if halves else norm(hidden)
         return known
@@ -143,7 +145,9 @@ def _run(layer, following, normed, name: str, keys, values, start, args: tuple, 
     own.known = args[0], step_norms.second_half(*normed, own.norm.eps) if halves else normed
     hidden = type(layer).forward(layer, *args, **kwargs)
     own.known = None, None
-    return hidden, step_norms.first_half(hidden, following.weight) if halves else following(hidden)
+    # by its class, for hooks are not what is guarded
+    ahead = step_norms.first_half(hidden, following.weight) if halves else type(following).forward(following, hidden)
+    return hidden, ahead
 
 
 def _first_half(hidden: torch.Tensor, weight: torch.Tensor):

@@ -88,22 +88,7 @@ def test_inductor_is_asked_on_such_devices_only(monkeypatch: pytest.MonkeyPatch)
     asked = _Backend("inductor", cpu).options["config_patches"]
     assert asked["triton.enable_pdl"] and isinstance(asked["_post_fusion_custom_pass"], beside.WaitFirst)
     assert _Backend("aot_eager", cpu).options == {}
+    assert _Backend("aot_eager", cpu).__name__ == "aot_eager", "what torch's errors call it"
     for taken in ({"cpp_wrapper": True}, {"_post_fusion_custom_pass": lambda nodes: nodes}):
         with config.patch(taken):
             assert not _Backend("inductor", cpu).options["config_patches"]["triton.enable_pdl"]
-
-
-def test_a_backend_that_is_not_known_is_refused_at_once() -> None:
-    with pytest.raises(torch._dynamo.exc.InvalidBackend, match="nonsense"):
-        _Backend("nonsense", torch.device("cpu"))
-    assert _Backend("aot_eager", torch.device("cpu")).__name__ == "aot_eager", "what torch's errors call it"
-
-
-def test_a_scheduler_that_is_not_as_known_launches_nothing_so() -> None:
-    with config.patch({"triton.enable_pdl": True}):
-
-        class Another:
-            pass
-
-        beside.WaitFirst()([SimpleNamespace(scheduler=Another())])
-        assert not config.triton.enable_pdl

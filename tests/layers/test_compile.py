@@ -144,6 +144,38 @@ def test_the_layers_of_an_engine_are_compiled_once(world_size: int) -> None:
 
 
 @torch.no_grad()
+def hooked_norm_body(ctx) -> None:
+    """Hooks on the norm of one layer, before it is compiled and later, run once a call and count; on GPUs eagerly."""
+    model, prompts = models.build("kv2"), models.prompt().to(ctx.device)
+    layers.parallelize(model, ctx)
+    first, second = (layer.input_layernorm for layer in model.model.layers)
+    engines, calls = [], []
+
+    def hook(module, args, output):
+        calls.append(module)
+        return output.flip(0)
+
+    def logits(engine) -> torch.Tensor:
+        engine.reset()
+        return engine.prefill(prompts)
+
+    for norm in (None, second, first, None):
+        handle = norm and norm.register_forward_hook(hook)
+        eager = logits(layers.Engine(model, ctx, 2, 18, graphs=False))
+        engines.append(layers.Engine(model, ctx, 2, 18, compile=backend(ctx), graphs=False, step_attention=True))
+        for engine in engines:
+            calls.clear()
+            assert close(ctx, logits(engine), eager)
+            assert calls == ([norm] if norm else [])
+        if handle:
+            handle.remove()
+
+
+def test_hooks_on_a_layer_s_norm_count(world_size: int) -> None:
+    run_ranks(world_size, hooked_norm_body)
+
+
+@torch.no_grad()
 def shared_tokens_body(ctx) -> None:
     """Of layers that share out the tokens, too, one compilation serves prompts of any length, and one the steps."""
     model, rows = models.build("kv2"), models.prompt().tolist()
