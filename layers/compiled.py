@@ -83,7 +83,9 @@ class CompiledLayers:
         for module in rotary:
             vars(module)["forward"] = functools.partial(self._rotate, module)
         try:
-            yield
+            # One layer's hooks are not another's, though torch asks by default for hooks that were there first only.
+            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+                yield
         finally:
             for module in [*self.layers, *rotary]:
                 vars(module).pop("forward")

@@ -176,6 +176,26 @@ def test_hooks_on_a_layer_s_norm_count(world_size: int) -> None:
 
 
 @torch.no_grad()
+def hooked_module_body(ctx) -> None:
+    """What one layer's modules have hooks for, and when, is neither lost nor the other's."""
+    model, prompts = models.build("kv2"), models.prompt().to(ctx.device)
+    layers.parallelize(model, ctx)
+    options = dict(graphs=False, step_attention=True)
+    eager, engine = (layers.Engine(model, ctx, 2, 18, compile=by, **options) for by in (False, backend(ctx)))
+    for index in (None, 1, 0, None):
+        mlp = nn.Identity() if index is None else model.model.layers[index].mlp
+        with mlp.register_forward_hook(lambda module, args, output: output.flip(0)):
+            for _ in range(3):
+                for each in (eager, engine):
+                    each.reset()
+                assert close(ctx, engine.prefill(prompts), eager.prefill(prompts))
+
+
+def test_hooks_of_one_layer_are_not_another_s(world_size: int) -> None:
+    run_ranks(world_size, hooked_module_body)
+
+
+@torch.no_grad()
 def shared_tokens_body(ctx) -> None:
     """Of layers that share out the tokens, too, one compilation serves prompts of any length, and one the steps."""
     model, rows = models.build("kv2"), models.prompt().tolist()
