@@ -66,7 +66,9 @@ class CompiledLayers:
         inside = {module for layer in layers for module in layer.modules()}
         self._rotary = [module for module in model.modules() if _rotates(module) and module not in inside]
         self._rotate, self._halve = self._compile(_rotate), self._compile(_first_half)
-        self._in_halves = all(type(norm) is RMSNorm and norm.weight.dtype == torch.bfloat16 for norm in norms)
+        suited = all(type(norm) is RMSNorm and norm.weight.dtype == torch.bfloat16 for norm in norms)
+        own_steps = all(getattr(module, "own_steps", True) for module in inside)
+        self._halved = len(layers) if suited and own_steps else 0  # so many layers, the first, have norms in two halves
 
     def _compile(self, function: types.FunctionType):
         own = types.FunctionType(function.__code__.replace(), globals())  # torch keeps what is compiled by code object
@@ -117,7 +119,7 @@ class CompiledLayers:
         except torch._dynamo.exc.TorchDynamoException as error:
             raise self._refusal(layer, str(error).strip().partition("\n")[0]) from error
         if self._backend.left:  # compiled just now, with a half that found nobody to take it: whole norms are faster
-            self._in_halves = False
+            self._halved = index + 1  # but this one stays: the next step may be captured, and must not compile
         return self._known[0]
 
     def _normed(self, index: int, length: int, hidden: torch.Tensor):
@@ -125,7 +127,7 @@ class CompiledLayers:
         norm, known = self._norms[index], self._known[1] if hidden is self._known[0] else None
         if is_hooked(norm):
             return norm(hidden)
-        halves = self._in_halves and length == 1 and step_product.suits(hidden)
+        halves = index < self._halved and length == 1 and step_product.suits(hidden)
         if known is None or isinstance(known, tuple) != halves:
             known = self._halve(hidden, norm.weight) if halves else norm(hidden)
         return known

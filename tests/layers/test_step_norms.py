@@ -142,6 +142,35 @@ def test_norms_before_torchs_products_stay_whole(world_size: int) -> None:
 
 
 @torch.no_grad()
+def exchanged_body(ctx) -> None:
+    """A hook exchanges what one layer adds, which leaves half of a norm; the next step, as if captured, compiles nothing."""
+    model, folds = models.build("kv2").to(torch.bfloat16), []
+    layers.parallelize(model, ctx)
+    for layer in model.model.layers:
+        with pytest.MonkeyPatch.context() as patch, layer.mlp.register_forward_hook(lambda *given: given[-1] * 2):
+            serve_anywhere(patch)
+            calls = counted(patch)
+            expected, result = (
+                layers.Engine(model, ctx, 2, 18, compile=by, step_attention=True, graphs=False)
+                for by in (False, backend(ctx))
+            )
+            for engine in (expected, result):
+                engine.prefill(models.prompt().to(ctx.device))
+                engine.step()
+            with torch.compiler.set_stance("fail_on_recompile"):
+                for engine in (expected, result):
+                    engine.tokens.fill_(5)
+                    engine.logits = engine.step()
+            folds.append(len(calls))
+            assert (result.logits - expected.logits).norm() <= 2**-5 * expected.logits.norm()
+    assert folds == [2 * 2, 2 * 3], "in two steps, of what comes before the one that is left"
+
+
+def test_what_is_left_in_half_is_compiled_once(world_size: int) -> None:
+    run_ranks(world_size, exchanged_body)
+
+
+@torch.no_grad()
 def others_body(ctx) -> None:
     """What the graph of a function keeps, by who else sees what would go."""
     like = dict(dtype=torch.bfloat16, device=ctx.device)
