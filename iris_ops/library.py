@@ -81,7 +81,7 @@ for _op in OPS:
 
 
 def _reduce_norm(A, B, bias, residual, weight, group, mean_part=None):
-    ctx, (M, N) = names.find(group), residual.shape
+    ctx, M, N = names.find(group), A.shape[0], B.shape[1]
     out, scaled = A.new_empty(M, N), A.new_empty(M, N)
     squares = A.new_empty(norm_ahead.spans(N), M, dtype=torch.float32)
     config = None

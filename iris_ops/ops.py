@@ -88,6 +88,10 @@ class Ops:
         """
         self._ctx.check()
         key = self._key(ALL_REDUCE, out, A, B, bias, config, workspace)
+        try:
+            hash(key)
+        except TypeError:  # a wrong argument that has no hash
+            key = None
         ahead = residual, weight, scaled, squares
         return self._make(key, ALL_REDUCE, out, A, B, bias, False, config, workspace, ahead)
 

@@ -96,6 +96,9 @@ WRONG = {
     "more squares": ("squares", lambda t: t.new_empty(2, 4), ShapeError, r"squares is \(2, 4\); expected \(1, 4\)"),
     "scaled elsewhere": ("scaled", lambda t: t.to("meta"), DeviceError, "scaled is on meta; expected"),
     "scaled by columns": ("scaled", lambda t: t.t().contiguous().t(), ArgumentError, r"scaled has strides \(1, 4\)"),
+    "a config as dict": ("config", lambda t: {}, ArgumentError, "config is dict; expected an iris_ops.FusedConfig"),
+    "A freed": ("A", freed, ArgumentError, "A has no memory of its own; expected"),
+    "a longer bias": ("bias", lambda t: t.new_empty(65), ShapeError, "bias has 65 elements; expected 64"),
     "residual nested": ("residual", nested, ArgumentError, "residual is a nested tensor; expected"),
     "weight sparse": ("weight", lambda t: t.to_sparse(), ArgumentError, "weight is torch.sparse_coo; expected"),
     "squares negated": ("squares", torch._neg_view, ArgumentError, "squares is a negated view; expected"),
@@ -113,7 +116,7 @@ def refused_body(ctx: iris.Iris, name: str) -> None:
     like = dict(dtype=torch.bfloat16, device=ctx.device)
     args = dict(out=torch.empty(4, 64, **like), scaled=torch.empty(4, 64, **like),
                 squares=torch.empty(1, 4, dtype=torch.float32, device=ctx.device), A=A[ctx.cur_rank],
-                B=B[ctx.cur_rank], residual=residual, weight=weight)  # fmt: skip
+                B=B[ctx.cur_rank], residual=residual, weight=weight, bias=weight.clone(), config=None)  # fmt: skip
     if name in WRONG:
         key, change, error, message = WRONG[name]
         wrong = args | {key: change(args[key])}
@@ -198,6 +201,9 @@ def compilers_body(ctx: iris.Iris) -> None:
     torch.library.opcheck(op, mine)
     first = op(*mine)
     assert all(map(torch.equal, first, op(*mine, 32))), "planned by another depth, the same sums"
+    for wrong in (residual[0], residual[:, 1:]):
+        with pytest.raises(ShapeError, match=r"residual is \([0-9, ]+\); expected \(4, 64\)"):
+            op(*mine[:3], wrong, *mine[4:])
 
 
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2])

@@ -143,7 +143,7 @@ def test_norms_before_torchs_products_stay_whole(world_size: int) -> None:
 
 @torch.no_grad()
 def exchanged_body(ctx) -> None:
-    """A hook exchanges what one layer adds, which leaves half of a norm; the next step, as if captured, compiles nothing."""
+    """A hook exchanges what one layer adds, so half of a norm is left. The next step must not compile."""
     model, folds = models.build("kv2").to(torch.bfloat16), []
     layers.parallelize(model, ctx)
     for layer in model.model.layers:
