@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 from iris import platform
 from layers import beside
