@@ -9,8 +9,9 @@ compiled, nothing that differs between them may be looked at while it is traced,
 
 A layer ends with a sum that the next one begins to norm. For one kernel to do both, what is compiled ends with the next
 layer's `input_layernorm`, where there is one, and begins with an `_Ahead` in its place, which knows the result already.
-In bf16 steps of few rows that norm comes in two halves (`step_norms`). A hook that exchanges what a layer returns has
-it normed anew; one that changes it in place would not be seen. A norm with hooks is called as it is.
+In bf16 steps of few rows that norm comes in two halves (`step_norms`). A hook that exchanges what a layer returns, or
+changes it in place, has it normed anew; in torch's inference mode, which counts no changes, the latter would not be
+seen. A norm with hooks is called as it is.
 
 A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew, and so are a rank's
 rows where tokens are shared. Layers that truly differ (of Gemma, some with a sliding window) are compiled apart, and so
@@ -58,6 +59,7 @@ class CompiledLayers:
         norms = [getattr(layer, _NORM, None) for layer in layers]
         self._norms = None if None in norms else norms
         self._known: tuple = None, None  # what the last layer returned, and what the next one's norm makes of that
+        self._version: int | None = None  # of what it returned
         self._slots = [tuple(t.detach() for t in (c.keys, c.values, c.cumulative_length)) for c in cache.layers]
         self._lengths = [each.cumulative_length for each in cache.layers]
         step_norms.keep_in_graphs()
@@ -120,11 +122,13 @@ class CompiledLayers:
             raise self._refusal(layer, str(error).strip().partition("\n")[0]) from error
         if self._backend.left:  # compiled just now, with a half that found nobody to take it: whole norms are faster
             self._halved = index + 1  # but this one stays: the next step may be captured, and must not compile
+        self._version = _version(self._known[0])
         return self._known[0]
 
     def _normed(self, index: int, length: int, hidden: torch.Tensor):
         """What the norm of layer `index` makes of its input: of a step of few rows in two halves (`step_norms`)."""
-        norm, known = self._norms[index], self._known[1] if hidden is self._known[0] else None
+        norm = self._norms[index]
+        known = self._known[1] if hidden is self._known[0] and _version(hidden) == self._version else None
         if is_hooked(norm):
             return norm(hidden)
         halves = index < self._halved and length == 1 and step_product.suits(hidden)
@@ -152,6 +156,11 @@ def _run(layer, following, normed, name: str, keys, values, start, args: tuple, 
     # by its class, for hooks are not what is guarded
     ahead = step_norms.first_half(hidden, following.weight) if halves else type(following).forward(following, hidden)
     return hidden, ahead
+
+
+def _version(hidden: torch.Tensor) -> int | None:
+    """How often it was changed in place, as far as torch counts that."""
+    return None if hidden.is_inference() else hidden._version
 
 
 def _first_half(hidden: torch.Tensor, weight: torch.Tensor):

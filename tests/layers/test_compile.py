@@ -182,13 +182,21 @@ def hooked_module_body(ctx) -> None:
     layers.parallelize(model, ctx)
     options = dict(graphs=False, step_attention=True)
     eager, engine = (layers.Engine(model, ctx, 2, 18, compile=by, **options) for by in (False, backend(ctx)))
-    for index in (None, 1, 0, None):
-        mlp = nn.Identity() if index is None else model.model.layers[index].mlp
-        with mlp.register_forward_hook(lambda module, args, output: output.flip(0)):
+    first, second = model.model.layers
+
+    def exchanged(module, args, output):
+        return output.flip(0)
+
+    def changed(module, args, output):
+        output[0] *= 2
+
+    for module, hook in ((nn.Identity(), exchanged), (second.mlp, exchanged), (first.mlp, exchanged), (first, changed),
+                         (second.mlp, changed), (nn.Identity(), changed)):  # fmt: skip
+        with module.register_forward_hook(hook):
             for _ in range(3):
                 for each in (eager, engine):
                     each.reset()
-                assert close(ctx, engine.prefill(prompts), eager.prefill(prompts))
+                assert close(ctx, engine.prefill(prompts), eager.prefill(prompts)), (type(module), hook)
 
 
 def test_hooks_of_one_layer_are_not_another_s(world_size: int) -> None:
