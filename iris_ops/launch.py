@@ -22,7 +22,7 @@ from .few_rows_gather import few_rows_gather_kernel
 from .machine import Machine, machine_named
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
-from .norm_ahead import SPAN, Ahead
+from .norm_ahead import AHEAD_NAMES, SPAN, Ahead
 from .operands import as_stored, operand
 from .predict import spread_us, tile_us
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
@@ -172,10 +172,7 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         if config.algorithm == "one_shot"
         else "owners",
         BY_COLS=by_cols,
-        residual=None,
-        weight=None,
-        scaled=None,
-        squares=None,
+        **dict.fromkeys(AHEAD_NAMES),
         **_product(out, A, B, bias, config),
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
@@ -317,7 +314,7 @@ def launch(
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
     if ahead is not None:
-        args |= zip(("residual", "weight", "scaled", "squares"), ahead, strict=True)
+        args |= zip(AHEAD_NAMES, ahead, strict=True)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     if kernel in _FOLLOWING:
         options |= platform.beside(ctx.device)

@@ -13,10 +13,12 @@ kernel of 2 to 3 us that moves a few KB, twice a layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from iris.device import arch
 from iris.device.function import device_function
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris.heap import check_memory, extent
+from iris.heap import check_memory
 import torch
 from torch.nn import functional as F
 import triton
@@ -27,7 +29,8 @@ from .problem import check_kind
 SPAN = tl.constexpr(64)
 OP = "matmul_all_reduce_norm"
 
-# Tensors (residual, weight, scaled, squares) of a call.
+# Of a call, beside those of an all-reduce.
+AHEAD_NAMES = ("residual", "weight", "scaled", "squares")
 Ahead = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -80,11 +83,10 @@ def finish(out: torch.Tensor, residual, weight, scaled, squares) -> None:
         own.copy_(made)
 
 
-def check(ahead: Ahead, out: torch.Tensor, operands: tuple[torch.Tensor | None, ...]) -> None:
-    """Raises a typed error for a tensor of the wrong kind or in the wrong place. `out` [M, N], `operands`: checked."""
+def check(ahead: Ahead, out: torch.Tensor) -> None:
+    """Raises a typed error for a tensor of the wrong kind. `out` [M, N] is checked."""
     M, N = out.shape
-    shapes = {"residual": (M, N), "weight": (N,), "scaled": (M, N), "squares": (spans(N), M)}
-    for (name, shape), t in zip(shapes.items(), ahead, strict=True):
+    for name, shape, t in zip(AHEAD_NAMES, ((M, N), (N,), (M, N), (spans(N), M)), ahead, strict=True):
         check_kind(OP, name, t, out.device)
         if tuple(t.shape) != shape:
             raise ShapeError(f"{OP}: {name} is {tuple(t.shape)}; expected {shape}, for out {(M, N)}")
@@ -93,9 +95,12 @@ def check(ahead: Ahead, out: torch.Tensor, operands: tuple[torch.Tensor | None, 
             raise DtypeError(f"{OP}: {name} has dtype {t.dtype}; expected {dtype}")
         if not t.is_contiguous():
             raise ArgumentError(f"{OP}: {name} has strides {t.stride()}; expected a contiguous tensor")
-        check_memory(OP, (name,), (t.data_ptr(),), (t.nbytes,))
-    named = dict(zip((*shapes, "out", "A", "B", "bias"), (*ahead, out, *operands), strict=True))
-    places = {name: extent(t) for name, t in named.items() if t is not None and t.numel()}
+
+
+def check_places(names: Sequence[str], begins: Sequence[int], sizes: Sequence[int]) -> None:
+    """Raises for a tensor without memory, and where one that is written shares some with another."""
+    check_memory(OP, names, begins, sizes)
+    places = {name: (begin, begin + size) for name, begin, size in zip(names, begins, sizes, strict=True) if size}
     for name in ("out", "scaled", "squares"):
         begin, end = places.pop(name, (0, 0))
         for other, (first, last) in places.items():

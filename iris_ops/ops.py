@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from iris.context import Iris
 
 
+_NAMES = ("out", "A", "B", "bias")
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """What the first call of a problem found out."""
@@ -70,7 +73,8 @@ class Ops:
         self._ctx = ctx
         self._workspace: Workspace | None = None
         self._kernels: dict[tuple, object] = {}
-        self._calls = repeat.Calls(4)
+        self._calls = repeat.Calls(len(_NAMES))
+        self._ending_calls = repeat.Calls(len(_NAMES) + len(norm_ahead.AHEAD_NAMES))  # those of `norm_ahead.py`
         self._device_of = repeat.device_of(ctx.device)
 
     def matmul_all_reduce(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
@@ -86,14 +90,8 @@ class Ops:
         The norm is `scaled * rsqrt(squares.sum(0) / N + eps)[:,None]`, a factor that a product of `scaled` may apply
         to its own rows. All contiguous, and what is written apart from all else. One kernel where rows are few.
         """
-        self._ctx.check()
-        key = self._key(ALL_REDUCE, out, A, B, bias, config, workspace)
-        try:
-            hash(key)
-        except TypeError:  # a wrong argument that has no hash
-            key = None
         ahead = residual, weight, scaled, squares
-        return self._make(key, ALL_REDUCE, out, A, B, bias, False, config, workspace, ahead)
+        return self._call(ALL_REDUCE, out, A, B, bias, False, config, workspace, ahead)
 
     def all_gather_matmul(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K."""
@@ -123,6 +121,7 @@ class Ops:
     def forget_repeats(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
         self._calls.forget()
+        self._ending_calls.forget()
 
     def join(self) -> None:
         """Makes the current stream wait for calls with `async_op=True`."""
@@ -131,12 +130,12 @@ class Ops:
     def _plan(self, problem: Problem, explained: bool = False) -> FusedConfig:
         return plan(problem, launch.machine(self._ctx.device), explained)
 
-    def _call(self, op, out, A, B, bias, async_op, config, workspace) -> Workspace:
-        ctx = self._ctx
+    def _call(self, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None = None) -> Workspace:
+        ctx, calls = self._ctx, self._calls if ahead is None else self._ending_calls
         ctx.check()
-        key = self._key(op, out, A, B, bias, config, workspace)
+        key = self._key(op, out, A, B, bias, config, workspace, ahead)
         try:
-            known = self._calls.known.get(key)
+            known = calls.known.get(key)
         except TypeError:  # a wrong argument that has no hash
             key = known = None
         if known and async_op is False:
@@ -146,20 +145,22 @@ class Ops:
                 if target is not None:
                     out.copy_(target)
                 return workspace
-        return self._make(key, op, out, A, B, bias, async_op, config, workspace)
+        return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, ahead)
 
-    def _make(self, key, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None = None) -> Workspace:
+    def _make(
+        self, calls: repeat.Calls, key, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None
+    ) -> Workspace:
         """A call that cannot be repeated as it is."""
-        ctx, calls = self._ctx, self._calls
+        ctx = self._ctx
         check_async(op, async_op)
-        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config))
+        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, ahead))
         problem, addresses = prepared.problem, calls.addresses(key)
         workspace = self._workspace_for(op, workspace)
-        check_memory(op, ("out", "A", "B", "bias"), addresses, prepared.spans)
-        check_overlap(op, addresses, prepared.spans)
-        if ahead is not None:
-            norm_ahead.check(ahead, out, (A, B, bias))
-            key = None  # what is repeated has no such end
+        if ahead is None:
+            check_memory(op, _NAMES, addresses, prepared.spans)
+            check_overlap(op, addresses, prepared.spans)
+        else:
+            norm_ahead.check_places((*_NAMES, *norm_ahead.AHEAD_NAMES), addresses, prepared.spans)
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
         if problem.empty:
@@ -172,8 +173,10 @@ class Ops:
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:
                 self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
-        came_before = key in calls.known and not async_op
         inside = ahead if launch.ends_ahead(problem, prepared.config) else None
+        if ahead is not inside:
+            key = None  # a launch alone would not be the whole call
+        came_before = key in calls.known and not async_op
 
         def go() -> None:
             again, launched = calls.moved(key, direct), None
@@ -199,7 +202,7 @@ class Ops:
         ctx.check()
         return workspace
 
-    def _key(self, op, out, A, B, bias, config, workspace) -> tuple | None:
+    def _key(self, op, out, A, B, bias, config, workspace, ahead: Ahead | None) -> tuple | None:
         """What a call comes down to: one with the same key passes the same checks and launches the same."""
         try:
             if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
@@ -215,12 +218,18 @@ class Ops:
                 if lazy and bias.is_neg() or bias.requires_grad and torch.is_grad_enabled():
                     return None
                 address, more = bias.data_ptr(), (bias.shape, bias.stride(), bias.dtype, where(bias))
+            addresses, ending = (out.data_ptr(), A.data_ptr(), B.data_ptr(), address), ()
+            if ahead is not None:
+                if any(t.is_neg() or t.requires_grad and torch.is_grad_enabled() for t in ahead):
+                    return None
+                addresses += tuple(t.data_ptr() for t in ahead)
+                ending = tuple((t.shape, t.stride(), t.dtype, where(t)) for t in ahead)
             return (
-                out.data_ptr(), A.data_ptr(), B.data_ptr(), address, op,
+                *addresses, op,
                 out.shape, out.stride(), out.dtype, where(out),
                 A.shape, A.stride(), A.dtype, where(A),
                 B.shape, B.stride(), B.dtype, where(B),
-                more, config, workspace,
+                more, *ending, config, workspace,
             )  # fmt: skip
         except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
             return None
@@ -234,7 +243,7 @@ class Ops:
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
         return workspace
 
-    def _prepare(self, op: str, out, A, B, bias, config: FusedConfig | None) -> _Prepared:
+    def _prepare(self, op: str, out, A, B, bias, config: FusedConfig | None, ahead: Ahead | None) -> _Prepared:
         """Checks whatever does not depend on addresses, and chooses."""
         device = self._ctx.device
         check_tensors(op, out, A, B, bias, device)
@@ -248,6 +257,8 @@ class Ops:
         if objection:
             raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
         check_bias(op, bias, B)
+        if ahead is not None:
+            norm_ahead.check(ahead, out)
         sizes = workspace_size(problem, chosen, platform.num_programs(device))
-        spans = tuple(map(span, (out, A, B, bias)))
+        spans = tuple(map(span, (out, A, B, bias, *(ahead or ()))))
         return _Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes, spans)
