@@ -69,8 +69,11 @@ class CompiledLayers:
         self._rotary = [module for module in model.modules() if _rotates(module) and module not in inside]
         self._rotate, self._halve = self._compile(_rotate), self._compile(_first_half)
         suited = all(type(norm) is RMSNorm and norm.weight.dtype == torch.bfloat16 for norm in norms)
-        own_steps = all(getattr(module, "own_steps", True) for module in inside)
-        self._halved = len(layers) if suited and own_steps else 0  # so many layers, the first, have norms in two halves
+        # whose products torch's are, or in fp8, leave second halves alone
+        served = all(
+            getattr(each, "own_steps", True) and getattr(each, "weight_scale", None) is None for each in inside
+        )
+        self._halved = len(layers) if suited and served else 0  # so many layers, the first, have norms in two halves
 
     def _compile(self, function: types.FunctionType):
         own = types.FunctionType(function.__code__.replace(), globals())  # torch keeps what is compiled by code object
@@ -119,7 +122,8 @@ class CompiledLayers:
         try:
             self._known = self._compiled(layer, following, normed, name, *self._slots[index], args, given)
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise self._refusal(layer, str(error).strip().partition("\n")[0]) from error
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise self._refusal(layer, " ".join(lines[: 1 + lines[0].endswith(":")])) from error  # who raised what
         if self._backend.left:  # compiled just now, with a half that found nobody to take it: whole norms are faster
             self._halved = index + 1  # but this one stays: the next step may be captured, and must not compile
         self._version = _version(self._known[0])

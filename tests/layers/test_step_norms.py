@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from iris_ops.norm_ahead import first_half, second_half
 from iris_ops.ops import Ops
 import layers
 from layers import step_norms, step_product
@@ -122,23 +123,35 @@ def test_a_hooked_norm_stays_whole(world_size: int) -> None:
 
 
 @torch.no_grad()
-def torchs_products_body(ctx) -> None:
-    """Without our products of few rows, as rivals are measured, nobody takes a second half."""
+def other_products_body(ctx, weights: str | None) -> None:
+    """Without our products of few rows, as rivals are measured, or with weights in fp8: nobody takes a second half."""
     model = models.build("kv2").to(torch.bfloat16)
-    layers.parallelize(model, ctx)
+    layers.parallelize(model, ctx, weights=weights)
     expected = logits(model, ctx, graphs=False)
     for module in model.modules():
         if hasattr(module, "own_steps"):
-            module.own_steps = False
+            module.own_steps = weights is not None
+    halves = []
+
+    def fold(graph, fold=step_norms.fold):
+        halves.extend(node for node in graph.nodes if node.target in (first_half, second_half))
+        return fold(graph)
+
     with pytest.MonkeyPatch.context() as patch:
         serve_anywhere(patch)
+        patch.setattr(step_norms, "fold", fold)
         calls = counted(patch)
-        assert_as_close(logits(model, ctx, compile=backend(ctx), graphs=False), expected, "kv2")
-        assert not calls
+        result = logits(model, ctx, compile=backend(ctx), graphs=False)
+        if weights is None:
+            assert_as_close(result, expected, "kv2")
+        else:  # both with what fp8 rounds
+            assert (result - expected).norm() <= 2**-5 * expected.norm()
+        assert not calls and not halves
 
 
-def test_norms_before_torchs_products_stay_whole(world_size: int) -> None:
-    run_ranks(world_size, torchs_products_body)
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_norms_before_other_products_stay_whole(world_size: int, weights: str | None) -> None:
+    run_ranks(world_size, other_products_body, weights)
 
 
 @torch.no_grad()
