@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from .errors import ArgumentError, HeapExhausted
+from .errors import ArgumentError, DeviceError, HeapExhausted
 from .memory import Segment
 from .memory.offsets import Offsets, rounded
 
@@ -118,6 +118,16 @@ def span(tensor: torch.Tensor | None) -> int:
     """The bytes between where a tensor's elements begin and where they end."""
     begin, end = extent(tensor) if tensor is not None else (0, 0)
     return end - begin
+
+
+def check_tensor(call: str, name: str, t: object, device: torch.device) -> None:
+    """Raises a typed error for anything but a tensor on `device`, of which shape and strides can be asked."""
+    if not isinstance(t, torch.Tensor):
+        raise ArgumentError(f"{call}: {name} is {type(t).__name__}; expected a torch.Tensor")
+    if t.is_nested:  # which has no shape
+        raise ArgumentError(f"{call}: {name} is a nested tensor; expected a strided one")
+    if t.device != device:
+        raise DeviceError(f"{call}: {name} is on {t.device}; expected {device}, the context's device")
 
 
 def check_memory(call: str, names: Sequence[str], begins: Sequence[int], spans: Sequence[int]) -> None:

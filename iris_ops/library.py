@@ -5,9 +5,9 @@
 
 The same schema for all four, and one that returns (out, scaled, squares), see `norm_ahead.py`. `size` is the shape of
 this rank's result, `group` the name of the context (`ctx.group_name`). An operator is functional: its result is a new
-tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts
-differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose different tiles and
-wait for signals that are never sent. So they all plan by this size in place of K (of N in `all_gather_matmul`).
+tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts differ in size. An op plans by
+the sizes that it sees; ranks that saw different ones could choose different tiles and wait for signals that are never
+sent. So they all plan by this size in place of K (of N in `all_gather_matmul`).
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 
@@ -28,6 +28,8 @@ from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, check_gradie
 
 if TYPE_CHECKING:
     from iris.context import Iris
+
+    from .config import FusedConfig
 
 _SCHEMA = "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None) -> Tensor"
 _library = torch.library.Library("iris_ops", "DEF")  # registrations last as long as this object
@@ -50,13 +52,23 @@ def product(
 
 def _run(op: str, ctx: Iris, A, B, bias, size, mean_part) -> torch.Tensor:
     out = A.new_empty(size)
-    config = None
-    if mean_part is not None and op == GATHER_MATMUL:
-        config = ctx.ops.plan(op, size[0], mean_part, B.shape[0], A.dtype, explained=False)
-    elif mean_part is not None and op != MATMUL_GATHER:
-        config = ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False)
-    getattr(ctx.ops, op)(out, A, B, bias, config=config)
+    getattr(ctx.ops, op)(out, A, B, bias, config=_config(op, ctx, A, B, size, mean_part))
     return out
+
+
+def _config(op: str, ctx: Iris, A, B, size, mean_part) -> FusedConfig | None:
+    """What all ranks take though their parts differ in size; None: each finds it by its own."""
+    if mean_part is None or op == MATMUL_GATHER:
+        return None
+    if op == GATHER_MATMUL:
+        return ctx.ops.plan(op, size[0], mean_part, B.shape[0], A.dtype, explained=False)
+    return ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False)
+
+
+def _check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None:
+            check_gradient(op, name, t)
 
 
 def _register(op: str) -> None:
@@ -67,9 +79,7 @@ def _register(op: str) -> None:
         return _run(op, names.find(group), A, B, bias, size, mean_part)
 
     def fake(A, B, bias, size, group, mean_part=None):
-        for name, t in (("A", A), ("B", B), ("bias", bias)):
-            if t is not None:
-                check_gradient(op, name, t)
+        _check_gradients(op, A=A, B=B, bias=bias)
         return A.new_empty(size)
 
     _library.impl(op, kernel, "CompositeExplicitAutograd")
@@ -84,18 +94,14 @@ def _reduce_norm(A, B, bias, residual, weight, group, mean_part=None):
     ctx, M, N = names.find(group), A.shape[0], B.shape[1]
     out, scaled = A.new_empty(M, N), A.new_empty(M, N)
     squares = A.new_empty(norm_ahead.spans(N), M, dtype=torch.float32)
-    config = None
-    if mean_part is not None:
-        config = ctx.ops.plan(ALL_REDUCE, M, N, mean_part, A.dtype, explained=False)
+    config = _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
     residual, weight = residual.contiguous(), weight.contiguous()
     ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config)
     return out, scaled, squares
 
 
 def _fake_reduce_norm(A, B, bias, residual, weight, group, mean_part=None):
-    for name, t in (("A", A), ("B", B), ("bias", bias), ("residual", residual), ("weight", weight)):
-        if t is not None:
-            check_gradient(norm_ahead.OP, name, t)
+    _check_gradients(norm_ahead.OP, A=A, B=B, bias=bias, residual=residual, weight=weight)
     squares = A.new_empty(norm_ahead.spans(residual.shape[1]), residual.shape[0], dtype=torch.float32)
     return A.new_empty(residual.shape), A.new_empty(residual.shape), squares
 

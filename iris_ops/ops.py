@@ -173,7 +173,7 @@ class Ops:
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:
                 self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
-        inside = ahead if launch.ends_ahead(problem, prepared.config) else None
+        inside = ahead if ahead and launch.ends_ahead(problem, prepared.config) else None
         if ahead is not inside:
             key = None  # a launch alone would not be the whole call
         came_before = key in calls.known and not async_op

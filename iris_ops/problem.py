@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from iris.errors import ArgumentError, DtypeError, ShapeError
+from iris.heap import check_tensor
 import torch
 
 if TYPE_CHECKING:
@@ -191,12 +192,7 @@ def check_tensors(
 
 def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:
     """Raises a typed error for anything but a tensor on `device` with its elements in memory and no gradient."""
-    if not isinstance(t, torch.Tensor):
-        raise ArgumentError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
-    if t.is_nested:  # which has no shape
-        raise ArgumentError(f"{op}: {name} is a nested tensor; expected a strided one")
-    if t.device != device:
-        raise DeviceError(f"{op}: {name} is on {t.device}; expected {device}, the context's device")
+    check_tensor(op, name, t, device)
     if t.layout is not torch.strided or t.is_neg():
         kind = "a negated view" if t.layout is torch.strided else t.layout
         raise ArgumentError(f"{op}: {name} is {kind}; expected a strided tensor with its elements in memory")

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from ..heap import extent
+from ..errors import ArgumentError, DtypeError, ShapeError
+from ..heap import check_tensor, extent
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
@@ -124,12 +124,7 @@ def describe(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int, world_siz
 def check_tensors(op: str, out: torch.Tensor, inp: torch.Tensor, device: torch.device) -> None:
     """Raises a typed error for a tensor of the wrong kind, dtype or device."""
     for name, t in (("inp", inp), ("out", out)):
-        if not isinstance(t, torch.Tensor):
-            raise ArgumentError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
-        if t.is_nested:  # which has no shape
-            raise ArgumentError(f"{op}: {name} is a nested tensor; expected a strided one")
-        if t.device != device:
-            raise DeviceError(f"{op}: {name} is on {t.device}; expected {device}, the context's device")
+        check_tensor(op, name, t, device)
         if t.layout is not torch.strided:
             raise ArgumentError(f"{op}: {name} has layout {t.layout}; expected a strided tensor")
         if op in (ALL_REDUCE, REDUCE_SCATTER) and t.dtype not in SUMMED:
