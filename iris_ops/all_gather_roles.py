@@ -2,40 +2,15 @@
 
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.function import device_function
 from iris.device.sync import await_entered, enter, leave
 from iris.device.tracing import PUSH, tile_bytes
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate, base_value
 
-from .tiles import grouped, known
+from .tiles import PartTiles
 from .units import Units
 from .warp_roles import allocate, multiply_tiles, pace, places_of, rows_of
-
-
-@_aggregate
-class PartTiles:
-    """Where the tiles of this rank's part stand in it, num_m by num_n of them."""
-
-    num_m: base_value
-    num_n: base_value
-    BLOCK_M: gl.constexpr
-    BLOCK_N: gl.constexpr
-    GROUP_M: gl.constexpr
-
-    @triton.constexpr_function
-    def __init__(self, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M):
-        self.num_m, self.num_n = known(num_m), known(num_n)
-        self.BLOCK_M, self.BLOCK_N, self.GROUP_M = known(BLOCK_M), known(BLOCK_N), known(GROUP_M)
-
-    @device_function
-    def place(self, tile):
-        """(first row, first column, True: every rank adds the bias) of a tile."""
-        tile_m, tile_n = grouped(tile, self.num_m, self.num_n, self.GROUP_M)
-        return tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
 
 
 @gluon.jit
@@ -61,7 +36,7 @@ def _push_tiles(
             begin = arch.clock()
             for part in range(shared.product.shape[0]):
                 if unit + programs < units.count(programs):  # nothing is loaded behind the last
-                    pace(begin, spread, shared, part)
+                    pace(begin, spread, part, shared.product.shape[0])
                 values = rows_of(shared, part, MOVE)
                 r, c = places_of(shared, part, MOVE)
                 r, c = row + r, col + c

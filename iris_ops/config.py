@@ -28,10 +28,11 @@ class FusedConfig:
     into how many parts along K the tiles are cut that do not fill a round of programs. `stagger_us`: over what time the
     programs of the other ops start, so that they do not all push at once.
 
-    `warp_roles`: of the overlapped ops that push tiles, whether warps share out multiplying and moving, where the GPU
-    can (NVIDIA Hopper, bf16 and fp16, rows that begin at whole vectors). Eight warps multiply, four more move. With it
-    `splits`, if more than 1, has programs first share the tiles that do not fill a round, each tile cut along K into
-    about so many parts at most; all programs start at once, and `stagger_us` is over what time they end those parts.
+    `warp_roles`: of the overlapped ops that push tiles, and of "two_shot", whether warps share out multiplying and
+    moving, where the GPU can (NVIDIA Hopper, bf16 and fp16, rows that begin at whole vectors). Eight warps multiply,
+    four more move. In overlapped ops `splits`, if more than 1, then has programs first share the tiles that do not
+    fill a round, each tile cut along K into about so many parts at most; all programs start at once, and `stagger_us`
+    is over what time they end those parts.
 
     `ranks_together`: of "copy_engines", how many other ranks' rows are multiplied together at least.
 

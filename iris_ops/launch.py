@@ -13,7 +13,7 @@ from iris.errors import ArgumentError
 import torch
 import triton
 
-from . import warp_roles
+from . import exchange_roles, warp_roles
 from .all_gather_matmul import all_gather_matmul_kernel
 from .all_gather_roles import all_gather_roles_kernel
 from .config import FusedConfig
@@ -24,7 +24,7 @@ from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES, SPAN, Ahead
 from .operands import as_stored, operand
-from .predict import spread_us, tile_us
+from .predict import spread_us, sums_with_roles, tile_us
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
@@ -64,7 +64,7 @@ def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
 def ends_ahead(problem: Problem, config: FusedConfig) -> bool:
     """Whether the kernel can end as `norm_ahead.py` says."""
     few_rows = problem.op == ALL_REDUCE and config.algorithm in ("one_shot", "two_shot")
-    return few_rows and config.block_n % SPAN.value == 0
+    return few_rows and not sums_with_roles(problem, config) and config.block_n % SPAN.value == 0
 
 
 def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, int, int]:
@@ -160,12 +160,23 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     w, by_cols, gather = problem.world_size, problem.form == "cols", problem.op == MATMUL_GATHER
     rows, cols = exchanged_part(problem, config)
     tile_rows, tile_cols = (rows, cols) if gather else (problem.M, problem.N)
+    grid = _grid(ctx.device, config, tiles_of(tile_rows, tile_cols, config))
     args = dict(
         **_exchange(workspace, problem, cols),
         M=part_of(problem.M, w, ctx.cur_rank) if gather and not by_cols else problem.M,
         N=part_of(problem.N, w, ctx.cur_rank) if gather and by_cols else problem.N,
-        whole=problem.N if by_cols else problem.M,
         part_rows=rows,
+        **_common(ctx, workspace.exchange_sync, problem, config, out),
+    )
+    if sums_with_roles(problem, config) and warp_roles.serve(config, A, B, out):
+        args |= dict(
+            spread=platform.ticks(spread_us(problem, config, machine(ctx.device)) * 1e-6),
+            **warp_roles.arguments(A, B, bias, config),
+            **exchange_roles.layouts(config.block_m, config.block_n, w),
+        )
+        return exchange_roles.exchange_roles_kernel, grid, args
+    args |= dict(
+        whole=problem.N if by_cols else problem.M,
         part_cols=cols,
         stagger=platform.ticks(config.stagger_us * 1e-6),
         EXCHANGE={ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gather"}[problem.op]
@@ -174,9 +185,8 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         BY_COLS=by_cols,
         **dict.fromkeys(AHEAD_NAMES),
         **_product(out, A, B, bias, config),
-        **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
-    return few_rows_kernel, _grid(ctx.device, config, tiles_of(tile_rows, tile_cols, config)), args
+    return few_rows_kernel, grid, args
 
 
 def _exchange(workspace: Workspace, problem: Problem, cols: int) -> dict:

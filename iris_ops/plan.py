@@ -13,7 +13,19 @@ from itertools import product
 from . import tritonblas
 from .config import FusedConfig
 from .machine import INTERPRETER, Machine
-from .predict import EXCHANGE_TILES, FP32_TILES, GPU_TILES, ROLES_TILES, gemm_us, predict, programs_of, push_us, tile_us
+from .predict import (
+    EXCHANGE_TILES,
+    FP32_TILES,
+    GPU_TILES,
+    ROLES_TILES,
+    WORDS_ROLES_TILES,
+    gemm_us,
+    predict,
+    programs_of,
+    push_us,
+    sums_with_roles,
+    tile_us,
+)
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 from .rounds import cut_tiles, gemm_tiles, shared_tiles
 from .unfused import UNFUSED
@@ -101,6 +113,8 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)
         programs = machine.num_programs
         found += [x for x in _with_roles(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
+        if problem.op == ALL_REDUCE and problem.world_size > 2 and problem.M > 128:  # else other ways are faster
+            found += _words_with_roles()
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
         found += _unfused(problem.op, problem.world_size)
     return found
@@ -140,6 +154,14 @@ def _with_roles(group_m: int) -> tuple[FusedConfig, ...]:
     )
 
 
+@lru_cache(maxsize=1)
+def _words_with_roles() -> tuple[FusedConfig, ...]:
+    return tuple(
+        FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm="two_shot")
+        for (m, n, k, w), (s, _) in WORDS_ROLES_TILES.items()
+    )
+
+
 def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     """2 where the last tiles of an all_gather_matmul are better cut in two, so that fewer programs are without work.
 
@@ -173,7 +195,7 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
         return "a block has more than half a million elements"
     largest = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
-    if config.algorithm != "overlapped" and largest > 1 << 22:
+    if config.algorithm != "overlapped" and largest > (1 << 23 if sums_with_roles(problem, config) else 1 << 22):
         return "nothing would hide the exchange of so large a result"
     return None
 

@@ -31,6 +31,8 @@ GPU_TILES: Tiles = {
 }
 # The same for programs whose warps have roles, which multiply while tiles are moved.
 ROLES_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
+# Of those, what sends words (`exchange_roles.py`).
+WORDS_ROLES_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
 # For few rows: enough weights under way for the memory's full rate; measured on H200s.
 EXCHANGE_TILES: Tiles = {
     (16, 64, 256, 4): (5, 0.25),
@@ -73,6 +75,9 @@ _JOIN_ALONE_US = 25.0
 # Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a program.
 _LAST_SUM_US = 10.0
 _BETWEEN_US = 5.0
+# Of words from programs with roles, for each 64 x 128 of a tile: while the link rests between two rounds, and behind
+# the last. Programs drift apart: each round adds to the rest by that part.
+_WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
 # What a hop takes less where tiles are small.
@@ -89,7 +94,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         return Prediction(*UNFUSED[config.algorithm].predict(problem, config, machine))
     gemm = gemm_us(problem, config, machine)
     if config.algorithm != "overlapped":
-        way = _exchanged
+        way = _exchanged_with_roles if sums_with_roles(problem, config) else _exchanged
     elif config.warp_roles:
         way = _moved
     elif problem.op == ALL_REDUCE:
@@ -114,6 +119,19 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
         gemm -= min(link / shots, gemm) * (1 - 1 / rounds)
     shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
     return link, gemm + link + _hops(problem, shots) * machine.exchange_us
+
+
+def _exchanged_with_roles(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): words of one round of tiles travel, there and back, while the next are multiplied."""
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine)
+    rounds = -(-tiles // programs)
+    last = (tiles - (rounds - 1) * programs) / tiles if tiles else 0
+    area = config.block_m * config.block_n / (64 * 128)
+    # where the link is full, it rests while the words of a round are summed
+    rests = (rounds - 1) * area * _WORDS_BETWEEN_US * (1 + _WORDS_DRIFT * (rounds - 2))
+    full = tile_us(problem, config, machine) + link + rests
+    return link, max(gemm + link * last, full) + area * _WORDS_LAST_US
 
 
 def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -196,7 +214,8 @@ def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     """
     copies = problem.world_size - 1 if problem.op == MATMUL_GATHER else min(1, problem.world_size - 1)
     together = push_us(problem, config, machine, copies * programs_of(config, machine))
-    return min(together, _SPREAD * tile_us(problem, config, machine))
+    most = _SPREAD / 2 if sums_with_roles(problem, config) else _SPREAD  # there, a tile and sums take turns
+    return min(together, most * tile_us(problem, config, machine))
 
 
 def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
@@ -238,13 +257,23 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     fp32 = problem.dtype == torch.float32
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     few_rows = config.algorithm != "overlapped"
-    shares = FP32_TILES if fp32 else EXCHANGE_TILES if few_rows else ROLES_TILES if config.warp_roles else GPU_TILES
+    if fp32:
+        shares = FP32_TILES
+    elif few_rows:
+        shares = WORDS_ROLES_TILES if config.warp_roles else EXCHANGE_TILES
+    else:
+        shares = ROLES_TILES if config.warp_roles else GPU_TILES
     unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
     if not (problem.whole_vectors(problem.K) or few_rows) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
     rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
     return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5
+
+
+def sums_with_roles(problem: Problem, config: FusedConfig) -> bool:
+    """Whether it is words that programs with roles send to the owners of rows, who sum them (`exchange_roles.py`)."""
+    return problem.op == ALL_REDUCE and config.algorithm == "two_shot" and config.warp_roles
 
 
 def programs_of(config: FusedConfig, machine: Machine) -> int:

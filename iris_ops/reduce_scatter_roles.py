@@ -24,7 +24,7 @@ def _stage(shared, staged, height, spread, MOVE: gl.constexpr, ok):
     """The finished tile's first `height` rows to `staged` [BLOCK_M, BLOCK_N], in its owner's memory."""
     begin = arch.clock()
     for part in range(shared.product.shape[0]):
-        pace(begin, spread, shared, part)
+        pace(begin, spread, part, shared.product.shape[0])
         values = rows_of(shared, part, MOVE)
         if ok:
             place, inside = _packed(shared, part, height, MOVE)

@@ -78,6 +78,28 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
     return first + inside % height, inside // height
 
 
+@_aggregate
+class PartTiles:
+    """Where the tiles of this rank's part stand in it, num_m by num_n of them."""
+
+    num_m: base_value
+    num_n: base_value
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    GROUP_M: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M):
+        self.num_m, self.num_n = known(num_m), known(num_n)
+        self.BLOCK_M, self.BLOCK_N, self.GROUP_M = known(BLOCK_M), known(BLOCK_N), known(GROUP_M)
+
+    @device_function
+    def place(self, tile):
+        """(first row, first column, True: every rank adds the bias) of a tile."""
+        tile_m, tile_n = grouped(tile, self.num_m, self.num_n, self.GROUP_M)
+        return tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
+
+
 @device_function
 def multiply(
     a, b, row, col, a_first, b_first, depth, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr

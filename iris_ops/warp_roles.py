@@ -216,9 +216,9 @@ def rows_of(shared, part, MOVE: gl.constexpr):
 
 
 @gluon.jit
-def pace(begin, spread, shared, part):
-    """Waits until `part` of a tile is to be pushed, if the push began at `begin` and all parts take `spread` ticks."""
-    while arch.clock() - begin < spread * part // shared.product.shape[0]:
+def pace(begin, spread, part, parts):
+    """Waits until number `part` of so many is to be pushed, if the first was at `begin` and all take `spread` ticks."""
+    while arch.clock() - begin < spread * part // parts:
         pass
 
 
@@ -259,17 +259,22 @@ def layouts(block_m: int, block_n: int) -> dict:
     """How a tile lies in the multiplying warps' registers, in shared memory and in the moving warps' registers."""
     high = min(MULTIPLYING, block_m // 16)
     wide = MULTIPLYING // high
-    across = min(32, block_n // 8)
     return dict(
         ACC=gl.NVMMADistributedLayout(
             version=[3, 0], warps_per_cta=[high, wide], instr_shape=[16, block_n // wide, 16]
         ),
         PRODUCT=gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]),
-        MOVE=gl.BlockedLayout([1, 8], [32 // across, across], [MOVING, 1], [1, 0]),
+        MOVE=in_rows(MOVING, block_n),
         ROWS=MOVING * 32 * _HELD // block_n,
         MOVING=MOVING,
         MOVING_REGISTERS=_MOVING_REGISTERS,
     )
+
+
+def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
+    """Which of so many warps' threads hold what of rows of `block_n` elements: whole vectors each."""
+    across = min(32, block_n // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
 def _described(t: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:

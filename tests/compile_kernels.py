@@ -20,7 +20,7 @@ from iris.ccl.by_words import words_kernel  # noqa: E402
 from iris.ccl.ring import ring_kernel  # noqa: E402
 from iris.device import sync  # noqa: E402
 from iris.tracing import clock_offset_kernel  # noqa: E402
-from iris_ops import launch, warp_roles  # noqa: E402
+from iris_ops import exchange_roles, launch, warp_roles  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
 from iris_ops.all_gather_roles import all_gather_roles_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
@@ -64,6 +64,7 @@ _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile"
 _DATA |= {"residual", "weight", "scaled"}
 _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
+    ("exchange_roles_kernel", "staging"): "i16",
     ("few_rows_kernel", "staging"): "i16",
     ("few_rows_gather_kernel", "staging"): "i16",
     ("words_kernel", "staging"): "i16",
@@ -81,6 +82,7 @@ TRACED = {
         "few_rows_gather_first",
         "all_reduce_roles_256",
         "matmul_all_gather_roles_128",
+        "exchange_roles",
     ),
     "gfx942": ("all_reduce_pointers",),
     "gfx950": ("all_reduce_pointers",),
@@ -233,6 +235,9 @@ def with_roles():
         choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
         name = f"matmul_all_gather_roles_{n}"
         yield name, all_gather_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
+    words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
+    words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
+    yield "exchange_roles", exchange_roles.exchange_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), words
 
 
 def traced(target: GPUTarget):

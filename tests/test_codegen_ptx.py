@@ -158,6 +158,22 @@ def test_ptx_of_programs_whose_warps_have_roles(compiled) -> None:
         assert kernel.count(r"\bst\.global\.v4\.b32") >= ranks * 4, name  # 32 elements of a part are a thread's
 
 
+def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
+    """Tiles, and sums, go out written through, to each rank 16 bytes of a thread at a time; nothing is released."""
+    kernels = [compiled("sm_90")[name] for name in ("exchange_roles", "traced_exchange_roles")]
+    for kernel in kernels:
+        assert kernel.count(r"wgmma\.mma_async") == 64 // 16 and not unguarded_hand_overs(kernel), kernel.name
+        # operands that were loaded, a tile to send, its place in shared memory
+        assert kernel.count(r"mbarrier\.try_wait") == 3, kernel.name
+        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == 2 * 4 * WORLD_SIZE, kernel.name  # of 32 elements each
+        assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)|\bld\.volatile\.global\.(?!v4\.b32)"), kernel.name
+        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
+        assert len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (kernel.name, released)  # failure records
+        assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), kernel.name
+        # three blocks of words are polled: each until it is late, and one thread marks that
+        assert kernel.count(r"%globaltimer;") >= 6 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 3, kernel.name
+
+
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     product = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "sm_100": r"tcgen05\.mma\S*kind::f16"}[target]

@@ -32,7 +32,7 @@ def seal(x, dtype: tl.constexpr):
         return tl.where(words == EMPTY, 0x7FFFFFFF, words)
     else:
         words = rounded.to(tl.int16, bitcast=True)
-        return tl.where(words == EMPTY, tl.full((), 0x7FFF, tl.int16), words)
+        return words ^ ((words == EMPTY).to(tl.int16) << 15)  # 0x7FFF for 0xFFFF
 
 
 @device_function
@@ -62,23 +62,33 @@ def sum_type(dtype):
 
 @device_function
 def take(
-    ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr, own=None
+    ctx,
+    first,
+    step,
+    mask,
+    source,
+    epoch,
+    waiter: tl.constexpr,
+    dtype: tl.constexpr,
+    COUNT: tl.constexpr,
+    own=None,
+    LANES: tl.constexpr = True,
 ):
     """Waits for COUNT blocks of words of `dtype`, `step` words apart, the first at the pointers `first`; empties them.
 
     `source`: which rank each word of the first block comes from; those of block i come from the i-th after it. `own`:
-    values in place of the words that would be this rank's, block number `ctx.rank`. Returns (the blocks' sum in
-    `sum_type(dtype)`, in order; whether all came in time).
+    values in place of the words that would be this rank's, block number `ctx.rank`. `LANES` is off in Gluon, as in
+    `sync`; its blocks must have no fewer words than threads. Returns (the blocks' sum in `sum_type(dtype)`, in order;
+    whether all came in time).
     """
-    total, missing = _look(ctx, first, step, mask, dtype, COUNT, own)
+    total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
     if missing:
         span = ctx.tracing.record_event_start(WAIT, -1, first, mask=mask)
-        total, missing = _poll(ctx, first, step, mask, source, epoch, waiter, dtype, COUNT, own)
+        total, missing = _poll(ctx, total, first, step, mask, source, epoch, waiter, dtype, COUNT, own, LANES)
         ctx.tracing.record_event_end(span)
     # `_look` ends with a barrier: no thread still looks
-    empty = tl.full(mask.shape, -1, first.dtype.element_ty)
     for i in tl.static_range(COUNT):
-        tl.store(first + i * step, empty, mask=_sent(ctx, mask, i, own))
+        tl.store(first + i * step, EMPTY, mask=_sent(ctx, mask, i, own))
     return total, not missing
 
 
@@ -92,31 +102,54 @@ def _sent(ctx, mask, i, own):
 
 
 @device_function
-def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own):
-    total = tl.zeros(mask.shape, dtype=sum_type(dtype))
-    missing = tl.zeros(mask.shape, dtype=tl.int32)
-    for i in tl.static_range(COUNT):
+def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own, LANES: tl.constexpr):
+    words = arch.load_fresh(first, _sent(ctx, mask, 0, own))
+    missing = (words == EMPTY).to(tl.int32)
+    total = _value(ctx, words, dtype, 0, own)
+    for i in tl.static_range(1, COUNT):
         words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
         missing |= (words == EMPTY).to(tl.int32)
-        if own is None:
-            total += _unwrapped(words, dtype)
-        else:
-            total += tl.where(i == ctx.rank, own, _unwrapped(words, dtype))
-    # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than there
-    # are threads makes one answer of all their answers.
-    return total, tl.max(tl.zeros((2048,), tl.int32) + tl.max(missing)) != 0
+        total += _value(ctx, words, dtype, i, own)
+    any_missing = tl.max(missing)
+    if LANES:
+        # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than
+        # there are threads makes one answer of all their answers.
+        any_missing = tl.max(tl.zeros((2048,), tl.int32) + any_missing)
+    return total, any_missing != 0
 
 
 @device_function
-def _poll(ctx, first, step, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, COUNT: tl.constexpr, own):
+def _value(ctx, words, dtype: tl.constexpr, i, own):
+    if own is None:
+        return _unwrapped(words, dtype)
+    else:
+        return tl.where(i == ctx.rank, own, _unwrapped(words, dtype))
+
+
+@device_function
+def _poll(
+    ctx,
+    total,
+    first,
+    step,
+    mask,
+    source,
+    epoch,
+    waiter: tl.constexpr,
+    dtype: tl.constexpr,
+    COUNT: tl.constexpr,
+    own,
+    LANES: tl.constexpr,
+):
     end = deadline(ctx)
-    total = tl.zeros(mask.shape, dtype=sum_type(dtype))
     polls = 0
     missing = True
     waiting = True
     while waiting:
-        late = is_late(end, polls) | anyone_gone(ctx)
-        total, missing = _look(ctx, first, step, mask, dtype, COUNT, own)
+        late = is_late(end, polls)
+        if LANES:
+            late = late | anyone_gone(ctx)
+        total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)
     if missing:

@@ -31,12 +31,24 @@ CONFIGS = [
     replace(SMALLEST, block_m=128, block_n=128, block_k=64, num_stages=3, num_programs=7, splits=4),
     replace(SMALLEST, num_programs=0, splits=2, stagger_us=5),
 ] if ON_GPU else [SMALLEST, replace(SMALLEST, splits=4, stagger_us=3)]  # fmt: skip
+# All-reduce in words: tiles lower and higher than an owner's rows, one and many a program.
+WORDS = [replace(SMALLEST, algorithm="two_shot"), replace(SMALLEST, block_m=128, num_programs=0, algorithm="two_shot")]
+WORDS += [
+    replace(WORDS[1], block_n=128, block_k=64, num_stages=5),
+    replace(WORDS[0], block_n=256, block_k=64, num_programs=7),
+] if ON_GPU else []  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16]
 
 
 def case_of(op: str, form: str, turn: int = 0, **changes) -> Case:
     case = Case(op, form, M, COLS if form == "cols" else N, K, dtype=DTYPES[turn % 2], seed=turn)
     return replace(case, config=CONFIGS[turn % len(CONFIGS)], **changes)
+
+
+def in_words(cases: list[Case]) -> list[Case]:
+    """The all-reduces among them, which words serve with as many configurations."""
+    found = [case for case in cases if case.op == ALL_REDUCE]
+    return [replace(case, config=WORDS[turn % len(WORDS)]) for turn, case in enumerate(found)]
 
 
 @contextmanager
@@ -71,6 +83,7 @@ def test_op_is_right(world_size: int, op: str, form: str) -> None:
     # one step along K, a part of one, and many; a single block of rows
     called += [case_of(op, form, turn, K=depth) for turn, depth in enumerate((CONFIGS[0].block_k, 8, 5 * K))]
     called.append(case_of(op, form, 1, M=16, K=8, pad=8))
+    called += in_words(called)
     assert_same_bits(called, run_ranks(world_size, check_served, called))
 
 
@@ -89,6 +102,7 @@ def draw_case(rng: random.Random, world_size: int) -> Case:
         stagger_us=rng.choice([0, 3, 30]),
         splits=rng.choice([1, 2, 4, 9]),
         warp_roles=True,
+        algorithm=rng.choice(["overlapped", "two_shot"]) if op == ALL_REDUCE else "overlapped",
     )
     return Case(
         op,
@@ -116,6 +130,7 @@ def test_random_calls(world_size: int) -> None:
 def test_parts_may_be_empty(world_size: int, op: str, form: str) -> None:
     """A rank that has none itself is served by portable kernels: nothing can be loaded or stored by TMA."""
     called = [case_of(op, form, turn, M=world_size + 1) for turn in range(len(CONFIGS))]
+    called += in_words(called) + in_words([case_of(op, form, M=1)])
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
@@ -139,6 +154,7 @@ def test_ranks_may_differ_in_depth(world_size: int, op: str, form: str) -> None:
     """By a step along K, and so that one has nothing to multiply, for which a portable kernel serves."""
     depths = [64 * world_size + 1, max(1, world_size - 1)]
     called = [case_of(op, form, turn, K=depth, uneven=True) for depth in depths for turn in range(len(CONFIGS))]
+    called += in_words(called)
     assert_same_bits(called, run_ranks(world_size, check_uneven, called))
 
 
@@ -171,6 +187,7 @@ def test_ranks_with_and_without_roles_work_together(world_size: int, op: str, fo
     """Short and empty parts, too, of which each kind of kernel computes other tiles."""
     called = [case_of(op, form, turn, transposed=turn % 2 == 0) for turn in range(len(CONFIGS))]
     called += [case_of(op, form, turn, M=M // 2 + 1) for turn in (0, 1)]
+    called += in_words(called)
     assert_same_bits(called, run_ranks(world_size, check_mixed, called))
 
 
@@ -202,5 +219,6 @@ def follow_each_other(ctx: iris.Iris, cases: list[Case], rounds: int) -> list[st
 def test_calls_of_all_shapes_share_the_workspace(world_size: int) -> None:
     called = [case_of(op, form, turn) for turn, (op, form) in enumerate(PUSHED)]
     called += [case_of(op, form, turn, M=M + 200, K=8) for turn, (op, form) in enumerate(PUSHED)]
+    called += in_words(called)
     called += [replace(case, config=None) for case in called]
     assert_same_bits(called, run_ranks(world_size, follow_each_other, called, 20 if ON_GPU else 1))
