@@ -268,14 +268,14 @@ def time_once(team: Team, contender, engine, prompts: torch.Tensor, output: int)
     taken = {}
     for name, read in kinds:
 
-        def first(read=read) -> None:
+        def first(read=read) -> float:
             engine.reset()
-            engine.accept(read(prompts))
+            return clock(team, lambda: engine.accept(read(prompts)))
 
-        once = team.slowest([clock(team, first)])[0]
+        once = team.slowest([first()])[0]
         for _ in range(min(MOST_WARM, int(WARM_S / once))):
             first()
-        taken[name] = clock(team, first)
+        taken[name] = first()
     if engine.graphs:
         taken["step_graph"] = clock(team, lambda: engine.decode(output - 1)) / (output - 1)
     steps = EAGER_STEPS if engine.graphs else output - 1
