@@ -83,6 +83,8 @@ def _sum(
     r = row + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, MOVE))
     c = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MOVE))
     place = (r.to(gl.int64) * ld)[:, None] + c[None, :]
+    share, tile_n = row // ROWS, col // BLOCK_N
+    span = ctx.tracing.record_event_start(SUM, ctx.rank, slot, share, tile_n, nbytes=0)
     found = ()
     complete = True
     for i in gl.static_range(ROWS // SUMMED):  # all before the first is sent: loads wait behind stores to peers
@@ -93,7 +95,10 @@ def _sum(
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
         found = found + (seal(total, dtype),)
         complete = complete & ok
+    ctx.tracing.record_event_end(span)
     if complete:
+        nbytes = tile_bytes(own_rows - row, N - col, ROWS, BLOCK_N, dtype)
+        span = ctx.tracing.record_event_start(PUSH, -1, slot, share, tile_n, nbytes=nbytes)
         begin = arch.clock()
         for i in gl.static_range(ROWS // SUMMED):
             pace(begin, spread, i, ROWS // SUMMED)
@@ -101,6 +106,7 @@ def _sum(
             for j in gl.static_range(1, ctx.world_size + 1):
                 target = remote(ctx, sums + ctx.rank * step, bases, (ctx.rank + j) % ctx.world_size)
                 gl.store(target + place + i * SUMMED * ld, found[i], mask=mask, cache_modifier=".wt")
+        ctx.tracing.record_event_end(span)
 
 
 @gluon.jit
@@ -120,7 +126,8 @@ def _move_tiles(
     for t in range(gl.program_id(0), count, programs):
         row, col, _bias = tiles.place(t)
         mbarrier.wait(shared.ready, done & 1)
-        nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, dtype)
+        # each row goes to one owner
+        nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, dtype) // ctx.world_size
         tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
         span = ctx.tracing.record_event_start(PUSH, -1, slot, tile_m, tile_n, nbytes=nbytes)
         push = gl.where(t + programs < count, spread, 0)  # nothing is loaded behind the last
@@ -128,15 +135,11 @@ def _move_tiles(
         ctx.tracing.record_event_end(span)
         done += 1
         while (unit < shares * tiles.num_n) & ((unit // gl.maximum(shares, 1) + 1) * tiles.num_m <= t + programs):
-            share, tile_n = unit % shares, unit // shares
-            row, col = share * ROWS, tile_n * tiles.BLOCK_N
-            nbytes = tile_bytes(own_rows - row, N - col, ROWS, tiles.BLOCK_N, dtype)
-            span = ctx.tracing.record_event_start(SUM, ctx.rank, slot, share, tile_n, nbytes=nbytes)
+            row, col = unit % shares * ROWS, unit // shares * tiles.BLOCK_N
             _sum(
                 ctx, slot, sums, bases, bias, row, col, own_rows, N, part_rows, ld, epoch,
                 push, dtype, tiles.BLOCK_N, ROWS, SUMMED, HAS_BIAS, MOVE, WAITER,
             )  # fmt: skip
-            ctx.tracing.record_event_end(span)
             unit += programs
     advance(sync, epoch)  # which all warps have read
 

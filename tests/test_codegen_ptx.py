@@ -172,6 +172,8 @@ def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
         assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), kernel.name
         # three blocks of words are polled: each until it is late, and one thread marks that
         assert kernel.count(r"%globaltimer;") >= 6 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 3, kernel.name
+    # what is recorded: product, push, sum, push of sums, and each wait
+    assert [kernel.count(r"%smid;") for kernel in kernels] == [0, 4 + 3]
 
 
 @pytest.mark.parametrize("target", CUDA)
