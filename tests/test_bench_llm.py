@@ -4,6 +4,7 @@ import argparse
 import json
 
 import iris  # first: it may set up the interpreter
+from layers.engine import Engine
 import pytest
 import torch
 
@@ -117,6 +118,27 @@ def test_ranks_that_made_different_tokens_have_no_figures(alone, monkeypatch):  
         (result,) = llm.run_row(alone, ctx, found, 2, 3, args, lambda: False)["results"]
     assert result["status"] == "WRONG" and result["notes"] == ["ranks made different tokens"]
     assert not [key for key in result if key.endswith(("_ms", "_per_s"))], "nor in a picture"
+
+
+def test_what_is_timed_forgets_no_batch(alone, monkeypatch):  # noqa: F811
+    """The cache is zeroed between prompts, not in the time to a first token."""
+    clock, reset, timed, forgotten = llm.clock, Engine.reset, [0], []
+
+    def clocked(team, work):
+        timed[0] += 1
+        seconds = clock(team, work)
+        timed[0] -= 1
+        return seconds
+
+    monkeypatch.setattr(llm, "clock", clocked)
+    monkeypatch.setattr(Engine, "reset", lambda engine: forgotten.append(timed[0]) or reset(engine))
+    with iris.iris(1 << 24) as ctx:
+        found, _ = engines.contenders(alone, ctx, engines.build("tiny", 1, ctx, torch.float32), ["nccl"])
+        args = argparse.Namespace(output=3, dtype="float32", rounds=1, torch_attention=False, profile=False)
+        args.contenders, args.compile = ["nccl"], False
+        (result,) = llm.run_row(alone, ctx, found, 2, 3, args, lambda: False)["results"]
+    assert result["status"] == "ok" and result["first_eager_ms"] > 0
+    assert len(forgotten) >= 3 and not any(forgotten)
 
 
 def test_rows_are_batches_at_the_first_prompt_and_prompts_at_the_first_batch():
