@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import iris
 from iris import platform
-from iris_ops import FusedConfig, launch
+from iris_ops import FusedConfig, exchange_roles, launch, warp_roles
 from iris_ops.owned_tiles import turn
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from iris_ops.rounds import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
@@ -204,3 +205,11 @@ def check_groups(ctx: iris.Iris) -> None:
 
 def test_groups_of_row_blocks_are_about_equally_high() -> None:
     run_ranks(1, check_groups)
+
+
+def test_every_thread_has_words_of_its_own() -> None:
+    """Of words that several threads hold, each would see other ones, and they would part before a barrier."""
+    for m, n, w in product((64, 128, 256), (64, 128, 256), range(1, 17)):
+        moved, own = warp_roles.layouts(m, n), exchange_roles.layouts(m, n, w)
+        assert own["SUMMED"] * n >= 8 * 32 * warp_roles.MOVING and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
+        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * warp_roles.MULTIPLYING and m % moved["ROWS"] == 0, (m, n)

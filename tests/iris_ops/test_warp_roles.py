@@ -83,8 +83,8 @@ def test_op_is_right(world_size: int, op: str, form: str) -> None:
     # one step along K, a part of one, and many; a single block of rows
     called += [case_of(op, form, turn, K=depth) for turn, depth in enumerate((CONFIGS[0].block_k, 8, 5 * K))]
     called.append(case_of(op, form, 1, M=16, K=8, pad=8))
-    called += in_words(called)
-    assert_same_bits(called, run_ranks(world_size, check_served, called))
+    for cases in filter(None, (called, in_words(called))):
+        assert_same_bits(cases, run_ranks(world_size, check_served, cases))
 
 
 def draw_case(rng: random.Random, world_size: int) -> Case:
