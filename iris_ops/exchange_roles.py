@@ -49,7 +49,9 @@ def _multiply_and_take(
             place = sums + (r.to(gl.int64) * ld)[:, None] + c[None, :]
             mask = (r < M)[:, None] & (c < ld)[None, :]
             owner = (r // part_rows)[:, None]
-            total, _ok = take(ctx, place, step, mask, owner, epoch, WAITER, out.dtype.element_ty, 1, LANES=False)
+            total, _ok = take(
+                ctx, place, step, mask, owner, epoch, WAITER, out.dtype.element_ty, 1, patience=2, LANES=False
+            )  # fmt: skip
             target = out + (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
             gl.store(target, total.to(out.dtype.element_ty), mask=(r < M)[:, None] & (c < N)[None, :])
 

@@ -208,7 +208,7 @@ def few_rows_kernel(
                     ahead = add_ahead(residual, weight, row, col, M, N, BLOCK_M, BLOCK_N)
                 if EXCHANGE == "owners":
                     owner = (r // part_rows)[:, None]
-                    total, _ = take(ctx, behind + place, source_step, mask, owner, epoch, WAITER, dtype, 1)
+                    total, _ = take(ctx, behind + place, source_step, mask, owner, epoch, WAITER, dtype, 1, patience=2)
                 else:
                     span = tracing.record_event_start(SUM, rank, staging, t % num_m, t // num_m, nbytes=0)
                     total, _ = take(ctx, slot + place, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE)

@@ -139,5 +139,6 @@ def words_kernel(
             if part != rank:
                 pointers, mask = target.place(part, unit, BLOCK, WORLD_SIZE)
                 place = (sums if GATHER else slot) + part * source_step + unit * BLOCK + lane
-                total, _ = take(ctx, place, 0, mask, part, epoch, WAITER, dtype, 1)
+                # sums come behind a wait of their owner's
+                total, _ = take(ctx, place, 0, mask, part, epoch, WAITER, dtype, 1, patience=1 + GATHER * REDUCE)
                 tl.store(pointers, rounded(total, dtype), mask=mask)

@@ -50,9 +50,12 @@ def healthy(ctx):
 
 
 @device_function
-def deadline(ctx):
-    """When a wait that begins now has lasted too long."""
-    return arch.clock() + tl.load(ctx.words + 4)
+def deadline(ctx, patience: tl.constexpr = 1):
+    """When a wait that begins now has lasted too long: so many times the context's time-out.
+
+    Twice where peers send what is awaited behind waits of their own: then whom they wait for is reported, not they.
+    """
+    return arch.clock() + patience * tl.load(ctx.words + 4)
 
 
 @device_function

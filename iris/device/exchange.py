@@ -72,19 +72,20 @@ def take(
     dtype: tl.constexpr,
     COUNT: tl.constexpr,
     own=None,
+    patience: tl.constexpr = 1,
     LANES: tl.constexpr = True,
 ):
     """Waits for COUNT blocks of words of `dtype`, `step` words apart, the first at the pointers `first`; empties them.
 
     `source`: which rank each word of the first block comes from; those of block i come from the i-th after it. `own`:
-    values in place of the words that would be this rank's, block number `ctx.rank`. `LANES` is off in Gluon, as in
-    `sync`; its blocks must have no fewer words than threads. Returns (the blocks' sum in `sum_type(dtype)`, in order;
-    whether all came in time).
+    values in place of the words that would be this rank's, block number `ctx.rank`. `patience`: as in `deadline`.
+    `LANES` is off in Gluon, as in `sync`; its blocks must have no fewer words than threads. Returns (the blocks' sum in
+    `sum_type(dtype)`, in order; whether all came in time).
     """
     total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
     if missing:
         span = ctx.tracing.record_event_start(WAIT, -1, first, mask=mask)
-        total, missing = _poll(ctx, total, first, step, mask, source, epoch, waiter, dtype, COUNT, own, LANES)
+        total, missing = _poll(ctx, total, first, step, mask, source, epoch, waiter, dtype, COUNT, own, patience, LANES)
         ctx.tracing.record_event_end(span)
     # `_look` ends with a barrier: no thread still looks
     for i in tl.static_range(COUNT):
@@ -139,9 +140,10 @@ def _poll(
     dtype: tl.constexpr,
     COUNT: tl.constexpr,
     own,
+    patience: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    end = deadline(ctx)
+    end = deadline(ctx, patience)
     polls = 0
     missing = True
     waiting = True

@@ -244,4 +244,7 @@ def test_threads_of_a_program_give_up_together(case: Case, world_size: int) -> N
     case = replace(case, config=replace(case.config, num_warps=8))
     said = run_ranks(world_size, miss_a_rank, case)
     lost = r"lost (rank \d|a rank that another of its own programs waits for)"
+    all_sum = (world_size - 1) * -(-case.M // world_size) < case.M
+    if case.config.algorithm == "two_shot" and all_sum:  # and wait for others' sums longer than for what they sum
+        lost = "lost rank 0:"
     assert all(re.search(lost, message) and case.op in message for message in said[1:]), said
