@@ -29,6 +29,7 @@ class Section:
 SECTIONS = (
     Section("Making a context", "iris/context.py", "iris.", ("iris",)),
     Section("The context", "iris/context.py", "iris.", ("Iris",), "ctx."),
+    Section("Log lines", "iris/log.py", "iris.", ("set_logger_level",)),
     Section("Tensors on the heap", "iris/tensors.py", "", ("TensorMethods",), "ctx."),
     Section(
         "Remote memory access in kernels",
@@ -63,9 +64,11 @@ SECTIONS = (
     ),
     Section("Splitting a model", "layers/parallelize.py", "layers.", ("parallelize",)),
     Section("Loading a model", "layers/pretrained.py", "layers.", ("from_pretrained",)),
+    Section("Inside transformers' own loading", "layers/transformers_adapter.py", "layers.", ("fused_styles",)),
     Section("Saving a model", "layers/saving.py", "layers.", ("save_pretrained",)),
     Section("What became of a model", "layers/report.py", "layers.", ("Report",), "report."),
     Section("Serving", "layers/engine.py", "layers.", ("Engine",), "engine."),
+    Section("Sampling by generate()", "layers/generation.py", "layers.", ("share_rng",)),
     Section("Errors", "iris/errors.py", "iris.errors.", ("*",)),
 )
 

@@ -97,15 +97,19 @@ class Iris(tensors.TensorMethods):
         return self._words
 
     def get_rank(self) -> int:
+        """This rank, from 0; also `ctx.cur_rank`."""
         return self.cur_rank
 
     def get_num_ranks(self) -> int:
+        """How many ranks the context has; also `ctx.num_ranks`."""
         return self.num_ranks
 
     def get_device(self) -> torch.device:
+        """The device of this rank, on which its heap lies; also `ctx.device`."""
         return self.device
 
     def get_device_id(self) -> int:
+        """The index of this rank's GPU among those that the process sees; 0 on a CPU. Also `ctx.gpu_id`."""
         return self.gpu_id
 
     def get_cu_count(self) -> int:
@@ -115,8 +119,12 @@ class Iris(tensors.TensorMethods):
     def barrier(self, stream: torch.cuda.Stream | None = None, group: Any = None) -> None:
         """Waits for the device, or for `stream`, then until every rank (of `group`) has come here.
 
-        Raises `PeerLostError` naming a rank that did not come in time, `CaptureError` while a graph is captured.
+        `group`: a process group, one dimension of a DeviceMesh or a list of ranks of this context, with this one in it.
+        Raises `PeerLostError` naming a rank that did not come in time, `CaptureError` while a graph is captured,
+        `ArgumentError` for bad arguments.
         """
+        if stream is not None and not isinstance(stream, torch.cuda.Stream):
+            raise ArgumentError(f"stream is {stream!r}; expected None or a torch.cuda.Stream")
         if platform.is_capturing(self.device):
             raise CaptureError("barrier() waits on the host and cannot be captured; use device_barrier()")
         platform.synchronize(self.device, stream)
@@ -125,7 +133,10 @@ class Iris(tensors.TensorMethods):
         self.check()
 
     def device_barrier(self, group: Any = None) -> None:
-        """A barrier of the ranks (of `group`) in the current stream's order. Can be captured and replayed."""
+        """A barrier of the ranks (of `group`, as in `barrier`) in the current stream's order.
+
+        Can be captured and replayed. Raises `PeerLostError` in a later call where a rank did not come in time.
+        """
         self.check()
         self._side.join()
         self._barrier(tuple(self._ranks.members(group)))
@@ -139,7 +150,9 @@ class Iris(tensors.TensorMethods):
         """
         self.check()
         if not self.is_symmetric(tensor):
-            raise NotSymmetricError(f"a tensor {tuple(tensor.shape)} of {tensor.dtype} lies outside the symmetric heap")
+            raise NotSymmetricError(
+                f"a tensor {tensors.described(tensor)} lies outside the symmetric heap; make it with ctx.empty(...)"
+            )
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
             raise ArgumentError(f"rank is {rank!r}; expected a rank from 0 to {self.num_ranks - 1}")
         return repeat.alias(tensor, self._segment.bases[rank] - self._segment.bases[self.cur_rank])
@@ -244,6 +257,7 @@ class Iris(tensors.TensorMethods):
             self._segment.close()
 
     def __enter__(self) -> Iris:
+        self.check()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -259,15 +273,19 @@ class Iris(tensors.TensorMethods):
         )
 
     def debug(self, message: str) -> None:
+        """Prints `[Iris] [rank/world] message` to stderr if the level is DEBUG (`iris.set_logger_level`)."""
         self._log.debug(message)
 
     def info(self, message: str) -> None:
+        """Prints such a line if the level is INFO, as it is by default, or DEBUG."""
         self._log.info(message)
 
     def warning(self, message: str) -> None:
+        """Prints such a line unless the level is ERROR."""
         self._log.warning(message)
 
     def error(self, message: str) -> None:
+        """Prints such a line at every level. Raises nothing."""
         self._log.error(message)
 
     def _device_name(self) -> str | None:

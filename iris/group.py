@@ -116,6 +116,8 @@ def _resolve(group: Any) -> dist.ProcessGroup | None:
                 f"for example mesh['tp']"
             )
         return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError("group is one without this rank; expected a group that it is in, or None")
     if group is not None:
         raise ArgumentError(f"group is {type(group).__name__}; expected a ProcessGroup or a one-dimensional DeviceMesh")
     if dist.is_available() and dist.is_initialized():

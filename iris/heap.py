@@ -72,7 +72,8 @@ class Heap:
 
     def free(self, tensor: torch.Tensor) -> None:
         """Frees the block that begins where `tensor` does. Raises `ArgumentError` where none begins."""
-        offset = _first_byte(tensor) - self.base
+        strided = tensor.layout is torch.strided  # others have no one place
+        offset = _first_byte(tensor) - self.base if strided else -1
         if self._segment.dismiss(offset):
             return
         try:

@@ -4,14 +4,22 @@ import logging
 import sys
 from typing import TextIO
 
+from .errors import ArgumentError
+
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
 logger = logging.getLogger("iris")
 
 
-def set_logger_level(level: int) -> None:
-    """Sets the least severe level that is printed: `iris.DEBUG`, `INFO`, `WARNING` or `ERROR`."""
-    logger.setLevel(level)
+def set_logger_level(level: int | str) -> None:
+    """Sets the least severe level that is printed: `iris.DEBUG`, `INFO` (the default), `WARNING` or `ERROR`.
+
+    Takes logging's names of them too, and its other levels. Raises `ArgumentError` for anything else.
+    """
+    try:
+        logger.setLevel(level)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"level is {level!r}; expected iris.DEBUG, INFO, WARNING or ERROR") from None
 
 
 class _Handler(logging.StreamHandler):

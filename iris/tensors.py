@@ -81,8 +81,7 @@ class TensorMethods:
         memory; `free` it on every rank, then `trim`. Raises `NotSymmetricError` with the remedy where that cannot be.
         """
         self.check()
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(f"tensor is {_describe(tensor)}; expected a torch.Tensor")
+        _check_tensor(tensor)
         return self._heap.adopt(tensor, self.is_symmetric(tensor))
 
     def free(self, *tensors: torch.Tensor) -> None:
@@ -93,15 +92,13 @@ class TensorMethods:
         """
         self.check()
         for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor):
-                raise ArgumentError(f"tensor is {_describe(tensor)}; expected a torch.Tensor")
+            _check_tensor(tensor)
             self._heap.free(tensor)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Whether the whole storage range of `tensor` lies in this heap."""
         self.check()
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(f"tensor is {_describe(tensor)}; expected a torch.Tensor")
+        _check_tensor(tensor)
         return tensor.device == self.device and tensor.layout is torch.strided and self._heap.contains(tensor)
 
     def _construct(
@@ -120,7 +117,7 @@ class TensorMethods:
         if dtype is not None and not isinstance(dtype, torch.dtype) and dtype not in (bool, int, float, complex):
             raise DtypeError(f"dtype is {dtype!r}; expected a torch.dtype such as torch.float32")
         given = options | ({} if dtype is None else {"dtype": dtype})
-        call = f"{function.__name__}({', '.join([*map(_describe, args), *(f'{k}={v}' for k, v in given.items())])})"
+        call = f"{function.__name__}({', '.join([*map(described, args), *(f'{k}={v}' for k, v in given.items())])})"
 
         def ask(**more: Any) -> torch.Tensor:
             try:
@@ -128,6 +125,8 @@ class TensorMethods:
             except _TORCH_ERRORS as error:
                 raise _translated(error, call) from None
 
+        for tensor in (each for each in args if isinstance(each, torch.Tensor)):
+            _check_tensor(tensor)
         plan = ask(device="meta", dtype=dtype, requires_grad=bool(requires_grad))
         if out is not None:
             self._check_out(out, plan, dtype, call)
@@ -163,18 +162,27 @@ class TensorMethods:
 
     def _check_out(self, out: Any, plan: torch.Tensor, dtype: Any, call: str) -> None:
         if not isinstance(out, torch.Tensor):
-            raise ArgumentError(f"out is {_describe(out)}; expected a torch.Tensor")
+            raise ArgumentError(f"out is {described(out)}; expected a torch.Tensor")
         if out.device != self.device:
             raise DeviceError(f"out lies on {out.device}; expected the context's device, {self.device}")
         if not self.is_symmetric(out):
-            raise NotSymmetricError(f"out {_describe(out)} lies outside this heap; make it with ctx.empty(...)")
+            raise NotSymmetricError(f"out {described(out)} lies outside this heap; make it with ctx.empty(...)")
         if out.shape != plan.shape:
             raise ShapeError(f"out has sizes {tuple(out.shape)}; expected {tuple(plan.shape)} for {call}")
         if dtype is not None and out.dtype != plan.dtype:
             raise DtypeError(f"out is {out.dtype}; expected {plan.dtype}, the dtype asked for")
 
 
-def _describe(value: Any) -> str:
+def _check_tensor(tensor: Any) -> None:
+    """Raises for what has no one shape: anything but a tensor, or a nested one."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+        raise ArgumentError(f"tensor is {described(tensor)}; expected a torch.Tensor")
+
+
+def described(value: Any) -> str:
+    """A value as messages show it, a tensor without its elements."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return "a nested tensor"
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} of {value.dtype} on {value.device}"
     return repr(value)

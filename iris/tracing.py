@@ -169,19 +169,21 @@ class Tracing:
         Returns the file's path. Raises `ArgumentError` on all ranks if one cannot write.
         """
         clocks = self._measure_clocks()
-        aligned, path, rank = self._aligned(clocks), Path(path), self._ctx.cur_rank
+        aligned, rank = self._aligned(clocks), self._ctx.cur_rank
         start = min(self._ctx._ranks.all_gather(int(aligned["begin"].min(initial=2**62))))
         step = _nanoseconds(int(self._clock[-2]))
         error = _nanoseconds(clocks[rank].error)
         part = _Part(rank, _device_name(self._ctx.device), aligned, self.dropped, error, step)
         parts = self._ctx._ranks.all_gather(part) if merge else [part]
-        target = path if merge else path.with_name(f"{path.stem}_rank{rank}{path.suffix}")
+        text = json.dumps(chrome_trace(parts, self.names, start)) if not merge or rank == 0 else None
         refusal = None
-        if not merge or rank == 0:
-            try:
-                target.write_text(json.dumps(chrome_trace(parts, self.names, start)))
-            except OSError as error:
-                refusal = f"path is {str(path)!r}, which cannot be written: {error.strerror}"
+        try:
+            path = Path(path)
+            target = path if merge else path.with_name(f"{path.stem}_rank{rank}{path.suffix}")
+            if text is not None:
+                target.write_text(text)
+        except (OSError, TypeError, ValueError) as error:  # the last two of what is no name
+            refusal = f"path is {str(path)!r}, which cannot be written: {getattr(error, 'strerror', error)}"
         for failure in filter(None, self._ctx._ranks.all_gather(refusal)):
             raise ArgumentError(f"{failure}; expected a file name in a folder that exists")
         return target

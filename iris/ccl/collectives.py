@@ -257,4 +257,4 @@ def _check_options(op: str, reduce_op: Any, config: Any) -> None:
     if config is not None and not isinstance(config, Config):
         raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris.ccl.Config")
     if reduce_op is not None and reduce_op is not ReduceOp.SUM:
-        raise ArgumentError(f"{op}: op is {reduce_op!r}; expected ReduceOp.SUM")
+        raise ArgumentError(f"{op}: op is {reduce_op!r}; expected None or iris.ccl.ReduceOp.SUM")

@@ -213,7 +213,7 @@ def refuse(ctx: iris.Iris) -> None:
         (ArgumentError, "op is 'sum'; expected one of", lambda: ccl.plan("sum", x, y)),
         (ArgumentError, "config is dict", lambda: ccl.plan("all_reduce", x, y, {})),
         (ArgumentError, "inp is list", lambda: ccl.all_reduce(x, [1])),
-        (ArgumentError, "op is 'sum'", lambda: ccl.all_reduce(x, y, "sum")),
+        (ArgumentError, "op is 'sum'; expected None or iris.ccl", lambda: ccl.all_reduce(x, y, "sum")),
         (ArgumentError, "config is dict", lambda: ccl.all_reduce(x, y, config={})),
         (ArgumentError, "workspace is", lambda: ccl.all_reduce(x, y, workspace=foreign)),
         (ArgumentError, "overlaps inp", lambda: ccl.all_to_all(x, x)),

@@ -44,7 +44,7 @@ def _peer_views(ctx):
         assert theirs.shape == (ctx.num_ranks, 3) and theirs.device == ctx.device
         theirs[ctx.cur_rank].copy_(torch.arange(3, device=ctx.device) + 10 * ctx.cur_rank)
     ctx.device_barrier()
-    with pytest.raises(errors.NotSymmetricError, match="outside the symmetric heap"):
+    with pytest.raises(errors.NotSymmetricError, match=r"outside the symmetric heap; make it with ctx.empty"):
         ctx.peer_view(torch.zeros(3, device=ctx.device), 0)
     with pytest.raises(errors.ArgumentError, match=f"rank is {ctx.num_ranks}"):
         ctx.peer_view(table, ctx.num_ranks)
@@ -244,6 +244,8 @@ def _bad_broadcasts(ctx):
     if ctx.num_ranks > 1:
         with pytest.raises(errors.ArgumentError, match="cannot be pickled"):
             ctx.broadcast(lambda: None, 0)
+    with pytest.raises(errors.ArgumentError, match="stream is 'side'; expected None or a torch.cuda.Stream"):
+        ctx.barrier("side")
     assert ctx.broadcast(ctx.cur_rank, 0) == 0
 
 
@@ -263,6 +265,9 @@ def _log_lines(ctx):
             iris.set_logger_level(level)
             for name in levels:
                 getattr(ctx, name)(f"{name} at {level} 100%")
+    for bad in ("LOUD", None, 1.5):
+        with pytest.raises(errors.ArgumentError, match=f"level is {bad!r}; expected iris.DEBUG"):
+            iris.set_logger_level(bad)
     iris.set_logger_level(iris.INFO)
     here = f"[Iris] [{ctx.cur_rank}/{ctx.num_ranks}]"
     expected = [
@@ -293,6 +298,7 @@ def _end(ctx):
         lambda: inner.get_device_context(),
         lambda: inner.is_symmetric(kept),
         lambda: inner.ops,
+        lambda: inner.__enter__(),
     ):
         with pytest.raises(errors.ClosedError, match="closed"):
             use()

@@ -171,6 +171,7 @@ def test_what_is_symmetric_and_what_is_not(world_size):
 def _bad_calls(ctx):
     kept, fixed = ctx.zeros(3), ctx.zeros(3, dtype=torch.int32)
     outside = torch.zeros(3, device=ctx.device)
+    nested = torch.nested.nested_tensor([kept, kept[:2]])
     other_device = "cpu" if ctx.device.type == "cuda" else "cuda"
     bad = [
         (errors.ArgumentError, r"zeros\(-3\).*negative", lambda: ctx.zeros(-3)),
@@ -202,6 +203,12 @@ def _bad_calls(ctx):
         (errors.ArgumentError, r"full\(", lambda: ctx.full((2,), "x")),
         (errors.ArgumentError, "zeros_like", lambda: ctx.zeros_like(3)),
         (errors.ArgumentError, "rand", lambda: ctx.rand(3, generator="seed")),
+        (errors.ArgumentError, "tensor is a nested tensor", lambda: ctx.zeros_like(nested)),
+        (errors.ArgumentError, "tensor is a nested tensor", lambda: ctx.is_symmetric(nested)),
+        (errors.ArgumentError, "tensor is a nested tensor", lambda: ctx.as_symmetric(nested)),
+        (errors.ArgumentError, "tensor is a nested tensor", lambda: ctx.peer_view(nested, 0)),
+        (errors.ArgumentError, "tensor is a nested tensor", lambda: ctx.free(nested)),
+        (errors.ArgumentError, r"no allocation .* \(3,\)", lambda: ctx.free(outside.to_sparse())),
     ]
     for kind, text, call in bad:
         used = ctx._heap.used

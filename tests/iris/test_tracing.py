@@ -197,6 +197,12 @@ def check_bad_arguments(ctx, folder):
     for merge in (False, True):
         with pytest.raises(ArgumentError, match=r"path is .*none/x.json', which cannot be written"):
             ctx.tracing.export(f"{folder}/none/x.json", merge)
+        for bad in (7, None):
+            given = bad if ctx.cur_rank == 0 else f"{folder}/x.json"
+            with pytest.raises(ArgumentError, match=f"path is '{bad}', which cannot be written: .*a file name"):
+                ctx.tracing.export(given, merge)
+    with pytest.raises(ArgumentError, match="path is '.*', which cannot be written: .*empty name"):
+        ctx.tracing.export("")
     assert json.loads(ctx.tracing.export(f"{folder}/x.json", merge=True).read_text())["traceEvents"]
 
 
