@@ -168,7 +168,9 @@ class Engine:
         """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded.
 
         The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape.
+        Raises `ArgumentError` for tensors of another kind; that tokens are of the vocabulary is not checked.
         """
+        self._check_prompts(prompts, mask)
         if not self.prompts.most or prompts.numel() > _GRAPH_TOKENS:
             return self.read(prompts, mask)
         prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
@@ -178,6 +180,7 @@ class Engine:
     @torch.no_grad()
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """What `prefill` does, eagerly."""
+        self._check_prompts(prompts, mask)
         batch, length = prompts.shape
         self.mask[:, :length] = True if mask is None else mask
         self.filled.fill_(length)
@@ -197,6 +200,21 @@ class Engine:
             torch._foreach_sub_([each.cumulative_length for each in self.cache.layers], more)
         return logits
 
+    def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
+        rows, device, whole = self.batch_size, self.tokens.device, (torch.long, torch.int)
+        for name, given, dtypes in (("prompts", prompts, whole), ("mask", mask, (torch.bool, *whole))):
+            if given is None and name == "mask":
+                continue
+            if not isinstance(given, torch.Tensor):
+                raise ArgumentError(f"{name} is a {type(given).__name__}: expected a tensor of {dtypes[0]}")
+            fits = given.dim() == 2 and given.shape[0] == rows and 0 < given.shape[1] <= self.max_length
+            if given.dtype not in dtypes or given.device != device or not fits or given.shape != prompts.shape:
+                length = f"1 to {self.max_length}" if given is prompts else prompts.shape[1]
+                raise ArgumentError(
+                    f"{name} is {list(given.shape)} of {given.dtype} on {given.device}: expected [{rows}, {length}] of"
+                    f" {dtypes[0]} on {device}"
+                )
+
     def _sharable(self, batch: int, length: int) -> int:
         """The next length at which ranks can share the tokens, if the model does and there are enough."""
         if self._shared_from is None or batch * length < self._shared_from:
@@ -214,7 +232,11 @@ class Engine:
 
     @torch.no_grad()
     def decode(self, steps: int = 1) -> None:
-        """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured."""
+        """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
+
+        That they fit behind the prompts in `max_length` is not checked here, as it is in `generate`.
+        """
+        positive(steps=steps)
         for _ in range(steps):
             self.logits = self.steps.run(self._greedy, self.step, random=None if self._greedy else self._random)
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from . import fp8
 from .shard import Shard, chunk, merged, plain, split_heads
-from .sharded import LOCAL, ShardedLinear, check_context, positive
+from .sharded import LOCAL, ShardedLinear, check_context, check_linears, positive
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -93,6 +93,7 @@ class ColumnParallelLinear(ShardedLinear):
         parts: tuple[Shard, ...] | None = None,
     ) -> ColumnParallelLinear:
         """This rank's part of `linear`, copied to the context's device (empty if `linear` is on meta)."""
+        check_linears([linear])
         sizes = (linear.in_features, linear.out_features)
         return cls(*sizes, linear.bias is not None, gather_output, sequence_parallel, parts=parts,
                    ctx=ctx, dtype=linear.weight.dtype, device="meta").load_linears([linear])  # fmt: skip
@@ -169,6 +170,10 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The query, key and value columns of a result of this layer, as views."""
+        if y.shape[-1:] != (sum(self._sizes),):
+            raise ShapeError(
+                f"y has shape {tuple(y.shape)}: expected [..., {sum(self._sizes)}], a result of this layer"
+            )
         return y.split(self._sizes, dim=-1)
 
     @classmethod
@@ -251,10 +256,15 @@ class RowParallelLinear(ShardedLinear):
         parts: tuple[Shard, ...] | None = None,
     ) -> RowParallelLinear:
         """This rank's part of `linear`, copied to the context's device (empty if `linear` is on meta)."""
+        check_linears([linear])
         sizes = (linear.in_features, linear.out_features)
         return cls(*sizes, linear.bias is not None, input_is_parallel, reduce_results, sequence_parallel, parts=parts,
                    ctx=ctx, dtype=linear.weight.dtype, device="meta").load_linears([linear])  # fmt: skip
 
 
 def _as_list(linear: nn.Linear | Sequence[nn.Linear]) -> list[nn.Linear]:
-    return [linear] if isinstance(linear, nn.Linear) else list(linear)
+    linears = list(linear) if isinstance(linear, Sequence | nn.ModuleList) else [linear]
+    if not linears:
+        raise ArgumentError("linear is an empty list: expected one Linear for each output")
+    check_linears(linears)
+    return linears

@@ -67,7 +67,8 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
     check_version(model)
     automatic = plan == "auto"
     rules = dict(getattr(model, "tp_plan", None) or {}) if automatic else plan
-    if not isinstance(rules, dict) or not all(isinstance(each, str) for pair in rules.items() for each in pair):
+    sound = isinstance(rules, dict) and (rules or automatic)
+    if not sound or not all(isinstance(each, str) for pair in rules.items() for each in pair):
         raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
     if not rules:
         raise StyleError(f"{type(model).__name__} has no tensor-parallel plan of its own: pass plan={{name: style}}")

@@ -70,13 +70,19 @@ class _Held:
 def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size: int | str = "5GB") -> None:
     """Writes the whole of a split `model`, its configuration too, into `folder`, which every rank must see. Collective.
 
-    Several files of at most `max_shard_size` and an index, or one file. Checkpoint files from before are removed.
+    Several files of at most `max_shard_size` (bytes, or a text like "5GB"; one tensor may be larger) and an index, or
+    one file. Checkpoint files from before are removed. Raises `ArgumentError` for bad arguments, and `CheckpointError`
+    on every rank, with what each met, where the folder cannot be written.
     """
     from .pretrained import raise_together
 
     check_context(ctx)
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
+    if not isinstance(folder, str | os.PathLike):
+        raise ArgumentError(f"folder is {folder!r}: expected a str or a Path")
+    if isinstance(max_shard_size, int) and max_shard_size < 1:
+        raise ArgumentError(f"max_shard_size is {max_shard_size}: expected at least 1 byte")
     folder, held = Path(folder), dict(_held(model))
     files = _files(held, max_shard_size)
     staging = Staging(ctx.device)

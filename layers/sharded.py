@@ -42,6 +42,7 @@ class ShardedLinear(nn.Module):
     def __init__(self, in_features, out_features, bias, parts: tuple[Shard, ...], ctx, dtype, device):
         super().__init__()
         positive(in_features=in_features, out_features=out_features)
+        _check_kind(dtype, device, ctx)
         shard, whole = concat(parts), (out_features, in_features)
         if shard.total != whole[self.dim]:
             raise ShapeError(f"parts split {shard.total} features: expected {whole[self.dim]}, all of the layer's")
@@ -236,6 +237,25 @@ def check_context(ctx: Any) -> None:
     if not hasattr(ctx, "num_ranks"):
         raise ArgumentError(f"ctx is a {type(ctx).__name__}: expected the context that iris.iris() returns")
     ctx.check()
+
+
+def check_linears(linears: Sequence[Any]) -> None:
+    """Raises unless all are Linears of torch: others (transformers' Conv1D) may store their weight in another way."""
+    for linear in linears:
+        if not isinstance(linear, nn.Linear):
+            raise ArgumentError(f"linear is a {type(linear).__name__}: expected a torch.nn.Linear")
+
+
+def _check_kind(dtype: Any, device: Any, ctx: Any) -> None:
+    """Raises for a dtype or a device that a layer's parameters cannot have."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise DtypeError(f"dtype is {dtype!r}: expected None or a floating-point torch.dtype")
+    try:
+        wanted = ctx.device if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise DeviceError(f"device is {device!r}: expected None, {str(ctx.device)!r} or 'meta'") from None
+    if wanted.type != "meta" and (wanted.type != ctx.device.type or wanted.index not in (None, ctx.device.index)):
+        raise DeviceError(f"device is {str(wanted)!r}: expected the context's, {str(ctx.device)!r}, or 'meta'")
 
 
 def positive(**sizes: int) -> None:

@@ -144,6 +144,20 @@ def refused_body(ctx) -> None:
     ]:
         with pytest.raises(ArgumentError, match=words):
             layers.Engine(model, ctx, **{"batch_size": 2, "max_length": 8, **options})
+    two = torch.ones(2, 3, dtype=torch.long, device=ctx.device)
+    for call, words in [
+        (lambda: engine.prefill([[1], [2]]), "prompts is a list: expected a tensor of torch.int64"),
+        (lambda: engine.prefill(two[:1]), r"prompts is \[1, 3\] of torch.int64 .* expected \[2, 1 to 8\]"),
+        (lambda: engine.prefill(two[0]), r"prompts is \[3\]"),
+        (lambda: engine.prefill(two.repeat(1, 3)), r"prompts is \[2, 9\]"),
+        (lambda: engine.read(two.float()), "prompts is .* of torch.float32"),
+        (lambda: engine.prefill(two, two[:, :2] > 0), r"mask is \[2, 2\] .* expected \[2, 3\] of torch.bool"),
+        (lambda: engine.prefill(two, two.float()), "mask is .* of torch.float32"),
+        (lambda: engine.decode(-1), "steps is -1"),
+        (lambda: engine.decode("2"), "steps is '2'"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            call()
     with pytest.raises(ArgumentError, match="batch_size is 0"):
         layers.Engine(model, ctx, 0)
     if not ON_GPU:

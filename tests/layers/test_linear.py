@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from iris.errors import ArgumentError, DtypeError, ShapeError
+from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from layers import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from layers.shard import chunk
 import pytest
@@ -264,6 +264,27 @@ def bad_body(ctx) -> torch.Tensor:
     ):
         with pytest.raises(ArgumentError, match="ctx is a NoneType: expected the context"):
             layer(*sizes, ctx=None)
+    for options, error, match in (
+        ({"dtype": torch.int32}, DtypeError, "dtype is torch.int32: expected None or a floating-point"),
+        ({"dtype": "bf16"}, DtypeError, "dtype is 'bf16'"),
+        ({"device": "nowhere"}, DeviceError, "device is 'nowhere': expected None"),
+        ({"device": "mps"}, DeviceError, "device is 'mps': expected the context's"),
+    ):
+        with pytest.raises(error, match=match):
+            RowParallelLinear(8, 8, ctx=ctx, **options)
+    for layer, sizes in (
+        (ColumnParallelLinear, ()),
+        (RowParallelLinear, ()),
+        (MergedColumnParallelLinear, ()),
+        (QKVParallelLinear, (4, 2, 2)),
+    ):
+        for given, name in ((None, "NoneType"), (torch.nn.Conv1d(1, 1, 1), "Conv1d")):
+            with pytest.raises(ArgumentError, match=f"linear is a {name}: expected a torch.nn.Linear"):
+                layer.from_linear(given, *sizes, ctx=ctx)
+    with pytest.raises(ArgumentError, match="linear is an empty list"):
+        MergedColumnParallelLinear.from_linear([], ctx=ctx)
+    with pytest.raises(ShapeError, match=r"y has shape \(2, 5\): expected \[\.\.\., "):
+        QKVParallelLinear(8, 4, 2, 2, ctx=ctx).split(torch.zeros(2, 5, device=ctx.device))
     with pytest.raises(ArgumentError, match="reduce_results"):
         RowParallelLinear(4, 4, reduce_results=False, sequence_parallel=True, ctx=ctx)
     with pytest.raises(ArgumentError, match=r"out_features\[1\] is 0"):

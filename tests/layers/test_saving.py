@@ -76,6 +76,11 @@ def again_body(ctx, folder: str, blocked: str) -> None:
     layers.from_pretrained(folder, ctx)
     with pytest.raises(ArgumentError, match="max_shard_size is 'much'"):
         model.save_pretrained(folder, max_shard_size="much")
+    for size in (0, -1):
+        with pytest.raises(ArgumentError, match=f"max_shard_size is {size}: expected at least 1 byte"):
+            model.save_pretrained(folder, max_shard_size=size)
+    with pytest.raises(ArgumentError, match="folder is None: expected a str or a Path"):
+        model.save_pretrained(None)
     with pytest.raises(CheckpointError, match=r"cannot be written, 1 problem\(s\):\n  rank 0: "):
         model.save_pretrained(blocked)
     with pytest.raises(TypeError, match="push_to_hub"):
