@@ -67,11 +67,11 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
     check_version(model)
     automatic = plan == "auto"
     rules = dict(getattr(model, "tp_plan", None) or {}) if automatic else plan
-    sound = isinstance(rules, dict) and (rules or automatic)
-    if not sound or not all(isinstance(each, str) for pair in rules.items() for each in pair):
+    if not isinstance(rules, dict) or not all(isinstance(each, str) for pair in rules.items() for each in pair):
         raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
     if not rules:
-        raise StyleError(f"{type(model).__name__} has no tensor-parallel plan of its own: pass plan={{name: style}}")
+        what = f"{type(model).__name__} has no tensor-parallel plan of its own" if automatic else "the plan is empty"
+        raise StyleError(f"{what}: pass plan={{name: style}}")
     _refuse_quantised(model)
     modules = dict(model.named_modules())
     names = list(modules) + [name for name, _ in model.named_parameters()]

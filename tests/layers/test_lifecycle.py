@@ -301,7 +301,6 @@ def bad_arguments_body(ctx, folder: str) -> None:
         ({"sequence_parallel": "all"}, "sequence_parallel is 'all'"),
         ({"plan": {"lm_head": None}}, "plan is {'lm_head': None}: expected 'auto' or a dict"),
         ({"plan": {7: "colwise"}}, "plan is {7: 'colwise'}: expected"),
-        ({"plan": {}}, "plan is {}: expected 'auto' or a dict"),
     ]:
         with pytest.raises(ArgumentError, match=match):
             parallelize(model, ctx, **options)

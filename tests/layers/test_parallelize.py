@@ -230,7 +230,7 @@ REFUSED = {
         {"lm_head": "colwise"},
         "lm_head has style 'colwise', by which each rank has",
     ),
-    "empty": ({}, "has no tensor-parallel plan"),
+    "empty": ({}, "the plan is empty: pass plan={name: style}"),
 }
 
 
