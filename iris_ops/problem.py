@@ -105,7 +105,8 @@ def problem_asked(
     forms = {ALL_REDUCE: ("",), GATHER_MATMUL: ("rows", "k")}.get(op, ("rows", "cols"))
     form = forms[0] if form is None else form
     if form not in forms:
-        raise ArgumentError(f"form is {form!r}; expected one of {forms} for {op}")
+        expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
+        raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
     return Problem(op, form, M, N, K, world_size, dtype)
 
 

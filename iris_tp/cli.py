@@ -29,9 +29,11 @@ _FORWARDED = ("demo", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, rest = _parser().parse_known_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser(lists_benchmarks=argv[:1] == ["bench"] and argv[1:2] in (["-h"], ["--help"]))
+    args, rest = parser.parse_known_args(argv)
     if rest and args.command not in _FORWARDED:
-        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command == "demo":
         return _forward("examples.demo", rest)
     if args.command == "bench":
@@ -43,11 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     return _plan(args)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(lists_benchmarks: bool) -> argparse.ArgumentParser:
+    """`lists_benchmarks`: whether bench has a --help of its own; behind a benchmark's name it is the benchmark's."""
     parser = argparse.ArgumentParser("iris-tp", description="Tensor-parallel layers over fused ops.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="a real language model on several ranks", add_help=False)
-    bench = commands.add_parser("bench", help="measure on this machine", add_help=False)
+    bench = commands.add_parser("bench", help="measure on this machine", add_help=lists_benchmarks)
     bench.add_argument("benchmark", choices=_BENCHMARKS)
     commands.add_parser("doctor", help="what this machine lacks, and how to get it")
     plan = commands.add_parser("plan", help="which kernel a call would take, and why; needs no GPU")

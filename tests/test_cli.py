@@ -54,7 +54,7 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
     [
         (("matmul", "1", "2", "3"), "op is 'matmul'; expected one of matmul_all_reduce"),
         (("matmul_all_reduce", "-1", "2", "3"), "M is -1; expected an integer"),
-        (("matmul_all_reduce", "1", "2", "3", "--form", "rows"), "form is 'rows'; expected one of"),
+        (("matmul_all_reduce", "1", "2", "3", "--form", "rows"), "form is 'rows' for matmul_all_reduce; expected none"),
         (("matmul_all_reduce", "1", "2", "3", "--world", "0"), "world_size is 0"),
         (("matmul_all_reduce", "1", "2", "x"), "invalid int value: 'x'"),
         (("matmul_all_reduce", "1", "2", "3", "4"), "unrecognized arguments: 4"),
@@ -79,6 +79,13 @@ def test_forwards_with_all_arguments(arguments: tuple[str, ...], known: str) -> 
     assert result.returncode == 0 and known in result.stdout
     refused = run(*arguments, "--no-such-option", "7")
     assert refused.returncode == 2 and "--no-such-option 7" in refused.stderr
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_bench_says_which_benchmarks_there_are(option: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", option])
+    assert end.value.code == 0 and "{ops,rma,ccl,llm,stress}" in capsys.readouterr().out
 
 
 def test_every_benchmark_named_is_there() -> None:
