@@ -146,6 +146,8 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not on_gpu:
         parser.error("--device cuda: torch sees no GPU")
+    if args.tokens < 1:
+        parser.error(f"--tokens is {args.tokens}: at least 1 is needed")
     args.ranks = _launch.default_ranks() if args.ranks is None else args.ranks
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     try:

@@ -56,8 +56,9 @@ class Heap:
         offset = self._offsets.take(taken, alignment)
         if offset is None:
             raise HeapExhausted(
-                f"{what} needs {nbytes} bytes; {self._offsets.free} of the heap's {self.size} are free. Make the heap "
-                f"larger (iris.iris(heap_size=...)), or allocate once and reuse with out=."
+                f"{what} needs {taken} bytes in one piece; {self._offsets.free} of the heap's {self.size} are free, "
+                f"{self._offsets.longest} of them together. Make the heap larger (iris.iris(heap_size=...)), or "
+                f"allocate once and reuse with out=."
             )
         try:
             self._segment.back(offset, offset + taken)

@@ -107,8 +107,9 @@ def test_demo_matches_the_unsplit_model(cache: Path) -> None:
     assert any("tokens/s" in line for line in lines)
 
 
-def test_demo_refuses_impossible_ranks(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("option", ["--ranks", "--tokens"])
+def test_demo_refuses_impossible_numbers(option: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
-        demo.main(["--ranks", "0"])
+        demo.main([option, "0"])
     assert stopped.value.code == 2
     assert "at least 1" in capsys.readouterr().err

@@ -25,6 +25,11 @@ class Offsets:
         return self.size - self.used + sum(end - begin for begin, end in self._holes)
 
     @property
+    def longest(self) -> int:
+        """The most bytes that are free in one piece."""
+        return max([self.size - self.used, *(end - begin for begin, end in self._holes)])
+
+    @property
     def blocks(self) -> list[tuple[int, int]]:
         """[begin, end) of each block taken, ascending."""
         return sorted(self._blocks.items())

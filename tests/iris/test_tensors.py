@@ -227,8 +227,16 @@ def test_bad_calls_raise_typed_errors_and_take_nothing(world_size):
 
 def _exhaust(ctx):
     free = ctx._heap.size - ctx._heap.used
-    with pytest.raises(errors.HeapExhausted, match=f"{free} of the heap's {ctx._heap.size} are free"):
+    needs = rf"needs {free + 256} bytes in one piece; {free} of the heap's {ctx._heap.size} are free, {free} of them"
+    with pytest.raises(errors.HeapExhausted, match=needs):  # in whole granules
         ctx.empty(free + 1, dtype=torch.uint8)
+    half = free // 512 * 256
+    first, between, rest = (ctx.empty(n, dtype=torch.uint8) for n in (half - 256, 1, free - half))
+    ctx.free(first, rest)
+    needs = rf"needs {free - 256} bytes in one piece; {free - 256} of .* are free, {free - half} of them together"
+    with pytest.raises(errors.HeapExhausted, match=needs):
+        ctx.empty(free - 256, dtype=torch.uint8)
+    ctx.free(between)
     last = ctx.empty(free, dtype=torch.uint8)
     assert ctx.is_symmetric(last)
     with pytest.raises(errors.HeapExhausted):

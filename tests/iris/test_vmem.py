@@ -105,7 +105,7 @@ def _grow_and_trim(ctx):
         assert again.data_ptr() == place and mapped(heap) == whole
         exchange_through(heap, again)
         assert (heap.empty(3 * CHUNK, dtype=torch.uint8)[CHUNK:] == 0).all()  # memory is zeroed when it comes
-        with pytest.raises(errors.HeapExhausted, match="are free. Make the heap larger"):
+        with pytest.raises(errors.HeapExhausted, match="of them together. Make the heap larger"):
             heap.empty(1 << 40, dtype=torch.uint8)
         return [t.data_ptr() - heap._heap.base for t in (small, again, behind)]
 
