@@ -46,7 +46,11 @@ def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = N
 
 
 class Iris(tensors.TensorMethods):
-    """One rank's handle on the symmetric heap. Use it as a context manager, or call `close()`."""
+    """One rank's handle on the symmetric heap. Use it as a context manager, or call `close()`.
+
+    Attributes: `cur_rank`, `num_ranks`; `device` and its index, `gpu_id`; `heap_size` in bytes; `heap_bases` as
+    `get_heap_bases()` gives them; `group_name`, by which compiled graphs find the context.
+    """
 
     def __init__(self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> None:
         self._closed = True  # until it is built

@@ -127,7 +127,8 @@ class Engine:
         """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
 
         `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
-        the probability, by rank 0's `seed`, which torch's generator there draws if there is none.
+        the probability, by rank 0's `seed`, which torch's generator there draws if there is none. Raises
+        `ArgumentError` for bad arguments, and for prompts that with the new tokens are longer than `max_length`.
         """
         positive(max_new_tokens=max_new_tokens)
         numbers = isinstance(temperature, Real) and isinstance(top_p, Real)

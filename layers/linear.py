@@ -60,6 +60,11 @@ class ColumnParallelLinear(ShardedLinear):
         self.op = "matmul_all_gather" if gather_output else "all_gather_matmul" if sequence_parallel else LOCAL
 
     def forward(self, input: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
+        """`input` [..., in_features], whole, to this rank's [..., local outputs], with `gather_output` to all outputs.
+
+        With `sequence_parallel`, `input` is this rank's chunk of `tokens` in all, by default as many on each rank, and
+        the result is of all tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit.
+        """
         if self.op == LOCAL:  # takes any leading dimensions: nothing to reshape
             self.check(input, self.in_features)
             return self.local_product(input, self.bias)
@@ -228,6 +233,11 @@ class RowParallelLinear(ShardedLinear):
         self.op = reducing if reduce_results else LOCAL
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` [..., local inputs], or whole if not `input_is_parallel`, to [..., out_features], summed over ranks.
+
+        Without `reduce_results`, what this rank adds to the sum; with `sequence_parallel`, this rank's chunk of the
+        tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit.
+        """
         x = self.rows(input, self.weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
             x = self.parts[0].view(x, dim=1)

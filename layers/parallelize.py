@@ -54,6 +54,9 @@ def parallelize(
     exchange is no longer fused then (see `fp8`). `sequence_parallel`: ranks share the
     tokens between the products (see `sequence`) where a call has 1024 or more, or another number if one is given. Every
     rank calls this with the same model.
+
+    Raises `ArgumentError` for bad arguments, and `StyleError`, with the names of module and style, for what the plan
+    asks and no layer serves; the model is then as it was.
     """
     if weights not in (None, *_FP8):
         raise ArgumentError(f"weights is {weights!r}: expected None, 'fp8' or 'fp8_all'")
