@@ -6,6 +6,7 @@ folder asks how: the heap hands out offsets, and a pointer becomes a peer's by t
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
@@ -81,7 +82,8 @@ def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -
     Raises `ArgumentError` for an unknown `allocator` and `HeapExhausted` when the memory cannot be had.
     """
     if allocator not in ALLOCATORS:
-        raise ArgumentError(f"allocator_type is {allocator!r}; expected one of {ALLOCATORS}")
+        name = "IRIS_ALLOCATOR" if "IRIS_ALLOCATOR" in os.environ else "allocator_type"  # the first overrides
+        raise ArgumentError(f"{name} is {allocator!r}; expected one of {ALLOCATORS}")
     if allocator == "vmem":
         from .vmem import VirtualSegment
 

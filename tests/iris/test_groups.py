@@ -123,7 +123,7 @@ def test_a_subgroup_is_a_world_and_others_are_refused():
 
 
 def _allocator_from_environment(rank, world_size):
-    with pytest.raises(errors.ArgumentError, match="allocator_type is 'elsewhere'"):
+    with pytest.raises(errors.ArgumentError, match="IRIS_ALLOCATOR is 'elsewhere'"):
         iris.iris(1 << 20)
     if rank == 1:
         del os.environ["IRIS_ALLOCATOR"]
