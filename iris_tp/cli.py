@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
+import os
 from pathlib import Path
 import subprocess
 import sys
@@ -96,4 +97,7 @@ def _forward(module: str, arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    return subprocess.call([sys.executable, "-m", module, *arguments], cwd=root)
+    # where the user is, whose paths the arguments may name, but with no module from there
+    paths = filter(None, (str(root), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return subprocess.call([sys.executable, "-m", module, *arguments], env=environment)

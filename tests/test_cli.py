@@ -14,14 +14,15 @@ from iris_tp import cli, doctor
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+from tests.processes import ROOT, python_path
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+def run(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = python_path()
     return subprocess.run(
         [sys.executable, "-m", "iris_tp", *arguments],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        cwd=folder, env=env, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
@@ -79,6 +80,13 @@ def test_forwards_with_all_arguments(arguments: tuple[str, ...], known: str) -> 
     assert result.returncode == 0 and known in result.stdout
     refused = run(*arguments, "--no-such-option", "7")
     assert refused.returncode == 2 and "--no-such-option 7" in refused.stderr
+
+
+def test_paths_are_those_of_where_the_user_stands(tmp_path: Path) -> None:
+    wanted = ("--device", "cpu", "--quick", "--shapes", "tiny", "--ops", "ar", "--only", "ours", "--out", "results")
+    result = run("bench", "ops", *wanted, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "results" / "ops_cpu_x2.json").exists()
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
