@@ -80,7 +80,7 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @_aggregate
 class PartTiles:
-    """Where the tiles of this rank's part stand in it, num_m by num_n of them."""
+    """Where the tiles of a matrix, or of this rank's part of one, stand in it, num_m by num_n of them."""
 
     num_m: base_value
     num_n: base_value

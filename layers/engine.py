@@ -173,15 +173,18 @@ class Engine:
         """
         self._check_prompts(prompts, mask)
         if not self.prompts.most or prompts.numel() > _GRAPH_TOKENS:
-            return self.read(prompts, mask)
+            return self._read(prompts, mask)
         prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
         key = prompts.shape, prompts.dtype, None if mask is None else mask.dtype
-        return self.prompts.run(key, self.read, prompts, mask).clone()  # the next graph may overwrite it
+        return self.prompts.run(key, self._read, prompts, mask).clone()  # the next graph may overwrite it
 
     @torch.no_grad()
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """What `prefill` does, eagerly."""
         self._check_prompts(prompts, mask)
+        return self._read(prompts, mask)
+
+    def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         batch, length = prompts.shape
         self.mask[:, :length] = True if mask is None else mask
         self.filled.fill_(length)

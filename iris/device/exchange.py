@@ -26,13 +26,9 @@ EMPTY = tl.constexpr(-1)
 @device_function
 def seal(x, dtype: tl.constexpr):
     """fp32 `x`, rounded to `dtype`, as integer words that are never empty."""
-    rounded = arch.round_to(x, dtype)
-    if dtype == tl.float32:
-        words = rounded.to(tl.int32, bitcast=True)
-        return tl.where(words == EMPTY, 0x7FFFFFFF, words)
-    else:
-        words = rounded.to(tl.int16, bitcast=True)
-        return words ^ ((words == EMPTY).to(tl.int16) << 15)  # 0x7FFF for 0xFFFF
+    bits: tl.constexpr = dtype.primitive_bitwidth
+    words = arch.round_to(x, dtype).to(tl.core.get_int_dtype(bits, True), bitcast=True)
+    return words ^ ((words == EMPTY).to(words.dtype) << (bits - 1))  # another NaN, without the sign
 
 
 @device_function
