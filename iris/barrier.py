@@ -24,7 +24,8 @@ class DeviceBarrier:
 
     def __init__(self, ctx: Iris) -> None:
         self._ctx = ctx
-        self.counts = ctx._heap.allocate((2, ctx.num_ranks), torch.int32).zero_()
+        self.counts = ctx._heap.allocate((3, ctx.num_ranks), torch.int32).zero_()
+        self.passed = self.counts[2, :1]  # of barriers that this rank came through, the count
         self._known: dict[tuple[int, ...], tuple[torch.Tensor, Callable[[], bool] | None]] = {}
 
     def __call__(self, members: tuple[int, ...]) -> None:
@@ -36,8 +37,8 @@ class DeviceBarrier:
                 raise CaptureError("call device_barrier() for this group once before capturing it")
             table = torch.tensor(members, dtype=torch.int32, device=ctx.device)
         if again is None or not again():
-            sent, arrived = self.counts
+            sent, arrived, _ = self.counts
             args = dict(words=ctx._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
-                        WORLD_SIZE=ctx.num_ranks)  # fmt: skip
+                        passed=self.passed, WORLD_SIZE=ctx.num_ranks)  # fmt: skip
             found = repeat.launch({}, ctx.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
             self._known[members] = table, found and found.again

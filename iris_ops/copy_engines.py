@@ -1,23 +1,24 @@
-"""`all_gather_matmul` by rows with copy engines: they carry this rank's rows to the peers while torch multiplies.
+"""`all_gather_matmul` by rows with copy engines: they carry this rank's rows to the peers while others are multiplied.
 
     stream      enter | own rows ==== | next rank's ==== | the one's after ==== | ...
     copies            | >>>>>>>>>> 1  | >>>>>>>>>> 2 | >>>>>>>>>> 3
-    arrivals                     | 1 |          | 2 |         | 3 |
 
-No multiprocessor moves data, so the products, a library's, run as they would alone, and each hides the copies for the
-next one. In step i every rank sends its rows to the rank i before it, so all links of a step are different ones, and
-rank r multiplies in the order r, r + 1, r + 2 ... in which rows arrive. A rank's rows that are few go with the next
-one's: a product reads all of B however few rows it has. So do as many ranks' as the configuration says: a step has a
-barrier, a product a last round that most multiprocessors sit out, and where the own rows' product hides all copies one
-step is enough. The steps are the same on all ranks, for they have M, K and the configuration in common; the products
-are each rank's own affair.
+No multiprocessor moves data, so products run as they would alone, and each hides the copies for the next one. In step i
+every rank sends its rows to the rank i before it, so all links of a step are different ones, and rank r multiplies in
+the order r, r + 1, r + 2 ... in which rows arrive. Behind its rows a rank sends, by a copy too, a flag: how many
+barriers it has come through, which is the same number on all ranks and never comes again.
 
-A step ends with a barrier of the ranks, in a stream of its own, so that no copy waits for one. Barriers use the
-device's clock and counts, so a captured call can be replayed. Why no row is overwritten too early: a rank copies after
-the first barrier only, to which a peer comes behind its products of earlier calls, in stream order. Why none is read
-too early: a rank comes to the barrier of a step behind its copies of that step, and multiplies behind that barrier. A
-rank whose first barrier has failed signals no further one, so its copies, which came too soon for a peer, are an error
-in the peer's next call; a peer so late that it still multiplies those rows in the call before is not told.
+With `warp_roles` all rows are multiplied by one kernel, `all_gather_matmul_roles`, which waits for the flags itself.
+Else torch multiplies, behind small kernels that wait, in a stream of their own so that no copy waits for one. A rank's
+rows that are few go with the next one's then: a product reads all of B however few rows it has. So do as many ranks' as
+the configuration says: a product has a last round that most multiprocessors sit out, and where the own rows' product
+hides all copies one step is enough. All ranks make the same copies; the products are each rank's own affair.
+
+Counts and clock are the device's, so a captured call can be replayed. Why no row is overwritten too early: a rank
+copies after the barrier only, to which a peer comes behind its products of earlier calls, in stream order. Why none is
+read too early: flags come behind rows, in the order of the copies' stream. A rank whose barrier has failed sends an old
+flag, so its copies, which came too soon for a peer, are an error in the peer's next call; a peer so late that it still
+multiplies those rows in the call before is not told.
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from iris import streams
+from iris import platform, repeat, streams
+from iris.device.bounded import WAITERS
+from iris.device.context import own_context
+from iris.device.sync import wait
 import torch
+import triton
+import triton.language as tl
 
-from . import torch_product
+from . import gating, torch_product, warp_roles
+from .all_gather_matmul_roles import all_gather_matmul_roles_kernel, arguments
+from .operands import as_stored
 from .problem import GATHER_MATMUL, Problem, part_of
+from .rounds import gemm_tiles
 
 if TYPE_CHECKING:
     from .config import FusedConfig
@@ -38,10 +47,24 @@ if TYPE_CHECKING:
     from .workspace import Workspace
 
 # Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.
-_BARRIER_US = 1.5
-_COPY_US = 8.0
+BARRIER_US = 1.5
+COPY_US = 8.0
+_WAITER = WAITERS.index(GATHER_MATMUL)
 # Rows from which on a product is worth reading B for.
 _LEAST_ROWS = 512
+
+
+@triton.jit
+def arrived_kernel(
+    words, flags, passed, begin, end, part_rows, M, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr
+):  # fmt: skip
+    """Waits for the rows of the ranks from `begin` to `end`, counted from this rank on, but of those that have none."""
+    ctx = own_context(words, WORLD_SIZE)
+    expected = tl.load(passed)
+    for i in range(begin, end):
+        source = (ctx.rank + i) % WORLD_SIZE
+        if source * part_rows < M:
+            wait(ctx, flags + source, expected, source, WAITER, exact=True)
 
 
 def objection(problem: Problem) -> str | None:
@@ -74,8 +97,8 @@ def _rows_of(problem: Problem, rank: int, step: range) -> list[tuple[int, int]]:
 def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
     """Microseconds of the products, of the copies, and of all, on the rank that takes longest."""
     w = problem.world_size
-    copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + _COPY_US
-    barrier = _BARRIER_US * w
+    copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + COPY_US
+    barrier = BARRIER_US * w
     found = []
     for rank in range(w):
         steps = [_rows_of(problem, rank, step) for step in _steps(problem, config)]
@@ -100,57 +123,122 @@ def staged_elements(problem: Problem) -> int:
 def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
-    rank, copies, arrivals = ctx.cur_rank, *workspace.lanes
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
-
-    def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
-        return partial(torch_product.multiply, out[begin:end], rows, B, bias)
-
-    begin = min(problem.M, rank * problem.part_rows)
-    own = product(begin, begin + A.shape[0], A) if A.shape[0] else None
-    steps = [
-        (
-            [places[i - 1] for i in step] if A.numel() else [],
-            [product(begin, end, gathered[begin:end]) for begin, end in _rows_of(problem, rank, step)],
-        )
-        for step in _steps(problem, config)
-    ]
-    entered, *marks = workspace.marks
-    sent, arrived = marks[: len(steps)], marks[len(steps) : 2 * len(steps)]
+    at_once = warp_roles.serve(config, A, B, out) and (not problem.gated or as_stored(B) is not B)
+    ways = _at_once if at_once else _in_steps
+    first, rest = ways(workspace, problem, config, out, A, B, bias, gathered)
+    (copies, _), (entered, sent, *_) = workspace.lanes, workspace.marks
+    count = workspace.barrier.passed
 
     def again() -> bool:
         stream = streams.current(ctx.device)
         workspace.meet()
         entered.set(stream)
-        if own is not None:
-            own()
+        first()
         with copies.instead_of(stream) as lane:
             entered.wait(lane)
-            for (there, _), mark in zip(steps, sent, strict=True):
-                for place in there:
-                    place.copy_(A, non_blocking=True)
-                mark.set(lane)
-        with arrivals.instead_of(stream) as lane:
-            for mark, barred in zip(sent, arrived, strict=True):
-                mark.wait(lane)
-                workspace.meet()
-                barred.set(lane)
-        for (_, products), mark in zip(steps, arrived, strict=True):
-            mark.wait(stream)
-            for multiply in products:
-                multiply()
+            for rows, flag in places if A.numel() else ():
+                rows.copy_(A, non_blocking=True)
+                flag.copy_(count, non_blocking=True)
+            sent.set(lane)
+        rest(stream)
+        sent.wait(stream)
         return True
 
     return again
 
 
-def _views(workspace: Workspace, problem: Problem) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The gathered rows, and where this rank's belong on the rank 1, 2 ... before it."""
+# What multiplies: a function that begins with this rank's rows, and one for the others', given the current stream.
+_Ways = tuple[Callable[[], None], Callable[[object], None]]
+
+
+def _at_once(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, gathered) -> _Ways:
+    key = *map(_address, (out, A, B, bias)), problem, config, out.stride(), A.stride(), B.stride()
+    again = workspace.products.moved(key)
+
+    def all_rows() -> None:
+        nonlocal again
+        if again is not None and again():
+            return
+        ctx = workspace.ctx
+        args = dict(
+            flags=workspace.arrivals,
+            passed=workspace.barrier.passed,
+            words=ctx.get_device_context(),
+            part_rows=problem.part_rows,
+            WORLD_SIZE=problem.world_size,
+            TRACING=ctx.tracing.enabled,
+            **arguments(out, A, gathered, B, bias, config, problem.gated),
+        )
+        grid = min(gemm_tiles(problem, config), config.num_programs or 1 << 30, platform.num_programs(ctx.device)), 1, 1
+        kernel, options = all_gather_matmul_roles_kernel, dict(num_warps=config.num_warps)
+        found = repeat.launch(workspace.kernels, ctx.device, kernel, grid, args, key[:4], **options)
+        workspace.products.keep(key, None, found)
+        again = found and found.again
+
+    return all_rows, lambda stream: None
+
+
+def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, gathered) -> _Ways:
+    ctx, rank, w = workspace.ctx, workspace.ctx.cur_rank, problem.world_size
+    multiply = gating.multiply if problem.gated else torch_product.multiply
+
+    def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
+        return partial(multiply, out[begin:end], rows, B, bias)
+
+    begin = min(problem.M, rank * problem.part_rows)
+    own = product(begin, begin + A.shape[0], A) if A.shape[0] else None
+    steps = _steps(problem, config)
+    products = [[product(*span, gathered[slice(*span)]) for span in _rows_of(problem, rank, step)] for step in steps]
+    arrivals, (entered, _, *marks) = workspace.lanes[1], workspace.marks
+    known = dict(words=ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
+                 part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=w, WAITER=_WAITER)  # fmt: skip
+    waits = [_wait_for(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps]
+
+    def first() -> None:
+        if own is not None:
+            own()
+
+    def rest(stream) -> None:
+        with arrivals.instead_of(stream) as lane:
+            entered.wait(lane)
+            for arrived, mark in zip(waits, marks, strict=False):
+                arrived()
+                mark.set(lane)
+        for together, mark in zip(products, marks, strict=False):
+            mark.wait(stream)
+            for each in together:
+                each()
+
+    return first, rest
+
+
+def _wait_for(workspace: Workspace, args: dict) -> Callable[[], None]:
+    again: Callable[[], bool] | None = None
+
+    def arrived() -> None:
+        nonlocal again
+        if again is None or not again():
+            device = workspace.ctx.device
+            found = repeat.launch(workspace.kernels, device, arrived_kernel, (1, 1, 1), args, num_warps=1)
+            again = found and found.again
+
+    return arrived
+
+
+def _address(t: torch.Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _views(workspace: Workspace, problem: Problem) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The gathered rows; on the rank 1, 2 ... before this one, where its own belong, and its flag."""
     ctx = workspace.ctx
     w, rank = ctx.num_ranks, ctx.cur_rank
     nbytes = staged_elements(problem) * problem.dtype.itemsize
     gathered = workspace.staging[:nbytes].view(problem.dtype).view(problem.M, problem.K)
     begin = rank * problem.part_rows
     mine = slice(begin, begin + part_of(problem.M, w, rank))
-    places = [ctx.peer_view(gathered, (rank - i) % w)[mine] for i in range(1, w)]
-    return workspace.remember(problem, (gathered, places))
+    peers = [(rank - i) % w for i in range(1, w)]
+    rows = [ctx.peer_view(gathered, peer)[mine] for peer in peers]
+    flags = [ctx.peer_view(workspace.arrivals, peer)[rank : rank + 1] for peer in peers]
+    return workspace.remember(problem, (gathered, list(zip(rows, flags, strict=True))))

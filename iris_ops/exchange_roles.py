@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .few_rows import part_at
 from .tiles import PartTiles
 from .units import Units
-from .warp_roles import MOVING, MULTIPLYING, allocate, in_rows, multiply_tiles, pace, places_of, rows_of
+from .warp_roles import MOVING, MULTIPLYING, NOWHERE, allocate, in_rows, multiply_tiles, pace, places_of, rows_of
 
 # Vectors that a moving thread loads at a time, of all ranks together.
 _UNDER_WAY = 8
@@ -38,7 +38,7 @@ def _multiply_and_take(
     B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, TAKE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: products, which no bias is added to, and behind them all owners' sums to `out`."""
-    multiply_tiles(ctx, a, b, shared, units, tiles, out, out, sync, sync, N, B_TRANSPOSED, False, ACC, WAITER)
+    multiply_tiles(ctx, a, NOWHERE, b, shared, units, tiles, out, out, sync, epoch, N, B_TRANSPOSED, False, ACC, WAITER)
     ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.product.shape[1])  # there are twice as many warps as move
     step = part_rows.to(gl.int64) * ld
     for t in range(gl.program_id(0), units.tiles, gl.num_programs(0)):

@@ -15,12 +15,12 @@ import triton
 
 from . import exchange_roles, warp_roles
 from .all_gather_matmul import all_gather_matmul_kernel
-from .all_gather_roles import all_gather_roles_kernel
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_gather import few_rows_gather_kernel
 from .machine import Machine, machine_named
 from .matmul_all_gather import matmul_all_gather_kernel
+from .matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES, SPAN, Ahead
 from .operands import as_stored, operand
@@ -59,6 +59,11 @@ def machine(device: torch.device) -> Machine:
 def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
     """Whether the op stores into the peers' `out`, which must then lie on the heap."""
     return problem.op in (ALL_REDUCE, MATMUL_GATHER) and config.algorithm == "overlapped"
+
+
+def gates(config: FusedConfig) -> bool:
+    """Whether a gated product is gated where it is multiplied."""
+    return config.algorithm == "copy_engines"
 
 
 def ends_ahead(problem: Problem, config: FusedConfig) -> bool:
@@ -240,7 +245,7 @@ def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         **_common(ctx, workspace.sync, problem, config, out),
     )
     if args["M"] * args["N"] and warp_roles.serve(config, A, B, out, args["col_step"]):
-        return all_gather_roles_kernel, *_roles(ctx, workspace, problem, config, args, A, B, bias)
+        return matmul_all_gather_roles_kernel, *_roles(ctx, workspace, problem, config, args, A, B, bias)
     args |= dict(stagger=platform.ticks(config.stagger_us * 1e-6), **_product(out, A, B, bias, config))
     return matmul_all_gather_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args
 

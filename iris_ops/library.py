@@ -1,9 +1,11 @@
 """The fused ops as torch operators, so that torch.compile sees one opaque node where eager code sees a call.
 
     torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None) -> Tensor
+    torch.ops.iris_ops.matmul_gated(A, B, bias, group) -> Tensor
     torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None) -> (Tensor, ...)
 
-The same schema for all four, and one that returns (out, scaled, squares), see `norm_ahead.py`. `size` is the shape of
+The same schema for all four and `all_gather_matmul_gated`; one without an exchange (`matmul_gated.py`); and one that
+returns (out, scaled, squares), see `norm_ahead.py`. `size` is the shape of
 this rank's result, `group` the name of the context (`ctx.group_name`). An operator is functional: its result is a new
 tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts differ in size. An op plans by
 the sizes that it sees; ranks that saw different ones could choose different tiles and wait for signals that are never
@@ -24,7 +26,8 @@ from iris import names
 import torch
 
 from . import norm_ahead
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, check_gradient
+from .matmul_gated import matmul_gated
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, check_gradient
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -44,7 +47,7 @@ def product(
     size: tuple[int, ...],
     mean_part: int | None = None,
 ) -> torch.Tensor:
-    """The result of `op`, one of `problem.OPS`, in a new tensor of shape `size`, this rank's part of it."""
+    """The result of `op`, one of `problem.OPS` or `GATED`, in a new tensor of shape `size`, this rank's part of it."""
     if torch.compiler.is_compiling():
         return getattr(torch.ops.iris_ops, op)(A, B, bias, size, ctx.group_name, mean_part)
     return _run(op, ctx, A, B, bias, size, mean_part)
@@ -60,7 +63,7 @@ def _config(op: str, ctx: Iris, A, B, size, mean_part) -> FusedConfig | None:
     """What all ranks take though their parts differ in size; None: each finds it by its own."""
     if mean_part is None or op == MATMUL_GATHER:
         return None
-    if op == GATHER_MATMUL:
+    if op in (GATHER_MATMUL, GATED):
         return ctx.ops.plan(op, size[0], mean_part, B.shape[0], A.dtype, explained=False)
     return ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False)
 
@@ -86,7 +89,7 @@ def _register(op: str) -> None:
     torch.library.register_fake(f"iris_ops::{op}", fake, lib=_library)
 
 
-for _op in OPS:
+for _op in (*OPS, GATED):
     _register(_op)
 
 
@@ -106,6 +109,25 @@ def _fake_reduce_norm(A, B, bias, residual, weight, group, mean_part=None):
     return A.new_empty(residual.shape), A.new_empty(residual.shape), squares
 
 
+def gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`matmul_gated.matmul_gated`, compiled or not."""
+    if torch.compiler.is_compiling():
+        return torch.ops.iris_ops.matmul_gated(A, B, bias, ctx.group_name)
+    return matmul_gated(ctx, A, B, bias)
+
+
+def _fake_gated(A, B, bias, group):
+    _check_gradients("matmul_gated", A=A, B=B, bias=bias)
+    return A.new_empty(A.shape[0], B.shape[1] // 2)
+
+
+_library.define(
+    "matmul_gated(Tensor A, Tensor B, Tensor? bias, str group) -> Tensor", tags=(torch.Tag.needs_exact_strides,)
+)
+_library.impl(
+    "matmul_gated", lambda A, B, bias, group: matmul_gated(names.find(group), A, B, bias), "CompositeExplicitAutograd"
+)
+torch.library.register_fake("iris_ops::matmul_gated", _fake_gated, lib=_library)
 _library.define(
     norm_ahead.OP + "(Tensor A, Tensor B, Tensor? bias, Tensor residual, Tensor weight, str group, "
     "int? mean_part=None) -> (Tensor, Tensor, Tensor)",

@@ -16,12 +16,13 @@ from iris.heap import check_memory, span
 from iris.streams import check_async
 import torch
 
-from . import launch, norm_ahead
+from . import gating, launch, norm_ahead
 from .config import FusedConfig
 from .norm_ahead import Ahead
 from .plan import plan
 from .problem import (
     ALL_REDUCE,
+    GATED,
     GATHER_MATMUL,
     MATMUL_GATHER,
     REDUCE_SCATTER,
@@ -72,7 +73,8 @@ class Ops:
     def __init__(self, ctx: Iris) -> None:
         self._ctx = ctx
         self._workspace: Workspace | None = None
-        self._kernels: dict[tuple, object] = {}
+        self.kernels: dict[tuple, object] = {}
+        self.nothing = torch.zeros(1, dtype=torch.int32, device=ctx.device)  # of flags that nobody waits for
         self._calls = repeat.Calls(len(_NAMES))
         self._ending_calls = repeat.Calls(len(_NAMES) + len(norm_ahead.AHEAD_NAMES))  # those of `norm_ahead.py`
         self._device_of = repeat.device_of(ctx.device)
@@ -96,6 +98,14 @@ class Ops:
     def all_gather_matmul(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K."""
         return self._call(GATHER_MATMUL, out, A, B, bias, async_op, config, workspace)
+
+    def all_gather_matmul_gated(self, out, A, B, bias=None, config=None, workspace=None) -> Workspace:
+        """`out [M,N/2] = silu(C[:,:N/2]) * C[:,N/2:]` of `C [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K].
+
+        The first half of a gated MLP whose tokens the ranks share. Where programs with roles multiply (`FusedConfig`),
+        neither half is ever written.
+        """
+        return self._call(GATED, out, A, B, bias, False, config, workspace)
 
     def matmul_all_gather(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = gather(A @ B + bias)`: A [M/w,K], B [K,N], by rows, or A [M,K], B [K,N/w], by columns.
@@ -174,16 +184,19 @@ class Ops:
             if grown:
                 self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
         inside = ahead if ahead and launch.ends_ahead(problem, prepared.config) else None
-        if ahead is not inside:
+        halves = problem.gated and not launch.gates(prepared.config)  # both are written, and gated behind the product
+        if ahead is not inside or halves:
             key = None  # a launch alone would not be the whole call
         came_before = key in calls.known and not async_op
 
         def go() -> None:
             again, launched = calls.moved(key, direct), None
             target = out if direct else workspace.staging[prepared.nbytes : nbytes].view(out.dtype).view(out.shape)
+            if halves:
+                target = out.new_empty(problem.M, problem.N)
             if again is None or not again():
                 launched = launch.launch(
-                    self._kernels, ctx, workspace, problem, prepared.config, (target, A, B, bias),
+                    self.kernels, ctx, workspace, problem, prepared.config, (target, A, B, bias),
                     addresses, came_before, inside,
                 )  # fmt: skip
                 again = launched and launched.again
@@ -191,6 +204,8 @@ class Ops:
                 out.copy_(target)
             if ahead is not None and inside is None:
                 norm_ahead.finish(out, *ahead)
+            if halves:
+                gating.gate(out, target)
             if again or not async_op:  # which leaves alone what is known of the call
                 calls.keep(key, again and (again, None if direct else target, workspace), launched, direct)
 

@@ -79,7 +79,7 @@ _ROUND_HEIGHT = 16
 
 
 def _label(problem: Problem, config: FusedConfig) -> str:
-    if config.algorithm in UNFUSED:
+    if config.algorithm in UNFUSED and not config.warp_roles:
         together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
         return f"{config.algorithm}, torch's product{together}"
     label = f"{config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
@@ -115,6 +115,8 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         found += [x for x in _with_roles(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
         if problem.op == ALL_REDUCE and problem.world_size > 2 and problem.M > 128:  # else other ways are faster
             found += _words_with_roles()
+    if machine.warp_roles and problem.op == GATHER_MATMUL and problem.form == "rows" and bits16 and whole:
+        found += BROUGHT
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
         found += _unfused(problem.op, problem.world_size)
     return found
@@ -160,6 +162,12 @@ def _words_with_roles() -> tuple[FusedConfig, ...]:
         FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm="two_shot")
         for (m, n, k, w), (s, _) in WORDS_ROLES_TILES.items()
     )
+
+
+# Of rows that copy engines bring; programs that share tiles are no faster there, by measurement.
+BROUGHT = tuple(
+    replace(each, algorithm="copy_engines") for each in _with_roles(FusedConfig.group_m) if each.splits == 1
+)
 
 
 def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:

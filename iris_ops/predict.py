@@ -10,7 +10,9 @@ from math import log
 
 import torch
 
+from . import copy_engines
 from .config import FusedConfig, Prediction
+from .gating import gate_us
 from .machine import INTERPRETER, Machine
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
@@ -90,10 +92,15 @@ _MIXED_US = 14.0
 
 def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
     """The time that `config` should take."""
-    if config.algorithm in UNFUSED:
-        return Prediction(*UNFUSED[config.algorithm].predict(problem, config, machine))
+    brought = config.algorithm == "copy_engines" and config.warp_roles
+    behind = gate_us(problem, machine) if problem.gated and not brought else 0.0
+    if config.algorithm in UNFUSED and not config.warp_roles:
+        gemm, link, total = UNFUSED[config.algorithm].predict(problem, config, machine)
+        return Prediction(gemm, link, total + behind)
     gemm = gemm_us(problem, config, machine)
-    if config.algorithm != "overlapped":
+    if brought:
+        way = _brought
+    elif config.algorithm != "overlapped":
         way = _exchanged_with_roles if sums_with_roles(problem, config) else _exchanged
     elif config.warp_roles:
         way = _moved
@@ -104,7 +111,17 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     else:
         way = _overlapped
     link, total = way(problem, config, machine, gemm)
-    return Prediction(gemm, link, total + machine.launch_us)
+    return Prediction(gemm, link, total + machine.launch_us + behind)
+
+
+def _brought(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total) of programs with roles that multiply what copy engines bring, a rank's rows after the other's."""
+    w, entry = problem.world_size, copy_engines.BARRIER_US * problem.world_size
+    copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + copy_engines.COPY_US
+    # rows come late, or when those before them are multiplied; then all that is left is, one tile at least
+    tile = tile_us(problem, config, machine)
+    late = max((i * copy + max(gemm * (w - i) / w, tile) for i in range(1, w)), default=0.0)
+    return (w - 1) * copy, entry + max(gemm, late)
 
 
 def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -240,7 +257,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
-    few_rows = config.algorithm != "overlapped"
+    few_rows = exchanges(config)
     # most of what is read again comes from L2
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows else 1
     stream = (m * k + k * n * again) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
@@ -256,7 +273,7 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     """The product of one tile in one program."""
     fp32 = problem.dtype == torch.float32
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    few_rows = config.algorithm != "overlapped"
+    few_rows = exchanges(config)
     if fp32:
         shares = FP32_TILES
     elif few_rows:
@@ -269,6 +286,11 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         share *= _POINTERS[bm * bn < 128 * 256]
     rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
     return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5
+
+
+def exchanges(config: FusedConfig) -> bool:
+    """Whether it is for few rows, by words that say themselves that they have arrived."""
+    return config.algorithm in ("one_shot", "two_shot")
 
 
 def sums_with_roles(problem: Problem, config: FusedConfig) -> bool:

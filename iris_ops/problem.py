@@ -6,7 +6,7 @@ parts have ceil(size / world_size) elements, the last may be short or empty.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, DtypeError, ShapeError
@@ -21,6 +21,8 @@ GATHER_MATMUL = "all_gather_matmul"
 MATMUL_GATHER = "matmul_all_gather"
 REDUCE_SCATTER = "matmul_reduce_scatter"
 OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
+# `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
+GATED = "all_gather_matmul_gated"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
@@ -55,6 +57,7 @@ class Problem:
     K: int
     world_size: int
     dtype: torch.dtype
+    gated: bool = False
 
     @property
     def empty(self) -> bool:
@@ -93,8 +96,8 @@ def problem_asked(
     op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None
 ) -> Problem:
     """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
-    if op not in OPS:
-        raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")
+    if op not in (*OPS, GATED):
+        raise ArgumentError(f"op is {op!r}; expected one of {', '.join((*OPS, GATED))}")
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
     for name, size in (("M", M), ("N", N), ("K", K)):
@@ -102,12 +105,17 @@ def problem_asked(
             raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
     if not isinstance(world_size, int) or world_size < 1:
         raise ArgumentError(f"world_size is {world_size!r}; expected an integer from 1")
-    forms = {ALL_REDUCE: ("",), GATHER_MATMUL: ("rows", "k")}.get(op, ("rows", "cols"))
+    forms = {ALL_REDUCE: ("",), GATHER_MATMUL: ("rows", "k"), GATED: ("rows",)}.get(op, ("rows", "cols"))
     form = forms[0] if form is None else form
     if form not in forms:
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
-    return Problem(op, form, M, N, K, world_size, dtype)
+    return _gated(Problem(op, form, M, N, K, world_size, dtype))
+
+
+def _gated(problem: Problem) -> Problem:
+    """`problem`, a gather whose product is gated if that is what it asks for."""
+    return replace(problem, op=GATHER_MATMUL, gated=True) if problem.op == GATED else problem
 
 
 def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
@@ -150,6 +158,9 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
         if found and found.form == "k" and rows == 1 and kb <= 1:
             found = Problem(op, "rows", rows, n, kb, w, A.dtype)
         wanted = "A (M/w,K) or (M,K/w), B (K,N), out (M,N)"
+    elif op == GATED:
+        found = fits("rows", rows, n, kb, A=(part(rows), kb), out=(rows, n / 2))
+        wanted = "A (M/w,K), B (K,N), out (M,N/2)"
     elif op == MATMUL_GATHER:
         found = fits("rows", rows, n, k, A=(part(rows), k), B=(k, n), out=(rows, n))
         found = found or fits("cols", rows, cols, k, A=(rows, k), B=(k, part(cols)))
@@ -167,7 +178,7 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
             f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {wanted} with "
             f"w = {w} ranks, parts as torch.chunk splits them"
         )
-    return found
+    return _gated(found)
 
 
 def check_tensors(

@@ -8,7 +8,7 @@ rounded before it is summed, as its peers' are.
 from iris.device import arch
 from iris.device.bounded import healthy
 from iris.device.context import own_context
-from iris.device.sync import await_entered, enter, leave, signal, wait
+from iris.device.sync import await_entered, enter, leave, next_epoch, signal, wait
 from iris.device.tracing import PUSH, SUM, tile_bytes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .owned_tiles import OwnedTiles
 from .units import Units
-from .warp_roles import allocate, multiply_tiles, pace, places_of, rows_of
+from .warp_roles import NOWHERE, allocate, multiply_tiles, pace, places_of, rows_of
 
 
 @gluon.jit
@@ -157,11 +157,29 @@ def reduce_scatter_roles_kernel(
     tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
     shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
+    epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
-                (ctx, a, b, shared, units, tiles, bias, parts, left, sync, N, B_TRANSPOSED, HAS_BIAS, ACC, WAITER),
+                (
+                    ctx,
+                    a,
+                    NOWHERE,
+                    b,
+                    shared,
+                    units,
+                    tiles,
+                    bias,
+                    parts,
+                    left,
+                    epoch,
+                    N,
+                    B_TRANSPOSED,
+                    HAS_BIAS,
+                    ACC,
+                    WAITER,
+                ),
             ),
             (
                 _move_tiles,

@@ -17,7 +17,8 @@ def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
     if config.algorithm == "overlapped" and problem.op in (REDUCE_SCATTER, ALL_REDUCE):
         rows, cols, _ = owned_part(problem, config)
         return problem.world_size * _count(rows, cols, config)
-    if config.algorithm == "overlapped" and problem.op == GATHER_MATMUL and problem.form == "rows":
+    by_sources = config.algorithm == "overlapped" or config.warp_roles
+    if by_sources and problem.op == GATHER_MATMUL and problem.form == "rows":
         return problem.world_size * _count(problem.part_rows, n, config)
     return _count(m, n, config)
 
@@ -27,7 +28,7 @@ def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
     Only all_gather_matmul by rows cuts tiles so.
     """
-    if config.splits == 1 or problem.op != GATHER_MATMUL or problem.form != "rows":
+    if config.splits == 1 or problem.op != GATHER_MATMUL or problem.form != "rows" or config.warp_roles:
         return 0
     tiles, programs = gemm_tiles(problem, config), config.num_programs or programs
     return tiles % programs if tiles >= 2 * programs else tiles

@@ -22,7 +22,7 @@ column, whether to add the bias). What is computed beyond a short part, or beyon
 
 from iris import platform
 from iris.device import arch
-from iris.device.sync import next_epoch, signal, wait
+from iris.device.sync import signal, wait
 from iris.device.tracing import PRODUCT
 import torch
 import triton
@@ -47,6 +47,7 @@ MULTIPLYING, MOVING = 8, 4
 _MOVING_REGISTERS = 168
 # Elements of a tile that each thread of the moving warps holds at a time.
 _HELD = 32
+NOWHERE = gl.constexpr(None)  # what rows are gathered from that all lie in `a`
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -88,11 +89,17 @@ def allocate(
 
 
 @gluon.jit
-def _load(a, b, shared, stage, row, col, k, B_TRANSPOSED: gl.constexpr):
+def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.constexpr):
+    GATED: gl.constexpr = len(b.block_shape) == 3
     loaded = shared.loaded.index(stage)
     mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes)
-    tma.async_copy_global_to_shared(a, [row, k], loaded, shared.a_parts.index(stage))
-    if B_TRANSPOSED:
+    if gathered is None:
+        tma.async_copy_global_to_shared(a, [row, k], loaded, shared.a_parts.index(stage))
+    else:
+        gathered.load(ctx, a, row, k, loaded, shared.a_parts.index(stage))
+    if GATED:
+        tma.async_copy_global_to_shared(b, [0, col, k], loaded, shared.b_parts.index(stage))
+    elif B_TRANSPOSED:
         tma.async_copy_global_to_shared(b, [col, k], loaded, shared.b_parts.index(stage))
     else:
         tma.async_copy_global_to_shared(b, [k, col], loaded, shared.b_parts.index(stage))
@@ -146,26 +153,36 @@ def _place_of(acc, parts, number):
 
 @gluon.jit
 def multiply_tiles(
-    ctx, a, b, shared, units, tiles, bias, parts, left, sync, N, B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ACC: gl.constexpr, WAITER: gl.constexpr,
+    ctx, a, gathered, b, shared, units, tiles, bias, parts, left, epoch, N, B_TRANSPOSED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACC: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: each unit's product, in fp32; complete ones, rounded, are handed over."""
+    """The multiplying warps: each unit's product, in fp32; complete ones, rounded, are handed over.
+
+    `gathered`: whence rows come that are not in `a`, or None: its `load` and, before it, `await_rows`. A `b` of three
+    dimensions, [2, N, K], is two matrices of N columns, of which a tile has as many columns each, side by side.
+    """
     BLOCK_M: gl.constexpr = shared.product.shape[0] * shared.product.shape[1]
     BLOCK_N: gl.constexpr = shared.product.shape[2]
     BLOCK_K: gl.constexpr = a.block_shape[1]
     STAGES: gl.constexpr = shared.STAGES
+    GATED: gl.constexpr = len(b.block_shape) == 3
+    BOTH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], a.dtype)
     finished = shared.product._reinterpret(shared.product.dtype, [BLOCK_M, BLOCK_N], shared.product.layout)
     programs = gl.num_programs(0)
     count = units.count(programs)
-    epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     # what is loaded next
     unit, row, col, k, end = _begin(units, tiles, gl.program_id(0), BLOCK_K)
+    ready = 0
+    if gathered is not None:
+        ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
     for i in gl.static_range(STAGES - 1):
         if unit < count:
-            _load(a, b, shared, i, row, col, k, B_TRANSPOSED)
+            _load(ctx, a, gathered, b, shared, i, row, col, k, B_TRANSPOSED)
             k += BLOCK_K
             if k >= end:
                 unit, row, col, k, end = _begin(units, tiles, unit + programs, BLOCK_K)
+                if gathered is not None:
+                    ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
     stage = 0
     phase = 0
     done = 0
@@ -174,13 +191,21 @@ def multiply_tiles(
         start = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
         if HAS_BIAS:  # first, while the accumulator's registers are all that is used
             _row, own_col, own = tiles.place(tile)
-            c = own_col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
-            start += gl.load(bias + c, mask=(c < N) & own & complete, other=0.0).to(gl.float32)[None, :]
+            c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
+            second = 0
+            if GATED:
+                second = c // (BLOCK_N // 2)
+                c = c % (BLOCK_N // 2)
+            c += own_col
+            values = gl.load(bias + second * N + c, mask=(c < N) & own & complete, other=0.0)
+            start += values.to(gl.float32)[None, :]
         span = ctx.tracing.record_event_start(PRODUCT, -1, parts, tile, nbytes=0)
         acc = warpgroup_mma_init(start)
         for _i in range(steps):
             mbarrier.wait(shared.loaded.index(stage), phase)
             y = shared.b_parts.index(stage)
+            if GATED:
+                y = y._reinterpret(y.dtype, [BLOCK_N, BLOCK_K], BOTH)
             if B_TRANSPOSED:
                 acc = warpgroup_mma(shared.a_parts.index(stage), y.permute((1, 0)), acc, is_async=True)
             else:
@@ -188,10 +213,14 @@ def multiply_tiles(
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
             if unit < count:
                 gl.thread_barrier()  # all warps have multiplied the step before, whose place is free now
-                _load(a, b, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k, B_TRANSPOSED)
+                _load(
+                    ctx, a, gathered, b, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k, B_TRANSPOSED
+                )
                 k += BLOCK_K
                 if k >= end:
                     unit, row, col, k, end = _begin(units, tiles, unit + programs, BLOCK_K)
+                    if gathered is not None:
+                        ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
             last = stage == STAGES - 1
             stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
         product = warpgroup_mma_wait(0, deps=(acc,))
@@ -245,8 +274,8 @@ def arguments(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, confi
     transposed = stored is not B
     block_b = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
     return dict(
-        a=_described(A, (config.block_m, config.block_k)),
-        b=_described(stored, block_b),
+        a=described(A, (config.block_m, config.block_k)),
+        b=described(stored, block_b),
         bias=bias,
         HAS_BIAS=bias is not None,
         B_TRANSPOSED=transposed,
@@ -277,6 +306,7 @@ def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
-def _described(t: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+def described(t: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """`t` as the hardware loads it, a block at a time."""
     layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[t.dtype])
     return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), layout)

@@ -39,10 +39,13 @@ class Workspace:
         # of ops that overlap in several streams: two beside the current one, and what orders them
         self.lanes = Lane(ctx.device), Lane(ctx.device)
         self.marks = [Mark(ctx.device) for _ in range(2 * ctx.num_ranks)]
+        # what copy engines set behind a rank's rows: how many barriers it had come through
+        self.arrivals = ctx._heap.allocate((ctx.num_ranks,), torch.int32).zero_()
         self._done: torch.cuda.Event | None = None
         self.barrier = DeviceBarrier(ctx)  # the ops' own, in their lanes
         self.kernels: dict = {}  # that follow torch's products ...
         self.sums = repeat.Calls(2)  # ... and their launches; gone with `views`
+        self.products = repeat.Calls(4)  # likewise of products of rows that copy engines bring
         self.graphs = Graphs(ctx)  # of calls that are several launches
         ctx.device_barrier()  # no peer signals here before this rank's words are zero
         self.meet()  # so that it is compiled before it is captured
@@ -63,6 +66,7 @@ class Workspace:
             self.staging, grown = self.ctx._heap.allocate((_grown(nbytes),), torch.uint8), True
             self.views.clear()
             self.sums.forget()
+            self.products.forget()
         if exchange > self.exchange.nbytes:
             _refuse_capture(self.ctx)
             self.exchange = self.ctx._heap.allocate((_grown(exchange),), torch.uint8).fill_(255)  # all words empty

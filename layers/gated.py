@@ -1,4 +1,7 @@
-"""Gated MLPs, `down(silu(gate(x)) * up(x))`, whose first half is one kernel where rows are few (see `step_product`).
+"""Gated MLPs, `down(silu(gate(x)) * up(x))`, whose first half is one kernel.
+
+Where rows are few it is `step_product`'s; where they are many, and warps can have roles, that of
+`iris_ops.all_gather_matmul_roles`, be the rows here or, with shared tokens, on all ranks.
 
 A module is exchanged only if its forward reads just so, its gate and up are one product (see `fused`), its activation
 is silu, and nobody else has hooked it. What it holds stays, under the same names. The kernel passes over gate, up and
@@ -11,8 +14,11 @@ import ast
 import inspect
 import textwrap
 
+from iris import platform
+from iris_ops.matmul_gated import FEW
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import step_product
 from .fused import Product
@@ -34,9 +40,12 @@ class GatedMLP(nn.Module):
         (x,) = *args, *kwargs.values()  # by whatever name
         merged = self._product.merged
         merged.check(x, merged.in_features)
-        alone = merged.own_steps and merged.weight_scale is None and not self._product.exchanges(x)
-        if alone and step_product.serves(x, merged.weight, merged.bias, True) and self._is_whole():
-            return self.down_proj(step_product.gated(x, merged.weight, merged.bias))
+        if merged.own_steps and merged.weight_scale is None and self._is_whole():
+            alone = not self._product.exchanges(x)
+            if alone and step_product.serves(x, merged.weight, merged.bias, True):
+                return self.down_proj(step_product.gated(x, merged.weight, merged.bias))
+            if (alone or x.dim() == 2) and has_many_rows(x, merged.weight):
+                return self.down_proj(merged.gated(x))
         both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
 
@@ -48,6 +57,14 @@ class GatedMLP(nn.Module):
         now = self._passed_over()
         same = all(mine is first for mine, first in zip(now, self._whole, strict=True))
         return same and not any(is_hooked(each) for each in now)
+
+
+def has_many_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether programs with roles may multiply `x`: more than a few rows, or a number that is open to a compiler."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not platform.has_warp_roles(x.device):
+        return False
+    wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return not wants_gradient and not statically_known_true(x.shape[:-1].numel() <= FEW)
 
 
 def fuse_gates(model: nn.Module) -> int:

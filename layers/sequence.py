@@ -22,6 +22,7 @@ import re
 
 from iris.errors import ShapeError, StyleError
 from iris_ops import library
+from iris_ops.problem import GATED
 import torch
 from torch import nn
 
@@ -51,6 +52,14 @@ class GatheringColumn(ColumnParallelLinear):
         x = self.rows(input, self.in_features)
         size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0])
         return library.product("all_gather_matmul", self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
+
+    def gated(self, input: torch.Tensor) -> torch.Tensor:
+        """Likewise of all tokens, be they all here or this rank's, [rows, K]."""
+        if input.dim() != 2:
+            return super().gated(input)
+        x = self.rows(input, self.in_features)
+        size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0] // 2)
+        return library.product(GATED, self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
 
 
 class ScatteringRow(RowParallelLinear):

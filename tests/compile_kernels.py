@@ -20,13 +20,14 @@ from iris.ccl.by_words import words_kernel  # noqa: E402
 from iris.ccl.ring import ring_kernel  # noqa: E402
 from iris.device import sync  # noqa: E402
 from iris.tracing import clock_offset_kernel  # noqa: E402
-from iris_ops import exchange_roles, launch, warp_roles  # noqa: E402
+from iris_ops import copy_engines, exchange_roles, gating, launch, warp_roles  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
-from iris_ops.all_gather_roles import all_gather_roles_kernel  # noqa: E402
+from iris_ops.all_gather_matmul_roles import all_gather_matmul_roles_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
 from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
 from iris_ops.machine import machine_named  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
+from iris_ops.matmul_all_gather_roles import matmul_all_gather_roles_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
 from iris_ops.plan import fitting, plan  # noqa: E402
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem  # noqa: E402
@@ -58,10 +59,10 @@ WORLD_SIZE = 4
 MACHINES = {90: "NVIDIA H200", 100: "NVIDIA H200", "gfx942": "AMD Instinct MI300X", "gfx950": "AMD Instinct MI350X"}
 # By what follows the product: block_m, block_k, warps.
 FEW_ROWS = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 8), "gather": (32, 256, 4)}
-_INT32 = {"flags", "sync", "members", "sent", "arrived", "count", "left"}
+_INT32 = {"flags", "passed", "sync", "members", "sent", "arrived", "count", "left"}
 _INT64 = {"words", "heap_bases", "sums", "times", "step", "results"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
-_DATA |= {"residual", "weight", "scaled"}
+_DATA |= {"residual", "weight", "scaled", "both"}
 _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
     ("exchange_roles_kernel", "staging"): "i16",
@@ -82,6 +83,7 @@ TRACED = {
         "few_rows_gather_first",
         "all_reduce_roles_256",
         "matmul_all_gather_roles_128",
+        "all_gather_matmul_roles_256",
         "exchange_roles",
     ),
     "gfx942": ("all_reduce_pointers",),
@@ -113,7 +115,8 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
-    tma |= {"a", "b"} if "ACC" in parameters else set()  # warps with roles load by descriptors only
+    with_roles = "ACC" in parameters  # which load by descriptors only
+    tma |= {"a", "b"} | ({"gathered"} & {*parameters}) if with_roles else set()
     alike = {p.name for p in kernel.params if p.do_not_specialize}  # compiled once, whatever they are multiples of
     backend = make_backend(target)
     pointer = backend.parse_attr(backend.get_tensor_specialization(torch.empty(0), align=True))
@@ -144,6 +147,8 @@ def _block(name: str, constants: dict, in_gluon: bool) -> str:
     """Of a descriptor, behind its dtype: what it loads at a time and, in Gluon, how that lies in shared memory."""
     m, n, k = (constants[f"BLOCK_{axis}"] for axis in "MNK")
     block = ([n, k] if constants.get("B_TRANSPOSED", True) else [k, n]) if name == "b" else [m, k]
+    if name == "b" and in_gluon and constants.get("GATED"):
+        block = [2, n // 2, k]
     sizes = ",".join(map(str, block))
     return f"{sizes}],{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>" if in_gluon else f"{sizes}]>"
 
@@ -180,6 +185,9 @@ def variants(target: GPUTarget):
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
     gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
     yield "few_rows_gather_first", few_rows_gather_kernel, gathering, {**few, **flags}
+    yield "gate", gating.gate_kernel, dict(num_warps=8), dict(BLOCK_M=4, BLOCK_N=1024)
+    arrival = dict(WORLD_SIZE=WORLD_SIZE, WAITER=3)
+    yield "arrived", copy_engines.arrived_kernel, dict(num_warps=1), arrival
     constants = dict(stride_on=1, BLOCK_M=2, BLOCK_N=1024, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True)
     yield "sum_parts", sum_parts_kernel, dict(num_warps=8), constants
     heads = dict(GROUPS=16, DIM=128, BLOCK=64)
@@ -232,9 +240,14 @@ def with_roles():
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_roles_{n}"
             choice = dict(BY_COLS=n == 128, ALL_REDUCE=all_reduce, HAS_BIAS=all_reduce, SHARED=all_reduce == (n == 128))
             yield name, reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
+        gated = n == 256
+        across = warp_roles.in_rows(warp_roles.MOVING, n // 2 if gated else n)
+        name = f"all_gather_matmul_roles_{n}"
+        choice = dict(HAS_BIAS=True, MOVE=across, GATED=gated)
+        yield name, all_gather_matmul_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
         choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
         name = f"matmul_all_gather_roles_{n}"
-        yield name, all_gather_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
+        yield name, matmul_all_gather_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
     yield "exchange_roles", exchange_roles.exchange_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from iris_ops.all_gather_roles import all_gather_roles_kernel
+from iris_ops.matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel
 import pytest
 import torch
@@ -40,7 +40,9 @@ def test_kernels_fit_in_shared_memory_and_never_trap(compiled, target: str) -> N
         assert not kernel.count(r"^\s*(trap|s_trap|brkpt)\b"), kernel.name
 
 
-@pytest.mark.parametrize("kernel", [all_gather_roles_kernel, reduce_scatter_roles_kernel], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kernel", [matmul_all_gather_roles_kernel, reduce_scatter_roles_kernel], ids=lambda k: k.__name__
+)
 def test_how_tiles_are_shared_and_pushed_asks_for_no_further_kernel(kernel) -> None:
     """Triton specialises on what is 1 or a multiple of 16, which of numbers that depend on all sizes says nothing."""
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))

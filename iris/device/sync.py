@@ -249,8 +249,10 @@ def advance(sync, epoch):
 
 
 @triton.jit
-def device_barrier_kernel(words, members, num_members, sent, arrived, WORLD_SIZE: tl.constexpr):
+def device_barrier_kernel(words, members, num_members, sent, arrived, passed, WORLD_SIZE: tl.constexpr):
     """Every rank in `members` [num_members] has come here. `sent`, `arrived`: int32 [world], counts for each peer.
+
+    `passed`: this rank's own count, once all have come.
 
     Counts are kept for each pair of ranks, so barriers of different groups can share them. One program. A rank of which
     a wait has failed vouches for nothing that it did since: it signals nobody, and its peers give up too.
@@ -269,4 +271,5 @@ def device_barrier_kernel(words, members, num_members, sent, arrived, WORLD_SIZE
                 signal(ctx, arrived + ctx.rank, tl.sum(tl.where(ranks == peer, counts, 0)), peer)
         else:
             _signal_ranks(ctx, arrived + ctx.rank, counts, ranks, awaited)
-    _wait_ranks(ctx, arrived, 1, counts, ranks, awaited, _BARRIER, False)
+    if _wait_ranks(ctx, arrived, 1, counts, ranks, awaited, _BARRIER, False):
+        tl.store(passed, tl.sum(tl.where(ranks == ctx.rank, counts, 0)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
+from itertools import product
 import time
 
 import iris
@@ -11,6 +12,7 @@ from iris.errors import PeerLostError
 from iris_ops import FusedConfig, copy_engines
 from iris_ops.machine import machine_named
 from iris_ops.plan import plan
+from iris_ops.predict import predict
 from iris_ops.problem import GATHER_MATMUL, Problem, part_of
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tests.reference import Case
 pytestmark = both
 
 H200 = machine_named("NVIDIA H200", 132)
+ROLES = FusedConfig(128, 128, 64, num_stages=5, warp_roles=True, algorithm="copy_engines")
 
 
 def problem(M: int, world_size: int, N: int = 2560, K: int = 8192) -> Problem:
@@ -64,13 +67,20 @@ def test_steps_hide_copies() -> None:
     assert total > copies > gemm, "nothing hides so much"
 
 
+def test_programs_with_roles_take_all_rows_where_their_tiles_fill_rounds() -> None:
+    """Between products by torch many multiprocessors wait for the last tiles of each."""
+    assert plan(problem(5120, 4, 14336), H200).warp_roles and not plan(problem(2048, 2, 5120), H200).warp_roles
+    for rows, N in ((8192, 14336), (512, 256)):
+        gemm, copies, total = astuple(predict(problem(rows, 4, N), ROLES, H200))
+        assert total > max(gemm, copies) and (total < 1.02 * gemm if rows == 8192 else total > gemm + copies / 2)
+
+
 def test_ranks_go_together_where_the_own_product_hides_all_copies() -> None:
     for N, together in ((2560, 1), (14336, 3)):
         asked = problem(8192, 4, N)
         steps = {each: copy_engines.predict(asked, config(each), H200)[2] for each in (1, 2, 3)}
         assert min(steps, key=steps.get) == together
-        chosen = plan(asked, H200)
-        assert chosen == config(together), chosen
+        assert plan(asked, replace(H200, warp_roles=False)) == config(together)
     assert plan(problem(8192, 2, 14336), H200) == config(), "nobody else's rows to go with"
 
 
@@ -99,6 +109,7 @@ def test_results_are_right_in_steps(world_size: int) -> None:
     for M in (2000, 1999, 5, 3) if ON_GPU else (24, 23, 5, 3):
         case = Case(GATHER_MATMUL, "rows", M, 40, 24, config=config, seed=M)
         cases = [case, replace(case, uneven=True, bias=False, pad=8), replace(case, dtype=torch.float32, on_heap=False)]
+        cases += [replace(each, config=ROLES, transposed=not each.transposed) for each in cases]
         run_ranks(world_size, check_in_steps, cases)
 
 
@@ -126,8 +137,8 @@ def test_who_gave_up_at_the_entry_lets_nobody_use_its_rows(algorithm: str) -> No
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_steps_are_captured(world_size: int) -> None:
     """Replays with late ranks, and captured and eager calls in turn, which set the same marks."""
-    for M in (512, 37):
-        case = Case(GATHER_MATMUL, "rows", M, 512, 1024, config=FusedConfig(algorithm="copy_engines"))
+    for M, config in product((512, 37), (FusedConfig(algorithm="copy_engines"), ROLES)):
+        case = Case(GATHER_MATMUL, "rows", M, 512, 1024, config=config)
         assert run_ranks(world_size, in_steps_on, 1, replay, case, 1000) == [0] * world_size
         run_ranks(world_size, in_steps_on, 1, captured_and_eager, case)
 

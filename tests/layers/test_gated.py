@@ -6,8 +6,9 @@ import functools
 from types import MethodType
 
 from iris.errors import ArgumentError, DtypeError, ShapeError
+from iris_ops import library
 import layers
-from layers import step_product
+from layers import gated, step_product
 from layers.gated import GatedMLP, is_plain
 import pytest
 import torch
@@ -92,6 +93,14 @@ def serve_few_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_product, "serves", lambda x, weight, *_: x.shape[:-1].numel() <= 16 and weight.shape[0] > 0)
 
 
+def serve_many_rows(patch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose warps can have roles; here a kernel behind torch's product gates."""
+    patch.setattr(gated, "has_many_rows", lambda x, weight: True)
+
+
+SERVED = [serve_few_rows, serve_many_rows]
+
+
 def close(result: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(result, expected, rtol=1e-4, atol=1e-5)
 
@@ -103,10 +112,9 @@ def held_body(ctx) -> None:
     mlp, x = model.layers[0].eval(), torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
     assert isinstance(mlp, GatedMLP) and mlp.size == 32 and mlp.act_fn is F.silu
     assert {"unused", "kept"} < mlp.state_dict().keys()
-    for served in (False, True):
+    for serve in (lambda patch: None, *SERVED):
         with pytest.MonkeyPatch.context() as patch:
-            if served:
-                serve_few_rows(patch)
+            serve(patch)
             assert close(mlp(x), whole.layers[0](x))
             assert close(mlp(states=x), whole.layers[0](x))
 
@@ -166,13 +174,14 @@ def test_the_source_of_what_is_wrapped_does_not_count() -> None:
 def bad_input_body(ctx) -> None:
     model, x = models.build("plain"), torch.randn(2, 3, 36)
     layers.parallelize(model, ctx, sequence_parallel=4)
-    with pytest.MonkeyPatch.context() as patch:
-        serve_few_rows(patch)
-        with pytest.raises(ShapeError, match="call the whole model"):
-            model.model.layers[0].mlp(x)
-        for wrong, error in ((None, ArgumentError), (x[..., 1:], ShapeError), (x.half(), DtypeError)):
-            with pytest.raises(error, match="input "):
-                model.model.layers[0].mlp(wrong)
+    for serve in SERVED:
+        with pytest.MonkeyPatch.context() as patch:
+            serve(patch)
+            with pytest.raises(ShapeError, match="call the whole model"):
+                model.model.layers[0].mlp(x)
+            for wrong, error in ((None, ArgumentError), (x[..., 1:], ShapeError), (x.half(), DtypeError)):
+                with pytest.raises(error, match="input "):
+                    model.model.layers[0].mlp(wrong)
 
 
 def test_inputs_are_refused_as_before() -> None:
@@ -185,7 +194,7 @@ class Halved(nn.Module):
 
 
 @torch.no_grad()
-def changed_later_body(ctx) -> None:
+def changed_later_body(ctx, serve) -> None:
     model, x = Stack(), torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
     for mlp in model.layers:
         mlp.act_fn = nn.SiLU()
@@ -194,7 +203,7 @@ def changed_later_body(ctx) -> None:
     calls = []
     second.gate_proj.register_forward_hook(lambda *_: calls.append("gate"))
     with pytest.MonkeyPatch.context() as patch:
-        serve_few_rows(patch)
+        serve(patch)
         plain = first(x) - first.down_proj.bias
         first.act_fn = Halved()
         assert close(first(x) - first.down_proj.bias, plain / 2)
@@ -202,5 +211,40 @@ def changed_later_body(ctx) -> None:
         assert calls == ["gate"]
 
 
-def test_what_is_passed_over_is_called_once_it_is_exchanged_or_hooked() -> None:
-    run_ranks(2, changed_later_body)
+@pytest.mark.parametrize("serve", SERVED)
+def test_what_is_passed_over_is_called_once_it_is_exchanged_or_hooked(serve) -> None:
+    run_ranks(2, changed_later_body, serve)
+
+
+def told(run, op: str | None, called: list[str]):
+    """`run`, which tells of its calls: of the ops by their names, its first argument, or of `op`."""
+
+    def inside(*args):
+        called.append(op or args[0])
+        return run(*args)
+
+    return inside
+
+
+def many_rows_body(ctx, sequence_parallel: int | bool, backend: str | bool) -> list[str]:
+    """Logits of prompts of whole models, gated in one op and not; which ops were called."""
+    found = []
+    for serve in (lambda patch: None, serve_many_rows):
+        model, called = models.build("plain"), []
+        layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
+        with pytest.MonkeyPatch.context() as patch:
+            serve(patch)
+            patch.setattr(library, "gated", told(library.gated, "matmul_gated", called))
+            patch.setattr(library, "product", told(library.product, None, called))
+            found.append(layers.Engine(model, ctx, 2, 32, compile=backend).read(torch.arange(14).view(2, 7)))
+    assert close(*found)
+    return called
+
+
+@pytest.mark.parametrize("backend", [False, "eager"])
+@pytest.mark.parametrize("sequence_parallel", [False, 4])
+def test_prompts_are_gated_with_the_product(sequence_parallel: int | bool, backend: str | bool) -> None:
+    """Of tokens that are here, and of those that ranks share."""
+    expected = "all_gather_matmul_gated" if sequence_parallel else "matmul_gated"
+    for called in run_ranks(2, many_rows_body, sequence_parallel, backend):
+        assert called.count(expected) >= 2, called  # layers; a compiler calls them too

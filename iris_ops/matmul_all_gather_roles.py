@@ -2,7 +2,7 @@
 
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.sync import await_entered, enter, leave
+from iris.device.sync import await_entered, enter, leave, next_epoch
 from iris.device.tracing import PUSH, tile_bytes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .tiles import PartTiles
 from .units import Units
-from .warp_roles import allocate, multiply_tiles, pace, places_of, rows_of
+from .warp_roles import NOWHERE, allocate, multiply_tiles, pace, places_of, rows_of
 
 
 @gluon.jit
@@ -52,7 +52,7 @@ def _push_tiles(
 
 
 @gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
-def all_gather_roles_kernel(
+def matmul_all_gather_roles_kernel(
     a, b, bias, out, parts, left, sync, words, M, N, K, stride_om, row_step, col_step, shared_tiles, sharers, skew,
     spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
@@ -68,11 +68,29 @@ def all_gather_roles_kernel(
     units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
     part = out + ctx.rank.to(gl.int64) * row_step * stride_om + ctx.rank.to(gl.int64) * col_step
     shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
-                (ctx, a, b, shared, units, tiles, bias, parts, left, sync, N, B_TRANSPOSED, HAS_BIAS, ACC, WAITER),
+                (
+                    ctx,
+                    a,
+                    NOWHERE,
+                    b,
+                    shared,
+                    units,
+                    tiles,
+                    bias,
+                    parts,
+                    left,
+                    epoch,
+                    N,
+                    B_TRANSPOSED,
+                    HAS_BIAS,
+                    ACC,
+                    WAITER,
+                ),
             ),
             (_push_tiles, (ctx, shared, units, tiles, part, sync, M, N, stride_om, spread, MOVE, WAITER)),
         ],

@@ -1,0 +1,199 @@
+"""`all_gather_matmul` by programs whose warps have roles (`warp_roles`), of rows that copy engines bring.
+
+Tiles of this rank's rows come first, then those of each rank in the order in which they arrive (`copy_engines`). The
+multiplying warps look for a rank's flag before they load its first rows, two steps before they need them. The moving
+warps store finished tiles, or gate them: of two matrices side by side, silu(A @ first) * (A @ second). With one rank it
+is a product without an exchange.
+"""
+
+from iris.device import arch
+from iris.device.bounded import WAITERS
+from iris.device.context import own_context
+from iris.device.function import device_function
+from iris.device.sync import wait
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+import triton.language as tl
+from triton.language.core import _aggregate, base_value
+
+from . import warp_roles
+from .config import FusedConfig
+from .operands import as_stored
+from .problem import GATHER_MATMUL
+from .tiles import grouped, known
+from .units import Units
+from .warp_roles import allocate, multiply_tiles
+
+
+@_aggregate
+class _SourceTiles:
+    """The tiles of all ranks' rows, `part_rows` each, num_m by num_n of them a rank; this rank's come first."""
+
+    rank: base_value
+    part_rows: base_value
+    num_m: base_value
+    num_n: base_value
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    GROUP_M: tl.constexpr
+    WORLD_SIZE: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, rank, part_rows, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE):
+        self.rank, self.part_rows, self.num_m, self.num_n = rank, known(part_rows), known(num_m), known(num_n)
+        self.BLOCK_M, self.BLOCK_N, self.GROUP_M = known(BLOCK_M), known(BLOCK_N), known(GROUP_M)
+        self.WORLD_SIZE = known(WORLD_SIZE)
+
+    @device_function
+    def count(self):
+        return self.WORLD_SIZE * self.num_m * self.num_n
+
+    @device_function
+    def place(self, tile):
+        """(first row, first column, True: every rank adds the bias) of a tile."""
+        each = self.num_m * self.num_n
+        source = (self.rank + tile // each) % self.WORLD_SIZE
+        tile_m, tile_n = grouped(tile % each, self.num_m, self.num_n, self.GROUP_M)
+        return source * self.part_rows + tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
+
+
+@_aggregate
+class _Gathered:
+    """Where other ranks' rows arrive: in `rows` [M, K], when the rank's flag is `expected`."""
+
+    rows: base_value
+    flags: base_value
+    expected: base_value
+    part_rows: base_value
+    M: base_value
+
+    @triton.constexpr_function
+    def __init__(self, rows, flags, expected, part_rows, M):
+        self.rows, self.flags, self.expected = rows, flags, expected
+        self.part_rows, self.M = known(part_rows), known(M)
+
+    @gluon.jit
+    def load(self, ctx, own, row, k, loaded, place):
+        """Rows from `row` on: this rank's from `own`."""
+        first = ctx.rank * self.part_rows
+        if (ctx.world_size == 1) | (row >= first) & (row < first + self.part_rows):
+            tma.async_copy_global_to_shared(own, [row - first, k], loaded, place)
+        else:
+            tma.async_copy_global_to_shared(self.rows, [row, k], loaded, place)
+
+    @gluon.jit
+    def await_rows(self, ctx, row, ready, wanted, WAITER: gl.constexpr):
+        """How many ranks' rows, from the next rank's on, are here once `row` is; so many were `ready` before."""
+        order = (row // self.part_rows - ctx.rank + ctx.world_size) % ctx.world_size
+        if wanted & (order > ready):
+            for i in range(ready + 1, order + 1):
+                source = (ctx.rank + i) % ctx.world_size
+                if source * self.part_rows < self.M:
+                    wait(ctx, self.flags + source, self.expected, source, WAITER, exact=True)
+            arch.fence_async_proxy()
+            ready = order
+        return ready
+
+
+@gluon.jit
+def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr, MOVE: gl.constexpr):
+    """The moving warps: each tile to its place, or half as many columns of it, gated."""
+    PARTS: gl.constexpr = shared.product.shape[0]
+    ROWS: gl.constexpr = shared.product.shape[1]
+    done = 0
+    programs = gl.num_programs(0)
+    for unit in range(gl.program_id(0), units.count(programs), programs):
+        tile, _, _, complete = units.at(unit, programs)
+        if complete:
+            row, col, _bias = tiles.place(tile)
+            end = min(M, (row // tiles.part_rows + 1) * tiles.part_rows)
+            c = col + gl.arange(0, tiles.BLOCK_N, layout=gl.SliceLayout(0, MOVE))
+            mbarrier.wait(shared.ready, done & 1)
+            for part in range(PARTS):
+                rows = shared.product.index(part)
+                if GATED:
+                    values = rows.slice(0, tiles.BLOCK_N, dim=1).load(MOVE)
+                    second = rows.slice(tiles.BLOCK_N, tiles.BLOCK_N, dim=1).load(MOVE)
+                else:
+                    values = rows.load(MOVE)
+                if part == PARTS - 1:
+                    gl.thread_barrier()
+                    mbarrier.arrive(shared.free, count=1)
+                if GATED:
+                    gate = values.to(gl.float32)
+                    values = arch.round_to(gate / (1.0 + gl.exp(-gate)) * second.to(gl.float32), out.dtype.element_ty)
+                r = row + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
+                place = (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
+                gl.store(out + place, values, mask=(r < end)[:, None] & (c < N)[None, :])
+            done += 1
+
+
+@gluon.jit
+def all_gather_matmul_roles_kernel(
+    a, gathered, b, bias, out, flags, passed, words, M, N, K, stride_om, part_rows,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVING: gl.constexpr,
+    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+):  # fmt: skip
+    """a, gathered, b: descriptors of this rank's rows, of all ranks' [M, K], and of B [K, N] or [N, K].
+
+    Or, `GATED`, of [2, N, K], what gates and what is gated; out is [M, N] then, too. flags: [rank]; passed: what a
+    rank's flag holds when its rows have arrived.
+    """
+    ctx = own_context(words, WORLD_SIZE, TRACING)
+    width: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    num_m, num_n = gl.cdiv(part_rows, BLOCK_M), gl.cdiv(N, width)
+    tiles = _SourceTiles(ctx.rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
+    units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    others = _Gathered(gathered, flags, gl.load(passed), part_rows, M)
+    gl.warp_specialize(
+        [
+            (
+                multiply_tiles,
+                (
+                    ctx, a, others, b, shared, units, tiles, bias, out, flags, 0, N, B_TRANSPOSED, HAS_BIAS, ACC,
+                    WAITER,
+                ),
+            ),
+            (_store_tiles, (shared, units, tiles, out, M, N, stride_om, GATED, MOVE)),
+        ],
+        [MOVING],
+        [MOVING_REGISTERS],
+    )  # fmt: skip
+
+
+def arguments(
+    out: torch.Tensor, A: torch.Tensor, gathered: torch.Tensor, B: torch.Tensor, bias, config: FusedConfig, gated: bool
+) -> dict:  # fmt: skip
+    """What the kernel is given beside what says when rows have arrived; A is this rank's rows, `gathered` has all.
+
+    `gated`: B is [K, 2 N], the transpose of a contiguous tensor, and `out` [M, N].
+    """
+    args = warp_roles.arguments(A, B, bias, config)
+    block = config.block_m, config.block_k
+    if gated:
+        stored = as_stored(B)
+        both = stored.view(2, stored.shape[0] // 2, stored.shape[1])
+        args |= dict(
+            b=warp_roles.described(both, (2, config.block_n // 2, config.block_k)),
+            MOVE=warp_roles.in_rows(warp_roles.MOVING, config.block_n // 2),
+        )
+    return args | dict(
+        gathered=args["a"] if gathered is A else warp_roles.described(gathered, block),
+        out=out,
+        M=out.shape[0],
+        N=out.shape[1],
+        K=A.shape[1],
+        stride_om=out.stride(0),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        GATED=gated,
+        WAITER=WAITERS.index(GATHER_MATMUL),
+    )

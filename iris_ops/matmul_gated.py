@@ -1,0 +1,64 @@
+"""A gated product without an exchange, such as a gated MLP's first half where its input is whole (see `gating`).
+
+By programs with roles where they should take less time than torch's product and the gate behind it, by the model.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from iris import platform, repeat
+import torch
+
+from . import gating, launch, torch_product, warp_roles
+from .all_gather_matmul_roles import all_gather_matmul_roles_kernel, arguments
+from .operands import as_stored
+from .plan import BROUGHT
+from .predict import gemm_us
+from .problem import GATHER_MATMUL, Problem
+from .rounds import gemm_tiles
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+    from .config import FusedConfig
+    from .machine import Machine
+
+
+FEW = 256  # rows: of so many, torch's product is the faster one, by measurement
+
+
+@lru_cache(maxsize=4096)
+def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
+    """How programs with roles should multiply; None if torch should."""
+    if not machine.warp_roles or problem.dtype.itemsize != 2 or problem.M <= FEW:
+        return None
+    ours = {config: gemm_us(problem, config, machine) for config in BROUGHT}
+    config = min(ours, key=ours.get)
+    theirs = torch_product.expected_us(*problem.gemm, machine) + gating.gate_us(problem, machine)
+    return config if ours[config] + machine.launch_us < theirs else None
+
+
+def matmul_gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(C[:, :N/2]) * C[:, N/2:] of C = A [M,K] @ B [K,N] + bias [N], all of one dtype on the context's device.
+
+    A new tensor [M,N/2]. This rank's affair alone.
+    """
+    out = A.new_empty(A.shape[0], B.shape[1] // 2)
+    problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, True)
+    config = chosen(problem, launch.machine(ctx.device))
+    if config is None or as_stored(B) is B or not warp_roles.serve(config, A, B, out):
+        gating.multiply(out, A, B, bias)
+        return out
+    nothing = ctx.ops.nothing
+    args = dict(
+        flags=nothing, passed=nothing, words=ctx.get_device_context(), part_rows=problem.M, WORLD_SIZE=1,
+        TRACING=ctx.tracing.enabled,
+        **arguments(out, A, A, B, bias, config, gated=True),
+    )  # fmt: skip
+    grid = min(gemm_tiles(problem, config), platform.num_programs(ctx.device)), 1, 1
+    repeat.launch(
+        ctx.ops.kernels, ctx.device, all_gather_matmul_roles_kernel, grid, args, num_warps=config.num_warps
+    )  # fmt: skip
+    return out
