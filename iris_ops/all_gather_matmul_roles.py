@@ -6,6 +6,10 @@ warps store finished tiles, or gate them: of two matrices side by side, silu(A @
 is a product without an exchange.
 """
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from iris import platform, repeat
 from iris.device import arch
 from iris.device.bounded import WAITERS
 from iris.device.context import own_context
@@ -22,10 +26,14 @@ from triton.language.core import _aggregate, base_value
 from . import warp_roles
 from .config import FusedConfig
 from .operands import as_stored
-from .problem import GATHER_MATMUL
+from .problem import GATHER_MATMUL, Problem
+from .rounds import gemm_tiles
 from .tiles import grouped, known
 from .units import Units
 from .warp_roles import allocate, multiply_tiles
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 
 @_aggregate
@@ -62,8 +70,9 @@ class _SourceTiles:
 
 @_aggregate
 class _Gathered:
-    """Where other ranks' rows arrive: in `rows` [M, K], when the rank's flag is `expected`."""
+    """Where other ranks' rows than those of `rank` arrive: in `rows` [M, K], when the rank's flag is `expected`."""
 
+    rank: base_value
     rows: base_value
     flags: base_value
     expected: base_value
@@ -71,14 +80,14 @@ class _Gathered:
     M: base_value
 
     @triton.constexpr_function
-    def __init__(self, rows, flags, expected, part_rows, M):
-        self.rows, self.flags, self.expected = rows, flags, expected
+    def __init__(self, rank, rows, flags, expected, part_rows, M):
+        self.rank, self.rows, self.flags, self.expected = rank, rows, flags, expected
         self.part_rows, self.M = known(part_rows), known(M)
 
     @gluon.jit
     def load(self, ctx, own, row, k, loaded, place):
         """Rows from `row` on: this rank's from `own`."""
-        first = ctx.rank * self.part_rows
+        first = self.rank * self.part_rows
         if (ctx.world_size == 1) | (row >= first) & (row < first + self.part_rows):
             tma.async_copy_global_to_shared(own, [row - first, k], loaded, place)
         else:
@@ -87,10 +96,10 @@ class _Gathered:
     @gluon.jit
     def await_rows(self, ctx, row, ready, wanted, WAITER: gl.constexpr):
         """How many ranks' rows, from the next rank's on, are here once `row` is; so many were `ready` before."""
-        order = (row // self.part_rows - ctx.rank + ctx.world_size) % ctx.world_size
+        order = (row // self.part_rows - self.rank + ctx.world_size) % ctx.world_size
         if wanted & (order > ready):
             for i in range(ready + 1, order + 1):
-                source = (ctx.rank + i) % ctx.world_size
+                source = (self.rank + i) % ctx.world_size
                 if source * self.part_rows < self.M:
                     wait(ctx, self.flags + source, self.expected, source, WAITER, exact=True)
             arch.fence_async_proxy()
@@ -147,10 +156,11 @@ def all_gather_matmul_roles_kernel(
     ctx = own_context(words, WORLD_SIZE, TRACING)
     width: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     num_m, num_n = gl.cdiv(part_rows, BLOCK_M), gl.cdiv(N, width)
-    tiles = _SourceTiles(ctx.rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
+    rank = ctx.rank % WORLD_SIZE  # alone, any is the first
+    tiles = _SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
     shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
-    others = _Gathered(gathered, flags, gl.load(passed), part_rows, M)
+    others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M)
     gl.warp_specialize(
         [
             (
@@ -167,24 +177,50 @@ def all_gather_matmul_roles_kernel(
     )  # fmt: skip
 
 
-def arguments(
-    out: torch.Tensor, A: torch.Tensor, gathered: torch.Tensor, B: torch.Tensor, bias, config: FusedConfig, gated: bool
-) -> dict:  # fmt: skip
-    """What the kernel is given beside what says when rows have arrived; A is this rank's rows, `gathered` has all.
+def product(
+    ctx: "Iris", calls: repeat.Calls, kernels: dict, problem: Problem, config: FusedConfig, out, A, gathered, B, bias,
+    flags: torch.Tensor, passed: torch.Tensor,
+) -> Callable[[], None]:  # fmt: skip
+    """A function that launches the kernel on tensors at these addresses; `A` is this rank's rows, `gathered` has all.
 
-    `gated`: B is [K, 2 N], the transpose of a contiguous tensor, and `out` [M, N].
+    Where the product is gated, B is [K, 2 N], the transpose of a contiguous tensor, and `out` [M, N]. `calls` and
+    `kernels` keep what is known of earlier launches.
     """
+    addresses = tuple(0 if t is None else t.data_ptr() for t in (out, A, B, bias))
+    traced = ctx.tracing.enabled
+    key = *addresses, problem, config, out.stride(), A.stride(), B.stride(), traced, None
+    again = calls.moved(key)
+
+    def launch() -> None:
+        nonlocal again
+        if again is not None and again():
+            return
+        args = dict(
+            flags=flags, passed=passed, words=ctx.get_device_context(), part_rows=problem.part_rows,
+            WORLD_SIZE=problem.world_size, TRACING=traced, **_arguments(problem, config, out, A, gathered, B, bias),
+        )  # fmt: skip
+        programs = platform.num_programs(ctx.device)
+        grid = min(gemm_tiles(problem, config), config.num_programs or programs, programs), 1, 1
+        options = dict(num_warps=config.num_warps)
+        found = repeat.launch(kernels, ctx.device, all_gather_matmul_roles_kernel, grid, args, addresses, **options)
+        calls.keep(key, None, found)
+        again = found and found.again
+
+    return launch
+
+
+def _arguments(problem: Problem, config: FusedConfig, out, A, gathered, B, bias) -> dict:
     args = warp_roles.arguments(A, B, bias, config)
-    block = config.block_m, config.block_k
-    if gated:
+    if problem.gated:
         stored = as_stored(B)
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])
         args |= dict(
             b=warp_roles.described(both, (2, config.block_n // 2, config.block_k)),
             MOVE=warp_roles.in_rows(warp_roles.MOVING, config.block_n // 2),
         )
+    rows = args["a"] if gathered is A else warp_roles.described(gathered, (config.block_m, config.block_k))
     return args | dict(
-        gathered=args["a"] if gathered is A else warp_roles.described(gathered, block),
+        gathered=rows,
         out=out,
         M=out.shape[0],
         N=out.shape[1],
@@ -194,6 +230,6 @@ def arguments(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
-        GATED=gated,
+        GATED=problem.gated,
         WAITER=WAITERS.index(GATHER_MATMUL),
     )

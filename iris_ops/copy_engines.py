@@ -27,7 +27,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from iris import platform, repeat, streams
+from iris import repeat, streams
 from iris.device.bounded import WAITERS
 from iris.device.context import own_context
 from iris.device.sync import wait
@@ -35,11 +35,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import gating, torch_product, warp_roles
-from .all_gather_matmul_roles import all_gather_matmul_roles_kernel, arguments
+from . import all_gather_matmul_roles, gating, torch_product, warp_roles
 from .operands import as_stored
 from .problem import GATHER_MATMUL, Problem, part_of
-from .rounds import gemm_tiles
 
 if TYPE_CHECKING:
     from .config import FusedConfig
@@ -153,30 +151,11 @@ _Ways = tuple[Callable[[], None], Callable[[object], None]]
 
 
 def _at_once(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, gathered) -> _Ways:
-    key = *map(_address, (out, A, B, bias)), problem, config, out.stride(), A.stride(), B.stride()
-    again = workspace.products.moved(key)
-
-    def all_rows() -> None:
-        nonlocal again
-        if again is not None and again():
-            return
-        ctx = workspace.ctx
-        args = dict(
-            flags=workspace.arrivals,
-            passed=workspace.barrier.passed,
-            words=ctx.get_device_context(),
-            part_rows=problem.part_rows,
-            WORLD_SIZE=problem.world_size,
-            TRACING=ctx.tracing.enabled,
-            **arguments(out, A, gathered, B, bias, config, problem.gated),
-        )
-        grid = min(gemm_tiles(problem, config), config.num_programs or 1 << 30, platform.num_programs(ctx.device)), 1, 1
-        kernel, options = all_gather_matmul_roles_kernel, dict(num_warps=config.num_warps)
-        found = repeat.launch(workspace.kernels, ctx.device, kernel, grid, args, key[:4], **options)
-        workspace.products.keep(key, None, found)
-        again = found and found.again
-
-    return all_rows, lambda stream: None
+    launch = all_gather_matmul_roles.product(
+        workspace.ctx, workspace.products, workspace.kernels, problem, config, out, A, gathered, B, bias,
+        workspace.arrivals, workspace.barrier.passed,
+    )  # fmt: skip
+    return launch, lambda stream: None
 
 
 def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, gathered) -> _Ways:
@@ -224,10 +203,6 @@ def _wait_for(workspace: Workspace, args: dict) -> Callable[[], None]:
             again = found and found.again
 
     return arrived
-
-
-def _address(t: torch.Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 def _views(workspace: Workspace, problem: Problem) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:

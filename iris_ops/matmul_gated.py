@@ -8,16 +8,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from iris import platform, repeat
 import torch
 
-from . import gating, launch, torch_product, warp_roles
-from .all_gather_matmul_roles import all_gather_matmul_roles_kernel, arguments
+from . import all_gather_matmul_roles, gating, launch, torch_product, warp_roles
 from .operands import as_stored
 from .plan import BROUGHT
 from .predict import gemm_us
 from .problem import GATHER_MATMUL, Problem
-from .rounds import gemm_tiles
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -51,14 +48,7 @@ def matmul_gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
     if config is None or as_stored(B) is B or not warp_roles.serve(config, A, B, out):
         gating.multiply(out, A, B, bias)
         return out
-    nothing = ctx.ops.nothing
-    args = dict(
-        flags=nothing, passed=nothing, words=ctx.get_device_context(), part_rows=problem.M, WORLD_SIZE=1,
-        TRACING=ctx.tracing.enabled,
-        **arguments(out, A, A, B, bias, config, gated=True),
-    )  # fmt: skip
-    grid = min(gemm_tiles(problem, config), platform.num_programs(ctx.device)), 1, 1
-    repeat.launch(
-        ctx.ops.kernels, ctx.device, all_gather_matmul_roles_kernel, grid, args, num_warps=config.num_warps
-    )  # fmt: skip
+    ops, nothing = ctx.ops, ctx.ops.nothing  # arrives
+    product = all_gather_matmul_roles.product
+    product(ctx, ops.products, ops.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
     return out

@@ -74,7 +74,9 @@ class Ops:
         self._ctx = ctx
         self._workspace: Workspace | None = None
         self.kernels: dict[tuple, object] = {}
-        self.nothing = torch.zeros(1, dtype=torch.int32, device=ctx.device)  # of flags that nobody waits for
+        # of products without an exchange (`matmul_gated`): their launches, and flags that nobody waits for
+        self.products = repeat.Calls(len(_NAMES))
+        self.nothing = torch.zeros(1, dtype=torch.int32, device=ctx.device)
         self._calls = repeat.Calls(len(_NAMES))
         self._ending_calls = repeat.Calls(len(_NAMES) + len(norm_ahead.AHEAD_NAMES))  # those of `norm_ahead.py`
         self._device_of = repeat.device_of(ctx.device)

@@ -14,6 +14,7 @@ from . import tritonblas
 from .config import FusedConfig
 from .machine import INTERPRETER, Machine
 from .predict import (
+    BROUGHT_TILES,
     EXCHANGE_TILES,
     FP32_TILES,
     GPU_TILES,
@@ -52,7 +53,7 @@ def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
                 f"{_label(problem, candidate)}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
                 f"together {prediction.total_us:.1f} us"
             )
-        handicap = _HANDICAPS.get(candidate.algorithm, 1.0)
+        handicap = 1.0 if candidate.warp_roles else _HANDICAPS.get(candidate.algorithm, 1.0)
         scored.append((prediction.total_us * handicap, len(scored), candidate, prediction))
     *_, chosen, prediction = min(scored)
     if explained:
@@ -166,7 +167,8 @@ def _words_with_roles() -> tuple[FusedConfig, ...]:
 
 # Of rows that copy engines bring; programs that share tiles are no faster there, by measurement.
 BROUGHT = tuple(
-    replace(each, algorithm="copy_engines") for each in _with_roles(FusedConfig.group_m) if each.splits == 1
+    FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm="copy_engines")
+    for (m, n, k, w), (s, _) in BROUGHT_TILES.items()
 )
 
 

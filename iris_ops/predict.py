@@ -33,7 +33,9 @@ GPU_TILES: Tiles = {
 }
 # The same for programs whose warps have roles, which multiply while tiles are moved.
 ROLES_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
-# Of those, what sends words (`exchange_roles.py`).
+# Of those, what only stores its tiles, for copy engines move the rows that it multiplies.
+BROUGHT_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)}
+# What sends words (`exchange_roles.py`).
 WORDS_ROLES_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
 # For few rows: enough weights under way for the memory's full rate; measured on H200s.
 EXCHANGE_TILES: Tiles = {
@@ -279,7 +281,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     elif few_rows:
         shares = WORDS_ROLES_TILES if config.warp_roles else EXCHANGE_TILES
     else:
-        shares = ROLES_TILES if config.warp_roles else GPU_TILES
+        roles = BROUGHT_TILES if problem.op == GATHER_MATMUL else ROLES_TILES
+        shares = roles if config.warp_roles else GPU_TILES
     unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
     if not (problem.whole_vectors(problem.K) or few_rows) and machine.name.startswith("NVIDIA"):
