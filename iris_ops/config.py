@@ -28,13 +28,14 @@ class FusedConfig:
     into how many parts along K the tiles are cut that do not fill a round of programs. `stagger_us`: over what time the
     programs of the other ops start, so that they do not all push at once.
 
-    `warp_roles`: of the overlapped ops that push tiles, and of "two_shot", whether warps share out multiplying and
-    moving, where the GPU can (NVIDIA Hopper, bf16 and fp16, rows that begin at whole vectors). Eight warps multiply,
-    four more move. In overlapped ops `splits`, if more than 1, then has programs first share the tiles that do not
+    `warp_roles`: of the overlapped ops that push tiles, of "two_shot" and of "copy_engines", whether warps share out
+    multiplying and moving, where the GPU can (NVIDIA Hopper, bf16 and fp16, rows that begin at whole vectors). Eight
+    warps multiply, four more move. In overlapped ops `splits`, if more than 1, then has programs first share the tiles that do not
     fill a round, each tile cut along K into about so many parts at most; all programs start at once, and `stagger_us`
     is over what time they end those parts.
 
-    `ranks_together`: of "copy_engines", how many other ranks' rows are multiplied together at least.
+    `ranks_together`: of "copy_engines" with torch's product, how many other ranks' rows are multiplied together at
+    least.
 
     `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
     "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
