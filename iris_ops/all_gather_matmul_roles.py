@@ -140,7 +140,7 @@ def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr
             done += 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "part_rows"])
 def all_gather_matmul_roles_kernel(
     a, gathered, b, bias, out, flags, passed, words, M, N, K, stride_om, part_rows,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,

@@ -52,7 +52,7 @@ _WAITER = WAITERS.index(GATHER_MATMUL)
 _LEAST_ROWS = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end", "part_rows", "M"])
 def arrived_kernel(
     words, flags, passed, begin, end, part_rows, M, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def _at_once(workspace: Workspace, problem: Problem, config: FusedConfig, out, A
 
 
 def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, gathered) -> _Ways:
-    ctx, rank, w = workspace.ctx, workspace.ctx.cur_rank, problem.world_size
+    rank = workspace.ctx.cur_rank
     multiply = gating.multiply if problem.gated else torch_product.multiply
 
     def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
@@ -170,9 +170,7 @@ def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, 
     steps = _steps(problem, config)
     products = [[product(*span, gathered[slice(*span)]) for span in _rows_of(problem, rank, step)] for step in steps]
     arrivals, (entered, _, *marks) = workspace.lanes[1], workspace.marks
-    known = dict(words=ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
-                 part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=w, WAITER=_WAITER)  # fmt: skip
-    waits = [_wait_for(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps]
+    waits = workspace.views.get((problem, *steps)) or _waits(workspace, problem, steps)
 
     def first() -> None:
         if own is not None:
@@ -192,7 +190,15 @@ def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, 
     return first, rest
 
 
-def _wait_for(workspace: Workspace, args: dict) -> Callable[[], None]:
+def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[Callable[[], None], ...]:
+    """For each step a function that launches the wait for its rows."""
+    known = dict(words=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
+                 part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size, WAITER=_WAITER)  # fmt: skip
+    waits = tuple(_wait(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps)
+    return workspace.remember((problem, *steps), waits)
+
+
+def _wait(workspace: Workspace, args: dict) -> Callable[[], None]:
     again: Callable[[], bool] | None = None
 
     def arrived() -> None:
