@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from . import all_gather_matmul_roles, gating, torch_product, warp_roles
-from .operands import as_stored
+from .operands import as_stored, of_whole_vectors
 from .problem import GATHER_MATMUL, Problem, part_of
 
 if TYPE_CHECKING:
@@ -114,16 +114,15 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[fl
 
 
 def staged_elements(problem: Problem) -> int:
-    """Elements of the gathered rows."""
-    return problem.M * problem.K
+    """Elements of the gathered rows; one at least, so that they have a place."""
+    return max(1, problem.M * problem.K)
 
 
 def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
-    at_once = warp_roles.serve(config, A, B, out) and (not problem.gated or as_stored(B) is not B)
-    ways = _at_once if at_once else _in_steps
+    ways = _at_once if _serves_at_once(problem, config, out, A, B, gathered) else _in_steps
     first, rest = ways(workspace, problem, config, out, A, B, bias, gathered)
     (copies, _), (entered, sent, *_) = workspace.lanes, workspace.marks
     count = workspace.barrier.passed
@@ -135,7 +134,7 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A,
         first()
         with copies.instead_of(stream) as lane:
             entered.wait(lane)
-            for rows, flag in places if A.numel() else ():
+            for rows, flag in places if A.shape[0] else ():  # a peer waits for the flag, be there columns or not
                 rows.copy_(A, non_blocking=True)
                 flag.copy_(count, non_blocking=True)
             sent.set(lane)
@@ -144,6 +143,15 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A,
         return True
 
     return again
+
+
+def _serves_at_once(problem: Problem, config: FusedConfig, out, A, B, gathered) -> bool:
+    """Whether one kernel multiplies all rows. Ranks may differ in this.
+
+    Rows of A that stand apart are copied by a kernel, which may find no room beside one that waits for peers' copies.
+    """
+    loads = warp_roles.serve(config, A, B, out) and of_whole_vectors(gathered)
+    return loads and A.is_contiguous() and (not problem.gated or as_stored(B) is not B)
 
 
 # What multiplies: a function that begins with this rank's rows, and one for the others', given the current stream.
@@ -215,7 +223,7 @@ def _views(workspace: Workspace, problem: Problem) -> tuple[torch.Tensor, list[t
     """The gathered rows; on the rank 1, 2 ... before this one, where its own belong, and its flag."""
     ctx = workspace.ctx
     w, rank = ctx.num_ranks, ctx.cur_rank
-    nbytes = staged_elements(problem) * problem.dtype.itemsize
+    nbytes = problem.M * problem.K * problem.dtype.itemsize
     gathered = workspace.staging[:nbytes].view(problem.dtype).view(problem.M, problem.K)
     begin = rank * problem.part_rows
     mine = slice(begin, begin + part_of(problem.M, w, rank))

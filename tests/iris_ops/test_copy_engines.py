@@ -8,8 +8,9 @@ from itertools import product
 import time
 
 import iris
+from iris import platform
 from iris.errors import PeerLostError
-from iris_ops import FusedConfig, copy_engines
+from iris_ops import FusedConfig, all_gather_matmul_roles, copy_engines
 from iris_ops.machine import machine_named
 from iris_ops.plan import plan
 from iris_ops.predict import predict
@@ -111,6 +112,54 @@ def test_results_are_right_in_steps(world_size: int) -> None:
         cases = [case, replace(case, uneven=True, bias=False, pad=8), replace(case, dtype=torch.float32, on_heap=False)]
         cases += [replace(each, config=ROLES, transposed=not each.transposed) for each in cases]
         run_ranks(world_size, check_in_steps, cases)
+
+
+def without_depth(ctx: iris.Iris) -> None:
+    """The sum of no products is the bias, in a workspace without staging and in one with some."""
+    rows, like = part_of(5, ctx.num_ranks, ctx.cur_rank), dict(dtype=torch.bfloat16, device=ctx.device)
+    bias = torch.arange(16, **like)
+    for K in (0, 8, 0):
+        out = torch.full((5, 16), torch.nan, **like)
+        ctx.ops.all_gather_matmul(out, torch.ones(rows, K, **like), torch.ones(K, 16, **like), bias, config=config())
+        assert torch.equal(out, (bias + K).expand(5, 16)), K
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_rows_without_columns_arrive_too(world_size: int) -> None:
+    run_ranks(world_size, without_depth)
+
+
+def at_once(ctx: iris.Iris, M: int, K: int, between: int) -> list[bool]:
+    """Whether one kernel is asked to multiply rows that stand so far apart; the result is right either way."""
+    served, like = [], dict(dtype=torch.bfloat16, device=ctx.device)
+    kernel = all_gather_matmul_roles.product
+    rows = part_of(M, ctx.num_ranks, ctx.cur_rank)
+    wide, weight = torch.ones(rows, K + between, **like), torch.ones(32, -(-K // 8) * 8, **like)
+    out = torch.full((M, 32), torch.nan, **like)
+
+    def told(*args):
+        served.append(True)
+        return kernel(*args) if ON_GPU else lambda: None
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setattr(platform, "has_warp_roles", lambda device: True)
+        patch.setattr(all_gather_matmul_roles, "product", told)
+        ctx.ops.all_gather_matmul(out, wide[:, :K], weight[:, :K].t(), config=ROLES)
+    assert (out == K).all() or (served and not ON_GPU)
+    return served
+
+
+@pytest.mark.parametrize(
+    "M, K, between, expected",
+    [(6, 24, 0, True), (6, 24, 8, False), (2, 20, 4, False)],
+    ids=["side by side", "apart", "gathered between vectors"],
+)
+def test_one_kernel_multiplies_rows_that_copy_engines_carry(M: int, K: int, between: int, expected: bool) -> None:
+    """Such as stand apart are copied by a kernel, which could wait for room until the product ends."""
+    if ON_GPU and not platform.has_warp_roles(torch.device("cuda", 0)):
+        pytest.skip("warps have roles on Hopper only")
+    assert run_ranks(2, at_once, M, K, between) == [[True] * expected] * 2
 
 
 def come_late(rank: int, world_size: int, algorithm: str) -> None:
