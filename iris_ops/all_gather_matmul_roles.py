@@ -188,7 +188,7 @@ def product(
     """
     addresses = tuple(0 if t is None else t.data_ptr() for t in (out, A, B, bias))
     traced = ctx.tracing.enabled
-    key = *addresses, problem, config, out.stride(), A.stride(), B.stride(), traced, None
+    key = *addresses, problem, config, bias is None, out.stride(), A.stride(), B.stride(), traced, None
     again = calls.moved(key)
 
     def launch() -> None:

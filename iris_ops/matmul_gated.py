@@ -14,7 +14,7 @@ from . import all_gather_matmul_roles, gating, launch, torch_product, warp_roles
 from .operands import as_stored
 from .plan import BROUGHT
 from .predict import gemm_us
-from .problem import GATHER_MATMUL, Problem
+from .problem import GATHER_MATMUL, Problem, check_gradient
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -40,14 +40,19 @@ def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
 def matmul_gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """silu(C[:, :N/2]) * C[:, N/2:] of C = A [M,K] @ B [K,N] + bias [N], all of one dtype on the context's device.
 
-    A new tensor [M,N/2]. This rank's affair alone.
+    A new tensor [M,N/2]. This rank's affair alone. No gradient; one that is asked for is refused.
     """
+    for name, t in (("A", A), ("B", B), ("bias", bias)):
+        if t is not None:
+            check_gradient("matmul_gated", name, t)
     out = A.new_empty(A.shape[0], B.shape[1] // 2)
     problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, True)
     config = chosen(problem, launch.machine(ctx.device))
     if config is None or as_stored(B) is B or not warp_roles.serve(config, A, B, out):
         gating.multiply(out, A, B, bias)
         return out
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
     ops, nothing = ctx.ops, ctx.ops.nothing  # arrives
     product = all_gather_matmul_roles.product
     product(ctx, ops.products, ops.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()

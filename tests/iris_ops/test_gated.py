@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import iris
-from iris import platform
+from iris import platform, repeat
 from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris_ops import FusedConfig, all_gather_matmul_roles, gating, matmul_gated
 from iris_ops.machine import machine_named
@@ -115,12 +116,57 @@ def alone_body(ctx: iris.Iris, chosen: FusedConfig | None) -> list[bool]:
     return served
 
 
+@torch.no_grad()
+def biases_body(ctx: iris.Iris) -> None:
+    """Products that differ in their bias only. On CPUs something stands in for the launch, and for launching again."""
+    launched = []
+
+    def launch(*args, **options) -> repeat.Launch:
+        launched.append(args[4])  # of kernels, device, kernel, grid, the arguments by name
+        assert args[4]["bias"] is None or args[4]["bias"].is_contiguous()
+        return repeat.Launch(lambda: True, lambda addresses: lambda: True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul_gated, "chosen", lambda *_: ROLES)
+        if not ON_GPU:
+            patch.setattr(platform, "has_warp_roles", lambda device: True)
+            patch.setattr(all_gather_matmul_roles, "repeat", SimpleNamespace(launch=launch))
+        for seed in range(4):
+            A, _, B, b, exact = operands(ctx, 300, 64, 64, seed % 2 == 0, torch.bfloat16, seed)
+            apart = None if b is None else b.repeat_interleave(2)[::2]
+            for bias in (apart, b):
+                result = matmul_gated.matmul_gated(ctx, A, B, bias)
+                if ON_GPU:
+                    check(result, exact)
+    if not ON_GPU:
+        assert [args["HAS_BIAS"] for args in launched] == [True, False], "others are launched again"
+
+
+def test_a_product_with_a_bias_is_another_one() -> None:
+    run_ranks(1, biases_body)
+
+
 @pytest.mark.parametrize("chosen", [None, ROLES, SMALL], ids=["torch", "roles", "small"])
 def test_alone(chosen: FusedConfig | None) -> None:
     """In one kernel where warps have roles, B is a weight's transpose, and rows begin at whole vectors."""
     for served in run_ranks(2, alone_body, chosen):
         roles = ON_GPU and chosen is not None and platform.has_warp_roles(torch.device("cuda", 0))
         assert len(served) == (4 if roles else 0)
+
+
+def gradient_body(ctx: iris.Iris) -> None:
+    A, _, B, b, _ = operands(ctx, 8, 16, 8, True, torch.bfloat16)
+    for name in ("A", "B", "bias"):
+        given = dict(A=A, B=B, bias=b)
+        given[name] = given[name].clone().requires_grad_()
+        with pytest.raises(ArgumentError, match=f"matmul_gated: {name} requires grad, and this op has no backward"):
+            matmul_gated.matmul_gated(ctx, **given)
+        with torch.no_grad():
+            assert not matmul_gated.matmul_gated(ctx, **given).requires_grad
+
+
+def test_gradients_are_refused() -> None:
+    run_ranks(1, gradient_body)
 
 
 def test_who_multiplies() -> None:
