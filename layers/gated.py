@@ -35,6 +35,7 @@ class GatedMLP(nn.Module):
         vars(self).update((key, held) for key, held in vars(mlp).items() if not key.startswith("_forward_pre_hooks"))
         self._product = product
         self._whole = self._passed_over()  # in a tuple: no further children
+        self._with_roles = platform.has_warp_roles(product.merged.ctx.device)  # a compiler would warn
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         (x,) = *args, *kwargs.values()  # by whatever name
@@ -44,7 +45,7 @@ class GatedMLP(nn.Module):
             alone = not self._product.exchanges(x)
             if alone and step_product.serves(x, merged.weight, merged.bias, True):
                 return self.down_proj(step_product.gated(x, merged.weight, merged.bias))
-            if (alone or x.dim() == 2) and has_many_rows(x, merged.weight):
+            if (alone or x.dim() == 2) and has_many_rows(x, merged, self._with_roles):
                 return self.down_proj(merged.gated(x))
         both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
@@ -59,11 +60,12 @@ class GatedMLP(nn.Module):
         return same and not any(is_hooked(each) for each in now)
 
 
-def has_many_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def has_many_rows(x: torch.Tensor, merged: nn.Module, with_roles: bool) -> bool:
     """Whether programs with roles may multiply `x`: more than a few rows, or a number that is open to a compiler."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not platform.has_warp_roles(x.device):
+    if not with_roles or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    held = [t for t in (x, merged.weight, merged.bias) if t is not None]
+    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in held)
     return not wants_gradient and not statically_known_true(x.shape[:-1].numel() <= FEW)
 
 

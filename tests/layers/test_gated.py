@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from types import MethodType
 
+from iris import platform
 from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris_ops import library
 import layers
@@ -95,7 +96,7 @@ def serve_few_rows(patch: pytest.MonkeyPatch) -> None:
 
 def serve_many_rows(patch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose warps can have roles; here a kernel behind torch's product gates."""
-    patch.setattr(gated, "has_many_rows", lambda x, weight: True)
+    patch.setattr(gated, "has_many_rows", lambda *_: True)
 
 
 SERVED = [serve_few_rows, serve_many_rows]
@@ -214,6 +215,32 @@ def changed_later_body(ctx, serve) -> None:
 @pytest.mark.parametrize("serve", SERVED)
 def test_what_is_passed_over_is_called_once_it_is_exchanged_or_hooked(serve) -> None:
     run_ranks(2, changed_later_body, serve)
+
+
+def who_is_served_body(ctx) -> None:
+    """Prompts of an MLP on GPUs whose warps can have roles; here another kernel gates."""
+    called: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "has_warp_roles", lambda device: True)
+        patch.setattr(library, "gated", told(library.gated, "gated", called))
+        model = Stack().bfloat16()
+        layers.parallelize(model, ctx, plan=PLAN)
+        mlp, many = model.layers[0].to(ctx.device), torch.randn(2, 200, 32).to(ctx.device, torch.bfloat16)
+        for x, count in ((many, 1), (many[:1], 1), (torch.cat([many, many[:, :57]], 1), 2)):
+            mlp(x)
+            assert len(called) == count, "more than a few rows only"
+        for wanted in (many, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias):
+            wanted.requires_grad_()
+            with pytest.raises(ArgumentError, match="requires grad"):
+                mlp(many)
+            with torch.no_grad():
+                mlp(many)
+            wanted.requires_grad_(False)
+
+
+def test_gradients_are_refused_where_many_rows_are_gated() -> None:
+    """Of the input, the weight and the bias, each for itself."""
+    run_ranks(1, who_is_served_body)
 
 
 def told(run, op: str | None, called: list[str]):
