@@ -49,7 +49,7 @@ def is_attention(module: nn.Module) -> bool:
 def is_hooked(module: object) -> bool:
     """Whether a call of it, a module or a function, is more than that of its class."""
     hooks = (getattr(module, key, None) for key in ("_forward_pre_hooks", "_forward_hooks"))
-    return any(hooks) or "forward" in getattr(module, "__dict__", ())
+    return any(hooks) or (isinstance(module, nn.Module) and "forward" in vars(module))
 
 
 def check_version(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from layers.gated import GatedMLP, is_plain
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from tests.harness import UNDER_TORCHRUN, both, run_ranks
@@ -241,6 +242,27 @@ def who_is_served_body(ctx) -> None:
 def test_gradients_are_refused_where_many_rows_are_gated() -> None:
     """Of the input, the weight and the bias, each for itself."""
     run_ranks(1, who_is_served_body)
+
+
+@torch.no_grad()
+def compiled_body(ctx) -> int:
+    """How often an MLP whose activation is a function is compiled for prompts of several lengths."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "has_warp_roles", lambda device: True)
+        model = Stack().bfloat16()
+        layers.parallelize(model, ctx, plan=PLAN)
+        mlp = model.layers[0].to(ctx.device)
+        compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=counter)
+        for rows in (300, 400, 50):
+            x = torch.randn(rows, 32).to(ctx.device, torch.bfloat16)
+            assert torch.allclose(compiled(x), mlp(x), rtol=0.1, atol=0.1)
+    return counter.frame_count
+
+
+def test_it_is_compiled_as_a_whole_and_once_for_all_lengths() -> None:
+    assert run_ranks(1, compiled_body) == [1]
 
 
 def told(run, op: str | None, called: list[str]):
