@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import iris
 from iris.errors import ArgumentError, ClosedError
 from iris_ops import library
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, part_of
+from iris_ops.matmul_gated import matmul_gated
+from iris_ops.problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, part_of
 import pytest
 import torch
 
@@ -15,15 +18,16 @@ from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
 pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2], scope="session")]
 
 M, N, K = 7, 36, 24  # uneven parts of rows on 2, 3 and 4 ranks
+ALL = (*OPS, GATED)
 
 
 def arguments(ctx, op: str) -> tuple:
     """(A, B, bias, size) of a call on this rank."""
     w, rank, (m, n, k) = ctx.num_ranks, ctx.cur_rank, (M, N, K)
     rows = part_of(m, w, rank)
-    a_rows = rows if op in (GATHER_MATMUL, MATMUL_GATHER) else m
-    size = (rows, n) if op == REDUCE_SCATTER else (m, n)
-    torch.manual_seed(5 if op == GATHER_MATMUL else 5 + rank)
+    a_rows = rows if op in (GATHER_MATMUL, MATMUL_GATHER, GATED) else m
+    size = (rows, n) if op == REDUCE_SCATTER else (m, n // 2) if op == GATED else (m, n)
+    torch.manual_seed(5 if op in (GATHER_MATMUL, GATED) else 5 + rank)
     B = torch.randn(n, k, device=ctx.device).t()
     return torch.randn(a_rows, k, device=ctx.device), B, torch.randn(n, device=ctx.device), size
 
@@ -33,9 +37,9 @@ def registered(op: str):
 
 
 def same_bits_body(ctx) -> None:
-    for op in OPS:
+    for op in ALL:
         A, B, bias, size = arguments(ctx, op)
-        for b, mean_part in ((bias, None), (None, K if op != GATHER_MATMUL else N)):
+        for b, mean_part in ((bias, None), (None, N if op in (GATHER_MATMUL, GATED) else K)):
             out = A.new_full(size, torch.nan)
             getattr(ctx.ops, op)(out, A, B, b)
             for result in (
@@ -46,15 +50,35 @@ def same_bits_body(ctx) -> None:
                 assert not ctx.is_symmetric(result), "a result that a later call could overwrite"
 
 
+@torch.no_grad()
+def gated_alone_body(ctx) -> None:
+    A, B, bias, _ = arguments(ctx, GATED)
+    for b in (bias, None):
+        expected = matmul_gated(ctx, A, B, b)
+        gate, up = (A @ B + (0 if b is None else b)).chunk(2, 1)
+        assert torch.allclose(expected, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-5)
+        assert torch.equal(registered("matmul_gated")(A, B, b, ctx.group_name), expected)
+        assert torch.equal(library.gated(ctx, A, B, b), expected)
+        compiled = torch.compile(partial(library.gated, ctx), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(A, B, b), expected)
+
+
+def test_a_gated_product_without_an_exchange_is_an_operator_too(world_size: int) -> None:
+    run_ranks(world_size, gated_alone_body)
+
+
 def test_an_operator_gives_the_bits_of_the_op(world_size: int) -> None:
     run_ranks(world_size, same_bits_body)
 
 
 def opcheck_body(ctx) -> None:
-    for op in OPS:
+    for op in ALL:
         A, B, bias, size = arguments(ctx, op)
         results = torch.library.opcheck(registered(op), (A, B, bias, size, ctx.group_name))
         assert set(results.values()) == {"SUCCESS"}, (op, results)
+    for b in (bias, None):
+        results = torch.library.opcheck(registered("matmul_gated"), (A, B, b, ctx.group_name))
+        assert set(results.values()) == {"SUCCESS"}, results
 
 
 def test_torch_finds_nothing_wrong_with_the_registration(world_size: int) -> None:
@@ -66,7 +90,7 @@ def mean_part_body(ctx) -> list:
     seen = []
     plan = ctx.ops._plan
     ctx.ops._plan = lambda problem, *explained: seen.append(problem) or plan(problem, *explained)
-    for op in OPS:
+    for op in ALL:
         A, B, bias, size = arguments(ctx, op)
         registered(op)(A, B, bias, size, ctx.group_name, mean_part=20)
     return [(problem.op, *problem.gemm[1:]) for problem in seen]
@@ -74,7 +98,8 @@ def mean_part_body(ctx) -> list:
 
 def test_ranks_with_different_parts_plan_by_the_mean_one(world_size: int) -> None:
     for seen in run_ranks(world_size, mean_part_body):
-        assert seen == [(ALL_REDUCE, N, 20), (GATHER_MATMUL, 20, K), (MATMUL_GATHER, N, K), (REDUCE_SCATTER, N, 20)]
+        gathered = GATHER_MATMUL, 20, K  # gated or not
+        assert seen == [(ALL_REDUCE, N, 20), gathered, (MATMUL_GATHER, N, K), (REDUCE_SCATTER, N, 20), gathered]
 
 
 def refused_body(ctx) -> None:
@@ -92,6 +117,10 @@ def refused_body(ctx) -> None:
         op(A, B, bias, size, "nobody")
     with torch.no_grad():
         assert op(A.requires_grad_(), B, bias, size, ctx.group_name).shape == size
+    gated = torch.ops.iris_ops.matmul_gated
+    for run in (gated, torch.compile(gated, fullgraph=True, backend="eager")):
+        with pytest.raises(Exception, match="matmul_gated: A requires grad, and this op has no backward"):
+            run(A, B, bias, ctx.group_name)
 
 
 def test_gradients_wrong_sizes_and_unknown_groups_are_refused(world_size: int) -> None:
