@@ -337,7 +337,7 @@ def launch(
         return repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
     except triton.OutOfResources as error:  # before anything ran; ranks whose calls are alike all come here
         raise ArgumentError(
-            f"{problem.op}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
+            f"{problem.asked}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
             f"{config.num_stages} stages and {config.num_warps} warps, which take {error.required} of {error.name} for "
             f"{problem.dtype}; expected at most {error.limit}, what the device has"
         ) from error

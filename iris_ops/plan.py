@@ -57,10 +57,9 @@ def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
         scored.append((prediction.total_us * handicap, len(scored), candidate, prediction))
     *_, chosen, prediction = min(scored)
     if explained:
-        asked = (
-            f"{problem.op} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype} on {machine.name}"
-        )
-        reasons = [asked, *tritonblas.reasons(problem, machine.name), *reasons, f"chosen {_label(problem, chosen)}"]
+        asked = f"{problem.asked} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype}"
+        named = tritonblas.reasons(problem, machine.name)
+        reasons = [f"{asked} on {machine.name}", *named, *reasons, f"chosen {_label(problem, chosen)}"]
         if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
             reasons.append(
                 "peers write out directly when it lies on the heap; otherwise it is staged and copied once more"
@@ -107,7 +106,8 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
         splits = [_splits(problem, config, machine) for config in found]
         found = [replace(each, splits=s) if s > 1 else each for each, s in zip(found, splits, strict=True)]
     bits16 = problem.dtype.itemsize == 2
-    whole = problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)  # else portable kernels would serve
+    width = problem.N // 2 if problem.gated else problem.N  # of out
+    whole = problem.whole_vectors(problem.K) and problem.whole_vectors(width)  # else portable kernels would serve
     if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and whole:
         found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
         # owners take turns, so a round of programs works on this many row blocks of each

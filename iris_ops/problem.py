@@ -60,6 +60,11 @@ class Problem:
     gated: bool = False
 
     @property
+    def asked(self) -> str:
+        """The op that was called."""
+        return GATED if self.gated else self.op
+
+    @property
     def empty(self) -> bool:
         """Whether no rank has anything to compute. In `all_gather_matmul` N may differ by rank, so only M tells."""
         return self.M == 0 or (self.N == 0 and self.op != GATHER_MATMUL)

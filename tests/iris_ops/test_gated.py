@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import iris
 from iris import platform, repeat
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris_ops import FusedConfig, all_gather_matmul_roles, gating, matmul_gated
+from iris_ops import FusedConfig, all_gather_matmul_roles, gating, launch, matmul_gated
 from iris_ops.machine import machine_named
 from iris_ops.plan import plan
 from iris_ops.problem import GATED, GATHER_MATMUL, Problem, part_of
 import pytest
 import torch
+import triton
 
 from tests.checks import poison
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
@@ -178,6 +179,9 @@ def test_who_multiplies() -> None:
     assert matmul_gated.chosen(problem(8192), machine_named("AMD Instinct MI300X", 304)) is None
     planned = plan(problem(8192, 4), H200)
     assert planned.warp_roles and planned.algorithm == "copy_engines"
+    apart = replace(problem(8192, 4), N=2 * 14340)
+    assert not plan(apart, H200).warp_roles, "rows of out begin between vectors"
+    assert plan(replace(apart, gated=False), H200).warp_roles
     behind = replace(problem(64, 4), gated=False)
     more = plan(problem(64, 4), H200).prediction.total_us - plan(behind, H200).prediction.total_us
     assert more == pytest.approx(gating.gate_us(behind, H200), rel=1e-3), "gated behind the product"
@@ -196,9 +200,17 @@ def refused_body(ctx: iris.Iris) -> None:
     ):
         with pytest.raises(error, match=message):
             ctx.ops.all_gather_matmul_gated(**{**dict(out=out, A=A, B=B), **wrong})
+
+    def too_large(*_: object, **__: object) -> None:
+        raise triton.OutOfResources(393_216, 232_448, "shared memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "repeat", SimpleNamespace(launch=too_large))
+        with pytest.raises(ArgumentError, match="all_gather_matmul_gated: config has blocks of 256 x 256 x 128"):
+            ctx.ops.all_gather_matmul_gated(out, A, B, config=FusedConfig(256, 256, 128, num_stages=4))
     with pytest.raises(ArgumentError, match="form is 'k' for all_gather_matmul_gated; expected none"):
         ctx.ops.plan(GATED, 64, 64, 64, torch.bfloat16, "k")
-    assert ctx.ops.plan(GATED, 64, 64, 64, torch.bfloat16).reasons
+    assert ctx.ops.plan(GATED, 64, 64, 64, torch.bfloat16).reasons[0].startswith(f"{GATED} rows M=64")
 
 
 def test_what_is_refused() -> None:
