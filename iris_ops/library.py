@@ -5,11 +5,11 @@
     torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None) -> (Tensor, ...)
 
 The same schema for all four and `all_gather_matmul_gated`; one without an exchange (`matmul_gated.py`); and one that
-returns (out, scaled, squares), see `norm_ahead.py`. `size` is the shape of
-this rank's result, `group` the name of the context (`ctx.group_name`). An operator is functional: its result is a new
-tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts differ in size. An op plans by
-the sizes that it sees; ranks that saw different ones could choose different tiles and wait for signals that are never
-sent. So they all plan by this size in place of K (of N in `all_gather_matmul`).
+returns (out, scaled, squares), see `norm_ahead.py`. `size` is the shape of this rank's result, `group` the name of the
+context (`ctx.group_name`). An operator is functional: its result is a new tensor, and nothing that the caller sees is
+mutated. `mean_part` is for ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw
+different ones could choose different tiles and wait for signals that are never sent. So they all plan by this size in
+place of K (in `all_gather_matmul`, gated or not, of N, the columns of B).
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 

@@ -35,10 +35,10 @@ class Workspace:
         # [epoch, programs that came so far, flag] of the calls that use the exchange area (`iris/device/exchange.py`)
         self.exchange_sync = torch.zeros(4, dtype=torch.int32, device=ctx.device)
         self.collective = ctx.ccl.new_workspace()  # of the collectives that follow a product
-        self.views: dict[object, tuple] = {}  # of `staging`, by problem; gone when it moves
+        self.views: dict[object, tuple] = {}  # of `staging`, by problem, and waits for it; gone when it moves
         # of ops that overlap in several streams: two beside the current one, and what orders them
         self.lanes = Lane(ctx.device), Lane(ctx.device)
-        self.marks = [Mark(ctx.device) for _ in range(2 * ctx.num_ranks)]
+        self.marks = [Mark(ctx.device) for _ in range(ctx.num_ranks + 1)]  # two, and one a peer
         # what copy engines set behind a rank's rows: how many barriers it had come through
         self.arrivals = ctx._heap.allocate((ctx.num_ranks,), torch.int32).zero_()
         self._done: torch.cuda.Event | None = None

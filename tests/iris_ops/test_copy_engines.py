@@ -129,6 +129,25 @@ def test_rows_without_columns_arrive_too(world_size: int) -> None:
     run_ranks(world_size, without_depth)
 
 
+def counts_wrap(ctx: iris.Iris, config: FusedConfig) -> None:
+    """Flags are awaited as their count goes from the largest number to the smallest."""
+    rows, like = part_of(300, ctx.num_ranks, ctx.cur_rank), dict(dtype=torch.bfloat16, device=ctx.device)
+    A, B, out = torch.empty(rows, 64, **like), torch.ones(64, 32, **like), torch.empty(300, 32, **like)
+    workspace = ctx.ops.all_gather_matmul(out, A.fill_(0), B, config=config)
+    ctx.barrier()
+    workspace.barrier.counts.fill_(2**31 - 4)
+    ctx.barrier()
+    for call in range(1, 8):
+        ctx.ops.all_gather_matmul(out, A.fill_(call), B, config=config)
+        assert (out == 64 * call).all(), call
+    assert int(workspace.barrier.passed) == 3 - 2**31
+
+
+@pytest.mark.parametrize("config", [config(), ROLES], ids=["steps", "roles"])
+def test_flags_are_told_apart_where_counts_wrap(config: FusedConfig) -> None:
+    run_ranks(2, counts_wrap, config)
+
+
 def at_once(ctx: iris.Iris, M: int, K: int, between: int) -> list[bool]:
     """Whether one kernel is asked to multiply rows that stand so far apart; the result is right either way."""
     served, like = [], dict(dtype=torch.bfloat16, device=ctx.device)

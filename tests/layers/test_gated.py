@@ -275,25 +275,28 @@ def told(run, op: str | None, called: list[str]):
     return inside
 
 
-def many_rows_body(ctx, sequence_parallel: int | bool, backend: str | bool) -> list[str]:
+def many_rows_body(ctx, name: str, sequence_parallel: int | bool, backend: str | bool) -> list[str]:
     """Logits of prompts of whole models, gated in one op and not; which ops were called."""
     found = []
     for serve in (lambda patch: None, serve_many_rows):
-        model, called = models.build("plain"), []
+        model, called = models.build(name), []
         layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
         with pytest.MonkeyPatch.context() as patch:
             serve(patch)
             patch.setattr(library, "gated", told(library.gated, "matmul_gated", called))
             patch.setattr(library, "product", told(library.product, None, called))
-            found.append(layers.Engine(model, ctx, 2, 32, compile=backend).read(torch.arange(14).view(2, 7)))
+            found.append(layers.Engine(model, ctx, 2, 32, compile=backend).read(torch.arange(24).view(2, 12)))
     assert close(*found)
     return called
 
 
 @pytest.mark.parametrize("backend", [False, "eager"])
 @pytest.mark.parametrize("sequence_parallel", [False, 4])
-def test_prompts_are_gated_with_the_product(sequence_parallel: int | bool, backend: str | bool) -> None:
-    """Of tokens that are here, and of those that ranks share."""
+@pytest.mark.parametrize("world_size, name", [(2, "plain"), (3, "width130")])
+def test_prompts_are_gated_with_the_product(
+    world_size: int, name: str, sequence_parallel: int | bool, backend: str | bool
+) -> None:
+    """Of tokens that are here, and of those that ranks share; also where ranks have parts of several widths."""
     expected = "all_gather_matmul_gated" if sequence_parallel else "matmul_gated"
-    for called in run_ranks(2, many_rows_body, sequence_parallel, backend):
+    for called in run_ranks(world_size, many_rows_body, name, sequence_parallel, backend):
         assert called.count(expected) >= 2, called  # layers; a compiler calls them too
