@@ -2,7 +2,8 @@
 
 The Hugging Face module keeps its forward. Before it runs, a hook replaces its input by the merged product of it; what
 were q_proj, k_proj and v_proj then take their columns of that. So nothing is remembered from one call to the next: any
-order of calls is right, an exception leaves nothing behind, and a compiler sees a product and three slices.
+order of calls is right, an exception leaves nothing behind, and a compiler sees a product and three slices. But where
+the product is as wide as the input, slices tell the two apart by which product was made last.
 
     attention(hidden)  ->  forward(qkv_proj(hidden)):  q_proj(x) = x[..., :a]   k_proj(x) = x[..., a:b]   ...
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 import inspect
 import textwrap
 from typing import Any
+import weakref
 
 from iris.errors import ShapeError
 import torch
@@ -44,7 +46,7 @@ class Slice(nn.Module):
         self._of = (merged,)  # in a tuple: the merged linear is a child of the module only
 
     def forward(self, product: torch.Tensor) -> torch.Tensor:
-        if product.shape[-1] != self.width:
+        if product.shape[-1] != self.width or not _is_made(self.merged, product):
             raise ShapeError(
                 f"input has shape {tuple(product.shape)}: expected [..., {self.width}], the merged product, which the"
                 " parent module's call prepares; call the parent, or its merged linear"
@@ -91,11 +93,28 @@ class Product:
         return args, {**kwargs, self.name: self.product(kwargs[self.name], kwargs)}
 
     def product(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """The merged product of `x`, and `kwargs` of the module's forward, as its slices take it."""
+        product = self.multiply(x, kwargs)
+        if _is_ambiguous(self.merged):
+            self.merged.made = weakref.ref(product)
+        return product
+
+    def multiply(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         return self.merged(x)
 
     def exchanges(self, x: torch.Tensor) -> bool:
         """Whether the product of `x` needs something of other ranks."""
         return False
+
+
+def _is_ambiguous(merged: ColumnParallelLinear) -> bool:
+    """Whether a product is as wide as its input. Compilers trace whole layers, and so no slice alone."""
+    return merged.weight.shape[0] == merged.in_features and not torch.compiler.is_compiling()
+
+
+def _is_made(merged: ColumnParallelLinear, product: torch.Tensor) -> bool:
+    """Whether `product`, of the right width, is one: if its input is as wide, whether it is the last that was made."""
+    return not _is_ambiguous(merged) or getattr(merged, "made", lambda: None)() is product
 
 
 def families_of(styles: dict[str, str]) -> dict[str, list[str]]:
@@ -121,13 +140,13 @@ def merge_siblings(model: nn.Module, styles: dict[str, str], hook: type[Product]
         used = arguments[type(module)]
         linears = [getattr(module, child) for child in children]
         name = _name(children)
-        if used and used[1] == set(children) and mergeable(linears, hook) and not hasattr(module, name):
+        if used and used[1] == set(children) and mergeable(linears) and not hasattr(module, name):
             _merge(module, name, children, linears, hook, used[0])
             merged[f"{parent}.{name}"] = "colwise, merged from " + ", ".join(children)
     return merged
 
 
-def mergeable(linears: Sequence[nn.Module], hook: type[Product] = Product) -> bool:
+def mergeable(linears: Sequence[nn.Module]) -> bool:
     """Whether one product can serve all of `linears`."""
     kinds = {
         (type(each), each.in_features, each.bias is None, each.weight.dtype, each.sequence_parallel)
@@ -136,10 +155,7 @@ def mergeable(linears: Sequence[nn.Module], hook: type[Product] = Product) -> bo
         for each in linears
     }
     alike = len(linears) > 1 and len(kinds) == 1 and None not in kinds
-    if not alike or any(each.gather_output or hasattr(each, "tied_to") for each in linears):
-        return False
-    # a slice could not tell a product as wide as the input from the input
-    return hook is not Product or sum(each.weight.shape[0] for each in linears) != linears[0].in_features
+    return alike and not any(each.gather_output or hasattr(each, "tied_to") for each in linears)
 
 
 def sole_use(forward: Callable) -> tuple[str, set[str]] | None:

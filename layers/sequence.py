@@ -81,7 +81,7 @@ class SequenceProduct(Product):
 
     least = LEAST
 
-    def product(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         if x.dim() != 2 and self.exchanges(x):
             raise ShapeError(
                 f"input has shape {tuple(x.shape)}: expected this rank's tokens, [rows, features], as the model's first"

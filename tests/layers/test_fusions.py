@@ -176,3 +176,34 @@ def test_the_source_of_a_forward_tells_what_becomes_of_its_input() -> None:
     assert sole_use(Forwards.shaped) == ("x", {"a"})
     for other in (Forwards.replaced, Forwards.width, Forwards.scaled, Forwards.function, Forwards.inner, len):
         assert sole_use(other) is None, other
+
+
+@torch.no_grad()
+def as_wide_body(ctx, sequence_parallel: int | bool) -> torch.Tensor:
+    """Of a model whose merged products are as wide as their inputs, on two ranks."""
+    import transformers
+
+    torch.manual_seed(5)
+    sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)).eval()
+    tokens = torch.arange(8).view(1, 8)
+    expected = model(tokens).logits
+    parallelize(model.to(ctx.device), ctx, sequence_parallel=sequence_parallel)
+    layer = model.model.layers[0]
+    assert layer.self_attn.qkv_proj.weight.shape == layer.mlp.gate_up_proj.weight.shape == (32, 32)
+    hidden = torch.randn(8, 32, device=ctx.device)
+    for _ in range(2):
+        torch.testing.assert_close(model(tokens.to(ctx.device)).logits.cpu(), expected, rtol=1e-4, atol=1e-5)
+        for piece in (layer.self_attn.q_proj, layer.mlp.up_proj):
+            with pytest.raises(ShapeError, match="the merged product, which the parent module's call prepares"):
+                piece(hidden)
+    engine = layers.Engine(model, ctx, 1, 16, compile="eager")
+    torch.testing.assert_close(engine.read(tokens.to(ctx.device)).cpu(), expected[:, -1], rtol=1e-4, atol=1e-5)
+    return engine.generate(tokens, 4)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, 4])
+def test_products_as_wide_as_their_input_are_merged(sequence_parallel: int | bool) -> None:
+    """As of Qwen3-32B on two ranks; a slice that is handed the input says so."""
+    first, second = run_ranks(2, as_wide_body, sequence_parallel)
+    assert first == second
