@@ -125,8 +125,9 @@ class Ops:
     ) -> FusedConfig:
         """The configuration that a call would use, with its reasons and predicted time; launches nothing.
 
-        `M`, `N`: of the whole result; `K`: the depth that one rank multiplies. `form`: "rows", "cols" or "k" for an op
-        that has several (by default rows). `explained`: whether with its reasons, which take longer than the choice.
+        `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows",
+        "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
+        longer than the choice.
         """
         return self._plan(problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form), explained)
 

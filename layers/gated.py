@@ -5,7 +5,8 @@ Where rows are few it is `step_product`'s; where they are many, and warps can ha
 
 A module is exchanged only if its forward reads just so, its gate and up are one product (see `fused`), its activation
 is silu, and nobody else has hooked it. What it holds stays, under the same names. The kernel passes over gate, up and
-activation, so where one of them is exchanged or hooked later, all of them are called again.
+activation, so where one of them is exchanged or hooked later, all of them are called again. Where ranks share tokens
+that makes another op, so then it is done on all ranks or on none.
 """
 
 from __future__ import annotations
