@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @_aggregate
-class _SourceTiles:
+class SourceTiles:
     """The tiles of all ranks' rows, `part_rows` each, num_m by num_n of them a rank; this rank's come first."""
 
     rank: base_value
@@ -157,7 +157,7 @@ def all_gather_matmul_roles_kernel(
     width: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     num_m, num_n = gl.cdiv(part_rows, BLOCK_M), gl.cdiv(N, width)
     rank = ctx.rank % WORLD_SIZE  # alone, any is the first
-    tiles = _SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
+    tiles = SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
     shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import iris
 from iris import platform
 from iris_ops import FusedConfig, exchange_roles, launch, warp_roles
+from iris_ops.all_gather_matmul_roles import SourceTiles
 from iris_ops.owned_tiles import turn
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from iris_ops.rounds import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
@@ -54,6 +55,17 @@ def grouped_kernel(rows, columns, num_m, num_n, GROUP_M: tl.constexpr):
     tl.store(columns + tile, column)
 
 
+@triton.jit
+def source_tiles_kernel(
+    rows, columns, rank, part_rows, num_m, num_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORLD_SIZE: tl.constexpr
+):
+    tile = tl.arange(0, MOST)
+    tiles = SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, BLOCK_N, 2, WORLD_SIZE)
+    row, column, _ = tiles.place(tile)
+    tl.store(rows + tile, row)
+    tl.store(columns + tile, column)
+
+
 def run(ctx: iris.Iris, kernel, count: int, outputs: int, *args: int, **constants: int) -> list[list[int]]:
     """The first `count` of what `kernel` stores."""
     found = [torch.full((MOST.value,), -1, dtype=torch.int32, device=ctx.device) for _ in range(outputs)]
@@ -73,6 +85,26 @@ def check_turns(ctx: iris.Iris, world_size: int) -> None:
             if early < owned and owned > 2 * programs:
                 own = [sum(steps[t] == 0 for t in range(p, total, programs)) for p in range(programs)]
                 assert max(own) - min(own) <= 4, "own tiles take longest"
+
+
+def check_sources(ctx: iris.Iris, world_size: int) -> None:
+    block_m, block_n = 64, 32
+    for part_rows, n in ((1, 1), (64, 32), (65, 33), (300, 100)):
+        num_m, num_n = -(-part_rows // block_m), -(-n // block_n)
+        count = world_size * num_m * num_n
+        for rank in {0, 1 % world_size, world_size - 1}:
+            rows, columns = run(ctx, source_tiles_kernel, count, 2, rank, part_rows, num_m, num_n,
+                                BLOCK_M=block_m, BLOCK_N=block_n, WORLD_SIZE=world_size)  # fmt: skip
+            parts = [source * part_rows for source in range(world_size)]
+            tops = [part + i * block_m for part in parts for i in range(num_m)]
+            assert sorted(zip(rows, columns, strict=True)) == [(r, c * block_n) for r in tops for c in range(num_n)]
+            order = [(row // part_rows - rank) % world_size for row in rows]
+            assert order == sorted(order), "this rank's first, then as others' arrive"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_tiles_of_gathered_rows_come_in_the_order_in_which_they_arrive(world_size: int) -> None:
+    run_ranks(1, check_sources, world_size)
 
 
 @pytest.mark.parametrize("kept_by", [2, 3, 4, 8])
