@@ -30,6 +30,8 @@ from torch import nn
 from .linear import ColumnParallelLinear
 from .shard import Shard
 
+_ANY = object()
+
 
 class Slice(nn.Module):
     """One output of a merged linear: takes its columns of the merged product. `merged` holds the weight."""
@@ -96,7 +98,7 @@ class Product:
         """The merged product of `x`, and `kwargs` of the module's forward, as its slices take it."""
         product = self.multiply(x, kwargs)
         if _is_ambiguous(self.merged):
-            self.merged.made = weakref.ref(product)
+            self.merged.made = _ANY if torch.compiler.is_compiling() else weakref.ref(product)
         return product
 
     def multiply(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
@@ -108,13 +110,19 @@ class Product:
 
 
 def _is_ambiguous(merged: ColumnParallelLinear) -> bool:
-    """Whether a product is as wide as its input. Compilers trace whole layers, and so no slice alone."""
-    return merged.weight.shape[0] == merged.in_features and not torch.compiler.is_compiling()
+    """Whether a product is as wide as its input."""
+    return merged.weight.shape[0] == merged.in_features
 
 
 def _is_made(merged: ColumnParallelLinear, product: torch.Tensor) -> bool:
-    """Whether `product`, of the right width, is one: if its input is as wide, whether it is the last that was made."""
-    return not _is_ambiguous(merged) or getattr(merged, "made", lambda: None)() is product
+    """Whether `product`, of the right width, is one: if its input is as wide, whether it is the last that was made.
+
+    What compilers trace is not remembered: there, and behind it, slices take whatever they are given.
+    """
+    if not _is_ambiguous(merged) or torch.compiler.is_compiling():
+        return True
+    made = getattr(merged, "made", None)
+    return made is _ANY or (made is not None and made() is product)
 
 
 def families_of(styles: dict[str, str]) -> dict[str, list[str]]:

@@ -207,3 +207,39 @@ def test_products_as_wide_as_their_input_are_merged(sequence_parallel: int | boo
     """As of Qwen3-32B on two ranks; a slice that is handed the input says so."""
     first, second = run_ranks(2, as_wide_body, sequence_parallel)
     assert first == second
+
+
+class Wide(nn.Module):
+    """A gated MLP that compilers are told to leave alone, whose merged product is as wide as its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    @torch.compiler.disable
+    def forward(self, states):
+        return self.down_proj(torch.tanh(self.gate_proj(states)) * self.up_proj(states))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Wide()])
+
+    def forward(self, states):
+        return self.layers[0](states) + 1
+
+
+@torch.no_grad()
+def traced_hook_body(ctx) -> None:
+    model, whole, x = Stack(), Stack(), torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    plan = {"layers.*.gate_proj": "colwise", "layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"}
+    parallelize(model, ctx, plan=plan)
+    assert isinstance(model.layers[0].up_proj, Slice)
+    for call in (model, torch.compile(model, backend="eager"), model):
+        torch.testing.assert_close(call(x), whole(x), rtol=1e-4, atol=1e-5)
+
+
+def test_slices_behind_a_traced_hook_take_its_product() -> None:
+    run_ranks(2, traced_hook_body)
