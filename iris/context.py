@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import names, platform, repeat, tensors
+from . import agreement, names, platform, repeat, tensors
 from .barrier import DeviceBarrier
 from .device import bounded
 from .device.context import HEADER, pack
@@ -63,7 +63,8 @@ class Iris(tensors.TensorMethods):
             torch.cuda.set_device(self.device)
         allocator = os.environ.get("IRIS_ALLOCATOR", allocator_type)
         refusal = _refusal(heap_size, self.device)
-        told = self._ranks.all_gather(_Told(os.getpid(), self._device_name(), str(heap_size), str(allocator), refusal))
+        asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG, "")
+        told = self._ranks.all_gather(_Told(os.getpid(), self._device_name(), *asked, refusal))
         _agree(told)
         self._segment = map_segment(allocator, heap_size, self.device, self._ranks)
         self._heap = Heap(self._segment)
@@ -82,6 +83,8 @@ class Iris(tensors.TensorMethods):
         self._words = torch.tensor(words, dtype=torch.int64, device=self.device)
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._barrier = DeviceBarrier(self)
+        compares = agreement.wanted() and self.num_ranks > 1
+        self.agreement = agreement.Agreement(self._ranks, platform.timeout_s(self.device)) if compares else None
         self._ops = self._ccl = self._pool = None
         self._tracing: Tracing | None = None
         self._side = SideStream(self.device)
@@ -142,8 +145,10 @@ class Iris(tensors.TensorMethods):
         Can be captured and replayed. Raises `PeerLostError` in a later call where a rank did not come in time.
         """
         self.check()
+        members = tuple(self._ranks.members(group))
+        self.compare("a barrier", members)
         self._side.join()
-        self._barrier(tuple(self._ranks.members(group)))
+        self._barrier(members)
         self.check()
 
     def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -171,6 +176,7 @@ class Iris(tensors.TensorMethods):
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.num_ranks:
             raise ArgumentError(f"src is {src!r}; expected a rank from 0 to {self.num_ranks - 1}")
         self.barrier()  # names a lost rank, where the collective below would not
+        self.compare("broadcast", src=src)
         return self._ranks.broadcast(value, src)
 
     @contextmanager
@@ -232,6 +238,15 @@ class Iris(tensors.TensorMethods):
             self._tracing = Tracing(self)
         return self._tracing
 
+    def compare(self, call: str, members: tuple[int, ...] | None = None, **facts: Any) -> None:
+        """With IRIS_DEBUG=1: raises on all `members`, by default all ranks, where they differ in a collective call.
+
+        `ArgumentError` names what differs of `facts`, `PeerLostError` a rank that makes no such call in time
+        (`iris/agreement.py`). A library of collective calls may use it for its own.
+        """
+        if self.agreement is not None and not platform.is_capturing(self.device):
+            self.agreement.compare(tuple(range(self.num_ranks)) if members is None else members, call, **facts)
+
     def check(self) -> None:
         """Raises `ClosedError` after `close()`, `PeerLostError` once a wait in a kernel has failed. No device sync."""
         if self._closed:
@@ -258,6 +273,7 @@ class Iris(tensors.TensorMethods):
             if self._pool is not None:
                 self._pool.close()
             self._ops = self._ccl = self._tracing = self._barrier = self._pool = None  # they hold heap memory
+            self.agreement = None
             self._segment.close()
 
     def __enter__(self) -> Iris:
@@ -306,6 +322,7 @@ class _Told:
     gpu: str | None
     heap_size: str
     allocator: str
+    debug: str
     refusal: IrisError | None
 
 
@@ -315,6 +332,7 @@ def _refusal(heap_size: Any, device: torch.device) -> IrisError | None:
         return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
     try:
         platform.timeout_s(device)
+        agreement.wanted()
     except PlatformError as error:
         return error
     return None
@@ -324,8 +342,8 @@ def _agree(told: list[_Told]) -> None:
     """Raises on every rank alike when one of them cannot go on or two contradict each other."""
     for refusal in filter(None, (rank.refusal for rank in told)):
         raise refusal
-    for name in ("heap_size", "allocator"):
-        values = [getattr(rank, name) for rank in told]
+    for name, key in (("heap_size", "heap_size"), ("allocator", "allocator"), (agreement.ENV_DEBUG, "debug")):
+        values = [getattr(rank, key) for rank in told]
         if len(set(values)) > 1:
             raise ArgumentError(f"{name} differs between ranks: {', '.join(values)}; expected the same on all")
     gpus = [rank.gpu for rank in told if rank.gpu]

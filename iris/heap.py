@@ -71,10 +71,13 @@ class Heap:
         """Frees what `take` gave."""
         self._offsets.give(offset)
 
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Where `tensor` begins, counted from the heap's first byte; negative if it has no one place."""
+        return _first_byte(tensor) - self.base if tensor.layout is torch.strided else -1
+
     def free(self, tensor: torch.Tensor) -> None:
         """Frees the block that begins where `tensor` does. Raises `ArgumentError` where none begins."""
-        strided = tensor.layout is torch.strided  # others have no one place
-        offset = _first_byte(tensor) - self.base if strided else -1
+        offset = self.offset(tensor)
         if self._segment.dismiss(offset):
             return
         try:

@@ -93,6 +93,8 @@ class TensorMethods:
         self.check()
         for tensor in tensors:
             _check_tensor(tensor)
+        self.compare("free", offsets=[self._heap.offset(tensor) for tensor in tensors])
+        for tensor in tensors:
             self._heap.free(tensor)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
@@ -143,9 +145,13 @@ class TensorMethods:
             raise
 
     def _allocate(self, plan: torch.Tensor) -> torch.Tensor:
-        if plan.is_contiguous():
-            return self._heap.allocate(tuple(plan.shape), plan.dtype)
-        return self._heap.allocate((plan.numel(),), plan.dtype).as_strided(plan.shape, plan.stride())
+        flat = self._heap.allocate((plan.numel(),), plan.dtype)
+        try:
+            self.compare("an allocation", sizes=tuple(plan.shape), dtype=plan.dtype, offset=self._heap.offset(flat))
+        except ArgumentError:
+            self._heap.free(flat)
+            raise
+        return flat.view(plan.shape) if plan.is_contiguous() else flat.as_strided(plan.shape, plan.stride())
 
     def _check_place(self, device: Any, layout: Any, pin_memory: Any) -> None:
         if device is not None:

@@ -151,7 +151,7 @@ class Ops:
             known = calls.known.get(key)
         except TypeError:  # a wrong argument that has no hash
             key = known = None
-        if known and async_op is False:
+        if known and async_op is False and ctx.agreement is None:
             again, target, workspace = known
             ctx._side.join()
             if again():
@@ -168,7 +168,8 @@ class Ops:
         check_async(op, async_op)
         prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, ahead))
         problem, addresses = prepared.problem, calls.addresses(key)
-        workspace = self._workspace_for(op, workspace)
+        if workspace is not None:
+            self._check_workspace(op, workspace)
         if ahead is None:
             check_memory(op, _NAMES, addresses, prepared.spans)
             check_overlap(op, addresses, prepared.spans)
@@ -176,9 +177,12 @@ class Ops:
             norm_ahead.check_places((*_NAMES, *norm_ahead.AHEAD_NAMES), addresses, prepared.spans)
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
+        direct = not prepared.writes_to_peers or ctx._heap.holds(addresses[0], addresses[0] + prepared.spans[0])
+        if ctx.agreement is not None:
+            self._compare(op if ahead is None else norm_ahead.OP, prepared, out if direct else None, async_op)
+        workspace = workspace or self._own_workspace()
         if problem.empty:
             return workspace
-        direct = not prepared.writes_to_peers or ctx._heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         nbytes = prepared.nbytes + (0 if direct else problem.M * problem.N * problem.dtype.itemsize)
         grown = True
         try:
@@ -220,6 +224,18 @@ class Ops:
         ctx.check()
         return workspace
 
+    def _compare(self, op: str, prepared: _Prepared, out: torch.Tensor | None, async_op: bool) -> None:
+        """Where ranks compare their calls: raises where this one differs. `out`: if peers write there, or may."""
+        problem, config = prepared.problem, prepared.config
+        facts = {"form": problem.form, "M": problem.M, "dtype": problem.dtype, "config": config, "async_op": async_op}
+        if problem.op != GATHER_MATMUL:  # where each rank has columns of its own
+            facts["N"] = problem.N
+        if problem.op in (GATHER_MATMUL, MATMUL_GATHER):  # else each multiplies a depth of its own
+            facts["K"] = problem.K
+        if prepared.writes_to_peers:
+            facts["out"] = "outside the heap" if out is None else f"at {self._ctx._heap.offset(out)} of the heap"
+        self._ctx.compare(op, **facts)
+
     def _key(self, op, out, A, B, bias, config, workspace, ahead: Ahead | None) -> tuple | None:
         """What a call comes down to: one with the same key passes the same checks and launches the same."""
         try:
@@ -252,14 +268,14 @@ class Ops:
         except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
             return None
 
-    def _workspace_for(self, op: str, workspace: Workspace | None) -> Workspace:
-        if workspace is None:
-            if self._workspace is None:
-                self._workspace = Workspace(self._ctx)
-            return self._workspace
+    def _own_workspace(self) -> Workspace:
+        if self._workspace is None:
+            self._workspace = Workspace(self._ctx)
+        return self._workspace
+
+    def _check_workspace(self, op: str, workspace: object) -> None:
         if not isinstance(workspace, Workspace) or workspace.ctx is not self._ctx:
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
-        return workspace
 
     def _prepare(self, op: str, out, A, B, bias, config: FusedConfig | None, ahead: Ahead | None) -> _Prepared:
         """Checks whatever does not depend on addresses, and chooses."""

@@ -142,7 +142,12 @@ class Collectives:
             known = self._calls.known.get(key)
         except TypeError:  # a list as group
             key = known = None
-        if known is not None and async_op is False and (done := self._again(known, out)):
+        if (
+            known is not None
+            and async_op is False
+            and self._ctx.agreement is None
+            and (done := self._again(known, out))
+        ):
             return done
         return self._make(key, op, out, inp, reduce_op, group, async_op, config, workspace)
 
@@ -151,11 +156,19 @@ class Collectives:
         ctx, calls = self._ctx, self._calls
         check_async(op, async_op)
         prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
-        workspace = self._workspace_of(op, prepared.members, workspace)
+        if workspace is not None:
+            workspace = self._workspace_of(op, prepared.members, workspace)
         (to, at), (got, given) = calls.addresses(key), prepared.spans
         check_memory(op, ("out", "inp"), (to, at), (got, given))
         if at < to + got and to < at + given:
             check_overlap(op, out, inp, prepared.members.rank)
+        if ctx.agreement is not None:
+            inside = ctx._heap.holds(to, to + got)
+            place = f"at {ctx._heap.offset(out)} of the heap" if inside else "outside the heap"
+            ctx.compare(
+                op, prepared.members.ranks, shapes=prepared.problem, plan=prepared.plan, out=place, async_op=async_op
+            )
+        workspace = workspace or self._workspace_of(op, prepared.members, None)
         if not given:
             return workspace
         staged = self._reserve(workspace, prepared, out)

@@ -35,6 +35,11 @@ class Group:
             self._names = torch.tensor(members, dtype=torch.int64, device=ctx.device)
             self.words = _words(self.words, self.rank, members, self._names)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, counted in the context."""
+        return tuple(self._group or range(self.size))
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Bytes at the same heap offset on every member."""
         memory = self.ctx._heap.allocate((nbytes,), torch.uint8)
