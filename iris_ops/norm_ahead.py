@@ -24,10 +24,10 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-from .problem import check_kind
+from .problem import NORM, check_kind
 
 SPAN = tl.constexpr(64)
-OP = "matmul_all_reduce_norm"
+OP = NORM
 
 # Of a call, beside those of an all-reduce.
 AHEAD_NAMES = ("residual", "weight", "scaled", "squares")

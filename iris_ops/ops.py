@@ -95,7 +95,7 @@ class Ops:
         to its own rows. All contiguous, and what is written apart from all else. One kernel where rows are few.
         """
         ahead = residual, weight, scaled, squares
-        return self._call(ALL_REDUCE, out, A, B, bias, False, config, workspace, ahead)
+        return self._call(norm_ahead.OP, out, A, B, bias, False, config, workspace, ahead)
 
     def all_gather_matmul(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K."""
@@ -179,7 +179,7 @@ class Ops:
             bias, key = bias.contiguous(), None  # elsewhere in each call
         direct = not prepared.writes_to_peers or ctx._heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         if ctx.agreement is not None:
-            self._compare(op if ahead is None else norm_ahead.OP, prepared, out if direct else None, async_op)
+            self._compare(op, prepared, out if direct else None, async_op)
         workspace = workspace or self._own_workspace()
         if problem.empty:
             return workspace
@@ -285,7 +285,7 @@ class Ops:
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
         chosen = config or self._plan(problem)
-        if chosen.algorithm == "two_shot" and op != ALL_REDUCE:
+        if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
         objection = UNFUSED[chosen.algorithm].objection(problem) if chosen.algorithm in UNFUSED else None
         if objection:

@@ -21,6 +21,8 @@ GATHER_MATMUL = "all_gather_matmul"
 MATMUL_GATHER = "matmul_all_gather"
 REDUCE_SCATTER = "matmul_reduce_scatter"
 OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
+# An all-reduce, and what follows it (`norm_ahead.py`).
+NORM = "matmul_all_reduce_norm"
 # `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
 GATED = "all_gather_matmul_gated"
 
@@ -154,7 +156,7 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
 
     # The order decides where both forms fit, which is only so when the whole is at most one element wide: it lies on
     # rank 0 in either form, and the other ranks, whose part is empty, come to "rows" as well.
-    if op == ALL_REDUCE:
+    if op in (ALL_REDUCE, NORM):
         found = fits("", m, n, k, B=(k, n), out=(m, n))
         wanted = "A (M,K), B (K,N), out (M,N)"
     elif op == GATHER_MATMUL:
@@ -183,7 +185,7 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
             f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {wanted} with "
             f"w = {w} ranks, parts as torch.chunk splits them"
         )
-    return _gated(found)
+    return replace(found, op=ALL_REDUCE) if op == NORM else _gated(found)
 
 
 def check_tensors(
