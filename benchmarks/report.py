@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def settle(args: argparse.Namespace, argv: list[str] | None, benchmark: str) -> None:
     """Fills in the defaults that depend on the device."""
     gpu = args.device == "cuda"
-    args.ranks = args.ranks or (torch.cuda.device_count() if gpu else 2)
+    if args.ranks is None:
+        args.ranks = torch.cuda.device_count() if gpu else 2
+    if args.ranks < 1:
+        raise SystemExit(f"--ranks is {args.ranks}; expected 1 or more")
     args.heap_gib = args.heap_gib or (8 if gpu else 0.25)
     args.benchmark = benchmark
     args.command = command(benchmark, sys.argv[1:] if argv is None else argv)

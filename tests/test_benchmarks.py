@@ -241,6 +241,12 @@ def test_contenders_take_turns_in_every_order(alone):
     assert rounds[0] == rounds[1], "ranks, which do not ask each other, have to agree"
 
 
+def test_no_ranks_are_refused():
+    for ranks in ("0", "-1"):
+        with pytest.raises(SystemExit, match=f"--ranks is {ranks}; expected 1 or more"):
+            ops.parse(["--ranks", ranks])
+
+
 def test_end_to_end_on_two_cpu_ranks(tmp_path):
     line = [sys.executable, "-m", "benchmarks.ops", "--device", "cpu", "--ranks", "2", "--rows", "16,48,32"]
     line += ["--vary", "block_m=16,48;num_programs=1"]
