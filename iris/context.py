@@ -7,7 +7,7 @@ through which a failed wait reaches the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 import os
@@ -63,7 +63,7 @@ class Iris(tensors.TensorMethods):
             torch.cuda.set_device(self.device)
         allocator = os.environ.get("IRIS_ALLOCATOR", allocator_type)
         refusal = _refusal(heap_size, self.device)
-        asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG, "")
+        asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0"
         told = self._ranks.all_gather(_Told(os.getpid(), self._device_name(), *asked, refusal))
         _agree(told)
         self._segment = map_segment(allocator, heap_size, self.device, self._ranks)
@@ -83,8 +83,10 @@ class Iris(tensors.TensorMethods):
         self._words = torch.tensor(words, dtype=torch.int64, device=self.device)
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._barrier = DeviceBarrier(self)
-        compares = agreement.wanted() and self.num_ranks > 1
-        self.agreement = agreement.Agreement(self._ranks, platform.timeout_s(self.device)) if compares else None
+        self.agreement: agreement.Agreement | None = None
+        if agreement.wanted() and self.num_ranks > 1:
+            pids = [rank.pid for rank in told] if self.device.type == "cpu" else []
+            self.agreement = agreement.Agreement(self._ranks, platform.timeout_s(self.device), pids)
         self._ops = self._ccl = self._pool = None
         self._tracing: Tracing | None = None
         self._side = SideStream(self.device)
@@ -238,14 +240,23 @@ class Iris(tensors.TensorMethods):
             self._tracing = Tracing(self)
         return self._tracing
 
-    def compare(self, call: str, members: tuple[int, ...] | None = None, **facts: Any) -> None:
+    def compare(self, call: str, members: Sequence[int] | None = None, **facts: Any) -> None:
         """With IRIS_DEBUG=1: raises on all `members`, by default all ranks, where they differ in a collective call.
 
         `ArgumentError` names what differs of `facts`, `PeerLostError` a rank that makes no such call in time
         (`iris/agreement.py`). A library of collective calls may use it for its own.
         """
-        if self.agreement is not None and not platform.is_capturing(self.device):
-            self.agreement.compare(tuple(range(self.num_ranks)) if members is None else members, call, **facts)
+        if self.agreement is None or platform.is_capturing(self.device):
+            return
+        try:
+            self.agreement.compare(range(self.num_ranks) if members is None else members, call, **facts)
+        except PeerLostError:  # as after a wait in a kernel, for `check` and `close`
+            peer, number = self.agreement.lost
+            waiter = bounded.WAITERS.index("the comparison of calls")
+            for at, word in enumerate((waiter, self.cur_rank, peer, number, number - 1), 1):
+                self._record_view[at] = word
+            self._record_view[0] = 1
+            raise
 
     def check(self) -> None:
         """Raises `ClosedError` after `close()`, `PeerLostError` once a wait in a kernel has failed. No device sync."""

@@ -16,6 +16,7 @@ import torch
 from .errors import ArgumentError, DeviceError, DtypeError, HeapExhausted, IrisError, NotSymmetricError, ShapeError
 
 if TYPE_CHECKING:
+    from .agreement import Agreement
     from .heap import Heap
 
 _TORCH_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, OverflowError)
@@ -31,7 +32,9 @@ class TensorMethods:
 
     device: torch.device
     _heap: Heap
+    agreement: Agreement | None
     check: Callable[[], None]
+    compare: Callable[..., None]
 
     def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
         """As `torch.zeros`: sizes as arguments or as one tuple."""
@@ -93,7 +96,9 @@ class TensorMethods:
         self.check()
         for tensor in tensors:
             _check_tensor(tensor)
-        self.compare("free", offsets=[self._heap.offset(tensor) for tensor in tensors])
+        if self.agreement is not None:
+            outside = "outside the heap"
+            self.compare("free", offsets=[self._heap.offset(t) if self.is_symmetric(t) else outside for t in tensors])
         for tensor in tensors:
             self._heap.free(tensor)
 
@@ -145,10 +150,15 @@ class TensorMethods:
             raise
 
     def _allocate(self, plan: torch.Tensor) -> torch.Tensor:
-        flat = self._heap.allocate((plan.numel(),), plan.dtype)
+        facts = {"sizes": tuple(plan.shape), "dtype": plan.dtype}
         try:
-            self.compare("an allocation", sizes=tuple(plan.shape), dtype=plan.dtype, offset=self._heap.offset(flat))
-        except ArgumentError:
+            flat = self._heap.allocate((plan.numel(),), plan.dtype)
+        except HeapExhausted:
+            self.compare("an allocation", **facts, offset="no room")
+            raise
+        try:
+            self.compare("an allocation", **facts, offset=self._heap.offset(flat))
+        except IrisError:
             self._heap.free(flat)
             raise
         return flat.view(plan.shape) if plan.is_contiguous() else flat.as_strided(plan.shape, plan.stride())

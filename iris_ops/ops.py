@@ -7,7 +7,7 @@ first call of a problem, but for the graph that several launches become when the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from iris import platform, repeat
@@ -226,11 +226,11 @@ class Ops:
 
     def _compare(self, op: str, prepared: _Prepared, out: torch.Tensor | None, async_op: bool) -> None:
         """Where ranks compare their calls: raises where this one differs. `out`: if peers write there, or may."""
-        problem, config = prepared.problem, prepared.config
+        problem, config = prepared.problem, replace(prepared.config, prediction=None)  # which is each rank's own
         facts = {"form": problem.form, "M": problem.M, "dtype": problem.dtype, "config": config, "async_op": async_op}
         if problem.op != GATHER_MATMUL:  # where each rank has columns of its own
             facts["N"] = problem.N
-        if problem.op in (GATHER_MATMUL, MATMUL_GATHER):  # else each multiplies a depth of its own
+        if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own
             facts["K"] = problem.K
         if prepared.writes_to_peers:
             facts["out"] = "outside the heap" if out is None else f"at {self._ctx._heap.offset(out)} of the heap"

@@ -163,11 +163,11 @@ class Collectives:
         if at < to + got and to < at + given:
             check_overlap(op, out, inp, prepared.members.rank)
         if ctx.agreement is not None:
-            inside = ctx._heap.holds(to, to + got)
-            place = f"at {ctx._heap.offset(out)} of the heap" if inside else "outside the heap"
-            ctx.compare(
-                op, prepared.members.ranks, shapes=prepared.problem, plan=prepared.plan, out=place, async_op=async_op
-            )
+            facts = {"shapes": prepared.problem, "plan": prepared.plan, "async_op": async_op}
+            if given and launch.writes_to_peers(prepared.problem, prepared.plan):
+                inside = ctx._heap.holds(to, to + got)
+                facts["out"] = f"at {ctx._heap.offset(out)} of the heap" if inside else "outside the heap"
+            ctx.compare(op, prepared.members.ranks, **facts)
         workspace = workspace or self._workspace_of(op, prepared.members, None)
         if not given:
             return workspace

@@ -34,10 +34,11 @@ def _host_clock():
 
 
 def _host_any_gone(pids):
-    return any(_has_ended(pid) for pid in pids.handle.data.flat if pid)
+    return any(has_ended(pid) for pid in pids.handle.data.flat if pid)
 
 
-def _has_ended(pid):
+def has_ended(pid):
+    """Whether the process has ended; on the host."""
     try:
         descriptor = os.pidfd_open(int(pid))
     except ProcessLookupError:

@@ -34,6 +34,7 @@ WAITERS = (
     "all_gather",
     "reduce_scatter",
     "all_to_all",
+    "the comparison of calls",  # by hosts (`agreement.py`)
 )
 # A failure record is int64: [written, waiter, rank, peer, expected, seen]; what is expected is an epoch or a count.
 RECORD_WORDS = 6

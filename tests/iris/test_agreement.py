@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 import os
 import time
 
 import iris
-from iris.errors import ArgumentError, PeerLostError, PlatformError
+from iris.errors import ArgumentError, HeapExhausted, PeerLostError, PlatformError
+from iris_ops.problem import part_of
 import layers
 import pytest
 import torch
@@ -117,7 +119,9 @@ def silent(rank: int, world: int) -> None:
             with pytest.raises(PeerLostError, match="rank 1 lost rank 0 before a barrier: its store"):
                 ctx.barrier()
         else:
-            with pytest.raises(PeerLostError, match="rank 0 lost rank 1: it made no call number 1 within 2 s"):
+            with pytest.raises(
+                PeerLostError, match="rank 0 lost rank 1: it made no call number 1 until it ended or 2 s"
+            ):
                 ctx.zeros(4)
         os._exit(0)  # nobody is left to close the context with
 
@@ -143,3 +147,152 @@ def off(rank: int, world: int) -> None:
 
 def test_nothing_is_compared_by_default() -> None:
     run(2, off, debug="0")
+
+
+def allowed(rank: int, world: int) -> None:
+    """What differs between ranks, and may."""
+    with iris.iris(1 << 24) as ctx:
+        ctx.barrier(group=[0, 1, 2] if rank else (2, True, False))  # a group in any order
+        places = [ctx.empty(7, 64) for _ in range(3)]
+        M = 7
+        for op, depth in (("matmul_all_reduce", 30 + rank), ("matmul_all_gather", 40 + 3 * rank)):
+            config = ctx.ops.plan(op, M, 64, depth, torch.float32)  # each has a time of its own in it
+            config = replace(config, block_m=16, block_n=32, block_k=16, algorithm="one_shot")
+            rows = M if op == "matmul_all_reduce" else part_of(M, world, rank)
+            out = places[rank]  # nobody but this rank writes there
+            getattr(ctx.ops, op)(out, torch.ones(rows, depth), torch.ones(depth, 64), config=config)
+            if op == "matmul_all_reduce":
+                assert (out == sum(30 + r for r in range(world))).all()
+            else:
+                assert all((out[r * 3 : r * 3 + 3] == 40 + 3 * r).all() for r in range(world))
+        mine = ctx.empty(7, 64)[: (2, 2, 0)[rank]]  # of the rows of the sum the last rank has none
+        ctx.ccl.reduce_scatter(mine, torch.ones(4, 64))
+        assert (mine == world).all()
+
+
+def test_what_may_differ_passes() -> None:
+    run(3, allowed)
+
+
+def same_switch(rank: int, world: int) -> None:
+    for texts in ((None, "", "0"), ("1", "1", "1")):
+        os.environ.pop("IRIS_DEBUG", None)
+        if texts[rank] is not None:
+            os.environ["IRIS_DEBUG"] = texts[rank]
+        with iris.iris(1 << 20) as ctx:
+            assert (ctx.agreement is None) is (texts[rank] != "1")
+
+
+def test_off_is_off_however_it_is_said() -> None:
+    run(3, same_switch)
+
+
+def leaving(rank: int, world: int) -> None:
+    """Rank 0, where the store is, ends by the error: the others, slow to read, get the same."""
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    if rank:
+        get = ctx.agreement._store.get
+
+        class Slow:
+            def __getattr__(self, name):
+                return getattr(store, name)
+
+            def get(self, key):
+                time.sleep(0.3)
+                return get(key)
+
+        store, ctx.agreement._store = ctx.agreement._store, Slow()
+    with pytest.raises(ArgumentError, match="mine: it differs between ranks: 0 on rank 0, 1 on rank 1, 2 on rank 2"):
+        ctx.compare("mine", it=rank)
+    os._exit(0)
+
+
+def test_all_learn_what_differs_before_the_first_leaves() -> None:
+    run(3, leaving)
+
+
+def more_facts(rank: int, world: int) -> None:
+    with iris.iris(1 << 20) as ctx:
+        facts = {"more": 1} if rank else {}
+        with pytest.raises(ArgumentError, match="mine: more differs between ranks: None on rank 0, 1 on rank 1"):
+            ctx.compare("mine", **facts)
+        ctx.barrier()
+
+
+def full_on_one(rank: int, world: int) -> None:
+    with iris.iris(1 << 20) as ctx:
+        used = ctx._heap.used
+        with pytest.raises(ArgumentError, match=r"an allocation: sizes differs between ranks: \(3,\) on rank 0"):
+            ctx.zeros(3 if rank == 0 else 1 << 30)
+        with pytest.raises(HeapExhausted, match="4294967296 bytes"):
+            ctx.zeros(1 << 30)
+        assert ctx._heap.used == used
+        ctx.barrier()
+
+
+def freed_outside(rank: int, world: int) -> None:
+    with iris.iris(1 << 20) as ctx:
+        with pytest.raises(ArgumentError, match="no allocation of this heap begins where the tensor"):
+            ctx.free(torch.ones(1000))
+        ctx.barrier()
+
+
+@pytest.mark.parametrize("body", [more_facts, full_on_one, freed_outside])
+def test_errors_are_alike_on_all_ranks(body) -> None:
+    run(2, body, timeout_s=5)
+
+
+def store_gone(rank: int, world: int) -> None:
+    """Rank 0, where the store is, ends after it has told of its call: it is it that is lost, not rank 2."""
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    if rank == 0:
+        ctx.agreement._store.set(ctx.agreement._key((0, 1, 2), 2, 0), '["a barrier", {}]')
+        time.sleep(1)
+    elif rank == 1:
+        with pytest.raises(PeerLostError, match="rank 1 lost rank 0 before a barrier: its store"):
+            ctx.barrier()
+    else:
+        time.sleep(3)
+    os._exit(0)
+
+
+def test_whose_store_is_gone_is_named() -> None:
+    run(3, store_gone)
+
+
+def dead(rank: int, world: int) -> None:
+    ctx = iris.iris(1 << 20)
+    used = ctx._heap.used
+    ctx.barrier()
+    if rank == 1:
+        os._exit(0)
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank [02] lost rank 1: it made no call number 2.*its last was a barrier"):
+        ctx.zeros(5)
+    assert ctx._heap.used == used
+    with pytest.raises(PeerLostError, match="lost rank 1: the comparison of calls waited for its signal 2 and saw 1"):
+        ctx.barrier()
+    ctx.close()  # at once, and without an error: nobody is waited for again
+    assert time.monotonic() - begin < 10
+    os._exit(0)  # rank 0, where the store is, as soon as it can
+
+
+def test_a_rank_that_ended_is_lost_at_once_and_once() -> None:
+    run(3, dead)
+
+
+def late(rank: int, world: int) -> None:
+    """Rank 0 came first, gives up first, and ends: those that came a little later have lost rank 2 all the same."""
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    time.sleep((0, 1, 6)[rank])
+    if rank < 2:
+        with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 2: it made no call number 2"):
+            ctx.barrier()
+    os._exit(0)
+
+
+def test_who_gives_up_later_names_the_same_rank() -> None:
+    run(3, late, timeout_s=3)
