@@ -213,6 +213,6 @@ def test_fewer_gpus_than_ranks_is_an_error(monkeypatch):
 
 
 def test_two_ranks_on_one_gpu_are_refused():
-    told = [context._Told(pid, "gpu-a", "1", "torch", None) for pid in (1, 2)]
+    told = [context._Told(pid, "gpu-a", "1", "torch", "0", None) for pid in (1, 2)]
     with pytest.raises(errors.PlatformError, match="two ranks use the same GPU"):
         context._agree(told)
