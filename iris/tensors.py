@@ -150,18 +150,18 @@ class TensorMethods:
             raise
 
     def _allocate(self, plan: torch.Tensor) -> torch.Tensor:
-        facts = {"sizes": tuple(plan.shape), "dtype": plan.dtype}
+        dense, facts = plan.is_contiguous(), {"sizes": tuple(plan.shape), "dtype": plan.dtype}
         try:
-            flat = self._heap.allocate((plan.numel(),), plan.dtype)
+            made = self._heap.allocate(tuple(plan.shape) if dense else (plan.numel(),), plan.dtype)
         except HeapExhausted:
             self.compare("an allocation", **facts, offset="no room")
             raise
         try:
-            self.compare("an allocation", **facts, offset=self._heap.offset(flat))
+            self.compare("an allocation", **facts, offset=self._heap.offset(made))
         except IrisError:
-            self._heap.free(flat)
+            self._heap.free(made)
             raise
-        return flat.view(plan.shape) if plan.is_contiguous() else flat.as_strided(plan.shape, plan.stride())
+        return made if dense else made.as_strided(plan.shape, plan.stride())
 
     def _check_place(self, device: Any, layout: Any, pin_memory: Any) -> None:
         if device is not None:

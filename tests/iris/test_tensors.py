@@ -180,6 +180,7 @@ def _bad_calls(ctx):
         (errors.ArgumentError, r"ones\(True\)", lambda: ctx.ones(True)),
         (errors.ArgumentError, "torch.rand takes", lambda: ctx.rand()),
         (errors.HeapExhausted, "heap_size", lambda: ctx.zeros(1 << 42)),
+        (errors.HeapExhausted, r"a tensor \(1099511627776, 4\) of torch.float32 needs", lambda: ctx.zeros(1 << 40, 4)),
         (errors.HeapExhausted, "overflow", lambda: ctx.empty(1 << 40, 1 << 40)),
         (errors.ArgumentError, "zeros", lambda: ctx.zeros(1 << 70)),
         (errors.DtypeError, "dtype is 'float32'", lambda: ctx.zeros(3, dtype="float32")),
