@@ -239,6 +239,15 @@ def traced_hook_body(ctx) -> None:
     assert isinstance(model.layers[0].up_proj, Slice)
     for call in (model, torch.compile(model, backend="eager"), model):
         torch.testing.assert_close(call(x), whole(x), rtol=1e-4, atol=1e-5)
+        slices = (each.layers[0].up_proj for each in (model, copy.deepcopy(model)))
+        first, copied = (piece(x) if call is not model else raised(piece, x) for piece in slices)
+        assert torch.equal(first, copied) if call is not model else first == copied
+
+
+def raised(piece: Slice, x: torch.Tensor) -> str:
+    with pytest.raises(ShapeError) as caught:
+        piece(x)
+    return str(caught.value)
 
 
 def test_slices_behind_a_traced_hook_take_its_product() -> None:
