@@ -74,21 +74,7 @@ def matmul_all_gather_roles_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx,
-                    a,
-                    NOWHERE,
-                    b,
-                    shared,
-                    units,
-                    tiles,
-                    bias,
-                    parts,
-                    left,
-                    epoch,
-                    N,
-                    B_TRANSPOSED,
-                    HAS_BIAS,
-                    ACC,
+                    ctx, a, NOWHERE, b, shared, units, tiles, bias, parts, left, epoch, N, B_TRANSPOSED, HAS_BIAS, ACC,
                     WAITER,
                 ),
             ),
@@ -96,4 +82,4 @@ def matmul_all_gather_roles_kernel(
         ],
         [MOVING],
         [MOVING_REGISTERS],
-    )
+    )  # fmt: skip

@@ -25,6 +25,7 @@ OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
 NORM = "matmul_all_reduce_norm"
 # `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
 GATED = "all_gather_matmul_gated"
+_KINDS = {NORM: {"op": ALL_REDUCE}, GATED: {"op": GATHER_MATMUL, "gated": True}}
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
@@ -117,12 +118,13 @@ def problem_asked(
     if form not in forms:
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
-    return _gated(Problem(op, form, M, N, K, world_size, dtype))
+    return _planned(Problem(op, form, M, N, K, world_size, dtype))
 
 
-def _gated(problem: Problem) -> Problem:
-    """`problem`, a gather whose product is gated if that is what it asks for."""
-    return replace(problem, op=GATHER_MATMUL, gated=True) if problem.op == GATED else problem
+def _planned(problem: Problem) -> Problem:
+    """`problem`, by the op of which it is a kind."""
+    kind = _KINDS.get(problem.op)
+    return replace(problem, **kind) if kind else problem
 
 
 def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
@@ -185,7 +187,7 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
             f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {wanted} with "
             f"w = {w} ranks, parts as torch.chunk splits them"
         )
-    return replace(found, op=ALL_REDUCE) if op == NORM else _gated(found)
+    return _planned(found)
 
 
 def check_tensors(

@@ -163,21 +163,7 @@ def reduce_scatter_roles_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx,
-                    a,
-                    NOWHERE,
-                    b,
-                    shared,
-                    units,
-                    tiles,
-                    bias,
-                    parts,
-                    left,
-                    epoch,
-                    N,
-                    B_TRANSPOSED,
-                    HAS_BIAS,
-                    ACC,
+                    ctx, a, NOWHERE, b, shared, units, tiles, bias, parts, left, epoch, N, B_TRANSPOSED, HAS_BIAS, ACC,
                     WAITER,
                 ),
             ),
@@ -188,4 +174,4 @@ def reduce_scatter_roles_kernel(
         ],
         [MOVING],
         [MOVING_REGISTERS],
-    )
+    )  # fmt: skip

@@ -17,7 +17,7 @@ def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
     if config.algorithm == "overlapped" and problem.op in (REDUCE_SCATTER, ALL_REDUCE):
         rows, cols, _ = owned_part(problem, config)
         return problem.world_size * _count(rows, cols, config)
-    by_sources = config.algorithm == "overlapped" or config.warp_roles
+    by_sources = config.algorithm == "overlapped" or (config.algorithm == "copy_engines" and config.warp_roles)
     if by_sources and problem.op == GATHER_MATMUL and problem.form == "rows":
         return problem.world_size * _count(problem.part_rows, n, config)
     return _count(m, n, config)
@@ -28,7 +28,7 @@ def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
     Only all_gather_matmul by rows cuts tiles so.
     """
-    if config.splits == 1 or problem.op != GATHER_MATMUL or problem.form != "rows" or config.warp_roles:
+    if config.splits == 1 or config.algorithm != "overlapped" or (problem.op, problem.form) != (GATHER_MATMUL, "rows"):
         return 0
     tiles, programs = gemm_tiles(problem, config), config.num_programs or programs
     return tiles % programs if tiles >= 2 * programs else tiles
@@ -36,7 +36,7 @@ def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 def loose_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many tiles fill no round of programs with roles, which may share them: the same whatever K is."""
-    if config.splits == 1 or not config.warp_roles:
+    if config.splits == 1 or not config.warp_roles or problem.op == GATHER_MATMUL:
         return 0
     return gemm_tiles(problem, config) % min(config.num_programs or programs, programs)
 

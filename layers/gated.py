@@ -42,12 +42,13 @@ class GatedMLP(nn.Module):
         (x,) = *args, *kwargs.values()  # by whatever name
         merged = self._product.merged
         merged.check(x, merged.in_features)
-        if merged.own_steps and merged.weight_scale is None and self._is_whole():
+        if merged.own_steps and merged.weight_scale is None:
             alone = not self._product.exchanges(x)
-            if alone and step_product.serves(x, merged.weight, merged.bias, True):
-                return self.down_proj(step_product.gated(x, merged.weight, merged.bias))
-            if (alone or x.dim() == 2) and has_many_rows(x, merged, self._with_roles):
-                return self.down_proj(merged.gated(x))
+            few = alone and step_product.serves(x, merged.weight, merged.bias, True)
+            many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._with_roles)
+            if (few or many) and self._is_whole():
+                gated = step_product.gated(x, merged.weight, merged.bias) if few else merged.gated(x)
+                return self.down_proj(gated)
         both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
 

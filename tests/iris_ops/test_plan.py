@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import iris
-from iris_ops import FusedConfig, torch_product
+from iris_ops import FusedConfig, rounds, torch_product
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import fitting, plan
 from iris_ops.predict import predict, spread_us, tile_us
@@ -137,6 +137,16 @@ def test_warps_have_roles_where_hopper_pushes_many_rows() -> None:
         shape = problem(op, form, 8192, 8192, 7168)
         chosen = [plan(shape, machine) for machine in MACHINES[1:]] + [plan(replace(shape, dtype=torch.float32), H200)]
         assert not any(each.warp_roles or said in each.explain() for each in chosen)
+
+
+def test_splits_of_other_ways_are_passed_over() -> None:
+    """Only overlapped gathers cut tiles so, and only ops that push share them."""
+    asked = problem(GATHER_MATMUL, "rows", 5120, 14336, 8192)
+    for algorithm in ("copy_engines", "overlapped"):
+        config = FusedConfig(128, 256, 64, num_stages=3, warp_roles=True, algorithm=algorithm)
+        whole, split = (predict(asked, replace(config, splits=splits), H200).total_us for splits in (1, 4))
+        assert (whole == split) == (algorithm == "copy_engines")
+    assert rounds.shared_tiles(asked, replace(config, splits=4), 132) == (0, 0)
 
 
 def test_programs_share_tiles_only_where_some_fill_no_round() -> None:
