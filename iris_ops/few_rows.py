@@ -205,7 +205,7 @@ def few_rows_kernel(
             else:
                 mask = (r < M)[:, None] & (c < ld)[None, :]
                 if scaled is not None:
-                    ahead = add_ahead(residual, weight, row, col, M, N, BLOCK_M, BLOCK_N)
+                    ahead = add_ahead(residual, weight, r, c, M, N)
                 if EXCHANGE == "owners":
                     owner = (r // part_rows)[:, None]
                     total, _ = take(ctx, behind + place, source_step, mask, owner, epoch, WAITER, dtype, 1, patience=2)
@@ -216,7 +216,7 @@ def few_rows_kernel(
                     if HAS_BIAS:
                         total = add_bias(total, bias, col, N, BLOCK_N)
                 if scaled is not None:
-                    total = norm_ahead(total, ahead, scaled, squares, row, col, M, N, BLOCK_M, BLOCK_N)
+                    total = norm_ahead(total, ahead, scaled, squares, r, c, col, M, N, BLOCK_N)
                 C = Matrix(out, M, N, stride_om, stride_on, False)
                 target, inside = C.pointers(row, col, BLOCK_M, BLOCK_N)
                 tl.store(target, arch.round_to(total, dtype), mask=inside)

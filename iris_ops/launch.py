@@ -13,10 +13,11 @@ from iris.errors import ArgumentError
 import torch
 import triton
 
-from . import exchange_roles, warp_roles
+from . import exchange_roles, few_rows_fp8, fp8, fp8_rows, warp_roles
 from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
+from .few_rows_fp8 import few_rows_fp8_kernel
 from .few_rows_gather import few_rows_gather_kernel
 from .machine import Machine, machine_named
 from .matmul_all_gather import matmul_all_gather_kernel
@@ -194,6 +195,31 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     return few_rows_kernel, grid, args
 
 
+def _few_rows_fp8(ctx, workspace, problem, config, out, A, B, bias, scale) -> Launch:
+    M, N = out.shape
+    programs = min(config.num_programs or platform.num_programs(ctx.device), platform.num_programs(ctx.device))
+    T = fp8_rows.tiles_at_once(N, programs)
+    args = dict(
+        **fp8_rows.operands(A, B, T),
+        scales=scale,
+        bias=bias,
+        **dict.fromkeys(AHEAD_NAMES),
+        out=out,
+        **_exchange(workspace, problem, N),
+        sync=workspace.exchange_sync,
+        words=ctx.get_device_context(),
+        M=M,
+        N=N,
+        stride_om=out.stride(0),
+        stride_on=out.stride(1),
+        WORLD_SIZE=problem.world_size,
+        HAS_BIAS=bias is not None,
+        WAITER=WAITERS.index(problem.op),
+    )
+    args |= few_rows_fp8.layouts(args["BLOCK_M"])
+    return few_rows_fp8_kernel, (fp8_rows.grid(N, M, T, programs), 1, 1), args
+
+
 def _exchange(workspace: Workspace, problem: Problem, cols: int) -> dict:
     words = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
     return dict(staging=words, ld=exchange_ld(cols), slot_words=words.numel() // 2)
@@ -292,7 +318,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
 
 
 _FEW_ROWS = {GATHER_MATMUL: _few_rows_gather}
-_FOLLOWING = few_rows_kernel, few_rows_gather_kernel  # which begin by `arch.follow`
+_FOLLOWING = few_rows_kernel, few_rows_fp8_kernel, few_rows_gather_kernel  # which begin by `arch.follow`
 _OVERLAPPED = {
     ALL_REDUCE: _reduce_scatter,
     GATHER_MATMUL: _gather_matmul,
@@ -312,10 +338,19 @@ def launch(
     came_before: bool = True,
     ahead: Ahead | None = None,
 ) -> repeat.Launch | None:
-    """Launches what serves `problem` on `tensors` (out, A, B, bias) in the current stream; see `repeat.launch`.
+    """Launches what serves `problem` on `tensors` (out, A, B, bias, scale) in the current stream; see `repeat.launch`.
 
     What is several launches is prepared to be repeated only where it `came_before`. `ahead`: see `ends_ahead`.
     """
+    *tensors, scale = tensors
+    if problem.fp8 and config.algorithm in UNFUSED:
+        tensors.append(scale)
+    elif problem.fp8 and not fp8_rows.serves(tensors[1], tensors[2]):
+        out, A, B, bias = tensors
+        whole = fp8.restored(B.t(), scale, A.dtype).t()
+        as_whole = replace(problem, fp8=False)
+        launch(kernels, ctx, workspace, as_whole, config, (out, A, whole, bias, None), ahead=ahead)
+        return None  # the weight that was made now is for now
     if config.algorithm in UNFUSED:
         prepare = UNFUSED[config.algorithm].prepare
         if not came_before:
@@ -325,7 +360,10 @@ def launch(
         again()
         return repeat.Launch(again)
     arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
-    kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
+    if problem.fp8:
+        kernel, grid, args = _few_rows_fp8(ctx, workspace, problem, config, *tensors, scale)
+    else:
+        kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
     if ahead is not None:

@@ -1,15 +1,16 @@
 """The fused ops as torch operators, so that torch.compile sees one opaque node where eager code sees a call.
 
-    torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None) -> Tensor
+    torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None, scale=None) -> Tensor
     torch.ops.iris_ops.matmul_gated(A, B, bias, group) -> Tensor
-    torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None) -> (Tensor, ...)
+    torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None) -> (...)
 
 The same schema for all four and `all_gather_matmul_gated`; one without an exchange (`matmul_gated.py`); and one that
 returns (out, scaled, squares), see `norm_ahead.py`. `size` is the shape of this rank's result, `group` the name of the
 context (`ctx.group_name`). An operator is functional: its result is a new tensor, and nothing that the caller sees is
 mutated. `mean_part` is for ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw
 different ones could choose different tiles and wait for signals that are never sent. So they all plan by this size in
-place of K (in `all_gather_matmul`, gated or not, of N, the columns of B).
+place of K (in `all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in eight bits, which the
+all-reduces take.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 
@@ -26,6 +27,7 @@ from iris import names
 import torch
 
 from . import norm_ahead
+from .fp8 import FP8
 from .matmul_gated import matmul_gated
 from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, check_gradient
 
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
     from .config import FusedConfig
 
-_SCHEMA = "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None) -> Tensor"
+_SCHEMA = (
+    "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None, Tensor? scale=None) -> Tensor"
+)
 _library = torch.library.Library("iris_ops", "DEF")  # registrations last as long as this object
 
 
@@ -46,16 +50,18 @@ def product(
     bias: torch.Tensor | None,
     size: tuple[int, ...],
     mean_part: int | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The result of `op`, one of `problem.OPS` or `GATED`, in a new tensor of shape `size`, this rank's part of it."""
     if torch.compiler.is_compiling():
-        return getattr(torch.ops.iris_ops, op)(A, B, bias, size, ctx.group_name, mean_part)
-    return _run(op, ctx, A, B, bias, size, mean_part)
+        return getattr(torch.ops.iris_ops, op)(A, B, bias, size, ctx.group_name, mean_part, scale)
+    return _run(op, ctx, A, B, bias, size, mean_part, scale)
 
 
-def _run(op: str, ctx: Iris, A, B, bias, size, mean_part) -> torch.Tensor:
+def _run(op: str, ctx: Iris, A, B, bias, size, mean_part, scale) -> torch.Tensor:
     out = A.new_empty(size)
-    getattr(ctx.ops, op)(out, A, B, bias, config=_config(op, ctx, A, B, size, mean_part))
+    scaled = {} if scale is None else {"scale": scale}
+    getattr(ctx.ops, op)(out, A, B, bias, config=_config(op, ctx, A, B, size, mean_part), **scaled)
     return out
 
 
@@ -65,7 +71,7 @@ def _config(op: str, ctx: Iris, A, B, size, mean_part) -> FusedConfig | None:
         return None
     if op in (GATHER_MATMUL, GATED):
         return ctx.ops.plan(op, size[0], mean_part, B.shape[0], A.dtype, explained=False)
-    return ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False)
+    return ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False, fp8=B.dtype == FP8)
 
 
 def _check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
@@ -78,10 +84,10 @@ def _register(op: str) -> None:
     # B comes as a transposed weight: a compiler that laid it out anew would copy every weight in every step
     _library.define(op + _SCHEMA, tags=(torch.Tag.needs_exact_strides,))
 
-    def kernel(A, B, bias, size, group, mean_part=None):
-        return _run(op, names.find(group), A, B, bias, size, mean_part)
+    def kernel(A, B, bias, size, group, mean_part=None, scale=None):
+        return _run(op, names.find(group), A, B, bias, size, mean_part, scale)
 
-    def fake(A, B, bias, size, group, mean_part=None):
+    def fake(A, B, bias, size, group, mean_part=None, scale=None):
         _check_gradients(op, A=A, B=B, bias=bias)
         return A.new_empty(size)
 
@@ -93,17 +99,17 @@ for _op in (*OPS, GATED):
     _register(_op)
 
 
-def _reduce_norm(A, B, bias, residual, weight, group, mean_part=None):
+def _reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None):
     ctx, M, N = names.find(group), A.shape[0], B.shape[1]
     out, scaled = A.new_empty(M, N), A.new_empty(M, N)
     squares = A.new_empty(norm_ahead.spans(N), M, dtype=torch.float32)
     config = _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
     residual, weight = residual.contiguous(), weight.contiguous()
-    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config)
+    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config, scale=scale)
     return out, scaled, squares
 
 
-def _fake_reduce_norm(A, B, bias, residual, weight, group, mean_part=None):
+def _fake_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None):
     _check_gradients(norm_ahead.OP, A=A, B=B, bias=bias, residual=residual, weight=weight)
     squares = A.new_empty(norm_ahead.spans(residual.shape[1]), residual.shape[0], dtype=torch.float32)
     return A.new_empty(residual.shape), A.new_empty(residual.shape), squares
@@ -130,7 +136,7 @@ _library.impl(
 torch.library.register_fake("iris_ops::matmul_gated", _fake_gated, lib=_library)
 _library.define(
     norm_ahead.OP + "(Tensor A, Tensor B, Tensor? bias, Tensor residual, Tensor weight, str group, "
-    "int? mean_part=None) -> (Tensor, Tensor, Tensor)",
+    "int? mean_part=None, Tensor? scale=None) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.impl(norm_ahead.OP, _reduce_norm, "CompositeExplicitAutograd")

@@ -35,18 +35,19 @@ Ahead = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @device_function
-def add_ahead(residual, weight, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile of `residual` and the weights of its columns, on their way."""
-    r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+def add_ahead(residual, weight, r, c, M, N):
+    """The tile of `residual` at rows r and columns c, and the weights of its columns, on their way."""
     place, inside = (r.to(tl.int64) * N)[:, None] + c[None, :], (r < M)[:, None] & (c < N)[None, :]
     return tl.load(residual + place, mask=inside, other=0.0), tl.load(weight + c, mask=c < N, other=0.0)
 
 
 @device_function
-def norm_ahead(total, ahead, scaled, squares, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`residual + total`, rounded, in fp32; leaves `scaled` and `squares` of it. `ahead`: what `add_ahead` gave."""
+def norm_ahead(total, ahead, scaled, squares, r, c, col, M, N, BLOCK_N: tl.constexpr):
+    """`residual + total`, rounded, in fp32; leaves `scaled` and `squares` of it. `ahead`: what `add_ahead` gave.
+
+    `total` is a tile of rows r and of BLOCK_N columns c, from `col` on.
+    """
     residual, weight = ahead
-    r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     place, inside = (r.to(tl.int64) * N)[:, None] + c[None, :], (r < M)[:, None] & (c < N)[None, :]
     dtype: tl.constexpr = scaled.dtype.element_ty
     h = tl.where(inside, arch.round_to(total + residual.to(tl.float32), dtype).to(tl.float32), 0.0)
@@ -54,7 +55,7 @@ def norm_ahead(total, ahead, scaled, squares, row, col, M, N, BLOCK_M: tl.conste
     sums = squares + (col // SPAN).to(tl.int64) * M + r
     tl.store(sums, tl.sum(h * h, 1), mask=r < M)
     for i in tl.static_range(1, BLOCK_N // SPAN):  # one sum for all of a wider tile
-        tl.store(sums + i * M, tl.zeros((BLOCK_M,), tl.float32), mask=(r < M) & (col + i * SPAN < N))
+        tl.store(sums + i * M, tl.zeros(r.shape, tl.float32), mask=(r < M) & (col + i * SPAN < N))
     return h
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from iris.context import Iris
 
 
-_NAMES = ("out", "A", "B", "bias")
+_NAMES = ("out", "A", "B", "bias", "scale")
 
 
 @dataclass(frozen=True)
@@ -75,27 +75,35 @@ class Ops:
         self._workspace: Workspace | None = None
         self.kernels: dict[tuple, object] = {}
         # of products without an exchange (`matmul_gated`): their launches, and flags that nobody waits for
-        self.products = repeat.Calls(len(_NAMES))
+        self.products = repeat.Calls(4)
         self.nothing = torch.zeros(1, dtype=torch.int32, device=ctx.device)
         self._calls = repeat.Calls(len(_NAMES))
         self._ending_calls = repeat.Calls(len(_NAMES) + len(norm_ahead.AHEAD_NAMES))  # those of `norm_ahead.py`
         self._device_of = repeat.device_of(ctx.device)
 
-    def matmul_all_reduce(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
-        """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`."""
-        return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace)
+    def matmul_all_reduce(
+        self, out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None
+    ) -> Workspace:
+        """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`.
+
+        With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`; it holds numbers only. Each
+        rank has its own. A few rows of bf16 are multiplied as they are, more are rounded to eight bits where the GPU
+        multiplies those.
+        """
+        return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace, scale=scale)
 
     def matmul_all_reduce_norm(
-        self, out, scaled, squares, A, B, residual, weight, bias=None, config=None, workspace=None
+        self, out, scaled, squares, A, B, residual, weight, bias=None, config=None, workspace=None, scale=None
     ) -> Workspace:
         """`out [M,N] = residual [M,N] + sum over ranks of A @ B + bias`, and the first half of an RMSNorm of its rows.
 
         `scaled` [M,N] is `out * weight [N]`; `squares`, float32 [ceil(N/64),M], the sums of `out**2` over 64 columns.
         The norm is `scaled * rsqrt(squares.sum(0) / N + eps)[:,None]`, a factor that a product of `scaled` may apply
         to its own rows. All contiguous, and what is written apart from all else. One kernel where rows are few.
+        `scale`: as in `matmul_all_reduce`.
         """
         ahead = residual, weight, scaled, squares
-        return self._call(norm_ahead.OP, out, A, B, bias, False, config, workspace, ahead)
+        return self._call(norm_ahead.OP, out, A, B, bias, False, config, workspace, ahead, scale)
 
     def all_gather_matmul(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K."""
@@ -121,15 +129,23 @@ class Ops:
         return self._call(REDUCE_SCATTER, out, A, B, bias, async_op, config, workspace)
 
     def plan(
-        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, form: str | None = None, explained: bool = True
+        self,
+        op: str,
+        M: int,
+        N: int,
+        K: int,
+        dtype: torch.dtype,
+        form: str | None = None,
+        explained: bool = True,
+        fp8: bool = False,
     ) -> FusedConfig:
         """The configuration that a call would use, with its reasons and predicted time; launches nothing.
 
         `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows",
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
-        longer than the choice.
+        longer than the choice. `fp8`: whether B is in eight bits.
         """
-        return self._plan(problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form), explained)
+        return self._plan(problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8), explained)
 
     def forget_repeats(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
@@ -143,10 +159,12 @@ class Ops:
     def _plan(self, problem: Problem, explained: bool = False) -> FusedConfig:
         return plan(problem, launch.machine(self._ctx.device), explained)
 
-    def _call(self, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None = None) -> Workspace:
+    def _call(
+        self, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None = None, scale=None
+    ) -> Workspace:
         ctx, calls = self._ctx, self._calls if ahead is None else self._ending_calls
         ctx.check()
-        key = self._key(op, out, A, B, bias, config, workspace, ahead)
+        key = self._key(op, out, A, B, bias, config, workspace, ahead, scale)
         try:
             known = calls.known.get(key)
         except TypeError:  # a wrong argument that has no hash
@@ -158,15 +176,15 @@ class Ops:
                 if target is not None:
                     out.copy_(target)
                 return workspace
-        return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, ahead)
+        return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, ahead, scale)
 
     def _make(
-        self, calls: repeat.Calls, key, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None
+        self, calls: repeat.Calls, key, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None, scale
     ) -> Workspace:
         """A call that cannot be repeated as it is."""
         ctx = self._ctx
         check_async(op, async_op)
-        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, ahead))
+        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, ahead, scale))
         problem, addresses = prepared.problem, calls.addresses(key)
         if workspace is not None:
             self._check_workspace(op, workspace)
@@ -203,7 +221,7 @@ class Ops:
                 target = out.new_empty(problem.M, problem.N)
             if again is None or not again():
                 launched = launch.launch(
-                    self.kernels, ctx, workspace, problem, prepared.config, (target, A, B, bias),
+                    self.kernels, ctx, workspace, problem, prepared.config, (target, A, B, bias, scale),
                     addresses, came_before, inside,
                 )  # fmt: skip
                 again = launched and launched.again
@@ -217,7 +235,7 @@ class Ops:
                 calls.keep(key, again and (again, None if direct else target, workspace), launched, direct)
 
         if async_op and ctx.device.type == "cuda":
-            workspace._done = ctx._side.run(go, out, A, B, bias)
+            workspace._done = ctx._side.run(go, out, A, B, bias, scale)
         else:
             ctx._side.join()
             go()
@@ -228,6 +246,8 @@ class Ops:
         """Where ranks compare their calls: raises where this one differs. `out`: if peers write there, or may."""
         problem, config = prepared.problem, replace(prepared.config, prediction=None)  # which is each rank's own
         facts = {"form": problem.form, "M": problem.M, "dtype": problem.dtype, "config": config, "async_op": async_op}
+        if problem.fp8:
+            facts["B"] = "in eight bits"
         if problem.op != GATHER_MATMUL:  # where each rank has columns of its own
             facts["N"] = problem.N
         if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own
@@ -236,7 +256,7 @@ class Ops:
             facts["out"] = "outside the heap" if out is None else f"at {self._ctx._heap.offset(out)} of the heap"
         self._ctx.compare(op, **facts)
 
-    def _key(self, op, out, A, B, bias, config, workspace, ahead: Ahead | None) -> tuple | None:
+    def _key(self, op, out, A, B, bias, config, workspace, ahead: Ahead | None, scale) -> tuple | None:
         """What a call comes down to: one with the same key passes the same checks and launches the same."""
         try:
             if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
@@ -252,12 +272,17 @@ class Ops:
                 if lazy and bias.is_neg() or bias.requires_grad and torch.is_grad_enabled():
                     return None
                 address, more = bias.data_ptr(), (bias.shape, bias.stride(), bias.dtype, where(bias))
-            addresses, ending = (out.data_ptr(), A.data_ptr(), B.data_ptr(), address), ()
+            scales, ending = 0, ()
+            if scale is not None:
+                if scale.requires_grad and torch.is_grad_enabled():
+                    return None
+                scales, ending = scale.data_ptr(), (scale.shape, scale.stride(), scale.dtype, where(scale))
+            addresses = (out.data_ptr(), A.data_ptr(), B.data_ptr(), address, scales)
             if ahead is not None:
                 if any(t.is_neg() or t.requires_grad and torch.is_grad_enabled() for t in ahead):
                     return None
                 addresses += tuple(t.data_ptr() for t in ahead)
-                ending = tuple((t.shape, t.stride(), t.dtype, where(t)) for t in ahead)
+                ending += tuple((t.shape, t.stride(), t.dtype, where(t)) for t in ahead)
             return (
                 *addresses, op,
                 out.shape, out.stride(), out.dtype, where(out),
@@ -277,16 +302,21 @@ class Ops:
         if not isinstance(workspace, Workspace) or workspace.ctx is not self._ctx:
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
 
-    def _prepare(self, op: str, out, A, B, bias, config: FusedConfig | None, ahead: Ahead | None) -> _Prepared:
+    def _prepare(self, op: str, out, A, B, bias, config: FusedConfig | None, ahead: Ahead | None, scale) -> _Prepared:
         """Checks whatever does not depend on addresses, and chooses."""
         device = self._ctx.device
-        check_tensors(op, out, A, B, bias, device)
+        check_tensors(op, out, A, B, bias, scale, device)
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
         chosen = config or self._plan(problem)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
+        if problem.fp8 and chosen.algorithm not in ("one_shot", "sequential"):
+            raise ArgumentError(
+                f"{op}: config.algorithm is {chosen.algorithm!r} and B in eight bits; expected 'one_shot' or"
+                " 'sequential'"
+            )
         objection = UNFUSED[chosen.algorithm].objection(problem) if chosen.algorithm in UNFUSED else None
         if objection:
             raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
@@ -294,5 +324,5 @@ class Ops:
         if ahead is not None:
             norm_ahead.check(ahead, out)
         sizes = workspace_size(problem, chosen, platform.num_programs(device))
-        spans = tuple(map(span, (out, A, B, bias, *(ahead or ()))))
+        spans = tuple(map(span, (out, A, B, bias, scale, *(ahead or ()))))
         return _Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes, spans)

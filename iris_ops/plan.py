@@ -10,7 +10,9 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from . import tritonblas
+import torch
+
+from . import fp8_rows, tritonblas
 from .config import FusedConfig
 from .machine import INTERPRETER, Machine
 from .predict import (
@@ -58,6 +60,7 @@ def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
     *_, chosen, prediction = min(scored)
     if explained:
         asked = f"{problem.asked} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype}"
+        asked += ", B in eight bits" if problem.fp8 else ""
         named = tritonblas.reasons(problem, machine.name)
         reasons = [f"{asked} on {machine.name}", *named, *reasons, f"chosen {_label(problem, chosen)}"]
         if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
@@ -92,6 +95,9 @@ def _label(problem: Problem, config: FusedConfig) -> str:
 
 
 def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
+    if problem.fp8:
+        streamed = machine.warp_roles and problem.dtype == torch.bfloat16 and fp8_rows.fits(problem.M, problem.K)
+        return [FP8_STREAM] if streamed else [FusedConfig(algorithm="sequential")]
     if machine.name == INTERPRETER:
         tiles = tuple((m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm)))
         few_rows, comm = tiles, 1
@@ -165,6 +171,8 @@ def _words_with_roles() -> tuple[FusedConfig, ...]:
     )
 
 
+# With weights in eight bits (`fp8_rows.py`); or, where a rank's do not lie as they must, the tile in its place.
+FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
 # Of rows that copy engines bring; programs that share tiles are no faster there, by measurement.
 BROUGHT = tuple(
     FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm="copy_engines")
@@ -197,6 +205,8 @@ def _powers(size: int) -> list[int]:
 
 def _objection(problem: Problem, config: FusedConfig) -> str | None:
     m, n, _ = problem.gemm
+    if problem.fp8:
+        return None
     if config.algorithm in UNFUSED:
         if problem.world_size == 1:
             return "one rank: no collective to follow"

@@ -10,7 +10,7 @@ from math import log
 
 import torch
 
-from . import copy_engines
+from . import copy_engines, fp8_rows
 from .config import FusedConfig, Prediction
 from .gating import gate_us
 from .machine import INTERPRETER, Machine
@@ -99,7 +99,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     if config.algorithm in UNFUSED and not config.warp_roles:
         gemm, link, total = UNFUSED[config.algorithm].predict(problem, config, machine)
         return Prediction(gemm, link, total + behind)
-    gemm = gemm_us(problem, config, machine)
+    gemm = fp8_rows.expected_us(problem, machine) if problem.fp8 else gemm_us(problem, config, machine)
     if brought:
         way = _brought
     elif config.algorithm != "overlapped":

@@ -13,6 +13,8 @@ from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris.heap import check_tensor
 import torch
 
+from .fp8 import FP8
+
 if TYPE_CHECKING:
     from .config import FusedConfig
 
@@ -25,6 +27,8 @@ OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
 NORM = "matmul_all_reduce_norm"
 # `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
 GATED = "all_gather_matmul_gated"
+# Those that take B in eight bits, with scales (`fp8.py`).
+SCALED = (ALL_REDUCE, NORM)
 _KINDS = {NORM: {"op": ALL_REDUCE}, GATED: {"op": GATHER_MATMUL, "gated": True}}
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,6 +65,8 @@ class Problem:
     world_size: int
     dtype: torch.dtype
     gated: bool = False
+    fp8: bool = False
+    """Whether B is in eight bits; `dtype` is that of everything else."""
 
     @property
     def asked(self) -> str:
@@ -101,7 +107,7 @@ class Problem:
 
 
 def problem_asked(
-    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None
+    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None, fp8: bool = False
 ) -> Problem:
     """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
     if op not in (*OPS, GATED):
@@ -118,7 +124,9 @@ def problem_asked(
     if form not in forms:
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
-    return _planned(Problem(op, form, M, N, K, world_size, dtype))
+    if fp8 and op not in SCALED:
+        raise ArgumentError(f"fp8 is True for {op}; expected one of {', '.join(SCALED)}, or False")
+    return _planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8))
 
 
 def _planned(problem: Problem) -> Problem:
@@ -187,13 +195,21 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
             f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {wanted} with "
             f"w = {w} ranks, parts as torch.chunk splits them"
         )
-    return _planned(found)
+    return replace(_planned(found), fp8=B.dtype == FP8)
 
 
 def check_tensors(
-    op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, device: torch.device
+    op: str,
+    out: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    device: torch.device,
 ) -> None:
     """Raises a typed error for a tensor of the wrong kind, dimension, dtype, device or size."""
+    if scale is not None:
+        _check_scale(op, B, scale, device)
     for name, t in (("A", A), ("B", B), ("bias", bias), ("out", out)):
         if t is None and name == "bias":
             continue
@@ -201,14 +217,30 @@ def check_tensors(
         ndim = 1 if name == "bias" else 2
         if t.ndim != ndim:
             raise ShapeError(f"{op}: {name} has {t.ndim} dimensions {tuple(t.shape)}; expected {ndim}")
-        if t.dtype not in DTYPES:
-            raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}")
-        if t.dtype != A.dtype:
+        if name == "B" and scale is not None:
+            pass  # its dtype is its own, and checked
+        elif t.dtype not in DTYPES:
+            scales = f", or {FP8} with a scale" if name == "B" and op in SCALED else ""
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}{scales}")
+        elif t.dtype != A.dtype:
             raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same")
         if any(size > _MAX_SIZE for size in t.shape):
             raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes below 2**31")
     if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
+
+
+def _check_scale(op: str, B: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:
+    for name, t in (("B", B), ("scale", scale)):
+        check_kind(op, name, t, device)
+    if B.dtype != FP8:
+        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {FP8}, or no scale")
+    if scale.dtype != torch.float32:
+        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {torch.float32}")
+    if B.ndim == 2 and tuple(scale.shape) != (B.shape[1],):
+        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {(B.shape[1],)}, one for each column of B")
+    if not scale.is_contiguous():
+        raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected a contiguous tensor")
 
 
 def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:
@@ -221,9 +253,9 @@ def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> Non
 
 
 def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> None:
-    """Of out, A, B and bias: where they begin, how many bytes they span. Raises if `out` shares some with another."""
+    """Of out, A, B, bias and scale: where they begin, their bytes. Raises if `out` shares some with another."""
     (out, *others), (size, *sizes) = begins, spans
-    for name, begin, nbytes in zip(("A", "B", "bias"), others, sizes, strict=True):
+    for name, begin, nbytes in zip(("A", "B", "bias", "scale"), others, sizes, strict=True):
         if begin < out + size and out < begin + nbytes and size and nbytes:
             raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
 

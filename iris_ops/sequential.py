@@ -20,7 +20,7 @@ from iris.ccl.problem import ALL_REDUCE as REDUCE
 from iris.ccl.problem import REDUCE_SCATTER as SCATTER
 from iris.ccl.problem import Problem as Collective
 
-from . import torch_product
+from . import fp8, torch_product
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[fl
     share = machine.link_gbs / 380.0  # of an H200's
     link = replace(link, **{name: share * getattr(link, name) for name in ("link_gbs", "words_gbs", "two_hops_gbs")})
     gemm = torch_product.expected_us(*problem.gemm, machine)
+    if problem.fp8:
+        gemm = gemm / 2 + fp8.ROUNDING_US  # half the bytes, twice the rate
     moved = collectives.plan(_collective(problem), Config(), link).expected_us
     return gemm, moved, gemm + moved + _BETWEEN_US
 
@@ -70,13 +72,13 @@ def staged_elements(problem: Problem) -> int:
     return problem.M * (problem.K if problem.op == GATHER_MATMUL else problem.N)
 
 
-def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias) -> Callable[[], bool]:
+def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, scale=None) -> Callable:
     """A function that launches both halves on tensors at these addresses, in the current stream."""
     ctx = workspace.ctx
     between = workspace.staging[: staged_elements(problem) * problem.dtype.itemsize].view(problem.dtype)
     once = bias if ctx.cur_rank == 0 else None
     if problem.op == ALL_REDUCE:
-        product, collective = (out, A, B, once), (REDUCE, out, out)
+        product, collective = (out, A, B, once, scale), (REDUCE, out, out)
     elif problem.op == GATHER_MATMUL:
         gathered = between.view(problem.M, problem.K)
         product, collective = (out, gathered, B, bias), (ALL_GATHER, gathered, A)

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import fp8
+
 if TYPE_CHECKING:
     from .machine import Machine
 
 
-def multiply(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """`out = A @ B + bias`."""
+def multiply(
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+) -> None:
+    """`out = A @ B + bias`; with `scale`, B is in eight bits (`fp8.py`)."""
+    if scale is not None:
+        out.copy_(fp8.product(A, B.t(), scale, bias))
+        return
     if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies what stands behind a row by zero: NaN, where that is
         A = A.contiguous()
     if bias is None:

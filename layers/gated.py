@@ -42,13 +42,13 @@ class GatedMLP(nn.Module):
         (x,) = *args, *kwargs.values()  # by whatever name
         merged = self._product.merged
         merged.check(x, merged.in_features)
-        if merged.own_steps and merged.weight_scale is None:
+        if merged.own_steps:
             alone = not self._product.exchanges(x)
-            few = alone and step_product.serves(x, merged.weight, merged.bias, True)
+            few = alone and step_product.serves(x, merged.weight, merged.bias, True, merged.weight_scale)
             many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._with_roles)
             if (few or many) and self._is_whole():
-                gated = step_product.gated(x, merged.weight, merged.bias) if few else merged.gated(x)
-                return self.down_proj(gated)
+                held = merged.weight, merged.bias, merged.weight_scale
+                return self.down_proj(step_product.gated(x, *held) if few else merged.gated(x))
         both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
 
@@ -64,7 +64,7 @@ class GatedMLP(nn.Module):
 
 def has_many_rows(x: torch.Tensor, merged: nn.Module, with_roles: bool) -> bool:
     """Whether programs with roles may multiply `x`: more than a few rows, or a number that is open to a compiler."""
-    if not with_roles or x.dtype not in (torch.bfloat16, torch.float16):
+    if not with_roles or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
         return False
     held = [t for t in (x, merged.weight, merged.bias) if t is not None]
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in held)

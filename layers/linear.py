@@ -7,7 +7,6 @@
     Row                        [N, K/w]      [M, K/w]             [M, N]               matmul_all_reduce
     Row, sequence_parallel     [N, K/w]      [M, K/w]             [M/w, N]             matmul_reduce_scatter by rows
     Row, reduce_results=False  [N, K/w]      [M, K/w]             [M, N], partial      a product; the ranks' sum is y
-    Row with fp8 weights       [N, K/w]      [M, K/w]             [M, N]               a product, then `ccl.all_reduce`
 
 MergedColumn and QKV are Columns that fuse several outputs in one W: they only choose `parts` (see `sharded`). Sizes
 need not divide by the ranks (see `shard`). Any leading dimensions are rows.
@@ -28,7 +27,6 @@ from iris_ops import library
 import torch
 from torch import nn
 
-from . import fp8
 from .shard import Shard, chunk, merged, plain, split_heads
 from .sharded import LOCAL, ShardedLinear, check_context, check_linears, positive
 
@@ -66,7 +64,7 @@ class ColumnParallelLinear(ShardedLinear):
         With `sequence_parallel`, `input` is this rank's chunk of `tokens` in all, by default as many on each rank, and
         the result is of all tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit.
         """
-        if self.op == LOCAL:  # takes any leading dimensions: nothing to reshape
+        if self.op == LOCAL or self.weight_scale is not None:  # takes any leading dimensions: nothing to reshape
             self.check(input, self.in_features)
             return self.local_product(input, self.bias)
         x = self.rows(input, self.in_features)
@@ -250,9 +248,6 @@ class RowParallelLinear(ShardedLinear):
             x = self.parts[0].view(x, dim=1)
         if not self.reduce_results:
             out = self.local_product(x, self.bias if self.ctx.cur_rank == 0 else None)  # once in the ranks' sum
-        elif self.weight_scale is not None:
-            out = fp8.sum_over_ranks(self.local_product(x, None), self.ctx)
-            out = out if self.bias is None else out + self.bias
         elif self.sequence_parallel:
             start, stop = chunk(x.shape[0], self.ctx.num_ranks, self.ctx.cur_rank)
             out = self.product(x, stop - start, self.out_features)

@@ -51,9 +51,9 @@ def parallelize(
     product where the model's forward allows it (see `fused`), plain norms one kernel (see `norms`), and gates part of
     the product before them (see `gated`). `weights="fp8"`
     keeps the weights of linears without an exchange in eight bits, `"fp8_all"` those of row-parallel ones too, whose
-    exchange is no longer fused then (see `fp8`). `sequence_parallel`: ranks share the
-    tokens between the products (see `sequence`) where a call has 1024 or more, or another number if one is given. Every
-    rank calls this with the same model.
+    exchange is fused for a step's few rows then, and no longer for a prompt's (see `fp8`). `sequence_parallel`: ranks
+    share the tokens between the products (see `sequence`) where a call has 1024 or more, or another number if one is
+    given. Every rank calls this with the same model.
 
     Raises `ArgumentError` for bad arguments, and `StyleError`, with the names of module and style, for what the plan
     asks and no layer serves; the model is then as it was.

@@ -19,11 +19,11 @@ import re
 from types import MethodType
 
 from iris.errors import ArgumentError
+from iris_ops.fp8 import restored
 import torch
 from torch import nn
 
 from .checkpoint import StoredTensor, layout
-from .fp8 import restored
 from .fused import Slice
 from .shard import Shard, concat
 from .sharded import check_context, part_of

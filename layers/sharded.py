@@ -15,6 +15,7 @@ from typing import Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris_ops import library
+from iris_ops.fp8 import FP8, multiplies_in_fp8, quantised
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,10 +25,10 @@ from .shard import Shard, concat, fill
 
 LOCAL = "matmul (local)"
 REDUCED = "matmul_all_reduce"
-# What serves in place of an op once the weight is stored in fp8: multiplied as it is, or converted.
+# What is said of an op once the weight is stored in fp8: multiplied as it is, or converted.
 WITH_FP8 = {
     LOCAL: ("fp8 matmul (local)", "matmul (local, weight converted from fp8)"),
-    REDUCED: ("fp8 matmul, then all_reduce", "matmul (weight converted from fp8), then all_reduce"),
+    REDUCED: ("fp8 matmul_all_reduce", "matmul_all_reduce (weight converted from fp8)"),
 }
 
 
@@ -55,7 +56,6 @@ class ShardedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
         self.weight_scale: nn.Parameter | None = None  # of fp8 weights, with the dtype of what goes in and comes out
         self._exact: torch.dtype | None = None
-        self._in_fp8 = False
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -95,12 +95,12 @@ class ShardedLinear(nn.Module):
         if split:
             before = sum(each.size for each in self.parts[:part]) if part else 0
             local = parameter.narrow(self.dim, before, shard.size)
-            if local.dtype != fp8.FP8:
+            if local.dtype != FP8:
                 shard.fill(local, source, self.dim)
                 return
             exact = torch.empty(local.shape, dtype=self.dtype, device=local.device)
             shard.fill(exact, source, self.dim)
-            weight, scale = fp8.quantised(exact)
+            weight, scale = quantised(exact)
             local.copy_(weight)
             scales = self._allocated("weight_scale")
             (scales.narrow(0, before, shard.size) if self.dim == 0 else scales).copy_(scale)
@@ -153,13 +153,16 @@ class ShardedLinear(nn.Module):
 
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
         """What `op` makes of `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
-        return library.product(self.op, self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
+        op = self.op if self.weight_scale is None else REDUCED
+        return library.product(op, self.ctx, x, self.weight.t(), self.bias, size, self._mean_part, self.weight_scale)
 
     def local_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x` [..., K] times the weight here, however it is stored, plus `bias`, without an exchange."""
+        if self.own_steps:
+            return step_product.linear(x, self.weight, bias, self.weight_scale)
         if self.weight_scale is None:
-            return (step_product if self.own_steps else F).linear(x, self.weight, bias)
-        return fp8.product(x, self.weight, self.weight_scale, bias, self._in_fp8)
+            return F.linear(x, self.weight, bias)
+        return fp8.linear(x, self.weight, self.weight_scale, bias)
 
     @torch.no_grad()
     def store_as_fp8(self) -> None:
@@ -171,17 +174,16 @@ class ShardedLinear(nn.Module):
             )
         self._exact = self.weight.dtype
         if self.weight.is_meta:
-            weight, scale = self.weight.to(fp8.FP8), self.weight.new_empty(self.weight.shape[0], dtype=torch.float32)
+            weight, scale = self.weight.to(FP8), self.weight.new_empty(self.weight.shape[0], dtype=torch.float32)
         else:
-            weight, scale = fp8.quantised(self.weight)
+            weight, scale = quantised(self.weight)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self._served = WITH_FP8[self.op]
         self._choose_fp8()
 
     def _choose_fp8(self) -> None:
-        self._in_fp8 = fp8.multiplies_in_fp8(self.weight.shape, self.ctx.device, self.dtype)
-        self.op = self._served[0 if self._in_fp8 else 1]
+        self.op = self._served[0 if multiplies_in_fp8(self.weight.shape, self.ctx.device, self.dtype) else 1]
 
     def _apply(self, fn, recurse=True):
         """As torch's, but a change of dtype is one of `dtype`: fp8 weights and their scales stay what they are."""

@@ -56,7 +56,7 @@ def _feeds_products(node: fx.Node) -> bool:
     """Whether its users are products of few rows, of which it is the input and nothing else."""
     product = torch.ops.iris_layers.step_product
     return bool(node.users) and all(
-        user.target is product and len(user.args) == 4 and not user.kwargs
+        user.target is product and len(user.args) == 5 and not user.kwargs
         and user.args[0] is node and node not in user.args[1:]
         for user in node.users
     )  # fmt: skip
@@ -125,10 +125,10 @@ def _fold_second(graph: fx.Graph, half: fx.Node) -> None:
 def _fold_first(graph: fx.Graph, half: fx.Node) -> None:
     total, weight = half.args
     reduction, view, residual = _reduced(total)
-    A, B, bias, size, group, mean_part = (*reduction.args, None)[:6]
+    A, B, bias, size, group, mean_part, scale = (*reduction.args, None, None)[:7]
     with graph.inserting_before(total):
         flat = _call(graph, "reshape", (residual, *size))
-        fused = _call(graph, getattr(torch.ops.iris_ops, OP), (A, B, bias, flat, weight, group, mean_part))
+        fused = _call(graph, getattr(torch.ops.iris_ops, OP), (A, B, bias, flat, weight, group, mean_part, scale))
         out, scaled, squares = _parts(graph, fused, 3)
         out, scaled = (_call(graph, "view", (each, *view.args[1:])) for each in (out, scaled))
     out.meta["example_value"] = _value(total)  # of which the next sum may be asked

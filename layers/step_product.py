@@ -5,6 +5,8 @@ program streams the weights of some outputs once, as `iris_ops/few_rows.py` does
 multiplies them as outputs x rows, so that the tensor cores' rows are full however few rows the input has. Four fifths
 of a multiprocessor's shared memory are always on their way from memory.
 
+Weights in eight bits have a kernel of their own (`step_product_fp8.py`).
+
 A launch from Python keeps the host busy longer than torch's product. So this serves what is compiled or captured.
 """
 
@@ -15,6 +17,7 @@ from functools import cache
 from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
+from iris_ops import fp8_rows
 from iris_ops.operands import operand
 from iris_ops.tiles import Matrix, add_bias
 import torch
@@ -23,7 +26,9 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-MOST_ROWS = 16
+from . import fp8, step_product_fp8
+
+MOST_ROWS = 16  # fp8_rows.MOST_ROWS, too
 BLOCK_N = 64
 _WARPS, _STAGES = 4, 5
 
@@ -75,27 +80,41 @@ def _finished(acc, bias, col, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, 
     return arch.round_to(product, dtype)
 
 
-def serves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> bool:
+def serves(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    scale: torch.Tensor | None = None,
+) -> bool:
     """Whether `step_product` is the faster one for these arguments now; x [..., K], weight [N, K].
 
     An eager call of a kind has its kernel loaded, which a driver may refuse while a graph is captured.
     """
-    if not _suits(x, weight):
+    if not _suits(x, weight, scale):
         return False
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return True
-    kind = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), bias is None, gated
+    kind = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), bias is None, gated, scale is None
     if kind not in _loaded:
         _loaded.add(kind)
-        step_product(x, weight, bias, gated, launched=False)
+        step_product(x, weight, bias, scale, gated, launched=False)
     return False
 
 
 _loaded: set[tuple] = set()  # kinds of calls
 
 
-def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    if scale is not None:
+        return suits(x) and x.dtype == torch.bfloat16 and streams(weight)
     return x.dtype == weight.dtype and weight.shape[0] > 0 and suits(x)
+
+
+def streams(weight: torch.Tensor) -> bool:
+    """Whether steps' products with this weight in eight bits may be served here."""
+    lies_so = weight.stride(1) == 1 and weight.stride(0) % 16 == 0 and weight.shape[0] > 0
+    return lies_so and platform.has_warp_roles(weight.device) and fp8_rows.fits(1, weight.shape[1])
 
 
 def suits(x: torch.Tensor) -> bool:
@@ -116,6 +135,7 @@ def step_product(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     gated: bool = False,
     squares: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -123,6 +143,7 @@ def step_product(
 ) -> torch.Tensor:
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
+    `scale` [N]: the weight is in eight bits, see `iris_ops/fp8.py`; then `serves` must say that it is served.
     `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]: rows are
     scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched` False the kernel is compiled and
     loaded only, and what is returned is not filled.
@@ -131,6 +152,9 @@ def step_product(
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
     (M, K), N = rows.shape, _width(weight, gated)
     out = x.new_empty(*x.shape[:-1], N)
+    if scale is not None:
+        step_product_fp8.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)
+        return out
     block_k, stages = depth(platform.shared_bytes(x.device), gated)
     described, tma = operand(weight, (BLOCK_N, block_k))
     programs = triton.cdiv(N, BLOCK_N) if launched else 0
@@ -147,19 +171,25 @@ def _width(weight: torch.Tensor, gated: bool) -> int:
     return weight.shape[0] // 2 if gated else weight.shape[0]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, by `step_product` where that is faster."""
-    return _called(x, weight, bias, False) if serves(x, weight, bias) else F.linear(x, weight, bias)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`torch.nn.functional.linear`, by `step_product` where that is faster. `scale`: the weight is in eight bits."""
+    if serves(x, weight, bias, False, scale):
+        return _called(x, weight, bias, scale, False)
+    return F.linear(x, weight, bias) if scale is None else fp8.linear(x, weight, scale, bias)
 
 
-def gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def gated(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     """`step_product` of both halves of `weight`, where it serves, as something that compilers know."""
-    return _called(x, weight, bias, True)
+    return _called(x, weight, bias, scale, True)
 
 
-def _called(x, weight, bias, gated: bool) -> torch.Tensor:
+def _called(x, weight, bias, scale, gated: bool) -> torch.Tensor:
     call = torch.ops.iris_layers.step_product if torch.compiler.is_compiling() else step_product
-    return call(x, weight, bias, gated)
+    return call(x, weight, bias, scale, gated)
 
 
 @cache
@@ -175,12 +205,13 @@ def depth(shared_bytes: int, gated: bool) -> tuple[int, int]:
 # One opaque operator for compilers, as `iris_ops.library` has them.
 _library = torch.library.Library("iris_layers", "FRAGMENT")
 _library.define(
-    "step_product(Tensor x, Tensor weight, Tensor? bias, bool gated, Tensor? squares=None, float eps=0) -> Tensor",
+    "step_product(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, bool gated, Tensor? squares=None, float eps=0)"
+    " -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.impl("step_product", step_product, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "iris_layers::step_product",
-    lambda x, weight, bias, gated, squares=None, eps=0.0: x.new_empty(*x.shape[:-1], _width(weight, gated)),
+    lambda x, weight, bias, scale, gated, squares=None, eps=0.0: x.new_empty(*x.shape[:-1], _width(weight, gated)),
     lib=_library,
 )

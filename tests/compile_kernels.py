@@ -20,11 +20,12 @@ from iris.ccl.by_words import words_kernel  # noqa: E402
 from iris.ccl.ring import ring_kernel  # noqa: E402
 from iris.device import sync  # noqa: E402
 from iris.tracing import clock_offset_kernel  # noqa: E402
-from iris_ops import copy_engines, exchange_roles, gating, launch, warp_roles  # noqa: E402
+from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, gating, launch, warp_roles  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
 from iris_ops.all_gather_matmul_roles import all_gather_matmul_roles_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
 from iris_ops.few_rows_gather import few_rows_gather_kernel  # noqa: E402
+from iris_ops.fp8 import round_rows_kernel  # noqa: E402
 from iris_ops.machine import machine_named  # noqa: E402
 from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
 from iris_ops.matmul_all_gather_roles import matmul_all_gather_roles_kernel  # noqa: E402
@@ -34,8 +35,7 @@ from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SC
 from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel  # noqa: E402
 from iris_ops.staging import workspace_size  # noqa: E402
 from iris_ops.sum_parts import sum_parts_kernel  # noqa: E402
-from layers import step_product  # noqa: E402
-from layers.fp8 import round_rows_kernel  # noqa: E402
+from layers import step_product, step_product_fp8  # noqa: E402
 from layers.step_attention import rows_of_block, stretch_kernel, weigh_kernel  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -67,6 +67,7 @@ _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
     ("exchange_roles_kernel", "staging"): "i16",
     ("few_rows_kernel", "staging"): "i16",
+    ("few_rows_fp8_kernel", "staging"): "i16",
     ("few_rows_gather_kernel", "staging"): "i16",
     ("words_kernel", "staging"): "i16",
     ("ring_kernel", "staging"): "fp32",
@@ -117,6 +118,8 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     tma = {name for flag, name in described.items() if constants.get(flag)}
     with_roles = "ACC" in parameters  # which load by descriptors only
     tma |= {"a", "b"} | ({"gathered"} & {*parameters}) if with_roles else set()
+    in_lines = "SLICES" in parameters  # of words, as `fp8_rows.py` takes them
+    tma |= {"a", "b"} if in_lines else set()
     alike = {p.name for p in kernel.params if p.do_not_specialize}  # compiled once, whatever they are multiples of
     backend = make_backend(target)
     pointer = backend.parse_attr(backend.get_tensor_specialization(torch.empty(0), align=True))
@@ -124,6 +127,10 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     for index, name in enumerate(parameters):
         if name in constants:
             signature[name] = "constexpr"
+        elif name in tma and in_lines:
+            bits, rows = (64, constants["BLOCK_M"]) if name == "a" else (32, 16)
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=3)
+            signature[name] = f"tensordesc<i{bits}[{constants['SLICES']},{rows},32],{layout!r}>"
         elif name in tma:
             signature[name] = f"tensordesc<{dtype}[{_block(name, constants, kernel.is_gluon())}"
         elif name in ("scale", "eps"):
@@ -200,6 +207,7 @@ def variants(target: GPUTarget):
         yield "round_rows", round_rows_kernel, dict(num_warps=8), dict(BLOCK=4096)
     if target.arch == 90:
         yield from with_roles()
+        yield from in_eight_bits()
     for gated in (False, True):
         k, stages = step_product.depth(machine.shared_bytes, gated)
         rows = dict(BLOCK_M=step_product.MOST_ROWS, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
@@ -251,6 +259,18 @@ def with_roles():
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
     yield "exchange_roles", exchange_roles.exchange_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), words
+
+
+def in_eight_bits():
+    """Products of few rows with weights in eight bits: all rings, with and without what else they can do."""
+    for (rows, tiles), (stages, _) in fp8_rows._RINGS.items():
+        known = dict(BLOCK_M=rows, T=tiles, STAGES=stages, SLICES=fp8_rows.WARPS, HAS_BIAS=rows == 8)
+        no_norm = {} if tiles == 3 else dict.fromkeys(("residual", "weight", "scaled", "squares"))
+        exchange = dict(WORLD_SIZE=WORLD_SIZE, WAITER=1, stride_on=1, **few_rows_fp8.layouts(rows), **no_norm)
+        options = dict(num_warps=fp8_rows.WARPS)
+        yield f"few_rows_fp8_{rows}_{tiles}", few_rows_fp8.few_rows_fp8_kernel, options, known | exchange
+        choice = dict(GATED=tiles == 2, SPANS=128) | ({} if rows == 8 else dict(squares=None))
+        yield f"step_product_fp8_{rows}_{tiles}", step_product_fp8.step_product_fp8_kernel, options, known | choice
 
 
 def traced(target: GPUTarget):

@@ -53,6 +53,10 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "two_heads": ("Llama", {"num_attention_heads": 2, "num_key_value_heads": 2}),
     "qk_norm": ("Qwen3", {"num_key_value_heads": 2}),
     "fused": ("Phi3", {"num_key_value_heads": 2, "hidden_size": 32}),
+    "lines": (
+        "Llama",
+        {"num_attention_heads": 8, "head_dim": 64, "hidden_size": 128, "intermediate_size": 1024},
+    ),  # of 128 weights in each rank's part
     "sliding": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 4}),
     "offset_norm": ("Gemma", {"num_key_value_heads": 2}),
     "gathered_qkv": ("Olmo2", {"num_key_value_heads": 2, "hidden_size": 32}),

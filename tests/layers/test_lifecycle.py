@@ -10,8 +10,8 @@ import pickle
 
 import iris
 from iris.errors import ArgumentError, CheckpointError, ClosedError, StyleError
+from iris_ops import fp8
 import layers
-from layers import fp8
 from layers.norms import RMSNorm
 from layers.parallelize import parallelize
 from layers.staging import Staging

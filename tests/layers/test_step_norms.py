@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from iris_ops.fp8 import restored
 from iris_ops.norm_ahead import first_half, second_half
 from iris_ops.ops import Ops
 import layers
 from layers import step_norms, step_product
+from layers.sharded import LOCAL, REDUCED, ShardedLinear
 import pytest
 import torch
 from torch import nn
@@ -155,6 +157,35 @@ def test_norms_before_other_products_stay_whole(world_size: int, weights: str | 
 
 
 @torch.no_grad()
+def eight_bits_body(ctx) -> None:
+    """In a step, weights in eight bits meet an input as it is; eager calls round it, too."""
+    model = models.build("lines").to(torch.bfloat16)
+    layers.parallelize(model, ctx, weights="fp8_all")
+    rounding = logits(model, ctx, graphs=False)
+    for module in model.modules():
+        if isinstance(module, ShardedLinear) and module.weight_scale is not None:
+            exact = restored(module.weight, module.weight_scale, torch.bfloat16)
+            module.weight, module.weight_scale = nn.Parameter(exact, requires_grad=False), None
+            module.op = LOCAL if module.dim == 0 else REDUCED
+    exact = logits(model, ctx, graphs=False)
+    model = models.build("lines").to(torch.bfloat16)
+    layers.parallelize(model, ctx, weights="fp8_all")
+    with pytest.MonkeyPatch.context() as patch:
+        calls = counted(patch)
+        result = logits(model, ctx, compile="inductor", graphs=False)
+        assert len(calls) == 3 * 4
+        assert torch.equal(logits(model, ctx, compile="inductor"), result), "captured"
+    errors = [[(each - right).norm() for each, right in zip(steps, exact, strict=True)] for steps in (result, rounding)]
+    # of prompts, input is rounded in both; steps see the prompt's keys and values
+    assert all(own < 0.8 * theirs for own, theirs in list(zip(*errors, strict=True))[1:]), errors
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs GPUs")
+def test_steps_with_weights_in_eight_bits(world_size: int) -> None:
+    run_ranks(world_size, eight_bits_body)
+
+
+@torch.no_grad()
 def exchanged_body(ctx) -> None:
     """A hook exchanges what one layer adds, so half of a norm is left. The next step must not compile."""
     model, folds = models.build("kv2").to(torch.bfloat16), []
@@ -200,29 +231,29 @@ def others_body(ctx) -> None:
     def plain():
         h = x + reduced()
         n = normed(h)
-        return h, product(n, weight, None, False), product(n, weight, None, True)
+        return h, product(n, weight, None, None, False), product(n, weight, None, None, True)
 
     def seen_norm():
         n = normed(x + reduced())
-        return product(n, weight, None, False), n
+        return product(n, weight, None, None, False), n
 
     def seen_sum():
         r = reduced()
-        return product(normed(r + x), weight, None, False), r
+        return product(normed(r + x), weight, None, None, False), r
 
     def weight_of_fp32():
-        return product(normed((x + reduced()).float(), norm.float()).bfloat16(), weight, None, False)
+        return product(normed((x + reduced()).float(), norm.float()).bfloat16(), weight, None, None, False)
 
     def wider():
-        return product(normed(x.expand(2, 2, 64) + reduced()), weight, None, False)
+        return product(normed(x.expand(2, 2, 64) + reduced()), weight, None, None, False)
 
     def twice():
         r = reduced()
-        return product(normed(r + r), weight, None, False)
+        return product(normed(r + r), weight, None, None, False)
 
     def as_weight():
         n = normed(x + reduced())
-        return product(n, n.view(2, 64), None, False)
+        return product(n, n.view(2, 64), None, None, False)
 
     for function, folds in ((plain, 1), (seen_norm, 0), (seen_sum, 0), (weight_of_fp32, 0), (wider, 0), (twice, 0),
                             (as_weight, 0)):  # fmt: skip
@@ -272,40 +303,40 @@ def between_body(ctx) -> None:
     def sum_changed():
         h = x + reduced().view(2, 1, 64)
         h[0] = 0
-        return product(normed(h), weight, None, False)
+        return product(normed(h), weight, None, None, False)
 
     def operand_changed():
         mine = a.clone()
         r = reduced(mine)
         mine.zero_()
-        return product(normed(x + r.view(2, 1, 64)), weight, None, False)
+        return product(normed(x + r.view(2, 1, 64)), weight, None, None, False)
 
     def made_late():
         h = x + reduced().view(2, 1, 64)
-        return product(normed(h, norm * 2), weight, None, False)
+        return product(normed(h, norm * 2), weight, None, None, False)
 
     def strided():
         w = wide[::2]
-        return product(normed(x + reduced().view(2, 1, 64), w), weight, None, False)
+        return product(normed(x + reduced().view(2, 1, 64), w), weight, None, None, False)
 
     def shorter_rows():
-        return product(normed(x.view(4, 32) + reduced().view(4, 32), half), narrow, None, False)
+        return product(normed(x.view(4, 32) + reduced().view(4, 32), half), narrow, None, None, False)
 
     def as_weight_too():
         n = normed(x.view(2, 64) + reduced().view(2, 64))
-        return product(n, n, None, False)
+        return product(n, n, None, None, False)
 
     def norm_by_names():
         h = x + reduced().view(2, 1, 64)
         n = nn.functional.rms_norm(input=h, normalized_shape=(64,), weight=norm, eps=1e-6)
-        return product(n, weight, None, False)
+        return product(n, weight, None, None, False)
 
     def view_by_name():
-        return product(normed(x + reduced().view(size=(2, 1, 64))), weight, None, False)
+        return product(normed(x + reduced().view(size=(2, 1, 64))), weight, None, None, False)
 
     def reduction_by_names():
         r = reduce(A=a, B=b.t(), bias=None, size=size, group=ctx.group_name)
-        return product(normed(x + r.view(2, 1, 64)), weight, None, False)
+        return product(normed(x + r.view(2, 1, 64)), weight, None, None, False)
 
     for function in (sum_changed, operand_changed, made_late, shorter_rows, as_weight_too, view_by_name,
                      reduction_by_names):  # fmt: skip

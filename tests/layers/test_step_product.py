@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
+from iris_ops import fp8
 from iris_ops.norm_ahead import first_half
 import layers
 from layers import step_product
@@ -40,7 +41,7 @@ def test_few_rows(rows: tuple, outputs: int, depth: int, bias: bool, gated: bool
     x = torch.randn(*rows, 2 * depth, **like)[..., :depth]  # rows lie apart
     weight = torch.randn((1 + gated) * outputs, depth, **like) * depth**-0.5
     added = torch.randn((1 + gated) * outputs, **like) if bias else None
-    out = step_product.step_product(x, weight, added, gated)
+    out = step_product.step_product(x, weight, added, None, gated)
     expected = reference(x, weight, added, gated, dtype)
     assert out.shape == (*rows, outputs) and out.dtype == dtype
 
@@ -49,7 +50,7 @@ def test_few_rows(rows: tuple, outputs: int, depth: int, bias: bool, gated: bool
 
     # a sum on the border between two numbers may be rounded to the other one before the gate
     assert missed(out) <= (2 if gated else 0.6) * EPS[dtype]
-    assert missed(step_product.step_product(x, weight.roll(1, 0), added, gated)) > 0.1
+    assert missed(step_product.step_product(x, weight.roll(1, 0), added, None, gated)) > 0.1
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -60,11 +61,47 @@ def test_rows_scaled_by_the_second_half_of_a_norm(rows: tuple, outputs: int, dep
     h, norm = torch.randn(*rows, depth, **like) * 30, torch.randn(depth, **like)
     weight, bias = torch.randn((1 + gated) * outputs, depth, **like), torch.randn((1 + gated) * outputs, **like)
     scaled, squares = first_half(h, norm)
-    out = step_product.step_product(scaled, weight, bias, gated, squares, 1e-5)
+    out = step_product.step_product(scaled, weight, bias, None, gated, squares, 1e-5)
     x = h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
     expected = reference(x, weight, bias, gated, torch.bfloat16)
     assert (out.double() - expected).norm() <= (2 + gated) * EPS[torch.bfloat16] * expected.norm()
-    torch.library.opcheck(torch.ops.iris_layers.step_product, (scaled, weight, bias, gated, squares, 1e-5))
+    torch.library.opcheck(torch.ops.iris_layers.step_product, (scaled, weight, bias, None, gated, squares, 1e-5))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("rows", [(1,), (2, 1, 3), (8,), (9,), (16,)])
+@pytest.mark.parametrize("outputs, depth", [(16, 128), (1000, 640), (5120, 1280), (2560, 5120), (70000, 256)])
+def test_weights_in_eight_bits(rows: tuple, outputs: int, depth: int, gated: bool) -> None:
+    torch.manual_seed(outputs + depth)
+    like = {"device": DEVICE, "dtype": torch.bfloat16}
+    weight = torch.randn((1 + gated) * outputs, depth, device=DEVICE) * depth**-0.5
+    weight[1::2] *= torch.rand_like(weight[1::2]) ** 9  # many that e4m3 has no full precision for
+    weight, scale = fp8.quantised(weight)
+    exact = fp8.restored(weight, scale, torch.float64)
+    wide = torch.randn(*rows, depth + 8, **like)
+    bias, norm = torch.randn((1 + gated) * outputs, **like), torch.randn(depth, **like)
+    for x in (wide[..., :depth], wide[..., 8:].contiguous()):
+        for added in (None, bias):
+            assert step_product.streams(weight)
+            out = step_product.step_product(x, weight, added, scale, gated)
+            expected = reference(x, exact, added, gated, x.dtype)
+            assert out.shape == (*rows, outputs)
+            assert (out.double() - expected).norm() <= (2 if gated else 0.6) * 2**-8 * expected.norm()
+    scaled, squares = first_half(wide[..., :depth] * 30, norm)
+    out = step_product.step_product(scaled, weight, bias, scale, gated, squares, 1e-5)
+    h = (wide[..., :depth] * 30).double()
+    expected = reference(h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm, exact, bias, gated, x.dtype)
+    assert (out.double() - expected).norm() <= (2 + gated) * 2**-8 * expected.norm()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_weights_in_eight_bits_that_are_not_served() -> None:
+    x, weight = torch.randn(2, 96, device=DEVICE).bfloat16(), torch.randn(32, 96, device=DEVICE)
+    rounded, scale = fp8.quantised(weight)
+    assert not step_product.streams(rounded) and not step_product.streams(rounded.t().contiguous().t())
+    out, expected = step_product.linear(x, rounded, None, scale), x.double() @ weight.double().t()
+    assert (out.double() - expected).norm() <= 0.06 * expected.norm()
 
 
 def test_a_rank_without_a_part_of_the_depth_adds_nothing() -> None:
@@ -82,7 +119,7 @@ def test_operands_may_lie_by_columns() -> None:
 def test_compilers_know_its_shape() -> None:
     x, weight = torch.randn(2, 1, 32, device=DEVICE).half(), torch.randn(20, 32, device=DEVICE).half()
     for gated in (False, True):
-        torch.library.opcheck(torch.ops.iris_layers.step_product, (x, weight, weight[:, 0].clone(), gated))
+        torch.library.opcheck(torch.ops.iris_layers.step_product, (x, weight, weight[:, 0].clone(), None, gated))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -128,7 +165,7 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
     kernel, capturing = Launches(step_product.step_product_kernel), []
     monkeypatch.setattr(step_product, "step_product_kernel", kernel)
     monkeypatch.setattr(step_product, "_loaded", set())
-    monkeypatch.setattr(step_product, "_suits", lambda x, weight: True)
+    monkeypatch.setattr(step_product, "_suits", lambda x, weight, scale: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     for _ in range(2):
         assert torch.equal(step_product.linear(x, weight, added), F.linear(x, weight, added))
@@ -154,9 +191,9 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
     exchanged = sum(isinstance(module, GatedMLP) for module in model.modules())
     calls, own = [], step_product.step_product
 
-    def counted(x, weight, bias=None, gated=False):
+    def counted(x, weight, bias=None, scale=None, gated=False):
         calls.append(gated)
-        return own(x, weight, bias, gated)
+        return own(x, weight, bias, scale, gated)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_product, "step_product", counted)

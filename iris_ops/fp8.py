@@ -1,0 +1,88 @@
+"""Weights in eight bits (e4m3, a scale for each column of B), and products with them by torch.
+
+    B[:, n]  =  scale[n] * B8[:, n]        scale[n] a power of two: the column's largest entry is between 224 and 448
+
+A power of two costs a floating-point format nothing in accuracy, and makes the way back exact. A weight is off by at
+most 1/16 of itself.
+
+    rows of A         the product                                                      A is
+    few, on Hopper    a stream of weights, widened in registers (`fp8_rows.py`)        as it is
+    else, bf16        `torch._scaled_mm` on GPUs with fp8 tensor cores                 rounded to e4m3, a scale a row
+    else              by the weight that B8 and scale stand for, made in each call     as it is
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+import triton
+import triton.language as tl
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+ROUNDING_US = 3.0  # what `round_rows` takes, of a few rows
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """W8 and scale [rows] of `weight` [rows, K]. A row with something that is no number is none anywhere."""
+    largest = weight.abs().amax(dim=1).float() if weight.numel() else weight.new_zeros(weight.shape[0]).float()
+    mantissa, exponent = torch.frexp(largest / LARGEST)  # largest / 448 = mantissa * 2**exponent, mantissa in [0.5, 1)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-100, 100)
+    exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent))
+    scale = ((exponent + 127) << 23).to(torch.int32).view(torch.float32)  # its bits: a power computed may be off
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    return (weight.float() / scale[:, None]).to(FP8), scale
+
+
+def restored(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that W8 and scale stand for."""
+    return (weight.float() * scale[:, None]).to(dtype)
+
+
+def multiplies_in_fp8(shape: torch.Size, device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether a weight of `shape` is multiplied in fp8: that needs tensor cores for it, bf16, multiples of 16."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip or dtype != torch.bfloat16:
+        return False
+    aligned = shape.numel() > 0 and all(size % 16 == 0 for size in shape)
+    return aligned and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def round_rows_kernel(inp, out, scales, columns, stride_in, BLOCK: tl.constexpr):
+    """One row: out = inp / scale in e4m3, scale = its largest entry / 448. The second pass reads from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        entries = tl.load(inp + row * stride_in + start + at, mask=start + at < columns, other=0.0)
+        largest = tl.maximum(largest, tl.abs(entries.to(tl.float32)))
+    scale = tl.maximum(tl.max(largest, 0), 1e-12) / 448.0
+    tl.store(scales + row, scale)
+    for start in range(0, columns, BLOCK):
+        entries = tl.load(inp + row * stride_in + start + at, mask=start + at < columns, other=0.0)
+        rounded = (entries.to(tl.float32) / scale).to(tl.float8e4nv)
+        tl.store(out + row * columns + start + at, rounded, mask=start + at < columns)
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] in e4m3 and the scale [M, 1] of each row."""
+    out = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    block = min(4096, triton.next_power_of_2(x.shape[1]))
+    round_rows_kernel[(x.shape[0],)](x, out, scale, x.shape[1], x.stride(0), BLOCK=block, num_warps=8)
+    return out, scale
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [M, K] times the transpose of the weight [N, K] that W8 and scale stand for, plus the bias, in x's dtype."""
+    if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype) or weight.stride(1) != 1:
+        return F.linear(x, restored(weight, scale, x.dtype), bias)
+    out = rounded_product(x, weight, scale)
+    return out if bias is None else out.add_(bias)
+
+
+def rounded_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The same of x rounded to eight bits, too."""
+    rounded, scale_x = round_rows(x if x.stride(1) == 1 else x.contiguous())
+    return torch._scaled_mm(rounded, weight.t(), scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)

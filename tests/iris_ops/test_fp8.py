@@ -1,0 +1,212 @@
+"""`matmul_all_reduce` with B in eight bits, against float64: each way that serves it, and what it refuses."""
+
+from __future__ import annotations
+
+import iris
+from iris.errors import ArgumentError, DtypeError, ShapeError
+from iris_ops import FusedConfig, fp8, fp8_rows
+from iris_ops.norm_ahead import second_half, spans
+from iris_ops.plan import FP8_STREAM
+from iris_ops.problem import ALL_REDUCE
+import pytest
+import torch
+
+from tests.checks import poison
+from tests.harness import ON_GPU, WORLDS, both, run_ranks
+
+pytestmark = both
+
+ULP = {torch.bfloat16: 2**-8, torch.float32: 2**-22}
+BF16 = torch.bfloat16
+# rows, columns, depth, bias, dtype, configuration (None: the plan's)
+CASES = [
+    (1, 256, 128, False, BF16, None),
+    (5, 200, 256, True, BF16, None),
+    (8, 1040, 1152, False, BF16, None),
+    (9, 56, 2176, True, BF16, None),
+    (16, 6144, 640, True, BF16, None),
+    (3, 64, 96, True, BF16, None),
+    (3, 48, 144, False, BF16, FP8_STREAM),
+    (40, 96, 256, True, BF16, None),
+    (2, 50, 20, True, torch.float32, None),
+]
+
+
+def operands(ctx: iris.Iris, M: int, N: int, K: int, bias: bool, dtype: torch.dtype):
+    """(all ranks' A, all ranks' B8 by columns, scales, bias), the same on every rank. Half of the weights are small."""
+    draw = torch.Generator().manual_seed(M * N + K)
+    A = torch.randn(ctx.num_ranks, M, K, generator=draw).to(dtype).to(ctx.device)
+    weights = torch.randn(ctx.num_ranks, N, K, generator=draw)
+    weights[:, ::2] *= torch.rand(weights[:, ::2].shape, generator=draw) ** 9
+    rounded = [fp8.quantised(weight.to(ctx.device)) for weight in weights]
+    added = torch.randn(N, generator=draw).to(dtype).to(ctx.device) if bias else None
+    return A, [each.t() for each, _ in rounded], [scale for _, scale in rounded], added
+
+
+def exact_sum(A, B, scales, bias) -> torch.Tensor:
+    parts = [a.double() @ (b.double() * scale.double()) for a, b, scale in zip(A, B, scales, strict=True)]
+    return sum(parts) + (0 if bias is None else bias.double())
+
+
+def apart(B: torch.Tensor) -> torch.Tensor:
+    """The same by columns that stand 8 bytes further apart: not as TMA reads them."""
+    K, N = B.shape
+    wide = torch.empty(N, K + 8, dtype=B.dtype, device=B.device)[:, :K]
+    wide.copy_(B.t())
+    return wide.t()
+
+
+@torch.no_grad()
+def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> torch.Tensor:
+    A, B, scales, bias = operands(ctx, M, N, K, bias, dtype)
+    exact = exact_sum(A, B, scales, bias)
+    a, b, scale = A[ctx.cur_rank], B[ctx.cur_rank], scales[ctx.cur_rank]
+    if mixed and ctx.cur_rank == ctx.num_ranks - 1:
+        b = apart(b)
+    streamed = (config or ctx.ops.plan(ALL_REDUCE, M, N, K, dtype, fp8=True)).algorithm == "one_shot"
+    assert streamed == (config is not None or (ON_GPU and fp8_rows.fits(M, K) and dtype == BF16))
+    assert not ON_GPU or fp8_rows.serves(a, b) == (streamed and K % 128 == 0 and b.stride(1) == K)
+    rounds_rows = not streamed and fp8.multiplies_in_fp8(b.shape, ctx.device, dtype)
+    out, digest = torch.empty(M, N, dtype=dtype, device=ctx.device), None
+    for call in range(5):  # both slots; from the third call on as repeated, and at other addresses
+        if call > 2:
+            out, a, scale = torch.empty_like(out), a.clone(), scale.clone()
+            b = apart(b) if b.stride(1) != K else b.t().clone().t()
+        ctx.ops.matmul_all_reduce(poison(out), a, b, bias, config=config, scale=scale)
+        error = out.double() - exact
+        if rounds_rows:
+            assert error.norm() <= 0.04 * exact.norm()
+        else:
+            assert error.abs().max() <= (ctx.num_ranks + 1) * ULP[dtype] * exact.abs().max()
+            assert error.norm() <= ctx.num_ranks * ULP[dtype] * exact.norm()
+        assert digest is None or torch.equal(digest, out), "the same bits in each call"
+        digest = out.clone()
+    wrong = scales[ctx.cur_rank].roll(1)
+    ctx.ops.matmul_all_reduce(out, a, b, bias, config=config, scale=wrong)
+    assert (out.double() - exact).norm() > 0.05 * exact.norm() or torch.equal(wrong, scale)
+    return digest.cpu()
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alike", "one apart"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case[:3])))
+@pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [1, 2, 3])
+def test_numbers(world_size: int, case: tuple, mixed: bool) -> None:
+    first, *others = run_ranks(world_size, numbers_body, *case, mixed)
+    assert all(torch.equal(first, other) for other in others), "the same bits on all ranks"
+
+
+@torch.no_grad()
+def norm_body(ctx: iris.Iris, M: int, N: int, K: int) -> None:
+    A, B, scales, bias = operands(ctx, M, N, K, True, BF16)
+    residual, weight = (torch.randn(*size, dtype=BF16, device=ctx.device) for size in ((M, N), (N,)))
+    ctx.ccl.all_reduce(residual, residual)  # the same on all ranks
+    out, scaled, squares = (
+        torch.empty_like(residual),
+        torch.empty_like(residual),
+        residual.new_empty(spans(N), M).float(),
+    )
+    exact = exact_sum(A, B, scales, bias) + residual.double()
+    norm = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    for each in (out, scaled, squares):
+        poison(each)
+    mine = A[ctx.cur_rank], B[ctx.cur_rank], residual, weight, bias
+    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, *mine, scale=scales[ctx.cur_rank])
+    room = 0.04 if M > 16 and ON_GPU else (ctx.num_ranks + 2) * ULP[BF16]
+    assert (out.double() - exact).norm() <= room * exact.norm()
+    assert torch.equal(scaled, (out.float() * weight.float()).to(BF16))
+    assert torch.allclose(squares.double().sum(0), out.double().square().sum(1), rtol=1e-5)
+    assert (second_half(scaled, squares, 1e-5).double() - norm).norm() <= 2 * room * norm.norm()
+
+
+@pytest.mark.parametrize("rows, columns, depth", [(1, 256, 128), (7, 1000, 256), (16, 5120, 128), (20, 64, 64)])
+@pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2])
+def test_the_first_half_of_a_norm_behind_it(world_size: int, rows: int, columns: int, depth: int) -> None:
+    run_ranks(world_size, norm_body, rows, columns, depth)
+
+
+@torch.no_grad()
+def replayed_body(ctx: iris.Iris, calls: int) -> None:
+    """Calls of several sizes after each other in one graph, on numbers that change between replays."""
+    sizes = [(1, 512, 256), (16, 48, 128), (8, 2048, 512), (3, 4096, 128)]
+    held = [operands(ctx, *size, False, BF16) for size in sizes]
+    rank = ctx.cur_rank
+    outs = [torch.empty(M, N, dtype=BF16, device=ctx.device) for M, N, _ in sizes]
+
+    def go() -> None:
+        for (A, B, scales, _), out in zip(held, outs, strict=True):
+            ctx.ops.matmul_all_reduce(out, A[rank], B[rank], scale=scales[rank])
+
+    go()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        go()
+    for call in range(calls):
+        for A, *_ in held:
+            A.mul_(-1 if call % 2 else 2 ** (call % 3 - 1))
+        for out in outs:
+            poison(out)
+        torch.cuda.synchronize()
+        graph.replay()
+        for (A, B, scales, _), out in zip(held, outs, strict=True):
+            exact = exact_sum(A, B, scales, None)
+            assert (out.double() - exact).norm() <= ctx.num_ranks * ULP[BF16] * exact.norm(), call
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs GPUs")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_in_a_graph(world_size: int) -> None:
+    run_ranks(world_size, replayed_body, 40)
+
+
+WRONG = {
+    "no scale": (dict(scale=None), DtypeError, r"B has dtype torch.float8_e4m3fn; expected one of .* with a scale"),
+    "B in bf16": (dict(B=lambda t: t.bfloat16()), DtypeError, "B has dtype torch.bfloat16 and there is a scale"),
+    "a short scale": (dict(scale=lambda t: t[1:]), ShapeError, r"scale is \(63,\); expected \(64,\), one for each col"),
+    "a scale in bf16": (dict(scale=lambda t: t.bfloat16()), DtypeError, "scale has dtype torch.bfloat16; expected"),
+    "a scale by steps": (dict(scale=lambda t: t.repeat(2)[::2]), ArgumentError, r"scale has strides \(2,\)"),
+    "a number": (dict(scale=lambda t: 2.0), ArgumentError, "scale is float; expected a torch.Tensor"),
+    "out in its scale": (dict(out=lambda t: t), ArgumentError, "out overlaps scale in memory"),
+    "tiles that overlap": (
+        dict(config=lambda t: FusedConfig()),
+        ArgumentError,
+        "config.algorithm is 'overlapped' and B",
+    ),
+    "two shots": (dict(config=lambda t: FusedConfig(algorithm="two_shot")), ArgumentError, "expected 'one_shot' or"),
+}
+
+
+@torch.no_grad()
+def refused_body(ctx: iris.Iris, name: str) -> None:
+    A, B, scales, _ = operands(ctx, 2, 64, 128, False, BF16)
+    given = dict(out=torch.empty(2, 64, dtype=BF16, device=ctx.device), A=A[ctx.cur_rank], B=B[ctx.cur_rank])
+    given |= dict(scale=scales[ctx.cur_rank], config=None)
+    changes, error, message = WRONG[name]
+    wrong = {key: change and change(given[key]) for key, change in changes.items()}
+    if "out" in changes:
+        both_in = torch.zeros(64, device=ctx.device)
+        wrong = dict(scale=both_in, out=both_in.view(BF16).view(2, 64))
+    with pytest.raises(error, match=message):
+        ctx.ops.matmul_all_reduce(**given | wrong)
+    ctx.ops.matmul_all_reduce(**given)
+    assert given["out"].isfinite().all()
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_what_is_refused(world_size: int, name: str) -> None:
+    run_ranks(world_size, refused_body, name)
+
+
+def others_body(ctx: iris.Iris) -> None:
+    A, B, scales, _ = operands(ctx, 2, 64, 128, False, BF16)
+    out = torch.empty(2, 64 * ctx.num_ranks, dtype=BF16, device=ctx.device)
+    with pytest.raises(DtypeError, match=r"B has dtype torch.float8_e4m3fn; expected one of .*float32$"):
+        ctx.ops.matmul_all_gather(out, A[0], B[0])
+    with pytest.raises(ArgumentError, match="fp8 is True for matmul_all_gather; expected one of matmul_all_reduce"):
+        ctx.ops.plan("matmul_all_gather", 2, 64, 128, BF16, fp8=True)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_other_ops_take_no_eight_bits(world_size: int) -> None:
+    run_ranks(world_size, others_body)
