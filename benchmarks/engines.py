@@ -181,8 +181,8 @@ def sequence_parallel(split: nn.Module, ctx) -> nn.Module:
 
 def in_fp8(split: nn.Module, ctx) -> nn.Module:
     """The same model with the weights that can be in fp8 rounded to it; it shares the others with `split`."""
+    from iris_ops import fp8
     import layers
-    from layers import fp8
     from layers.pretrained import _compute_buffers
 
     model = empty_model(copy.deepcopy(split.config), split.dtype)
@@ -207,7 +207,7 @@ def takes_fp8(module: nn.Module) -> bool:
 
 def as_in_fp8(module: nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `in_fp8` makes of a parameter of a split model, in `dtype`."""
-    from layers import fp8
+    from iris_ops import fp8
 
     rounded = name == "weight" and takes_fp8(module)
     return fp8.restored(*fp8.quantised(parameter), dtype) if rounded else parameter.to(dtype)

@@ -76,7 +76,7 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [M, K] times the transpose of the weight [N, K] that W8 and scale stand for, plus the bias, in x's dtype."""
-    if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype) or weight.stride(1) != 1:
+    if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype):
         return F.linear(x, restored(weight, scale, x.dtype), bias)
     out = rounded_product(x, weight, scale)
     return out if bias is None else out.add_(bias)
@@ -85,4 +85,6 @@ def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: to
 def rounded_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The same of x rounded to eight bits, too."""
     rounded, scale_x = round_rows(x if x.stride(1) == 1 else x.contiguous())
+    if weight.stride(1) != 1 or weight.stride(0) % 16 or weight.data_ptr() % 16:  # of which torch's product makes NaN
+        weight = weight.clone(memory_format=torch.contiguous_format)
     return torch._scaled_mm(rounded, weight.t(), scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
