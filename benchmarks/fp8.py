@@ -82,8 +82,8 @@ def calls_of(ctx, x: torch.Tensor, weights: list[torch.Tensor], rounded: list[tu
         return out
 
     def local(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        few = x.is_cuda and step_product.has_few_rows(x) and (scale is None or step_product.streams(weight))
-        if few:
+        streamed = scale is None or step_product.streams(weight.shape, x.device)
+        if x.is_cuda and step_product.has_few_rows(x) and streamed:
             return step_product.step_product(x, weight, None, scale)
         return F.linear(x, weight) if scale is None else fp8.product(x, weight, scale, None)
 

@@ -69,10 +69,8 @@ class CompiledLayers:
         self._rotary = [module for module in model.modules() if _rotates(module) and module not in inside]
         self._rotate, self._halve = self._compile(_rotate), self._compile(_first_half)
         suited = all(type(norm) is RMSNorm and norm.weight.dtype == torch.bfloat16 for norm in norms)
-        # whose products torch's are, or in fp8 of other kinds than are served, leave second halves alone
-        served = all(getattr(each, "own_steps", True) for each in inside) and all(
-            step_product.streams(each.weight) for each in inside if getattr(each, "weight_scale", None) is not None
-        )
+        # whose products torch's are leave second halves alone
+        served = all(getattr(each, "own_steps", True) for each in inside)
         self._halved = len(layers) if suited and served else 0  # so many layers, the first, have norms in two halves
 
     def _compile(self, function: types.FunctionType):

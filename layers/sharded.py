@@ -183,7 +183,10 @@ class ShardedLinear(nn.Module):
         self._choose_fp8()
 
     def _choose_fp8(self) -> None:
-        self.op = self._served[0 if multiplies_in_fp8(self.weight.shape, self.ctx.device, self.dtype) else 1]
+        shape, device = self.weight.shape, self.ctx.device
+        self.op = self._served[0 if multiplies_in_fp8(shape, device, self.dtype) else 1]
+        ours = self.dtype == torch.bfloat16 and step_product.streams(shape, device)
+        self.own_steps = type(self).own_steps and ours
 
     def _apply(self, fn, recurse=True):
         """As torch's, but a change of dtype is one of `dtype`: fp8 weights and their scales stay what they are."""

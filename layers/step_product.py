@@ -87,7 +87,9 @@ def serves(
     gated: bool = False,
     scale: torch.Tensor | None = None,
 ) -> bool:
-    """Whether `step_product` is the faster one for these arguments now; x [..., K], weight [N, K].
+    """Whether `step_product` is the faster one for these arguments now; x [..., K], weight [N, K], rows together.
+
+    With `scale`, of eight bits, on a device that `streams` them.
 
     An eager call of a kind has its kernel loaded, which a driver may refuse while a graph is captured.
     """
@@ -107,14 +109,13 @@ _loaded: set[tuple] = set()  # kinds of calls
 
 def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
     if scale is not None:
-        return suits(x) and x.dtype == torch.bfloat16 and streams(weight)
+        return suits(x) and x.dtype == torch.bfloat16 and weight.shape[0] > 0 and fp8_rows.fits(1, weight.shape[1])
     return x.dtype == weight.dtype and weight.shape[0] > 0 and suits(x)
 
 
-def streams(weight: torch.Tensor) -> bool:
-    """Whether steps' products with this weight in eight bits may be served here."""
-    lies_so = weight.stride(1) == 1 and weight.stride(0) % 16 == 0 and weight.shape[0] > 0
-    return lies_so and platform.has_warp_roles(weight.device) and fp8_rows.fits(1, weight.shape[1])
+def streams(shape: torch.Size, device: torch.device) -> bool:
+    """Whether products of few rows with a weight of `shape` in eight bits may be served here."""
+    return platform.has_warp_roles(device) and shape[0] > 0 and fp8_rows.fits(1, shape[1])
 
 
 def suits(x: torch.Tensor) -> bool:
@@ -143,7 +144,7 @@ def step_product(
 ) -> torch.Tensor:
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
-    `scale` [N]: the weight is in eight bits, see `iris_ops/fp8.py`; then `serves` must say that it is served.
+    `scale` [N]: the weight is in eight bits, see `iris_ops/fp8.py`; x is in bf16 then, and `streams` must hold.
     `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]: rows are
     scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched` False the kernel is compiled and
     loaded only, and what is returned is not filled.
