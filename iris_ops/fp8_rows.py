@@ -28,8 +28,12 @@ from .tiles import known
 
 MOST_ROWS = 16
 WARPS = 4
-# By rows and T: stages of the ring, and how many programs a multiprocessor has room for then.
-_RINGS = {(8, 1): (4, 3), (8, 2): (3, 3), (8, 3): (3, 2), (16, 1): (4, 2), (16, 2): (2, 3), (16, 3): (2, 2)}
+# Stages of the ring, by rows and T, with which a multiprocessor has room for so many programs. Where there is but one
+# for each, there must be room for one only: behind a kernel that is about to end, two would come to the first place that
+# is free.
+_ONE = {(8, 1): 12, (8, 2): 8, (8, 3): 6, (16, 1): 8, (16, 2): 6, (16, 3): 5}
+_TWO = {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2}
+_THREE = {(8, 1): 4, (8, 2): 3, (16, 2): 2}
 _COLUMNS = gl.constexpr(16)  # of a tile
 _WORDS = gl.constexpr(32)  # of a slice's block, of four weights each
 _BLOCK = 4 * _WORDS.value
@@ -229,10 +233,14 @@ def rows_at_once(rows: int) -> int:
     return 8 if rows <= 8 else MOST_ROWS
 
 
-def grid(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> int:
-    """Programs of a product of so many columns: all run at once on so many multiprocessors."""
-    groups = triton.cdiv(columns, _COLUMNS.value * (T // 2 if gated else T))
-    return min(groups, programs * _RINGS[rows_at_once(rows), T][1])
+def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
+    """Programs of a product of so many columns, which all run at once on so many multiprocessors, and their rings."""
+    groups, kind = triton.cdiv(columns, _COLUMNS.value * (T // 2 if gated else T)), (rows_at_once(rows), T)
+    if groups <= programs:
+        return groups, _ONE[kind]
+    if kind in _THREE:
+        return min(groups, 3 * programs), _THREE[kind]
+    return min(groups, 2 * programs), _TWO[kind]
 
 
 def expected_us(problem, machine) -> float:
@@ -254,11 +262,11 @@ def serves(A: torch.Tensor, B: torch.Tensor) -> bool:
     return along_k and fits(*A.shape) and B.shape[1] > 0 and not (A.data_ptr() | B.data_ptr()) % 16
 
 
-def operands(A: torch.Tensor, B: torch.Tensor, T: int) -> dict:
+def operands(A: torch.Tensor, B: torch.Tensor) -> dict:
     """A and B as the kernels take them: lines of 128 numbers, as words of four, in blocks of a line for each warp."""
     block_m = rows_at_once(A.shape[0])
     a, b = (_described(*each) for each in ((A.view(torch.int64), block_m), (B.t().view(torch.int32), _COLUMNS.value)))
-    return dict(a=a, b=b, K=B.shape[0], BLOCK_M=block_m, T=T, STAGES=_RINGS[block_m, T][0], SLICES=WARPS)
+    return dict(a=a, b=b, K=B.shape[0], BLOCK_M=block_m, SLICES=WARPS)
 
 
 def _described(words: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -199,8 +199,11 @@ def _few_rows_fp8(ctx, workspace, problem, config, out, A, B, bias, scale) -> La
     M, N = out.shape
     programs = min(config.num_programs or platform.num_programs(ctx.device), platform.num_programs(ctx.device))
     T = fp8_rows.tiles_at_once(N, programs)
+    grid, stages = fp8_rows.grid_and_stages(N, M, T, programs)
     args = dict(
-        **fp8_rows.operands(A, B, T),
+        **fp8_rows.operands(A, B),
+        T=T,
+        STAGES=stages,
         scales=scale,
         bias=bias,
         **dict.fromkeys(AHEAD_NAMES),
@@ -217,7 +220,7 @@ def _few_rows_fp8(ctx, workspace, problem, config, out, A, B, bias, scale) -> La
         WAITER=WAITERS.index(problem.op),
     )
     args |= few_rows_fp8.layouts(args["BLOCK_M"])
-    return few_rows_fp8_kernel, (fp8_rows.grid(N, M, T, programs), 1, 1), args
+    return few_rows_fp8_kernel, (grid, 1, 1), args
 
 
 def _exchange(workspace: Workspace, problem: Problem, cols: int) -> dict:

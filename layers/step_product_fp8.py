@@ -68,10 +68,10 @@ def multiply(
     N = out.shape[-1]
     programs = platform.num_programs(rows.device)
     T = 2 if gated else fp8_rows.tiles_at_once(N, programs)
-    grid = fp8_rows.grid(N, rows.shape[0], T, programs, gated) if launched else 0
+    grid, stages = fp8_rows.grid_and_stages(N, rows.shape[0], T, programs, gated)
     spans = 1 if squares is None else squares.shape[0]
-    step_product_fp8_kernel[(grid,)](
+    step_product_fp8_kernel[(grid if launched else 0,)](
         scales=scale, bias=bias, squares=squares, out=out, M=rows.shape[0], N=N, spans=spans, eps=eps,
-        HAS_BIAS=bias is not None, GATED=gated, SPANS=triton.next_power_of_2(spans),
-        **fp8_rows.operands(rows, weight.t(), T), num_warps=fp8_rows.WARPS, **platform.beside(rows.device),
+        HAS_BIAS=bias is not None, GATED=gated, SPANS=triton.next_power_of_2(spans), T=T, STAGES=stages,
+        **fp8_rows.operands(rows, weight.t()), num_warps=fp8_rows.WARPS, **platform.beside(rows.device),
     )  # fmt: skip

@@ -262,8 +262,8 @@ def with_roles():
 
 
 def in_eight_bits():
-    """Products of few rows with weights in eight bits: all rings, with and without what else they can do."""
-    for (rows, tiles), (stages, _) in fp8_rows._RINGS.items():
+    """Products of few rows with weights in eight bits: all tiles, with and without what else they can do."""
+    for (rows, tiles), stages in fp8_rows._ONE.items():
         known = dict(BLOCK_M=rows, T=tiles, STAGES=stages, SLICES=fp8_rows.WARPS, HAS_BIAS=rows == 8)
         no_norm = {} if tiles == 3 else dict.fromkeys(("residual", "weight", "scaled", "squares"))
         exchange = dict(WORLD_SIZE=WORLD_SIZE, WAITER=1, stride_on=1, **few_rows_fp8.layouts(rows), **no_norm)
