@@ -28,12 +28,13 @@ from .tiles import known
 
 MOST_ROWS = 16
 WARPS = 4
-# Stages of the ring, by rows and T, with which a multiprocessor has room for so many programs. Where there is but one
-# for each, there must be room for one only: behind a kernel that is about to end, two would come to the first place that
-# is free.
-_ONE = {(8, 1): 12, (8, 2): 8, (8, 3): 6, (16, 1): 8, (16, 2): 6, (16, 3): 5}
-_TWO = {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2}
-_THREE = {(8, 1): 4, (8, 2): 3, (16, 2): 2}
+# Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
+# each, there must be room for one only: behind a kernel that is about to end, two would come to the first free place.
+RINGS = {
+    1: {(8, 1): 12, (8, 2): 8, (8, 3): 6, (16, 1): 8, (16, 2): 6, (16, 3): 5},
+    2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
+    3: {(8, 1): 4, (16, 2): 2},
+}
 _COLUMNS = gl.constexpr(16)  # of a tile
 _WORDS = gl.constexpr(32)  # of a slice's block, of four weights each
 _BLOCK = 4 * _WORDS.value
@@ -236,11 +237,14 @@ def rows_at_once(rows: int) -> int:
 def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
     """Programs of a product of so many columns, which all run at once on so many multiprocessors, and their rings."""
     groups, kind = triton.cdiv(columns, _COLUMNS.value * (T // 2 if gated else T)), (rows_at_once(rows), T)
-    if groups <= programs:
-        return groups, _ONE[kind]
-    if kind in _THREE:
-        return min(groups, 3 * programs), _THREE[kind]
-    return min(groups, 2 * programs), _TWO[kind]
+    resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
+    return min(groups, resident * programs), RINGS[resident][kind]
+
+
+def shared_bytes(rows: int, T: int, stages: int) -> int:
+    """Shared memory of a program, but for its barriers: the ring, and the slices' sums."""
+    block = WARPS * _WORDS.value * (8 * rows + 4 * T * _COLUMNS.value)
+    return stages * block + WARPS * triton.next_power_of_2(T) * _COLUMNS.value * rows * 4
 
 
 def expected_us(problem, machine) -> float:

@@ -82,6 +82,7 @@ TRACED = {
         "all_gather_matmul_rows_tma",
         "few_rows_owners",
         "few_rows_gather_first",
+        "few_rows_fp8_8_3",
         "all_reduce_roles_256",
         "matmul_all_gather_roles_128",
         "all_gather_matmul_roles_256",
@@ -263,7 +264,7 @@ def with_roles():
 
 def in_eight_bits():
     """Products of few rows with weights in eight bits: all tiles, with and without what else they can do."""
-    for (rows, tiles), stages in fp8_rows._ONE.items():
+    for (rows, tiles), stages in (fp8_rows.RINGS[1] | fp8_rows.RINGS[3]).items():
         known = dict(BLOCK_M=rows, T=tiles, STAGES=stages, SLICES=fp8_rows.WARPS, HAS_BIAS=rows == 8)
         no_norm = {} if tiles == 3 else dict.fromkeys(("residual", "weight", "scaled", "squares"))
         exchange = dict(WORLD_SIZE=WORLD_SIZE, WAITER=1, stride_on=1, **few_rows_fp8.layouts(rows), **no_norm)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
+from iris_ops import fp8_rows
 import pytest
 import triton
 
@@ -181,6 +182,48 @@ def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
         assert kernel.count(r"%globaltimer;") >= 6 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 3, kernel.name
     # what is recorded: product, push, sum, push of sums, and each wait
     assert [kernel.count(r"%smid;") for kernel in kernels] == [0, 4 + 3]
+
+
+def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
+    """Lines by TMA, whole vectors to registers, no conversion of a weight; words as in few rows; and all programs fit."""
+    kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_fp8_" in name}
+    assert len(kernels) == 2 * 6 + 1
+    for name, kernel in kernels.items():
+        rows, tiles = map(int, re.findall(r"\d+", name.partition("fp8")[2]))
+        resident = 3 if (rows, tiles) in fp8_rows.RINGS[3] else 1
+        stages = fp8_rows.RINGS[resident][rows, tiles]
+        shared = fp8_rows.shared_bytes(rows, tiles, stages)
+        assert 0 <= kernel.shared - shared <= 512, name  # barriers, and what sums of squares take
+        loads = stages * (1 + tiles) + 1 + tiles  # of A and of the weights, before and in the loop
+        assert kernel.count(r"cp\.async\.bulk\.tensor\.3d") == loads, name
+        steps = 2 * 4 * (rows // 8) * tiles  # of 16 along K, bytes, 8 rows, tiles
+        assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == steps, name
+        assert kernel.count(r"ld\.shared\.v4\.b32") >= 4 * tiles and not kernel.count(r"cvt\S*\.e4m3"), name
+        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
+        if name.startswith("step"):
+            assert not released and not kernel.count(r"\.sys\b|volatile"), name
+        else:
+            assert kernel.count(r"\bst\.global\.wt\.") == WORLD_SIZE == kernel.count(r"\bld\.volatile\.global") // 3, (
+                name
+            )
+            assert not kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32|b32)|sys\.acquire"), name
+            assert len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), name
+            assert not narrow_scopes(kernel), name
+        assert registers(kernel, tmp_path) * 32 * fp8_rows.WARPS * max(2, resident) <= 1 << 16, name
+    room = 228 << 10  # of a multiprocessor; each program's takes a KiB of its own
+    for resident, rings in fp8_rows.RINGS.items():
+        for (rows, tiles), stages in rings.items():
+            taken = fp8_rows.shared_bytes(rows, tiles, stages) + 512 + 1024
+            assert resident * taken <= room < (resident + 1) * taken or (resident == 3 and 3 * taken <= room)
+
+
+def registers(kernel, folder: Path) -> int:
+    """Of a thread, by the assembler."""
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.text)
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch", "sm_90a", source, "-o", folder / "kernel.cubin"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return int(re.search(r"Used (\d+) registers", said)[1])
 
 
 @pytest.mark.parametrize("target", CUDA)
