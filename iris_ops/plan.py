@@ -85,6 +85,8 @@ def _label(problem: Problem, config: FusedConfig) -> str:
     if config.algorithm in UNFUSED and not config.warp_roles:
         together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
         return f"{config.algorithm}, torch's product{together}"
+    if problem.fp8 and config.algorithm == "one_shot":
+        return "one_shot, a stream of weights in eight bits"
     label = f"{config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
     if config.algorithm == "overlapped" and problem.op == ALL_REDUCE:
         by_cols = owned_part(problem, config)[2]

@@ -19,7 +19,7 @@ def multiply(
 ) -> None:
     """`out = A @ B + bias`; with `scale`, B is in eight bits (`fp8.py`)."""
     if scale is not None:
-        out.copy_(fp8.product(A, B.t(), scale, bias))
+        fp8.multiply(out, A, B.t(), scale, bias)
         return
     if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies what stands behind a row by zero: NaN, where that is
         A = A.contiguous()

@@ -63,6 +63,7 @@ def _parser(lists_benchmarks: bool) -> argparse.ArgumentParser:
     plan.add_argument("--gpu", choices=_GPUS, help="default: this machine's, or h200 where there is none")
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     plan.add_argument("--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it")
+    plan.add_argument("--fp8", action="store_true", help="B in eight bits, with a scale for each column")
     return parser
 
 
@@ -78,7 +79,8 @@ def _plan(args: argparse.Namespace) -> int:
         properties = torch.cuda.get_device_properties(0)
         name, programs = properties.name, properties.multi_processor_count
     try:
-        problem = problem_asked(args.op, args.M, args.N, args.K, args.world, getattr(torch, args.dtype), args.form)
+        sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
+        problem = problem_asked(args.op, *sizes, dtype, args.form, args.fp8)
     except ArgumentError as error:
         print(f"iris-tp plan: {error}", file=sys.stderr)
         return 2

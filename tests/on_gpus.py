@@ -54,7 +54,7 @@ def shares(args: argparse.Namespace) -> list[tuple[str, int, int]]:
 def run(args: argparse.Namespace, logs: Path, heap: int, file: str, share: int, cut: int) -> tuple[str, bool]:
     """The line that says what became of a share, and whether all went well."""
     name = f"{file} {share}/{cut}" if cut > 1 else file
-    log = logs / f"{Path(file).stem}-{share}.txt"
+    log = logs / f"{file.removesuffix('.py').replace('/', '-')}-{share}.txt"
     environment = os.environ | {"IRIS_TEST_SHARE": f"{share}/{cut}", "IRIS_TEST_HEAP": str(heap)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
     command += ["--no-python", sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", file]

@@ -50,9 +50,20 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
         assert "all_gather_matmul k M=16 N=4096 K=1024 torch.float16" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rows, way", [(16, "a stream of weights in eight bits"), (17, "sequential, torch's product")])
+def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0
+    said = capsys.readouterr().out
+    assert "torch.bfloat16, B in eight bits on NVIDIA H200" in said and way in said.partition("chosen")[2]
+
+
 @pytest.mark.parametrize(
     "arguments, error",
     [
+        (
+            ("all_gather_matmul", "1", "2", "3", "--fp8"),
+            "fp8 is True for all_gather_matmul; expected one of matmul_all",
+        ),
         (("matmul", "1", "2", "3"), "op is 'matmul'; expected one of matmul_all_reduce"),
         (("matmul_all_reduce", "-1", "2", "3"), "M is -1; expected an integer"),
         (("matmul_all_reduce", "1", "2", "3", "--form", "rows"), "form is 'rows' for matmul_all_reduce; expected none"),

@@ -185,7 +185,7 @@ def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
 
 
 def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
-    """Lines by TMA, whole vectors to registers, no conversion of a weight; words as in few rows; and all programs fit."""
+    """Lines by TMA, whole vectors to registers, no conversion of a weight; words as in few rows; all programs fit."""
     kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_fp8_" in name}
     assert len(kernels) == 2 * 6 + 1
     for name, kernel in kernels.items():
