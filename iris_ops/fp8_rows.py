@@ -5,7 +5,8 @@ takes A in eight bits, which a kernel rounds before; a plain kernel in Triton co
 gives them. What makes it cheap here:
 
     widening    moves the bits of an e4m3 to where bf16 has them. The exponent is off by 2**-120 then, of which 2**64 is
-                made up for in A and the rest in the sum. No conversion: two instructions a weight.
+                made up for in A and the rest in the sum. No conversion: two instructions a weight. What A holds
+                between 2**-61 and 2**63 loses nothing by that.
     K is cut    into a slice for each warp, so none waits for another, in lines of 128. Byte i of all words of a line
                 makes product number i of four, A's columns are taken likewise, and nothing moves between threads: in
                 what order a dot product adds is free.
