@@ -1,7 +1,8 @@
 """`matmul_all_reduce` of few rows with weights in eight bits, by the stream of `fp8_rows.py`, on NVIDIA Hopper.
 
 One shot, in the words of `few_rows.py` at the same places: each rank sends its product to all, and everyone adds up
-everyone's, in rank order. So ranks may even mix the two, where one's weight does not lie as this kernel wants it.
+everyone's, in rank order. So ranks may even mix the two, where one's weight does not lie as this kernel wants it; only
+a norm's squares are then added up in another order.
 
 A program sends all tiles that it multiplies before it waits for any, and takes others than it made: of 64 columns, as a
 norm's sums of squares want them (`norm_ahead.py`). All programs run at once.

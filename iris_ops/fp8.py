@@ -3,7 +3,7 @@
     B[:, n]  =  scale[n] * B8[:, n]        scale[n] a power of two: the column's largest entry is between 224 and 448
 
 A power of two costs a floating-point format nothing in accuracy, and makes the way back exact. A weight is off by at
-most 1/16 of itself.
+most 1/16 of itself or, if that is more, 2**-10 of its column's scale.
 
     rows of A         the product                                                      A is
     few, on Hopper    a stream of weights, widened in registers (`fp8_rows.py`)        as it is
@@ -18,7 +18,9 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-FP8 = torch.float8_e4m3fn
+from .operands import of_whole_vectors
+from .problem import FP8
+
 LARGEST = 448.0
 ROUNDING_US = 5.0  # what a kernel of `round_rows` adds, of a few rows
 
@@ -86,7 +88,7 @@ def multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: to
     if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype):
         out.copy_(F.linear(x, restored(weight, scale, x.dtype), bias))
         return
-    if out.is_contiguous():
+    if of_whole_vectors(out) and out.is_contiguous():
         rounded_product(x, weight, scale, out)
     else:
         out.copy_(rounded_product(x, weight, scale))
@@ -97,9 +99,9 @@ def multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: to
 def rounded_product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same of x rounded to eight bits, too; to `out`, contiguous, if there is one."""
+    """The same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors."""
     rounded, scale_x = round_rows(x if x.stride(1) == 1 else x.contiguous())
-    if weight.stride(1) != 1 or weight.stride(0) % 16 or weight.data_ptr() % 16:  # of which torch's product makes NaN
+    if not of_whole_vectors(weight):  # of which torch's product makes NaN
         weight = weight.clone(memory_format=torch.contiguous_format)
     factors = dict(scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
     if out is None:

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate, base_value
 
-from .fp8 import FP8
+from .operands import of_whole_vectors
+from .problem import FP8
 from .tiles import known
 
 MOST_ROWS = 16
@@ -36,6 +37,7 @@ RINGS = {
     2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
     3: {(8, 1): 4, (16, 2): 2},
 }
+REGISTERS = 168  # of a thread of three programs, in eights
 _COLUMNS = gl.constexpr(16)  # of a tile
 _WORDS = gl.constexpr(32)  # of a slice's block, of four weights each
 _BLOCK = 4 * _WORDS.value
@@ -202,8 +204,8 @@ def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
     """
     WIDTH: gl.constexpr = triton.next_power_of_2(stream.WIDTH)
     slices = stream.sums.slice(WHICH * WIDTH, WIDTH, dim=1).load(SUMS)
-    factors = gl.load(scales + first + col, mask=col < stream.N, other=0.0) * _LATER
-    return gl.sum(slices, 0) * factors[:, None]
+    factors = gl.load(scales + first + col, mask=col < stream.N, other=0.0)
+    return gl.sum(slices, 0) * _LATER * factors[:, None]  # both factors together might be infinite
 
 
 @gluon.jit
@@ -242,6 +244,12 @@ def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool 
     return min(groups, resident * programs), RINGS[resident][kind]
 
 
+def options(grid: int, programs: int) -> dict[str, int]:
+    """Launch options of a grid whose programs must all run at once on so many multiprocessors."""
+    most = {"maxnreg": REGISTERS} if grid > 2 * programs else {}  # of two each, all that a thread can have fit
+    return {"num_warps": WARPS, **most}
+
+
 def shared_bytes(rows: int, T: int, stages: int) -> int:
     """Shared memory of a program, but for its barriers: the ring, and the slices' sums."""
     block = WARPS * _WORDS.value * (8 * rows + 4 * T * _COLUMNS.value)
@@ -263,8 +271,7 @@ def serves(A: torch.Tensor, B: torch.Tensor) -> bool:
     """Whether the product of A [M, K] and B [K, N] in fp8 is served here: on Hopper, whole vectors in all rows."""
     if not platform.has_warp_roles(A.device) or A.dtype != torch.bfloat16 or B.dtype != FP8:
         return False
-    along_k = A.stride(1) == 1 and B.stride(0) == 1 and A.stride(0) % 8 == 0 and B.stride(1) % 16 == 0
-    return along_k and fits(*A.shape) and B.shape[1] > 0 and not (A.data_ptr() | B.data_ptr()) % 16
+    return fits(*A.shape) and of_whole_vectors(A) and of_whole_vectors(B.t())
 
 
 def operands(A: torch.Tensor, B: torch.Tensor) -> dict:

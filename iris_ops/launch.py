@@ -374,6 +374,8 @@ def launch(
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     if kernel in _FOLLOWING:
         options |= platform.beside(ctx.device)
+    if kernel is few_rows_fp8_kernel:
+        options |= fp8_rows.options(grid[0], platform.num_programs(ctx.device))
     try:
         return repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
     except triton.OutOfResources as error:  # before anything ran; ranks whose calls are alike all come here

@@ -24,12 +24,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iris import names
+from iris.errors import ArgumentError
 import torch
 
 from . import norm_ahead
-from .fp8 import FP8
 from .matmul_gated import matmul_gated
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, check_gradient
+from .problem import ALL_REDUCE, FP8, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED, check_gradient
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -59,6 +59,8 @@ def product(
 
 
 def _run(op: str, ctx: Iris, A, B, bias, size, mean_part, scale) -> torch.Tensor:
+    if scale is not None and op not in SCALED:
+        raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     out = A.new_empty(size)
     scaled = {} if scale is None else {"scale": scale}
     getattr(ctx.ops, op)(out, A, B, bias, config=_config(op, ctx, A, B, size, mean_part), **scaled)
@@ -88,7 +90,7 @@ def _register(op: str) -> None:
         return _run(op, names.find(group), A, B, bias, size, mean_part, scale)
 
     def fake(A, B, bias, size, group, mean_part=None, scale=None):
-        _check_gradients(op, A=A, B=B, bias=bias)
+        _check_gradients(op, A=A, B=B, bias=bias, scale=scale)
         return A.new_empty(size)
 
     _library.impl(op, kernel, "CompositeExplicitAutograd")
@@ -110,7 +112,7 @@ def _reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None
 
 
 def _fake_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None):
-    _check_gradients(norm_ahead.OP, A=A, B=B, bias=bias, residual=residual, weight=weight)
+    _check_gradients(norm_ahead.OP, A=A, B=B, bias=bias, residual=residual, weight=weight, scale=scale)
     squares = A.new_empty(norm_ahead.spans(residual.shape[1]), residual.shape[0], dtype=torch.float32)
     return A.new_empty(residual.shape), A.new_empty(residual.shape), squares
 

@@ -86,9 +86,9 @@ class Ops:
     ) -> Workspace:
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`.
 
-        With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`; it holds numbers only. Each
-        rank has its own. A few rows of bf16 are multiplied as they are, more are rounded to eight bits where the GPU
-        multiplies those.
+        With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`, which A's dtype must have
+        room for; it holds numbers only. Each rank has its own. A few rows of bf16, of magnitudes from 2**-61 to 2**63
+        or 0, are multiplied as they are, more are rounded to eight bits where the GPU multiplies those.
         """
         return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace, scale=scale)
 
@@ -274,7 +274,7 @@ class Ops:
                 address, more = bias.data_ptr(), (bias.shape, bias.stride(), bias.dtype, where(bias))
             scales, ending = 0, ()
             if scale is not None:
-                if scale.requires_grad and torch.is_grad_enabled():
+                if scale.is_neg() or scale.requires_grad and torch.is_grad_enabled():
                     return None
                 scales, ending = scale.data_ptr(), (scale.shape, scale.stride(), scale.dtype, where(scale))
             addresses = (out.data_ptr(), A.data_ptr(), B.data_ptr(), address, scales)

@@ -13,8 +13,6 @@ from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris.heap import check_tensor
 import torch
 
-from .fp8 import FP8
-
 if TYPE_CHECKING:
     from .config import FusedConfig
 
@@ -32,6 +30,7 @@ SCALED = (ALL_REDUCE, NORM)
 _KINDS = {NORM: {"op": ALL_REDUCE}, GATED: {"op": GATHER_MATMUL, "gated": True}}
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn  # of B, where there are scales
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
 # reports an illegal instruction for a tile that begins elsewhere).
 TMA_ALIGNMENT = 16

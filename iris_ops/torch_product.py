@@ -18,12 +18,11 @@ def multiply(
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
 ) -> None:
     """`out = A @ B + bias`; with `scale`, B is in eight bits (`fp8.py`)."""
-    if scale is not None:
-        fp8.multiply(out, A, B.t(), scale, bias)
-        return
     if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies what stands behind a row by zero: NaN, where that is
         A = A.contiguous()
-    if bias is None:
+    if scale is not None:
+        fp8.multiply(out, A, B.t(), scale, bias)
+    elif bias is None:
         torch.mm(A, B, out=out)
     else:
         torch.addmm(bias, A, B, out=out)

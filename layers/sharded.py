@@ -15,7 +15,8 @@ from typing import Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris_ops import library
-from iris_ops.fp8 import FP8, multiplies_in_fp8, quantised
+from iris_ops.fp8 import multiplies_in_fp8, quantised
+from iris_ops.problem import FP8
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -184,9 +185,10 @@ class ShardedLinear(nn.Module):
 
     def _choose_fp8(self) -> None:
         shape, device = self.weight.shape, self.ctx.device
-        self.op = self._served[0 if multiplies_in_fp8(shape, device, self.dtype) else 1]
-        ours = self.dtype == torch.bfloat16 and step_product.streams(shape, device)
-        self.own_steps = type(self).own_steps and ours
+        streamed = self.dtype == torch.bfloat16 and step_product.streams(shape, device)
+        self.op = self._served[0 if streamed or multiplies_in_fp8(shape, device, self.dtype) else 1]
+        # what is summed over ranks has no steps of its own, and its depth may differ between them
+        self.own_steps = type(self).own_steps and (streamed or self._served is WITH_FP8[REDUCED])
 
     def _apply(self, fn, recurse=True):
         """As torch's, but a change of dtype is one of `dtype`: fp8 weights and their scales stay what they are."""

@@ -18,7 +18,7 @@ from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
 from iris_ops import fp8_rows
-from iris_ops.operands import operand
+from iris_ops.operands import of_whole_vectors, operand
 from iris_ops.tiles import Matrix, add_bias
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -154,6 +154,10 @@ def step_product(
     (M, K), N = rows.shape, _width(weight, gated)
     out = x.new_empty(*x.shape[:-1], N)
     if scale is not None:
+        rows, weight = (
+            each if of_whole_vectors(each) else each.clone(memory_format=torch.contiguous_format)
+            for each in (rows, weight)
+        )
         step_product_fp8.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)
         return out
     block_k, stages = depth(platform.shared_bytes(x.device), gated)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import iris
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris_ops import FusedConfig, fp8, fp8_rows
+from iris_ops import FusedConfig, fp8, fp8_rows, library
 from iris_ops.norm_ahead import second_half, spans
 from iris_ops.plan import FP8_STREAM
 from iris_ops.problem import ALL_REDUCE
@@ -27,6 +27,7 @@ CASES = [
     (16, 6144, 640, True, BF16, None),
     (3, 64, 96, True, BF16, None),
     (3, 48, 144, False, BF16, FP8_STREAM),
+    (4, 80, 256, False, BF16, FusedConfig(16, 64, 64, num_stages=2, algorithm="one_shot")),
     (40, 96, 256, True, BF16, None),
     (2, 50, 20, True, torch.float32, None),
 ]
@@ -166,6 +167,11 @@ WRONG = {
     "a scale in bf16": (dict(scale=lambda t: t.bfloat16()), DtypeError, "scale has dtype torch.bfloat16; expected"),
     "a scale by steps": (dict(scale=lambda t: t.repeat(2)[::2]), ArgumentError, r"scale has strides \(2,\)"),
     "a number": (dict(scale=lambda t: 2.0), ArgumentError, "scale is float; expected a torch.Tensor"),
+    "a negated scale": (
+        dict(scale=torch._neg_view),
+        ArgumentError,
+        "scale is a negated view; expected",
+    ),
     "out in its scale": (dict(out=lambda t: t), ArgumentError, "out overlaps scale in memory"),
     "tiles that overlap": (
         dict(config=lambda t: FusedConfig()),
@@ -182,6 +188,7 @@ def refused_body(ctx: iris.Iris, name: str) -> None:
     given = dict(out=torch.empty(2, 64, dtype=BF16, device=ctx.device), A=A[ctx.cur_rank], B=B[ctx.cur_rank])
     given |= dict(scale=scales[ctx.cur_rank], config=None)
     changes, error, message = WRONG[name]
+    ctx.ops.matmul_all_reduce(**given)  # what is known of it must not serve what differs
     wrong = {key: change and change(given[key]) for key, change in changes.items()}
     if "out" in changes:
         both_in = torch.zeros(64, device=ctx.device)
@@ -198,11 +205,40 @@ def test_what_is_refused(world_size: int, name: str) -> None:
     run_ranks(world_size, refused_body, name)
 
 
+@torch.no_grad()
+def lying_body(ctx: iris.Iris) -> None:
+    """Operands that no descriptor takes, rows with NaN behind them, an `out` that begins anywhere."""
+    for M, N, K in ((2, 64, 128), (40, 96, 128), (40, 96, 100)):
+        A, B, scales, _ = operands(ctx, M, N, K, False, BF16)
+        exact = exact_sum(A, B, scales, None)
+        rank, buffer = ctx.cur_rank, torch.empty(M * N + 8, dtype=BF16, device=ctx.device)
+        behind = torch.full((M, K + 28), float("nan"), dtype=BF16, device=ctx.device)
+        behind[:, :K] = A[rank]
+        off = torch.empty(M * K + 1, dtype=BF16, device=ctx.device)[1:].view(M, K).copy_(A[rank])
+        for a in (behind[:, :K], off, A[rank].t().contiguous().t()):
+            for out in (buffer[1 : 1 + M * N].view(M, N), buffer[8:].view(N, M).t()):
+                ctx.ops.matmul_all_reduce(poison(out), a, B[rank], scale=scales[rank])
+                assert (out.double() - exact).norm() <= 0.04 * exact.norm()
+    A, B, scales, _ = operands(ctx, 1, 64, 128, False, BF16)
+    row, column = A[ctx.cur_rank].expand(3, 128), B[ctx.cur_rank][:, :1].expand(128, 64)
+    out = torch.empty(3, 64, dtype=BF16, device=ctx.device)
+    ctx.ops.matmul_all_reduce(poison(out), row, column, scale=scales[ctx.cur_rank])
+    columns = [b[:, :1].expand(128, 64) for b in B]
+    assert (out.double() - exact_sum(A.expand(-1, 3, -1), columns, scales, None)).norm() <= 0.04 * out.double().norm()
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_operands_may_lie_anyhow(world_size: int) -> None:
+    run_ranks(world_size, lying_body)
+
+
 def others_body(ctx: iris.Iris) -> None:
     A, B, scales, _ = operands(ctx, 2, 64, 128, False, BF16)
     out = torch.empty(2, 64 * ctx.num_ranks, dtype=BF16, device=ctx.device)
     with pytest.raises(DtypeError, match=r"B has dtype torch.float8_e4m3fn; expected one of .*float32$"):
         ctx.ops.matmul_all_gather(out, A[0], B[0])
+    with pytest.raises(ArgumentError, match="matmul_all_gather: scale is given; expected None"):
+        library.product("matmul_all_gather", ctx, A[0], B[0], None, tuple(out.shape), None, scales[0])
     with pytest.raises(ArgumentError, match="fp8 is True for matmul_all_gather; expected one of matmul_all_reduce"):
         ctx.ops.plan("matmul_all_gather", 2, 64, 128, BF16, fp8=True)
 

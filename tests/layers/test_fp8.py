@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from iris import platform
 from iris.errors import ArgumentError
 from iris_ops import fp8
+from iris_ops.problem import FP8
 import layers
 from layers.parallelize import parallelize
 from layers.sharded import LOCAL, WITH_FP8
@@ -28,7 +30,7 @@ def test_a_rounded_weight_is_off_by_a_sixteenth_and_rounding_it_again_changes_no
     rounded, scale = fp8.quantised(weight)
     back = fp8.restored(rounded, scale, torch.float32)
     smallest = scale[:, None] * 2.0**-10  # half of the smallest number but zero
-    assert rounded.dtype == fp8.FP8 and torch.equal(torch.frexp(scale)[0], torch.full_like(scale, 0.5))
+    assert rounded.dtype == FP8 and torch.equal(torch.frexp(scale)[0], torch.full_like(scale, 0.5))
     assert ((back - weight).abs() <= weight.abs() / 16 + smallest).all()
     assert torch.equal(back[3], weight[3]) and rounded[4].float().abs().max() <= fp8.LARGEST
     largest = rounded.float().abs().amax(1)
@@ -122,6 +124,25 @@ def test_a_sum_over_ranks_is_that_of_the_rounded_weights(world_size: int, k: int
     assert 0.005 < (lost / unrounded.norm(dim=0)).mean() < 0.045
 
 
+def uneven_body(ctx) -> tuple:
+    """Of three heads of 64 one rank of two has two: a depth of 128, which is streamed, and the other of 64."""
+    heads = layers.shard.split_heads(3, 3, ctx.num_ranks, ctx.cur_rank)
+    row = layers.RowParallelLinear(192, 128, False, ctx=ctx, parts=(heads.o_shard(64),), dtype=torch.bfloat16)
+    column = layers.ColumnParallelLinear(192, 128, False, ctx=ctx, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "has_warp_roles", lambda device: True)
+        row.store_as_fp8()
+        column.store_as_fp8()
+    return row.weight.shape[1], row.own_steps, column.own_steps
+
+
+@two_ranks
+def test_ranks_take_norms_apart_alike(world_size: int) -> None:
+    found = run_ranks(world_size, uneven_body)
+    assert [each[1:] for each in found] == [(True, False)] * world_size
+    assert UNDER_TORCHRUN or [each[0] for each in found] == [128, 64]
+
+
 def unserved_body(ctx) -> None:
     row = layers.RowParallelLinear(32, 16, sequence_parallel=True, ctx=ctx)
     with pytest.raises(ArgumentError, match="served by matmul_reduce_scatter: expected a product without exchange"):
@@ -169,7 +190,7 @@ def model_body(ctx, folder: str, name: str, weights: str) -> torch.Tensor:
     state, loaded = model.state_dict(), again.state_dict()
     for key, value in loaded.items():
         assert value.dtype == state[key].dtype, key
-        if value.dtype == fp8.FP8:  # a row may be rounded to half the range: twice the weight, half the scale
+        if value.dtype == FP8:  # a row may be rounded to half the range: twice the weight, half the scale
             value = fp8.restored(value, loaded[key + "_scale"], torch.float32)
             assert torch.equal(value, fp8.restored(state[key], state[key + "_scale"], torch.float32)), key
         elif not key.endswith("weight_scale"):

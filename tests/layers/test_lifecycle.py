@@ -10,7 +10,7 @@ import pickle
 
 import iris
 from iris.errors import ArgumentError, CheckpointError, ClosedError, StyleError
-from iris_ops import fp8
+from iris_ops.problem import FP8
 import layers
 from layers.norms import RMSNorm
 from layers.parallelize import parallelize
@@ -115,12 +115,11 @@ def converted_body(ctx, weights: str) -> None:
     model, before = (models.build("bias").to(dtype) for dtype in (torch.float32, torch.bfloat16))
     parallelize(model, ctx, weights=weights)
     parallelize(before, ctx, weights=weights)
-    rounded = {name: p.clone() for name, p in model.named_parameters() if p.dtype == fp8.FP8}
+    rounded = {name: p.clone() for name, p in model.named_parameters() if p.dtype == FP8}
     model.to(torch.bfloat16)
     after = dict(model.named_parameters())
     assert rounded and all(
-        torch.equal(value.float(), after[name].float()) and after[name].dtype == fp8.FP8
-        for name, value in rounded.items()
+        torch.equal(value.float(), after[name].float()) and after[name].dtype == FP8 for name, value in rounded.items()
     )
     scales = [value.dtype for name, value in after.items() if name.endswith("weight_scale")]
     assert len(scales) == len(rounded) and set(scales) == {torch.float32}

@@ -81,7 +81,8 @@ def test_weights_in_eight_bits(rows: tuple, outputs: int, depth: int, gated: boo
     exact = fp8.restored(weight, scale, torch.float64)
     wide = torch.randn(*rows, depth + 8, **like)
     bias, norm = torch.randn((1 + gated) * outputs, **like), torch.randn(depth, **like)
-    for x in (wide[..., :depth], wide[..., 8:].contiguous()):
+    odd = torch.randn(*rows, depth + 9, **like)
+    for x in (wide[..., :depth], wide[..., 8:].contiguous(), odd[..., 1:-8]):
         for added in (None, bias):
             assert step_product.streams(weight.shape, x.device)
             out = step_product.step_product(x, weight, added, scale, gated)
