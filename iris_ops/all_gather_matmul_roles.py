@@ -26,7 +26,7 @@ from triton.language.core import _aggregate, base_value
 from . import warp_roles
 from .config import FusedConfig
 from .operands import as_stored
-from .problem import GATHER_MATMUL, Problem
+from .problem import Problem
 from .rounds import gemm_tiles
 from .tiles import grouped, known
 from .units import Units
@@ -231,5 +231,5 @@ def _arguments(problem: Problem, config: FusedConfig, out, A, gathered, B, bias)
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
         GATED=problem.gated,
-        WAITER=WAITERS.index(GATHER_MATMUL),
+        WAITER=WAITERS.index(problem.asked),
     )

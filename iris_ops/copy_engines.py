@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 # Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.
 BARRIER_US = 1.5
 COPY_US = 8.0
-_WAITER = WAITERS.index(GATHER_MATMUL)
 # Rows from which on a product is worth reading B for.
 _LEAST_ROWS = 512
 
@@ -201,7 +200,8 @@ def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, 
 def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[Callable[[], None], ...]:
     """For each step a function that launches the wait for its rows."""
     known = dict(words=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
-                 part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size, WAITER=_WAITER)  # fmt: skip
+                 part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size,
+                 WAITER=WAITERS.index(problem.asked))  # fmt: skip
     waits = tuple(_wait(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps)
     return workspace.remember((problem, *steps), waits)
 

@@ -26,7 +26,7 @@ from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES, SPAN, Ahead
 from .operands import as_stored, operand
 from .predict import spread_us, sums_with_roles, tile_us
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
 from .staging import exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
@@ -119,7 +119,7 @@ def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         WORLD_SIZE=problem.world_size,
-        WAITER=WAITERS.index(problem.op),
+        WAITER=WAITERS.index(problem.asked),
     )
 
 
@@ -217,7 +217,7 @@ def _few_rows_fp8(ctx, workspace, problem, config, out, A, B, bias, scale) -> La
         stride_on=out.stride(1),
         WORLD_SIZE=problem.world_size,
         HAS_BIAS=bias is not None,
-        WAITER=WAITERS.index(problem.op),
+        WAITER=WAITERS.index(problem.asked),
     )
     args |= few_rows_fp8.layouts(args["BLOCK_M"])
     return few_rows_fp8_kernel, (grid, 1, 1), args
@@ -370,7 +370,7 @@ def launch(
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
     if ahead is not None:
-        args |= zip(AHEAD_NAMES, ahead, strict=True)
+        args |= dict(zip(AHEAD_NAMES, ahead, strict=True), WAITER=WAITERS.index(NORM))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     if kernel in _FOLLOWING:
         options |= platform.beside(ctx.device)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from iris.errors import DeviceError, DtypeError, ShapeError
 import torch
 
 from . import all_gather_matmul_roles, gating, launch, torch_product, warp_roles
 from .operands import as_stored
 from .plan import BROUGHT
 from .predict import gemm_us
-from .problem import GATHER_MATMUL, Problem, check_gradient
+from .problem import DTYPES, GATHER_MATMUL, Problem, check_bias, check_gradient
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -37,14 +38,33 @@ def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
     return config if ours[config] + machine.launch_us < theirs else None
 
 
+def check(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises a typed error for what `matmul_gated` does not take."""
+    for name, t in (("A", A), ("B", B), ("bias", bias)):
+        if t is None:
+            continue
+        check_gradient("matmul_gated", name, t)
+        if t.dtype != A.dtype or t.dtype not in DTYPES:
+            expected = f"A's, {A.dtype}" if A.dtype in DTYPES else f"one of {', '.join(map(str, DTYPES))}"
+            raise DtypeError(f"matmul_gated: {name} has dtype {t.dtype}; expected {expected}")
+        if t.device != A.device:
+            raise DeviceError(f"matmul_gated: {name} is on {t.device}; expected {A.device}, where A is")
+    if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[0] or B.shape[1] % 2:
+        given = f"A is {tuple(A.shape)}, B is {tuple(B.shape)}"
+        raise ShapeError(f"matmul_gated: {given}; expected A (M,K), B (K,N), N even")
+    if bias is not None:
+        if bias.ndim != 1:
+            raise ShapeError(f"matmul_gated: bias is {tuple(bias.shape)}; expected {(B.shape[1],)}")
+        check_bias("matmul_gated", bias, B)
+
+
 def matmul_gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """silu(C[:, :N/2]) * C[:, N/2:] of C = A [M,K] @ B [K,N] + bias [N], all of one dtype on the context's device.
 
-    A new tensor [M,N/2]. This rank's affair alone. No gradient; one that is asked for is refused.
+    A new tensor [M,N/2]. This rank's affair alone. Raises `ShapeError`, `DtypeError` or `DeviceError` where these do
+    not fit, and `ArgumentError` for a gradient.
     """
-    for name, t in (("A", A), ("B", B), ("bias", bias)):
-        if t is not None:
-            check_gradient("matmul_gated", name, t)
+    check(A, B, bias)
     out = A.new_empty(A.shape[0], B.shape[1] // 2)
     problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, True)
     config = chosen(problem, launch.machine(ctx.device))

@@ -35,6 +35,8 @@ WAITERS = (
     "reduce_scatter",
     "all_to_all",
     "the comparison of calls",  # by hosts (`agreement.py`)
+    "matmul_all_reduce_norm",
+    "all_gather_matmul_gated",
 )
 # A failure record is int64: [written, waiter, rank, peer, expected, seen]; what is expected is an epoch or a count.
 RECORD_WORDS = 6

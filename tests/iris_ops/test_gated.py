@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import iris
 from iris import platform, repeat
-from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris_ops import FusedConfig, all_gather_matmul_roles, gating, launch, matmul_gated
+from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from iris_ops import FusedConfig, all_gather_matmul_roles, gating, launch, library, matmul_gated  # noqa: F401
 from iris_ops.machine import machine_named
 from iris_ops.plan import plan
 from iris_ops.problem import GATED, GATHER_MATMUL, Problem, part_of
@@ -215,3 +215,38 @@ def refused_body(ctx: iris.Iris) -> None:
 
 def test_what_is_refused() -> None:
     run_ranks(2, refused_body)
+
+
+WRONG = {
+    "a deeper A": (
+        dict(A=lambda t: t.new_zeros(8, 9)),
+        ShapeError,
+        r"A is \(8, 9\), B is \(8, 16\); expected A",
+    ),
+    "odd columns": (dict(B=lambda t: t[:, 1:]), ShapeError, r"B is \(8, 15\); expected .* N even"),
+    "a vector": (dict(A=lambda t: t[0]), ShapeError, r"A is \(8,\)"),
+    "B in float32": (
+        dict(B=lambda t: t.float()),
+        DtypeError,
+        "B has dtype torch.float32; expected A's, torch.b",
+    ),
+    "integers": (dict(A=lambda t: t.int()), DtypeError, "A has dtype torch.int32; expected one of torch.bfloat16"),
+    "a long bias": (dict(bias=lambda t: t.new_zeros(17)), ShapeError, "bias has 17 elements; expected 16"),
+    "a matrix as bias": (dict(bias=lambda t: t[None]), ShapeError, r"bias is \(1, 16\); expected \(16,\)"),
+    "B elsewhere": (dict(B=lambda t: t.to("meta")), DeviceError, "B is on meta; expected"),
+}
+
+
+def wrong_body(ctx: iris.Iris) -> None:
+    A, _, B, b, _ = operands(ctx, 8, 16, 8, True, torch.bfloat16)
+    for changes, error, message in WRONG.values():
+        given = dict(A=A, B=B, bias=b)
+        given |= {name: change(given[name]) for name, change in changes.items()}
+        with pytest.raises(error, match=f"matmul_gated: .*{message}"):
+            matmul_gated.matmul_gated(ctx, **given)
+        with pytest.raises(error, match=f"matmul_gated: .*{message}"):
+            torch.ops.iris_ops.matmul_gated(**given, group=ctx.group_name)
+
+
+def test_what_it_does_not_take_is_named() -> None:
+    run_ranks(1, wrong_body)
