@@ -75,21 +75,22 @@ class Heap:
         """Where `tensor` begins, counted from the heap's first byte; negative if it has no one place."""
         return _first_byte(tensor) - self.base if tensor.layout is torch.strided else -1
 
-    def free(self, tensor: torch.Tensor) -> None:
-        """Frees the block that begins where `tensor` does. Raises `ArgumentError` where none begins."""
-        offset = self.offset(tensor)
-        if self._segment.dismiss(offset):
-            return
-        try:
-            if offset in self.lent:
-                raise KeyError(offset)
-            self.give(offset)
-        except KeyError:
-            raise ArgumentError(
-                f"no allocation of this heap begins where the tensor {tuple(tensor.shape)} of {tensor.dtype} does; "
-                f"expected a tensor as ctx.empty(...) or ctx.as_symmetric(...) returned it, not freed before. What "
-                f"memory_pool() gave returns when it dies."
-            ) from None
+    def free(self, *tensors: torch.Tensor) -> None:
+        """Frees the blocks that begin where these do. Raises `ArgumentError` where none begins, and frees nothing."""
+        offsets = [self.offset(tensor) for tensor in tensors]
+        for number, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+            allocated = offset in self._offsets and offset not in self.lent
+            if not (allocated or self._segment.imported(offset)) or offset in offsets[:number]:
+                raise ArgumentError(
+                    f"no allocation of this heap begins where the tensor {tuple(tensor.shape)} of {tensor.dtype} does; "
+                    f"expected a tensor as ctx.empty(...) or ctx.as_symmetric(...) returned it, not freed before. What "
+                    f"memory_pool() gave returns when it dies."
+                )
+        for offset in offsets:
+            if self._segment.imported(offset):
+                self._segment.dismiss(offset)
+            else:
+                self.give(offset)
 
     def adopt(self, tensor: torch.Tensor, inside: bool) -> torch.Tensor:
         """A tensor on the heap that shares memory with `tensor`, itself if it lies `inside`."""

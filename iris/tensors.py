@@ -91,7 +91,7 @@ class TensorMethods:
         """Gives the tensors' memory back to the heap for later allocations. Every rank makes the same calls.
 
         Nothing may use them any more, here or at a peer: call `barrier()` before if peers read or wrote them. Raises
-        `ArgumentError` for a tensor that is not as this context returned it, or was freed before.
+        `ArgumentError` for a tensor that is not as this context returned it, or was freed before; then none is freed.
         """
         self.check()
         for tensor in tensors:
@@ -99,8 +99,7 @@ class TensorMethods:
         if self.agreement is not None:
             outside = "outside the heap"
             self.compare("free", offsets=[self._heap.offset(t) if self.is_symmetric(t) else outside for t in tensors])
-        for tensor in tensors:
-            self._heap.free(tensor)
+        self._heap.free(*tensors)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Whether the whole storage range of `tensor` lies in this heap."""

@@ -40,8 +40,11 @@ class Segment(Protocol):
     def adopt(self, tensor: torch.Tensor, inside: bool) -> torch.Tensor:
         """A tensor on the heap that shares memory with `tensor`, which lies `inside` already or not. Collective."""
 
-    def dismiss(self, offset: int) -> bool:
-        """Ends the use of what `adopt` placed at `offset`, until the next `trim`. False: nothing begins there."""
+    def imported(self, offset: int) -> bool:
+        """Whether what `adopt` placed begins at `offset`."""
+
+    def dismiss(self, offset: int) -> None:
+        """Ends the use of what `adopt` placed at `offset`, until the next `trim`."""
 
     def close(self) -> None:
         """Unmaps the peers' memory. This rank's own lives on while tensors refer to it."""
@@ -72,7 +75,7 @@ class FixedSegment:
             f"make the context with allocator_type='vmem'."
         )
 
-    def dismiss(self, offset: int) -> bool:
+    def imported(self, offset: int) -> bool:
         return False
 
 

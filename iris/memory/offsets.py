@@ -34,6 +34,10 @@ class Offsets:
         """[begin, end) of each block taken, ascending."""
         return sorted(self._blocks.items())
 
+    def __contains__(self, offset: int) -> bool:
+        """Whether a block begins at `offset`."""
+        return offset in self._blocks
+
     def take(self, nbytes: int, alignment: int) -> int | None:
         """The offset of `nbytes` > 0 that are free, or None."""
         for index, (begin, end) in enumerate(self._holes):

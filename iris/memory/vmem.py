@@ -230,11 +230,11 @@ class VirtualSegment:
                 close_all(fd for message in told for fd in message.fds)
         return _first_failure(self._channel.exchange("imported", (), failure))
 
-    def dismiss(self, offset: int) -> bool:
-        if offset not in self._imports:
-            return False
+    def imported(self, offset: int) -> bool:
+        return offset in self._imports
+
+    def dismiss(self, offset: int) -> None:
         self._dismissed.append(self._imports.pop(offset))
-        return True
 
     def close(self) -> None:
         self._pages.idle()

@@ -253,6 +253,23 @@ def test_a_full_heap_is_an_error_and_the_context_still_works(world_size):
     assert len(set(run_ranks(world_size, _exhaust))) == 1
 
 
+def _free_all_or_nothing(ctx):
+    first, second = ctx.ones(300), ctx.ones(300)
+    used, free = ctx._heap.used, ctx._heap._offsets.free
+    for wrong in ((first, torch.ones(3, device=ctx.device)), (first, second, first), (first, second[1:])):
+        with pytest.raises(errors.ArgumentError, match="no allocation of this heap begins where the tensor"):
+            ctx.free(*wrong)
+        assert (ctx._heap.used, ctx._heap._offsets.free) == (used, free)
+    ctx.free(first, second)
+    assert ctx._heap._offsets.free > free
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:2])
+def test_what_cannot_be_freed_keeps_the_others(world_size):
+    run_ranks(world_size, _free_all_or_nothing)
+
+
 def _two_contexts(ctx):
     with iris.iris(1 << 20) as other:
         foreign = other.zeros(3)
