@@ -109,6 +109,7 @@ class Engine:
         self._seen = self.mask[:, None, None] if own else self.mask
         self.steps = Graphs(2 if self.graphs else 0)
         self.prompts = Graphs(prompt_graphs if capturable else 0)
+        self._holds_batch = False
         self._compiled: CompiledLayers | None = None
         if compile:
             self._compile("inductor" if compile is True else compile)
@@ -160,6 +161,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets the batch."""
+        self._holds_batch = False
         self.cache.reset()
         self.count.zero_()
         self.mask.fill_(False)
@@ -169,9 +171,11 @@ class Engine:
         """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded.
 
         The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape.
-        Raises `ArgumentError` for tensors of another kind; that tokens are of the vocabulary is not checked.
+        Raises `ArgumentError` where it is not, and for tensors of another kind; that tokens are of the vocabulary is
+        not checked.
         """
         self._check_prompts(prompts, mask)
+        self._holds_batch = True
         if not self.prompts.most or prompts.numel() > _GRAPH_TOKENS:
             return self._read(prompts, mask)
         prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
@@ -182,6 +186,7 @@ class Engine:
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """What `prefill` does, eagerly."""
         self._check_prompts(prompts, mask)
+        self._holds_batch = True
         return self._read(prompts, mask)
 
     def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -205,6 +210,8 @@ class Engine:
         return logits
 
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
+        if self._holds_batch:
+            raise ArgumentError("prompts come behind others that the engine holds: expected reset() before them")
         rows, device, whole = self.batch_size, self.tokens.device, (torch.long, torch.int)
         for name, given, dtypes in (("prompts", prompts, whole), ("mask", mask, (torch.bool, *whole))):
             if given is None and name == "mask":

@@ -158,6 +158,16 @@ def refused_body(ctx) -> None:
     ]:
         with pytest.raises(ArgumentError, match=words):
             call()
+    for read in (engine.prefill, engine.read):
+        first = read(two)
+        for call in (engine.prefill, engine.read):
+            with pytest.raises(
+                ArgumentError, match=r"prompts come behind others that the engine holds: expected reset"
+            ):
+                call(two)
+        engine.reset()
+        assert torch.equal(read(two), first)
+        engine.reset()
     with pytest.raises(ArgumentError, match="batch_size is 0"):
         layers.Engine(model, ctx, 0)
     if not ON_GPU:
