@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-from .operands import of_whole_vectors
+from .operands import in_whole_vectors, of_whole_vectors
 from .problem import FP8
 
 LARGEST = 448.0
@@ -76,24 +76,27 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, scale
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [M, K] times the transpose of the weight [N, K] that W8 and scale stand for, plus the bias, in x's dtype."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    multiply(out, x, weight, scale, bias)
-    return out
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [M, K] times the transpose of the weight [N, K] that W8 and scale stand for, plus the bias, in x's dtype.
 
-
-def multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias) -> None:
-    """The same to `out`."""
+    To `out`, if there is one.
+    """
     if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype):
-        out.copy_(F.linear(x, restored(weight, scale, x.dtype), bias))
-        return
-    if of_whole_vectors(out) and out.is_contiguous():
-        rounded_product(x, weight, scale, out)
+        made = F.linear(x, restored(weight, scale, x.dtype), bias)
     else:
-        out.copy_(rounded_product(x, weight, scale))
-    if bias is not None:
-        out += bias
+        direct = out is not None and of_whole_vectors(out) and out.is_contiguous()
+        made = rounded_product(x, weight, scale, out if direct else None)
+        if bias is not None:
+            made += bias
+        if direct:
+            return out
+    return made if out is None else out.copy_(made)
 
 
 def rounded_product(
@@ -101,8 +104,7 @@ def rounded_product(
 ) -> torch.Tensor:
     """The same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors."""
     rounded, scale_x = round_rows(x if x.stride(1) == 1 else x.contiguous())
-    if not of_whole_vectors(weight):  # of which torch's product makes NaN
-        weight = weight.clone(memory_format=torch.contiguous_format)
+    weight = in_whole_vectors(weight)  # of another torch's product makes NaN
     factors = dict(scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
     if out is None:
         return torch._scaled_mm(rounded, weight.t(), **factors)

@@ -11,7 +11,8 @@ gives them. What makes it cheap here:
                 makes product number i of four, A's columns are taken likewise, and nothing moves between threads: in
                 what order a dot product adds is free.
     a ring      in shared memory, of lines of A and of the weights, is always on its way. It is filled across groups of
-                tiles: T tiles of 16 columns each share what they load of A.
+                tiles: T tiles of 16 columns each share what they load of A. Waits for it have no deadline: they are for
+                loads of the program itself.
 """
 
 from iris import platform
@@ -278,7 +279,7 @@ def operands(A: torch.Tensor, B: torch.Tensor) -> dict:
     """A and B as the kernels take them: lines of 128 numbers, as words of four, in blocks of a line for each warp."""
     block_m = rows_at_once(A.shape[0])
     a, b = (_described(*each) for each in ((A.view(torch.int64), block_m), (B.t().view(torch.int32), _COLUMNS.value)))
-    return dict(a=a, b=b, K=B.shape[0], BLOCK_M=block_m, SLICES=WARPS)
+    return dict(a=a, b=b, BLOCK_M=block_m, SLICES=WARPS)
 
 
 def _described(words: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -110,14 +110,21 @@ def _parts(workspace: Workspace, problem: Problem, config: FusedConfig, count: i
 
 def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
     return dict(
+        **_any(ctx, sync, problem, out),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+    )
+
+
+def _any(ctx: Iris, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> dict:
+    """What every kernel is given."""
+    return dict(
         out=out,
         sync=sync,
         words=ctx.get_device_context(),
         K=problem.K,
         stride_om=out.stride(0),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
         WORLD_SIZE=problem.world_size,
         WAITER=WAITERS.index(problem.asked),
     )
@@ -207,17 +214,12 @@ def _few_rows_fp8(ctx, workspace, problem, config, out, A, B, bias, scale) -> La
         scales=scale,
         bias=bias,
         **dict.fromkeys(AHEAD_NAMES),
-        out=out,
         **_exchange(workspace, problem, N),
-        sync=workspace.exchange_sync,
-        words=ctx.get_device_context(),
         M=M,
         N=N,
-        stride_om=out.stride(0),
         stride_on=out.stride(1),
-        WORLD_SIZE=problem.world_size,
         HAS_BIAS=bias is not None,
-        WAITER=WAITERS.index(problem.asked),
+        **_any(ctx, workspace.exchange_sync, problem, out),
     )
     args |= few_rows_fp8.layouts(args["BLOCK_M"])
     return few_rows_fp8_kernel, (grid, 1, 1), args
@@ -345,14 +347,12 @@ def launch(
 
     What is several launches is prepared to be repeated only where it `came_before`. `ahead`: see `ends_ahead`.
     """
-    *tensors, scale = tensors
-    if problem.fp8 and config.algorithm in UNFUSED:
-        tensors.append(scale)
-    elif problem.fp8 and not fp8_rows.serves(tensors[1], tensors[2]):
-        out, A, B, bias = tensors
+    out, A, B, bias, scale = tensors
+    if not problem.fp8:
+        tensors = tensors[:-1]
+    elif config.algorithm not in UNFUSED and not fp8_rows.serves(A, B):
         whole = fp8.restored(B.t(), scale, A.dtype).t()
-        as_whole = replace(problem, fp8=False)
-        launch(kernels, ctx, workspace, as_whole, config, (out, A, whole, bias, None), ahead=ahead)
+        launch(kernels, ctx, workspace, replace(problem, fp8=False), config, (out, A, whole, bias, None), ahead=ahead)
         return None  # the weight that was made now is for now
     if config.algorithm in UNFUSED:
         prepare = UNFUSED[config.algorithm].prepare
@@ -362,11 +362,13 @@ def launch(
         again = workspace.graphs.of(prepare(workspace, problem, config, *map(repeat.alias, tensors)))
         again()
         return repeat.Launch(again)
-    arguments = _OVERLAPPED[problem.op] if config.algorithm == "overlapped" else _FEW_ROWS.get(problem.op, _few_rows)
     if problem.fp8:
-        kernel, grid, args = _few_rows_fp8(ctx, workspace, problem, config, *tensors, scale)
+        arguments = _few_rows_fp8
+    elif config.algorithm == "overlapped":
+        arguments = _OVERLAPPED[problem.op]
     else:
-        kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
+        arguments = _FEW_ROWS.get(problem.op, _few_rows)
+    kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
     if ahead is not None:

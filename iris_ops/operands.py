@@ -20,6 +20,11 @@ def of_whole_vectors(t: torch.Tensor, step: int = 0) -> bool:
     return t.numel() > 0 and rows and t.data_ptr() % TMA_ALIGNMENT == 0
 
 
+def in_whole_vectors(t: torch.Tensor) -> torch.Tensor:
+    """`t`, or a copy that TMA can read."""
+    return t if of_whole_vectors(t) else t.clone(memory_format=torch.contiguous_format)
+
+
 def operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[object, bool]:
     """`t` as a tensor descriptor with tiles of `block` where the hardware can, else as it is; and which of the two.
 

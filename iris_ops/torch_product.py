@@ -21,7 +21,7 @@ def multiply(
     if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies what stands behind a row by zero: NaN, where that is
         A = A.contiguous()
     if scale is not None:
-        fp8.multiply(out, A, B.t(), scale, bias)
+        fp8.product(A, B.t(), scale, bias, out)
     elif bias is None:
         torch.mm(A, B, out=out)
     else:

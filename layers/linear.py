@@ -64,18 +64,15 @@ class ColumnParallelLinear(ShardedLinear):
         With `sequence_parallel`, `input` is this rank's chunk of `tokens` in all, by default as many on each rank, and
         the result is of all tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit.
         """
-        if self.op == LOCAL or self.weight_scale is not None:  # takes any leading dimensions: nothing to reshape
+        if not (self.gather_output or self.sequence_parallel):  # takes any leading dimensions: nothing to reshape
             self.check(input, self.in_features)
             return self.local_product(input, self.bias)
         x = self.rows(input, self.in_features)
         if self.gather_output:
             out = self.product(x, x.shape[0], self.out_features)
-        elif self.sequence_parallel:
-            out = self.product(x, self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
-            return out if input.dim() == 2 else out.unsqueeze(0)
-        else:
-            out = self.local_product(x, self.bias)
-        return out.view(*input.shape[:-1], out.shape[-1])
+            return out.view(*input.shape[:-1], self.out_features)
+        out = self.product(x, self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
+        return out if input.dim() == 2 else out.unsqueeze(0)
 
     def gated(self, input: torch.Tensor) -> torch.Tensor:
         """Of `forward`, silu of the first half of this rank's outputs times the second half; nothing is exchanged."""

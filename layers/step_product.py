@@ -18,7 +18,7 @@ from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
 from iris_ops import fp8_rows
-from iris_ops.operands import of_whole_vectors, operand
+from iris_ops.operands import in_whole_vectors, operand
 from iris_ops.tiles import Matrix, add_bias
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -150,16 +150,13 @@ def step_product(
     loaded only, and what is returned is not filled.
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
     (M, K), N = rows.shape, _width(weight, gated)
     out = x.new_empty(*x.shape[:-1], N)
     if scale is not None:
-        rows, weight = (
-            each if of_whole_vectors(each) else each.clone(memory_format=torch.contiguous_format)
-            for each in (rows, weight)
-        )
+        rows, weight = map(in_whole_vectors, (rows, weight))
         step_product_fp8.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)
         return out
+    rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
     block_k, stages = depth(platform.shared_bytes(x.device), gated)
     described, tma = operand(weight, (BLOCK_N, block_k))
     programs = triton.cdiv(N, BLOCK_N) if launched else 0

@@ -71,7 +71,7 @@ def multiply(
     grid, stages = fp8_rows.grid_and_stages(N, rows.shape[0], T, programs, gated)
     spans = 1 if squares is None else squares.shape[0]
     step_product_fp8_kernel[(grid if launched else 0,)](
-        scales=scale, bias=bias, squares=squares, out=out, M=rows.shape[0], N=N, spans=spans, eps=eps,
-        HAS_BIAS=bias is not None, GATED=gated, SPANS=triton.next_power_of_2(spans), T=T, STAGES=stages,
+        scales=scale, bias=bias, squares=squares, out=out, M=rows.shape[0], N=N, K=rows.shape[1], spans=spans,
+        eps=eps, HAS_BIAS=bias is not None, GATED=gated, SPANS=triton.next_power_of_2(spans), T=T, STAGES=stages,
         **fp8_rows.operands(rows, weight.t()), num_warps=fp8_rows.WARPS, **platform.beside(rows.device),
     )  # fmt: skip

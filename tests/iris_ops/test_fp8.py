@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import iris
+from iris import platform
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris_ops import FusedConfig, fp8, fp8_rows, library
+from iris_ops import FusedConfig, fp8, fp8_rows, launch, library
 from iris_ops.norm_ahead import second_half, spans
 from iris_ops.plan import FP8_STREAM
-from iris_ops.problem import ALL_REDUCE
+from iris_ops.problem import ALL_REDUCE, Problem
+from layers import step_product_fp8
 import pytest
 import torch
 
@@ -246,3 +248,41 @@ def others_body(ctx: iris.Iris) -> None:
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
 def test_other_ops_take_no_eight_bits(world_size: int) -> None:
     run_ranks(world_size, others_body)
+
+
+def arguments_body(ctx: iris.Iris) -> None:
+    """What the kernels of Hopper are given, whatever runs here: each of their parameters, and descriptors of lines."""
+    given = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple):
+            return lambda **args: given.append((grid, args))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "num_programs", lambda device: 132)
+        patch.setattr(platform, "beside", lambda device: {"launch_pdl": True})
+        patch.setattr(step_product_fp8, "step_product_fp8_kernel", Kernel())
+        for (M, N, K), tiles, grid, stages in PLACED:
+            A, B, scales, bias = operands(ctx, M, N, K, True, BF16)
+            out, workspace = torch.empty(M, N, dtype=BF16, device=ctx.device), ctx.ops._own_workspace()
+            problem = Problem(ALL_REDUCE, "", M, N, K, ctx.num_ranks, BF16, fp8=True)
+            tensors = out, A[0], B[0], bias, scales[0]
+            kernel, where, args = launch._few_rows_fp8(ctx, workspace, problem, FP8_STREAM, *tensors)
+            assert {*args} == {*kernel.arg_names} - {"TRACING"} and where == (grid, 1, 1)
+            step_product_fp8.multiply(out, A[0], B[0].t(), scales[0], bias, False, None, 0.0, True)
+            step_grid, step_args = given.pop()
+            assert {*step_args} - {"num_warps", "launch_pdl"} == STEP and step_grid == (grid,)
+            for each in (args, step_args):
+                assert (each["T"], each["STAGES"], each["M"], each["N"], each["K"]) == (tiles, stages, M, N, K)
+                assert each["a"].shape == [K // 128, M, 32] and each["b"].shape == [K // 128, N, 32]
+                assert each["a"].block_shape == [4, 8 if M <= 8 else 16, 32] and each["b"].block_shape == [4, 16, 32]
+
+
+# sizes: tiles at once, programs, stages
+PLACED = (((3, 5120, 384), 3, 107, 6), ((9, 8192, 128), 2, 256, 2), ((1, 16384, 128), 2, 264, 4))
+STEP = {*step_product_fp8.step_product_fp8_kernel.arg_names}
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:1])
+def test_kernels_are_given_all_that_they_ask_for(world_size: int) -> None:
+    run_ranks(world_size, arguments_body)
