@@ -1,16 +1,18 @@
 """Does fp8 pay? `python -m benchmarks.fp8 --ranks 1`: products of linears without an exchange, bf16 beside fp8.
 
 Query, key and value, and gate and up, of 8B and 70B shapes split over four ranks, as a step and as a prompt. Weights
-rotate, so that none is found in the L2 cache. `rounded` is torch's product of an input that is rounded too, whatever
-its rows, `rounding` the part of it that rounds. Each is compared with float64 first.
+rotate, so that none is found in the L2 cache. `torch` is torch's product of an input that is rounded too, whatever its
+rows, `rounding` the part of it that rounds. Each is compared with float64 first.
 
-With `--ranks` 2 or more the row-parallel ones instead, each rank with its part: bf16 and fp8 are `matmul_all_reduce`,
-`rounded` is followed by `ctx.ccl.all_reduce`.
+With `--ranks` 2 or more the row-parallel ones instead, each rank with its part: bf16 and fp8 are `matmul_all_reduce`;
+torch's product of rounded rows is followed by an all-reduce of NCCL or, on GPUs, of torch's symmetric memory.
 """
 
 import argparse
 from collections.abc import Callable
+import functools
 import json
+import math
 import sys
 import time
 
@@ -39,7 +41,7 @@ ROW_SHAPES = {  # name: (outputs, inputs of all ranks)
 }
 TINY = {"tiny": (48, 64)}
 ROWS = [1, 16, 64, 256, 1024, 4096, 8192]
-ALLOWED = {"bf16": 0.01, "fp8": 0.05, "rounded": 0.05}  # relative, of the whole result
+ALLOWED = {"bf16": 0.01, "fp8": 0.05}  # relative, of the whole result; rivals as fp8
 ROTATED_BYTES = 256 << 20
 
 
@@ -47,10 +49,12 @@ def run(team: Team, args: argparse.Namespace) -> None:
     begin, rows_out = time.monotonic(), []
     budget = INTERPRETED if not team.cuda else QUICK if args.quick else Budget()
     team.say(
-        "| shape | M | bf16 µs | fp8 µs | factor | rounded µs | rounding µs |\n|---|---:|---:|---:|---:|---:|---:|"
+        "| shape | M | bf16 µs | fp8 µs | factor | best rival | rounding µs |\n|---|---:|---:|---:|---:|---:|---:|"
     )
     ctx = iris.iris(int(args.heap_gib * 2**30)) if team.world > 1 else None
     shapes = TINY if not team.cuda else ROW_SHAPES if ctx else SHAPES
+    largest = max(args.rows) * max(n for n, _ in shapes.values())
+    outputs = ctx and ctx.empty(largest, dtype=torch.bfloat16)
     for name, (n, k) in shapes.items():
         k //= team.world
         copies = max(2, min(16, ROTATED_BYTES // (2 * n * k))) if team.cuda else 2
@@ -60,7 +64,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
             if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
                 break
             x = torch.randn(m, k, device=team.device).to(torch.bfloat16)
-            calls = calls_of(ctx, x, weights, rounded)
+            calls = calls_of(ctx, outputs, x, weights, rounded) | rivals_of(team, largest, x, rounded)
             rows_out.append({"shape": name, "M": m, "N": n, "K": k, **measure(team, calls, x, weights, budget)})
             team.say(line(rows_out[-1]))
     if ctx:
@@ -73,11 +77,14 @@ def run(team: Team, args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def calls_of(ctx, x: torch.Tensor, weights: list[torch.Tensor], rounded: list[tuple]) -> dict[str, Callable]:
-    """What is measured; the argument says which weight."""
+def calls_of(
+    ctx, outputs: torch.Tensor | None, x: torch.Tensor, weights: list[torch.Tensor], rounded: list[tuple]
+) -> dict[str, Callable]:
+    """What is measured; the argument says which weight. `outputs`: with a context, room for a result on its heap."""
+    size = len(x), len(weights[0])
+    out = outputs[: math.prod(size)].view(size) if ctx else None
 
     def fused(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty(len(x), len(weight))
         ctx.ops.matmul_all_reduce(out, x, weight.t(), scale=scale)
         return out
 
@@ -87,45 +94,97 @@ def calls_of(ctx, x: torch.Tensor, weights: list[torch.Tensor], rounded: list[tu
             return step_product.step_product(x, weight, None, scale)
         return F.linear(x, weight) if scale is None else fp8.product(x, weight, scale, None)
 
-    def rounded_too(i: int) -> torch.Tensor:
-        out = fp8.rounded_product(x, *rounded[i])
-        if ctx:
-            ctx.ccl.all_reduce(out, out)
-        return out
-
     ours = fused if ctx else local
     return {
         "bf16": lambda i: ours(weights[i], None),
         "fp8": lambda i: ours(*rounded[i]),
-        "rounded": rounded_too,
         "rounding": lambda i: fp8.round_rows(x)[0],
     }
+
+
+def rivals_of(team: Team, largest: int, x: torch.Tensor, rounded: list[tuple]) -> dict[str, Callable]:
+    """torch's product in eight bits, and whose all-reduce follows it. `largest`: elements of any row's result."""
+    size = len(x), len(rounded[0][1])
+    out = x.new_empty(size)
+
+    def product(i: int, out: torch.Tensor) -> torch.Tensor:
+        rows, scale_rows = fp8.round_rows(x)
+        weight, scale = rounded[i]
+        scales = dict(scale_a=scale_rows, scale_b=scale[None, :])
+        return torch._scaled_mm(rows, weight.t(), **scales, out_dtype=x.dtype, out=out)
+
+    if team.world == 1:
+        return {"torch": lambda i: product(i, out)}
+
+    def nccl(i: int) -> torch.Tensor:
+        dist.all_reduce(product(i, out))
+        return out
+
+    if not team.cuda:
+        return {"NCCL": nccl}
+    shared = symmetric(largest, x.dtype, x.device)[: math.prod(size)].view(size)
+    group = dist.group.WORLD.group_name
+
+    def one_shot(i: int) -> torch.Tensor:
+        return torch.ops.symm_mem.one_shot_all_reduce(product(i, shared), "sum", group)
+
+    def two_shot(i: int) -> torch.Tensor:
+        return torch.ops.symm_mem.two_shot_all_reduce_(product(i, shared), "sum", group)
+
+    return {"NCCL": nccl, "one-shot": one_shot, "two-shot": two_shot}
+
+
+@functools.cache
+def symmetric(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """torch's symmetric memory."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    memory = symm_mem.empty(size, dtype=dtype, device=device)
+    symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
+    return memory
 
 
 def measure(team: Team, calls: dict, x: torch.Tensor, weights: list[torch.Tensor], budget: Budget) -> dict:
     some = slice(0, 64)  # rows that are compared: float64 is slow
     exact = x[some].double() @ weights[0].double().t()
     dist.all_reduce(exact)
-    errors = {name: ((calls[name](0)[some].double() - exact).norm() / exact.norm()).item() for name in ALLOWED}
-    batches = {}
+
+    def missed(call: Callable) -> float:
+        call(0).fill_(float("nan"))  # on all ranks, before what counts
+        team.barrier()
+        team.synchronize()
+        return ((call(0)[some].double() - exact).norm() / exact.norm()).item()
+
+    errors, batches, failed = {}, {}, {}
     for name, call in calls.items():
+        error, reason = team.attempt(lambda call=call: missed(call))
+        if reason:
+            failed[name] = reason
+            continue
+        if name != "rounding":
+            errors[name] = error
         longest = team.slowest([estimate_us(team, call, len(weights))])[0]  # every rank makes as many calls
         count = budget.calls_for(longest, len(weights))
         make = graph_batch if team.cuda else None
         batches[name] = make(call, count, len(weights))[0] if make else eager_batch(call, count, len(weights))
     repeats = budget.repeats_for(max(1.0, budget.batch_ms * 1e3 * len(calls)), len(calls))
-    timings, failed = interleave(team, batches, repeats)
+    timings, late = interleave(team, batches, repeats)
     us = {name: timing.call_us for name, timing in timings.items()}
-    allowed = ALLOWED if team.cuda else ALLOWED | {"rounded": 0.12}  # the interpreter loses carries when it rounds
-    wrong = [name for name, error in errors.items() if not error <= allowed[name]]
-    return {"us": us, "errors": errors, "wrong": wrong, "failed": failed}
+    rivals = ALLOWED["fp8"] if team.cuda else 0.12  # the interpreter loses carries when it rounds
+    wrong = [name for name, error in errors.items() if not error <= ALLOWED.get(name, rivals)]
+    return {"us": us, "errors": errors, "wrong": wrong, "failed": failed | late}
 
 
 def line(row: dict) -> str:
     us = {name: f"{value:.1f}" for name, value in row["us"].items()}
     factor = f"{row['us']['bf16'] / row['us']['fp8']:.2f}x" if {"bf16", "fp8"} <= us.keys() else "-"
     cells = [row["shape"], str(row["M"]), us.get("bf16", "-"), us.get("fp8", "-"), factor]
-    return "| " + " | ".join([*cells, us.get("rounded", "-"), us.get("rounding", "-")]) + " |"
+    rivals = [(value, name) for name, value in row["us"].items() if name not in ("bf16", "fp8", "rounding")]
+    best = "-"
+    if rivals and "fp8" in us:
+        value, name = min(rivals)
+        best = f"{name} {value:.1f} ({value / row['us']['fp8']:.2f}x)"
+    return "| " + " | ".join([*cells, best, us.get("rounding", "-")]) + " |"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -139,6 +139,18 @@ def launch(
     return found
 
 
+def in_turn(first: Launch, second: Launch | None) -> Launch | None:
+    """Two launches behind each other as one."""
+    if second is None:
+        return None
+
+    def moved(addresses: Sequence[int]) -> Callable[[], bool] | None:
+        before, behind = first.moved(addresses), second.moved(addresses)
+        return (lambda: before() and behind()) if before and behind else None
+
+    return Launch(lambda: first.again() and second.again(), moved)
+
+
 def listeners() -> tuple[list, list]:
     """Who is told before and after each launch, a profiler for one: Triton's own lists, which fill and empty."""
     return triton.knobs.runtime.launch_enter_hook.calls, triton.knobs.runtime.launch_exit_hook.calls

@@ -30,7 +30,7 @@ from .problem import Problem
 from .rounds import gemm_tiles
 from .tiles import grouped, known
 from .units import Units
-from .warp_roles import allocate, multiply_tiles
+from .warp_roles import NOWHERE, allocate, multiply_tiles
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -159,15 +159,15 @@ def all_gather_matmul_roles_kernel(
     rank = ctx.rank % WORLD_SIZE  # alone, any is the first
     tiles = SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
-    shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M)
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
                 (
-                    ctx, a, others, b, shared, units, tiles, bias, out, flags, 0, N, B_TRANSPOSED, HAS_BIAS, ACC,
-                    WAITER,
+                    ctx, a, others, b, NOWHERE, NOWHERE, shared, units, tiles, bias, out, flags, 0, N, B_TRANSPOSED,
+                    HAS_BIAS, ACC, WAITER,
                 ),
             ),
             (_store_tiles, (shared, units, tiles, out, M, N, stride_om, GATED, MOVE)),

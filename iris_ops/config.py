@@ -22,7 +22,8 @@ class Prediction:
 class FusedConfig:
     """How a fused op is computed. All ranks must use the same.
 
-    `block_m`, `block_n`, `block_k`: the tile of the product, powers of two. `group_m`: row blocks that neighbouring
+    `block_m`, `block_n`, `block_k`: the tile of the product, powers of two; of operands in eight bits, twice as many
+    along K. `group_m`: row blocks that neighbouring
     programs share, for the L2 cache. `num_programs`: size of the persistent grid, at most the chip's multiprocessors; 0
     takes them all. Of all_gather_matmul only: `comm_programs`, how many programs first move data, and `splits`, by rows
     into how many parts along K the tiles are cut that do not fill a round of programs. `stagger_us`: over what time the
@@ -94,6 +95,10 @@ class FusedConfig:
                 f"FusedConfig.warp_roles is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} in "
                 f"{self.num_stages} stages, {nbytes} bytes of shared memory; expected at most {_SHARED_BYTES}"
             )
+
+    def depth(self, fp8: bool) -> int:
+        """Elements along K of a block: `block_k`, or of operands in eight bits twice as many, in as much room."""
+        return 2 * self.block_k if fp8 else self.block_k
 
     def explain(self) -> str:
         """The reasons for this choice, one a line."""

@@ -34,11 +34,14 @@ _ALL = gl.constexpr(1 << 20)  # row blocks work on the same columns of B
 
 @gluon.jit
 def _multiply_and_take(
-    ctx, a, b, shared, units, tiles, sums, out, sync, M, N, part_rows, ld, stride_om, epoch,
+    ctx, a, b, a_scales, b_scales, shared, units, tiles, sums, out, sync, M, N, part_rows, ld, stride_om, epoch,
     B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, TAKE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: products, which no bias is added to, and behind them all owners' sums to `out`."""
-    multiply_tiles(ctx, a, NOWHERE, b, shared, units, tiles, out, out, sync, epoch, N, B_TRANSPOSED, False, ACC, WAITER)
+    multiply_tiles(
+        ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, N, B_TRANSPOSED, False,
+        ACC, WAITER,
+    )  # fmt: skip
     ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.product.shape[1])  # there are twice as many warps as move
     step = part_rows.to(gl.int64) * ld
     for t in range(gl.program_id(0), units.tiles, gl.num_programs(0)):
@@ -148,7 +151,7 @@ def _move_tiles(
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread"])
 def exchange_roles_kernel(
-    a, b, bias, out, staging, sync, words, M, N, K, stride_om, part_rows, ld, slot_words, spread,
+    a, b, a_scales, b_scales, bias, out, staging, sync, words, M, N, K, stride_om, part_rows, ld, slot_words, spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
     PRODUCT: gl.constexpr, MOVE: gl.constexpr, TAKE: gl.constexpr, ROWS: gl.constexpr, OWNED: gl.constexpr,
@@ -163,14 +166,14 @@ def exchange_roles_kernel(
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, _ALL)
     units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
-    shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     gl.warp_specialize(
         [
             (
                 _multiply_and_take,
                 (
-                    ctx, a, b, shared, units, tiles, sums, out, sync, M, N, part_rows, ld, stride_om, epoch,
-                    B_TRANSPOSED, ACC, TAKE, WAITER,
+                    ctx, a, b, a_scales, b_scales, shared, units, tiles, sums, out, sync, M, N, part_rows, ld,
+                    stride_om, epoch, B_TRANSPOSED, ACC, TAKE, WAITER,
                 ),
             ),
             (

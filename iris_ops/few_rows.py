@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .norm_ahead import add_ahead, norm_ahead
-from .tiles import Matrix, add_bias, multiply_transposed, start_in_turn
+from .tiles import Matrix, add_bias, multiply_transposed, scale_transposed, start_in_turn
 
 
 @device_function
@@ -39,6 +39,8 @@ def part_at(whole, part, rank):
 def few_rows_kernel(
     a,
     b,
+    a_scales,
+    b_scales,
     bias,
     residual,
     weight,
@@ -77,6 +79,7 @@ def few_rows_kernel(
     TRACING: tl.constexpr = False,
 ):
     # M, N: of this rank's product. `whole`: rows, or columns, that are divided into the ranks' parts.
+    # a_scales [M], b_scales [N]: where both are in eight bits, else None.
     # residual, weight, scaled, squares: of all-reduces that end as `norm_ahead.py` says.
     # staging: [2 slots], each [source rank, part_rows, ld] words, then [M, ld] sums ("owners") or [source rank] a word
     # ("scatter", "gather"); sync: [epoch, finished]
@@ -99,7 +102,10 @@ def few_rows_kernel(
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
         span = tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
-        product = multiply_transposed(A, B, row, col, K, BLOCK_M, BLOCK_N, BLOCK_K).T
+        product = multiply_transposed(A, B, row, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        if b_scales is not None:
+            product = scale_transposed(product, a_scales, b_scales, row, col, M, N)
+        product = product.T
         tracing.record_event_end(span)
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(tl.int32), last_epoch + 1, settled(all_bases)

@@ -24,9 +24,9 @@ from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES, SPAN, Ahead
-from .operands import as_stored, operand
+from .operands import as_stored, of_whole_vectors, operand
 from .predict import spread_us, sums_with_roles, tile_us
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Problem, owned_part, part_of
+from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
 from .staging import exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
@@ -81,10 +81,11 @@ def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, i
 
 def _product(out, A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) -> dict:
     """The arguments that say how what is multiplied lies in memory. `k_step`, `n_step`: where in B parts begin."""
-    a, tma_a = operand(A, (config.block_m, config.block_k))
+    depth = config.depth(A.dtype == FP8)
+    a, tma_a = operand(A, (config.block_m, depth))
     stored = as_stored(B)
     transposed = stored is not B
-    block_b = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
+    block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     b, tma_b = operand(stored, block_b, k_step if transposed else n_step)
     return dict(
         a=a,
@@ -113,7 +114,7 @@ def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig
         **_any(ctx, sync, problem, out),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
+        BLOCK_K=config.depth(problem.fp8),
     )
 
 
@@ -322,6 +323,18 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     return all_gather_matmul_kernel, grid, args
 
 
+def _rounds(problem: Problem, config: FusedConfig, out, A, rounded, B) -> bool:
+    """Whether a call with B in eight bits multiplies `rounded` rows of A: more than few, where that can be done."""
+    if problem.M <= fp8_rows.MOST_ROWS or A.stride(1) != 1 or not of_whole_vectors(B.t()):
+        return False
+    if not fp8.multiplies_in_fp8(B.shape, B.device, A.dtype):
+        return False
+    if config.algorithm == "overlapped" or sums_with_roles(problem, config):
+        rows, cols, by_cols = owned_part(problem, config)
+        return warp_roles.serve(config, rounded, B, out, cols if by_cols else 0)
+    return True
+
+
 _FEW_ROWS = {GATHER_MATMUL: _few_rows_gather}
 _FOLLOWING = few_rows_kernel, few_rows_fp8_kernel, few_rows_gather_kernel  # which begin by `arch.follow`
 _OVERLAPPED = {
@@ -348,12 +361,19 @@ def launch(
     What is several launches is prepared to be repeated only where it `came_before`. `ahead`: see `ends_ahead`.
     """
     out, A, B, bias, scale = tensors
+    streams = problem.fp8 and config.algorithm == "one_shot" and fp8_rows.serves(A, B)
+    rounding = a_scales = None
     if not problem.fp8:
         tensors = tensors[:-1]
-    elif config.algorithm not in UNFUSED and not fp8_rows.serves(A, B):
-        whole = fp8.restored(B.t(), scale, A.dtype).t()
-        launch(kernels, ctx, workspace, replace(problem, fp8=False), config, (out, A, whole, bias, None), ahead=ahead)
-        return None  # the weight that was made now is for now
+    elif config.algorithm not in UNFUSED and not streams:
+        rounded, a_scales = workspace.rounded(*A.shape)
+        if not _rounds(problem, config, out, A, rounded, B):
+            whole = fp8.restored(B.t(), scale, A.dtype).t()
+            whole = (out, A, whole, bias, None)
+            launch(kernels, ctx, workspace, replace(problem, fp8=False), config, whole, ahead=ahead)
+            return None  # the weight that was made now is for now
+        rounding = fp8.launch_rounding(kernels, rounded, a_scales, A, moving)
+        tensors = out, rounded, B, bias
     if config.algorithm in UNFUSED:
         prepare = UNFUSED[config.algorithm].prepare
         if not came_before:
@@ -362,7 +382,7 @@ def launch(
         again = workspace.graphs.of(prepare(workspace, problem, config, *map(repeat.alias, tensors)))
         again()
         return repeat.Launch(again)
-    if problem.fp8:
+    if streams:
         arguments = _few_rows_fp8
     elif config.algorithm == "overlapped":
         arguments = _OVERLAPPED[problem.op]
@@ -371,6 +391,8 @@ def launch(
     kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
+    if "a_scales" in kernel.arg_names:
+        args |= dict(a_scales=a_scales, b_scales=scale)
     if ahead is not None:
         args |= dict(zip(AHEAD_NAMES, ahead, strict=True), WAITER=WAITERS.index(NORM))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
@@ -379,10 +401,11 @@ def launch(
     if kernel is few_rows_fp8_kernel:
         options |= fp8_rows.options(grid[0], platform.num_programs(ctx.device))
     try:
-        return repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
+        launched = repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
     except triton.OutOfResources as error:  # before anything ran; ranks whose calls are alike all come here
         raise ArgumentError(
             f"{problem.asked}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
             f"{config.num_stages} stages and {config.num_warps} warps, which take {error.required} of {error.name} for "
             f"{problem.dtype}; expected at most {error.limit}, what the device has"
         ) from error
+    return launched if rounding is None else repeat.in_turn(rounding, launched)

@@ -67,15 +67,15 @@ def matmul_all_gather_roles_kernel(
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
     units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
     part = out + ctx.rank.to(gl.int64) * row_step * stride_om + ctx.rank.to(gl.int64) * col_step
-    shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, shared, units, tiles, bias, parts, left, epoch, N, B_TRANSPOSED, HAS_BIAS, ACC,
-                    WAITER,
+                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, shared, units, tiles, bias, parts, left, epoch, N,
+                    B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
                 ),
             ),
             (_push_tiles, (ctx, shared, units, tiles, part, sync, M, N, stride_om, spread, MOVE, WAITER)),

@@ -312,11 +312,6 @@ class Ops:
         chosen = config or self._plan(problem)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
-        if problem.fp8 and chosen.algorithm not in ("one_shot", "sequential"):
-            raise ArgumentError(
-                f"{op}: config.algorithm is {chosen.algorithm!r} and B in eight bits; expected 'one_shot' or"
-                " 'sequential'"
-            )
         objection = UNFUSED[chosen.algorithm].objection(problem) if chosen.algorithm in UNFUSED else None
         if objection:
             raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")

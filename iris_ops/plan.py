@@ -12,12 +12,13 @@ from itertools import product
 
 import torch
 
-from . import fp8_rows, tritonblas
+from . import fp8, fp8_rows, tritonblas
 from .config import FusedConfig
 from .machine import INTERPRETER, Machine
 from .predict import (
     BROUGHT_TILES,
     EXCHANGE_TILES,
+    FP8_TILES,
     FP32_TILES,
     GPU_TILES,
     ROLES_TILES,
@@ -85,7 +86,7 @@ def _label(problem: Problem, config: FusedConfig) -> str:
     if config.algorithm in UNFUSED and not config.warp_roles:
         together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
         return f"{config.algorithm}, torch's product{together}"
-    if problem.fp8 and config.algorithm == "one_shot":
+    if problem.fp8 and config == FP8_STREAM:
         return "one_shot, a stream of weights in eight bits"
     label = f"{config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
     if config.algorithm == "overlapped" and problem.op == ALL_REDUCE:
@@ -93,13 +94,12 @@ def _label(problem: Problem, config: FusedConfig) -> str:
         label += f", each rank sums {'columns' if by_cols else 'rows'}"
     if config.warp_roles:
         label += ", warps with roles" + (", programs share first tiles" if config.splits > 1 else "")
-    return label
+    return label + (", of rows in eight bits" if problem.fp8 else "")
 
 
 def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if problem.fp8:
-        streamed = machine.warp_roles and problem.dtype == torch.bfloat16 and fp8_rows.fits(problem.M, problem.K)
-        return [FP8_STREAM] if streamed else [FusedConfig(algorithm="sequential")]
+        return _in_eight_bits(problem, machine)
     if machine.name == INTERPRETER:
         tiles = tuple((m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm)))
         few_rows, comm = tiles, 1
@@ -118,10 +118,7 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     whole = problem.whole_vectors(problem.K) and problem.whole_vectors(width)  # else portable kernels would serve
     if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and whole:
         found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
-        # owners take turns, so a round of programs works on this many row blocks of each
-        group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)
-        programs = machine.num_programs
-        found += [x for x in _with_roles(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
+        found += _roles(problem, machine)
         if problem.op == ALL_REDUCE and problem.world_size > 2 and problem.M > 128:  # else other ways are faster
             found += _words_with_roles()
     if machine.warp_roles and problem.op == GATHER_MATMUL and problem.form == "rows" and bits16 and whole:
@@ -129,6 +126,26 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
         found += _unfused(problem.op, problem.world_size)
     return found
+
+
+def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
+    """Of an all-reduce with B in eight bits: a stream of few rows as they are, else rows that are rounded, too."""
+    found = [FusedConfig(algorithm="sequential")]
+    if not machine.warp_roles or problem.dtype != torch.bfloat16:
+        return found
+    if problem.M <= fp8_rows.MOST_ROWS:
+        return [FP8_STREAM] if fp8_rows.fits(problem.M, problem.K) else found
+    if problem.K % fp8.MULTIPLE or problem.N % fp8.MULTIPLE:
+        return found
+    few = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
+    return [*found, *_tiled(few, ("one_shot", "two_shot"), (), FusedConfig.comm_programs), *_roles(problem, machine)]
+
+
+def _roles(problem: Problem, machine: Machine) -> list[FusedConfig]:
+    # owners take turns, so a round of programs works on this many row blocks of each
+    group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)
+    programs = machine.num_programs
+    return [x for x in _with_roles(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
 
 
 # Made once, as those below: to make them anew would take a plan longer than to weigh them.
@@ -207,9 +224,9 @@ def _powers(size: int) -> list[int]:
 
 def _objection(problem: Problem, config: FusedConfig) -> str | None:
     m, n, _ = problem.gemm
-    if problem.fp8:
-        return None
     if config.algorithm in UNFUSED:
+        if problem.fp8 and config.algorithm == "sequential":  # which serves everywhere
+            return None
         if problem.world_size == 1:
             return "one rank: no collective to follow"
         few = "few rows: a stream of weights needs no library" if m < 128 else None
@@ -217,7 +234,9 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
         return "a block has more than half a million elements"
     largest = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
-    if config.algorithm != "overlapped" and largest > (1 << 23 if sums_with_roles(problem, config) else 1 << 22):
+    # in eight bits a product hides less
+    most = 1 << 23 if sums_with_roles(problem, config) else 1 << 20 if problem.fp8 else 1 << 22
+    if config.algorithm != "overlapped" and largest > most:
         return "nothing would hide the exchange of so large a result"
     return None
 

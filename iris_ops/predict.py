@@ -10,7 +10,7 @@ from math import log
 
 import torch
 
-from . import copy_engines, fp8_rows
+from . import copy_engines, fp8, fp8_rows
 from .config import FusedConfig, Prediction
 from .gating import gate_us
 from .machine import INTERPRETER, Machine
@@ -46,6 +46,13 @@ EXCHANGE_TILES: Tiles = {
     (128, 64, 128, 8): (4, 0.74),
     (128, 128, 64, 8): (4, 0.86),
 }
+# The same of operands in eight bits, twice as deep (`FusedConfig.depth`).
+FP8_TILES: Tiles = {
+    (32, 64, 128, 4): (8, 0.36),
+    (64, 64, 128, 4): (6, 0.58),
+    (128, 64, 128, 8): (4, 0.7),
+}
+_FP8_RATE = 1.85  # of products in eight bits, over those in 16
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 _READ_AGAIN = 0.15  # of the time that weights take, what each further block of few rows adds
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
@@ -99,7 +106,8 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     if config.algorithm in UNFUSED and not config.warp_roles:
         gemm, link, total = UNFUSED[config.algorithm].predict(problem, config, machine)
         return Prediction(gemm, link, total + behind)
-    gemm = fp8_rows.expected_us(problem, machine) if problem.fp8 else gemm_us(problem, config, machine)
+    streams = problem.fp8 and config.algorithm == "one_shot" and fp8_rows.fits(problem.M, problem.K)
+    gemm = fp8_rows.expected_us(problem, machine) if streams else gemm_us(problem, config, machine)
     if brought:
         way = _brought
     elif config.algorithm != "overlapped":
@@ -113,6 +121,8 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     else:
         way = _overlapped
     link, total = way(problem, config, machine, gemm)
+    if problem.fp8 and not streams:
+        behind += fp8.rounding_us(problem.M, problem.K, machine)
     return Prediction(gemm, link, total + machine.launch_us + behind)
 
 
@@ -262,7 +272,8 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     few_rows = exchanges(config)
     # most of what is read again comes from L2
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows else 1
-    stream = (m * k + k * n * again) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
+    itemsize = 1 if problem.fp8 else problem.dtype.itemsize
+    stream = (m * k + k * n * again) * itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
     enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if few_rows else 0.9 * programs
     stream *= max(1.0, enough / max(1, min(tiles, programs)))
@@ -279,7 +290,7 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if fp32:
         shares = FP32_TILES
     elif few_rows:
-        shares = WORDS_ROLES_TILES if config.warp_roles else EXCHANGE_TILES
+        shares = WORDS_ROLES_TILES if config.warp_roles else FP8_TILES if problem.fp8 else EXCHANGE_TILES
     else:
         roles = BROUGHT_TILES if problem.op == GATHER_MATMUL else ROLES_TILES
         shares = roles if config.warp_roles else GPU_TILES
@@ -287,7 +298,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
     if not (problem.whole_vectors(problem.K) or few_rows) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
-    rate = machine.tflops * share * (_FP32_SHARE if fp32 else 1.0) / machine.num_programs  # TFLOP/s of one program
+    kind = _FP32_SHARE if fp32 else _FP8_RATE if problem.fp8 else 1.0
+    rate = machine.tflops * share * kind / machine.num_programs  # TFLOP/s of one program
     return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5
 
 

@@ -144,18 +144,21 @@ def _move_tiles(
 
 @gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
 def reduce_scatter_roles_kernel(
-    a, b, bias, out, staging, flags, parts, left, sync, words, M, N, K, stride_om, part_rows, part_cols, early,
-    shared_tiles, sharers, skew, spread,
+    a, b, a_scales, b_scales, bias, out, staging, flags, parts, left, sync, words, M, N, K, stride_om, part_rows,
+    part_cols, early, shared_tiles, sharers, skew, spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, BY_COLS: gl.constexpr, ALL_REDUCE: gl.constexpr,
     HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr,
     ROWS: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
     TRACING: gl.constexpr = False,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel.
+
+    a_scales [M], b_scales [N]: where both are in eight bits, else None.
+    """
     ctx = own_context(words, WORLD_SIZE, TRACING)
     tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
-    shared = allocate(a, b, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
@@ -163,8 +166,8 @@ def reduce_scatter_roles_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, shared, units, tiles, bias, parts, left, epoch, N, B_TRANSPOSED, HAS_BIAS, ACC,
-                    WAITER,
+                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, N,
+                    B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
                 ),
             ),
             (

@@ -47,7 +47,7 @@ def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[
     A tile is cut into about `config.splits` parts at most, each of one step along K at least.
     """
     programs = min(config.num_programs or programs, programs)
-    shared, steps = loose_tiles(problem, config, programs), max(1, -(-problem.gemm[2] // config.block_k))
+    shared, steps = loose_tiles(problem, config, programs), max(1, -(-problem.gemm[2] // config.depth(problem.fp8)))
     sharers = min(programs, config.splits * shared, shared * steps)
     return (shared, sharers) if countable(shared, sharers, steps) else (0, 0)
 
@@ -66,7 +66,7 @@ def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: fl
     shared, sharers = shared_tiles(problem, config, programs)
     if not shared:
         return 0
-    steps = -(-problem.gemm[2] // config.block_k)
+    steps = -(-problem.gemm[2] // config.depth(problem.fp8))
     mean = shared * steps // sharers
     return max(0, min(int(config.stagger_us / tile_us * steps), 2 * (steps - mean - 1), mean, 2 * (mean - 1)))
 

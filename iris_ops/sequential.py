@@ -49,7 +49,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[fl
     link = replace(link, **{name: share * getattr(link, name) for name in ("link_gbs", "words_gbs", "two_hops_gbs")})
     gemm = torch_product.expected_us(*problem.gemm, machine)
     if problem.fp8:
-        gemm = 0.7 * gemm + fp8.ROUNDING_US  # by measurement of up to 64 rows, which gain less than half
+        gemm = fp8.torch_us(gemm) + fp8.rounding_us(problem.M, problem.K, machine)
     moved = collectives.plan(_collective(problem), Config(), link).expected_us
     return gemm, moved, gemm + moved + _BETWEEN_US
 

@@ -168,6 +168,14 @@ def multiply_transposed(a, b, row, col, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 
 @device_function
+def scale_transposed(acc, a_scales, b_scales, row, col, M, N):
+    """What `multiply_transposed` gives of operands in eight bits, times the scales of A's rows and B's columns."""
+    c, r = col + tl.arange(0, acc.shape[0]), row + tl.arange(0, acc.shape[1])
+    acc *= tl.load(b_scales + c, mask=c < N, other=0.0)[:, None]
+    return acc * tl.load(a_scales + r, mask=r < M, other=0.0)[None, :]
+
+
+@device_function
 def start_in_turn(stagger):
     """Waits so that the grid's programs start one after the other, over `stagger` ticks: so they end in turn."""
     if not arch.INTERPRET:

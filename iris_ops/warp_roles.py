@@ -40,6 +40,7 @@ from triton.language.core import _aggregate, base_value
 
 from .config import FusedConfig
 from .operands import as_stored, of_whole_vectors
+from .problem import FP8
 from .tiles import known
 
 MULTIPLYING, MOVING = 8, 4
@@ -47,8 +48,8 @@ MULTIPLYING, MOVING = 8, 4
 _MOVING_REGISTERS = 168
 # Elements of a tile that each thread of the moving warps holds at a time.
 _HELD = 32
-NOWHERE = gl.constexpr(None)  # what rows are gathered from that all lie in `a`
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+NOWHERE = gl.constexpr(None)  # what rows are gathered from that all lie in `a`, and scales that there are not
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
 
 
 @_aggregate
@@ -72,12 +73,15 @@ class Shared:
 
 @gluon.jit
 def allocate(
-    a, b, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, PRODUCT: gl.constexpr
+    a, b, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """The shared memory of one program; a, b: descriptors of its operands. The product is in parts of ROWS rows."""
+    """The shared memory of one program; a, b: descriptors of its operands. The product, in `dtype`, is in parts of
+    ROWS rows.
+    """
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    product = gl.allocate_shared_memory(a.dtype, [BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
+    product = gl.allocate_shared_memory(dtype, [BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -153,13 +157,14 @@ def _place_of(acc, parts, number):
 
 @gluon.jit
 def multiply_tiles(
-    ctx, a, gathered, b, shared, units, tiles, bias, parts, left, epoch, N, B_TRANSPOSED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, ACC: gl.constexpr, WAITER: gl.constexpr,
+    ctx, a, gathered, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, N,
+    B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: each unit's product, in fp32; complete ones, rounded, are handed over.
 
     `gathered`: whence rows come that are not in `a`, or None: its `load` and, before it, `await_rows`. A `b` of three
     dimensions, [2, N, K], is two matrices of N columns, of which a tile has as many columns each, side by side.
+    `a_scales`, `b_scales`: of the product's rows and columns where operands are in eight bits, or None.
     """
     BLOCK_M: gl.constexpr = shared.product.shape[0] * shared.product.shape[1]
     BLOCK_N: gl.constexpr = shared.product.shape[2]
@@ -189,7 +194,7 @@ def multiply_tiles(
     for u in range(gl.program_id(0), count, programs):
         tile, _, steps, complete = units.at(u, programs)
         start = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
-        if HAS_BIAS:  # first, while the accumulator's registers are all that is used
+        if HAS_BIAS and b_scales is None:  # first, while the accumulator's registers are all that is used
             _row, own_col, own = tiles.place(tile)
             c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
             second = 0
@@ -227,11 +232,27 @@ def multiply_tiles(
         ctx.tracing.record_event_end(span)
         product = _join(ctx, units, parts, left, epoch, u, tile, steps, complete, product, WAITER)
         if complete:
+            if b_scales is not None:
+                product = _scaled(product, tiles, tile, a_scales, b_scales, bias, a.shape[0], N, HAS_BIAS)
             mbarrier.wait(shared.free, done & 1 ^ 1)
             finished.store(product.to(finished.dtype))
             gl.thread_barrier()
             mbarrier.arrive(shared.ready, count=1)
             done += 1
+
+
+@gluon.jit
+def _scaled(product, tiles, tile, a_scales, b_scales, bias, M, N, HAS_BIAS: gl.constexpr):
+    """The product of a tile whose operands were in eight bits, with the bias."""
+    ACC: gl.constexpr = product.type.layout
+    row, col, own = tiles.place(tile)
+    r = row + gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
+    c = col + gl.arange(0, product.shape[1], layout=gl.SliceLayout(0, ACC))
+    product *= gl.load(a_scales + r, mask=r < M, other=0.0)[:, None]
+    product *= gl.load(b_scales + c, mask=c < N, other=0.0)[None, :]
+    if HAS_BIAS:
+        product += gl.load(bias + c, mask=(c < N) & own, other=0.0).to(gl.float32)[None, :]
+    return product
 
 
 @gluon.jit
@@ -272,25 +293,29 @@ def arguments(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, confi
     """What all kernels with roles are given: operands, blocks, and, as layouts, which thread holds what."""
     stored = as_stored(B)
     transposed = stored is not B
-    block_b = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
+    depth = config.depth(A.dtype == FP8)
+    block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     return dict(
-        a=described(A, (config.block_m, config.block_k)),
+        a=described(A, (config.block_m, depth)),
         b=described(stored, block_b),
         bias=bias,
         HAS_BIAS=bias is not None,
         B_TRANSPOSED=transposed,
         STAGES=config.num_stages,
-        **layouts(config.block_m, config.block_n),
+        **layouts(config.block_m, config.block_n, A.element_size()),
     )
 
 
-def layouts(block_m: int, block_n: int) -> dict:
-    """How a tile lies in the multiplying warps' registers, in shared memory and in the moving warps' registers."""
+def layouts(block_m: int, block_n: int, itemsize: int = 2) -> dict:
+    """How a tile lies in the multiplying warps' registers, in shared memory and in the moving warps' registers.
+
+    `itemsize`: bytes of an operand's element.
+    """
     high = min(MULTIPLYING, block_m // 16)
     wide = MULTIPLYING // high
     return dict(
         ACC=gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[high, wide], instr_shape=[16, block_n // wide, 16]
+            version=[3, 0], warps_per_cta=[high, wide], instr_shape=[16, block_n // wide, 32 // itemsize]
         ),
         PRODUCT=gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]),
         MOVE=in_rows(MOVING, block_n),

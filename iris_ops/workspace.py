@@ -17,6 +17,8 @@ from iris.graphed import Graphs
 from iris.streams import Lane, Mark
 import torch
 
+from .problem import FP8, TMA_ALIGNMENT
+
 if TYPE_CHECKING:
     from iris.context import Iris
 
@@ -41,6 +43,7 @@ class Workspace:
         self.marks = [Mark(ctx.device) for _ in range(ctx.num_ranks + 1)]  # two, and one a peer
         # what copy engines set behind a rank's rows: how many barriers it had come through
         self.arrivals = ctx._heap.allocate((ctx.num_ranks,), torch.int32).zero_()
+        self._rounded: list[torch.Tensor] = []
         self._done: torch.cuda.Event | None = None
         self.barrier = DeviceBarrier(ctx)  # the ops' own, in their lanes
         self.kernels: dict = {}  # that follow torch's products ...
@@ -73,6 +76,19 @@ class Workspace:
             self.ctx.device_barrier()  # on every rank, before a peer's words arrive
             grown = True
         return grown
+
+    def rounded(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for so many rows in eight bits and a scale of each: this rank's own, for calls that follow each other.
+
+        What was too small is kept: a captured graph may still refer to it.
+        """
+        scales = -(-4 * rows // TMA_ALIGNMENT) * TMA_ALIGNMENT
+        nbytes = scales + rows * cols
+        if not self._rounded or nbytes > self._rounded[-1].nbytes:
+            _refuse_capture(self.ctx)
+            self._rounded.append(torch.empty(_grown(nbytes), dtype=torch.uint8, device=self.ctx.device))
+        room = self._rounded[-1]
+        return room[scales:nbytes].view(FP8).view(rows, cols), room[: 4 * rows].view(torch.float32)
 
     def remember(self, problem: object, views: tuple) -> tuple:
         """Keeps `views` of the staging memory for `problem`, of so many as prompts of ever new lengths ask for."""

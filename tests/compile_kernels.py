@@ -20,7 +20,7 @@ from iris.ccl.by_words import words_kernel  # noqa: E402
 from iris.ccl.ring import ring_kernel  # noqa: E402
 from iris.device import sync  # noqa: E402
 from iris.tracing import clock_offset_kernel  # noqa: E402
-from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, gating, launch, warp_roles  # noqa: E402
+from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, fp8_tiles, gating, launch, warp_roles  # noqa: E402
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel  # noqa: E402
 from iris_ops.all_gather_matmul_roles import all_gather_matmul_roles_kernel  # noqa: E402
 from iris_ops.few_rows import few_rows_kernel  # noqa: E402
@@ -31,6 +31,7 @@ from iris_ops.matmul_all_gather import matmul_all_gather_kernel  # noqa: E402
 from iris_ops.matmul_all_gather_roles import matmul_all_gather_roles_kernel  # noqa: E402
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel  # noqa: E402
 from iris_ops.plan import fitting, plan  # noqa: E402
+from iris_ops.predict import FP8_TILES  # noqa: E402
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem  # noqa: E402
 from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel  # noqa: E402
 from iris_ops.staging import workspace_size  # noqa: E402
@@ -73,7 +74,7 @@ _POINTEES = {
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }
-_FLOAT32 = {"parts", "scales", "squares", "stretches", "weights"}
+_FLOAT32 = {"parts", "scales", "a_scales", "b_scales", "squares", "stretches", "weights"}
 
 TRACED = {
     90: (
@@ -117,10 +118,11 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
-    with_roles = "ACC" in parameters  # which load by descriptors only
-    tma |= {"a", "b"} | ({"gathered"} & {*parameters}) if with_roles else set()
+    only_described = "ACC" in parameters or kernel is fp8_tiles.fp8_tiles_kernel
+    tma |= {"a", "b"} | ({"gathered"} & {*parameters}) if only_described else set()
     in_lines = "SLICES" in parameters  # of words, as `fp8_rows.py` takes them
     tma |= {"a", "b"} if in_lines else set()
+    in_eight_bits = "a_scales" in parameters and "a_scales" not in constants  # both operands
     alike = {p.name for p in kernel.params if p.do_not_specialize}  # compiled once, whatever they are multiples of
     backend = make_backend(target)
     pointer = backend.parse_attr(backend.get_tensor_specialization(torch.empty(0), align=True))
@@ -133,7 +135,9 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=3)
             signature[name] = f"tensordesc<i{bits}[{constants['SLICES']},{rows},32],{layout!r}>"
         elif name in tma:
-            signature[name] = f"tensordesc<{dtype}[{_block(name, constants, kernel.is_gluon())}"
+            kind = gl.float8e4nv if in_eight_bits else gl.bfloat16
+            operand = kind.name if in_eight_bits else dtype
+            signature[name] = f"tensordesc<{operand}[{_block(name, constants, kernel.is_gluon() and kind)}"
         elif name in ("scale", "eps"):
             signature[name] = "fp32"
         elif name in {"mask"} | _DATA | _INT32 | _INT64 | _FLOAT32:
@@ -151,14 +155,17 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     return triton.compile(source, target=target, options=options)
 
 
-def _block(name: str, constants: dict, in_gluon: bool) -> str:
-    """Of a descriptor, behind its dtype: what it loads at a time and, in Gluon, how that lies in shared memory."""
+def _block(name: str, constants: dict, in_gluon) -> str:
+    """Of a descriptor, behind its dtype: what it loads at a time and, in Gluon, how that lies in shared memory.
+
+    `in_gluon`: the dtype there, or False.
+    """
     m, n, k = (constants[f"BLOCK_{axis}"] for axis in "MNK")
     block = ([n, k] if constants.get("B_TRANSPOSED", True) else [k, n]) if name == "b" else [m, k]
     if name == "b" and in_gluon and constants.get("GATED"):
         block = [2, n // 2, k]
     sizes = ",".join(map(str, block))
-    return f"{sizes}],{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>" if in_gluon else f"{sizes}]>"
+    return f"{sizes}],{gl.NVMMASharedLayout.get_default_for(block, in_gluon)!r}>" if in_gluon else f"{sizes}]>"
 
 
 def variants(target: GPUTarget):
@@ -183,13 +190,15 @@ def variants(target: GPUTarget):
             flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, SPLITS=1 if by_k else 2, TMA_G=tma, **loads)
             yield name, all_gather_matmul_kernel, options, {**common, **flags}
     no_norm = dict.fromkeys(("residual", "weight", "scaled", "squares"))
+    no_scales = dict.fromkeys(("a_scales", "b_scales"))
     few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
     for exchange, (m, k, warps) in FEW_ROWS.items():
         constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}
         stages = few_stages[m, few["BLOCK_N"], k, warps]
-        yield f"few_rows_{exchange}", few_rows_kernel, dict(num_warps=warps, num_stages=stages), constants | no_norm
+        options, constants = dict(num_warps=warps, num_stages=stages), constants | no_scales
+        yield f"few_rows_{exchange}", few_rows_kernel, options, constants | no_norm
         if exchange in ("all", "owners"):
-            yield f"few_rows_{exchange}_norm", few_rows_kernel, dict(num_warps=warps, num_stages=stages), constants
+            yield f"few_rows_{exchange}_norm", few_rows_kernel, options, constants
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
     gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
     yield "few_rows_gather_first", few_rows_gather_kernel, gathering, {**few, **flags}
@@ -209,6 +218,14 @@ def variants(target: GPUTarget):
     if target.arch == 90:
         yield from with_roles()
         yield from in_eight_bits()
+        for (m, n, k, warps), (stages, _) in FP8_TILES.items():
+            constants = dict(few, BLOCK_M=m, BLOCK_N=n, BLOCK_K=2 * k, TMA_A=True, EXCHANGE="all", BY_COLS=False)
+            options = dict(num_warps=warps, num_stages=stages)
+            yield f"few_rows_rounded_{m}", few_rows_kernel, options, constants if m == 64 else constants | no_norm
+        for (m, n, k, warps), stages in fp8_tiles.TILES.values():
+            constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, HAS_BIAS=m == 64)
+            options = dict(num_warps=warps, num_stages=stages)
+            yield f"fp8_tiles_{m}_{n}", fp8_tiles.fp8_tiles_kernel, options, constants
     for gated in (False, True):
         k, stages = step_product.depth(machine.shared_bytes, gated)
         rows = dict(BLOCK_M=step_product.MOST_ROWS, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
@@ -243,12 +260,15 @@ def variants(target: GPUTarget):
 def with_roles():
     """Programs whose warps have roles, with both tiles that plans take; bias, layout of B, shared tiles in rotation."""
     common = dict(BLOCK_M=128, BLOCK_K=64, GROUP_M=8, WORLD_SIZE=WORLD_SIZE, WAITER=1)
+    no_scales = dict(a_scales=None, b_scales=None)
     for n, stages in ((256, 3), (128, 5)):
         known = common | dict(BLOCK_N=n, STAGES=stages, B_TRANSPOSED=n == 256, **warp_roles.layouts(128, n))
         for all_reduce in (False, True):
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_roles_{n}"
             choice = dict(BY_COLS=n == 128, ALL_REDUCE=all_reduce, HAS_BIAS=all_reduce, SHARED=all_reduce == (n == 128))
-            yield name, reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
+            yield name, reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice | no_scales
+        eight = known | choice | dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, n, 1))
+        yield f"all_reduce_roles_{n}_fp8", reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), eight
         gated = n == 256
         across = warp_roles.in_rows(warp_roles.MOVING, n // 2 if gated else n)
         name = f"all_gather_matmul_roles_{n}"
@@ -259,7 +279,10 @@ def with_roles():
         yield name, matmul_all_gather_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
-    yield "exchange_roles", exchange_roles.exchange_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), words
+    options = dict(num_warps=warp_roles.MULTIPLYING)
+    yield "exchange_roles", exchange_roles.exchange_roles_kernel, options, words | no_scales
+    words |= dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, 128, 1))
+    yield "exchange_roles_fp8", exchange_roles.exchange_roles_kernel, options, words
 
 
 def in_eight_bits():

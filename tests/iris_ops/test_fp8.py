@@ -5,7 +5,7 @@ from __future__ import annotations
 import iris
 from iris import platform
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris_ops import FusedConfig, fp8, fp8_rows, launch, library
+from iris_ops import FusedConfig, fp8, fp8_rows, fp8_tiles, launch, library
 from iris_ops.norm_ahead import second_half, spans
 from iris_ops.plan import FP8_STREAM
 from iris_ops.problem import ALL_REDUCE, Problem
@@ -30,15 +30,33 @@ CASES = [
     (3, 64, 96, True, BF16, None),
     (3, 48, 144, False, BF16, FP8_STREAM),
     (4, 80, 256, False, BF16, FusedConfig(16, 64, 64, num_stages=2, algorithm="one_shot")),
-    (40, 96, 256, True, BF16, None),
     (2, 50, 20, True, torch.float32, None),
+    (40, 96, 256, True, BF16, None),
+    (17, 1040, 256, False, BF16, None),
+    (90, 200, 256, True, BF16, None),
+    (33, 48, 272, False, BF16, FusedConfig(32, 64, 64, num_warps=4, algorithm="one_shot")),
+    (130, 320, 128, True, BF16, FusedConfig(64, 64, 64, num_warps=4, algorithm="two_shot")),
+    (70, 272, 144, True, BF16, FusedConfig(128, 128, 64, num_stages=2)),
+]
+# where warps can have roles; elsewhere these are as those above
+MANY = [
+    (100, 2048, 1152, True, BF16, None),
+    (600, 1536, 144, True, BF16, None),
+    (2000, 2048, 1040, True, BF16, None),
+    (300, 528, 272, True, BF16, FusedConfig(128, 256, 64, splits=4, warp_roles=True)),
+    (200, 400, 640, True, BF16, FusedConfig(64, 128, 64, num_stages=4, warp_roles=True, algorithm="two_shot")),
 ]
 
 
 def operands(ctx: iris.Iris, M: int, N: int, K: int, bias: bool, dtype: torch.dtype):
-    """(all ranks' A, all ranks' B8 by columns, scales, bias), the same on every rank. Half of the weights are small."""
+    """(all ranks' A, all ranks' B8 by columns, scales, bias), the same on every rank.
+
+    Half of the weights are small. Where rows are many, they are of several magnitudes.
+    """
     draw = torch.Generator().manual_seed(M * N + K)
     A = torch.randn(ctx.num_ranks, M, K, generator=draw).to(dtype).to(ctx.device)
+    if M > fp8_rows.MOST_ROWS:
+        A *= 2.0 ** torch.randint(-8, 8, (M, 1), generator=draw).to(A)
     weights = torch.randn(ctx.num_ranks, N, K, generator=draw)
     weights[:, ::2] *= torch.rand(weights[:, ::2].shape, generator=draw) ** 9
     rounded = [fp8.quantised(weight.to(ctx.device)) for weight in weights]
@@ -66,10 +84,13 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
     a, b, scale = A[ctx.cur_rank], B[ctx.cur_rank], scales[ctx.cur_rank]
     if mixed and ctx.cur_rank == ctx.num_ranks - 1:
         b = apart(b)
-    streamed = (config or ctx.ops.plan(ALL_REDUCE, M, N, K, dtype, fp8=True)).algorithm == "one_shot"
-    assert streamed == (config is not None or (ON_GPU and fp8_rows.fits(M, K) and dtype == BF16))
-    assert not ON_GPU or fp8_rows.serves(a, b) == (streamed and K % 128 == 0 and b.stride(1) == K)
-    rounds_rows = not streamed and fp8.multiplies_in_fp8(b.shape, ctx.device, dtype)
+    found = config or ctx.ops.plan(ALL_REDUCE, M, N, K, dtype, fp8=True)
+    if config is None:
+        ours = fp8_rows.fits(M, K) if M <= fp8_rows.MOST_ROWS else N % 16 == K % 16 == 0
+        assert (found.algorithm != "sequential") == (ON_GPU and ours and dtype == BF16)
+    assert not ON_GPU or fp8_rows.serves(a, b) == (fp8_rows.fits(M, K) and dtype == BF16 and b.stride(1) == K)
+    rounds_rows = fp8.multiplies_in_fp8(b.shape, ctx.device, dtype)
+    rounds_rows &= M > fp8_rows.MOST_ROWS or found.algorithm == "sequential"
     out, digest = torch.empty(M, N, dtype=dtype, device=ctx.device), None
     for call in range(5):  # both slots; from the third call on as repeated, and at other addresses
         if call > 2:
@@ -78,7 +99,8 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
         ctx.ops.matmul_all_reduce(poison(out), a, b, bias, config=config, scale=scale)
         error = out.double() - exact
         if rounds_rows:
-            assert error.norm() <= 0.04 * exact.norm()
+            room = 0.045 if ON_GPU else 0.12  # the interpreter loses carries when it rounds
+            assert (error.norm(dim=1) <= room * exact.norm(dim=1)).all()
         else:
             assert error.abs().max() <= (ctx.num_ranks + 1) * ULP[dtype] * exact.abs().max()
             assert error.norm() <= ctx.num_ranks * ULP[dtype] * exact.norm()
@@ -90,8 +112,44 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
     return digest.cpu()
 
 
+@torch.no_grad()
+def rounded_body(ctx: iris.Iris, *case) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "multiplies_in_fp8", lambda *_: True)
+        return numbers_body(ctx, *case, mixed=False)
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the numbers above are those")
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rounded_rows_in_the_interpreter(world_size: int, algorithm: str) -> None:
+    config = FusedConfig(32, 64, 64, num_warps=4, algorithm=algorithm)
+    first, *others = run_ranks(world_size, rounded_body, 70, 96, 144, True, BF16, config)
+    assert all(torch.equal(first, other) for other in others), "the same bits on all ranks"
+
+
+@pytest.mark.skipif(ON_GPU and not platform.has_warp_roles(torch.device("cuda")), reason="for Hopper")
+@pytest.mark.parametrize("rows, columns, depth", [(17, 48, 144), (64, 528, 256), (100, 320, 272), (128, 17408, 128)])
+def test_products_of_tens_of_rows(rows: int, columns: int, depth: int) -> None:
+    """`fp8_tiles`, with and without a bias, into rows that stand apart."""
+    device = "cuda" if ON_GPU else "cpu"
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, depth, generator=draw) * 2.0 ** torch.randint(-8, 8, (rows, 1), generator=draw)
+    weight, scale = fp8.quantised(torch.randn(columns, depth, generator=draw).to(device))
+    bias = torch.randn(columns, generator=draw).to(device, BF16)
+    eight, x_scale = fp8.round_rows(x.to(device, BF16))
+    exact = (eight.double() * x_scale.double()) @ (weight.double() * scale.double()[:, None]).t()
+    wide = torch.empty(rows, columns + 8, dtype=BF16, device=device)
+    for added in (None, bias):
+        fp8_tiles.multiply(poison(wide)[:, :columns], eight, x_scale, weight, scale, added)
+        wanted = exact if added is None else exact + added.double()
+        error = (wide[:, :columns].double() - wanted).norm(dim=1)
+        assert (error <= 2**-7 * wanted.norm(dim=1)).all()
+        assert wide[:, columns:].isnan().all()
+
+
 @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "one apart"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case[:3])))
+@pytest.mark.parametrize("case", CASES + MANY if ON_GPU else CASES, ids=lambda case: "x".join(map(str, case[:3])))
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [1, 2, 3])
 def test_numbers(world_size: int, case: tuple, mixed: bool) -> None:
     first, *others = run_ranks(world_size, numbers_body, *case, mixed)
@@ -121,7 +179,9 @@ def norm_body(ctx: iris.Iris, M: int, N: int, K: int) -> None:
     assert (second_half(scaled, squares, 1e-5).double() - norm).norm() <= 2 * room * norm.norm()
 
 
-@pytest.mark.parametrize("rows, columns, depth", [(1, 256, 128), (7, 1000, 256), (16, 5120, 128), (20, 64, 64)])
+@pytest.mark.parametrize(
+    "rows, columns, depth", [(1, 256, 128), (7, 1000, 256), (16, 5120, 128), (20, 64, 64), (70, 208, 144)]
+)
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2])
 def test_the_first_half_of_a_norm_behind_it(world_size: int, rows: int, columns: int, depth: int) -> None:
     run_ranks(world_size, norm_body, rows, columns, depth)
@@ -130,7 +190,7 @@ def test_the_first_half_of_a_norm_behind_it(world_size: int, rows: int, columns:
 @torch.no_grad()
 def replayed_body(ctx: iris.Iris, calls: int) -> None:
     """Calls of several sizes after each other in one graph, on numbers that change between replays."""
-    sizes = [(1, 512, 256), (16, 48, 128), (8, 2048, 512), (3, 4096, 128)]
+    sizes = [(1, 512, 256), (16, 48, 128), (8, 2048, 512), (40, 1024, 256), (3, 4096, 128), (600, 512, 128)]
     held = [operands(ctx, *size, False, BF16) for size in sizes]
     rank = ctx.cur_rank
     outs = [torch.empty(M, N, dtype=BF16, device=ctx.device) for M, N, _ in sizes]
@@ -153,7 +213,8 @@ def replayed_body(ctx: iris.Iris, calls: int) -> None:
         graph.replay()
         for (A, B, scales, _), out in zip(held, outs, strict=True):
             exact = exact_sum(A, B, scales, None)
-            assert (out.double() - exact).norm() <= ctx.num_ranks * ULP[BF16] * exact.norm(), call
+            room = ctx.num_ranks * ULP[BF16] if len(out) <= fp8_rows.MOST_ROWS else 0.045
+            assert (out.double() - exact).norm() <= room * exact.norm(), call
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs GPUs")
@@ -175,12 +236,7 @@ WRONG = {
         "scale is a negated view; expected",
     ),
     "out in its scale": (dict(out=lambda t: t), ArgumentError, "out overlaps scale in memory"),
-    "tiles that overlap": (
-        dict(config=lambda t: FusedConfig()),
-        ArgumentError,
-        "config.algorithm is 'overlapped' and B",
-    ),
-    "two shots": (dict(config=lambda t: FusedConfig(algorithm="two_shot")), ArgumentError, "expected 'one_shot' or"),
+    "shards": (dict(config=lambda t: FusedConfig(algorithm="shard_sums")), ArgumentError, "'shard_sums'; expected ano"),
 }
 
 
