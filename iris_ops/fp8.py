@@ -103,7 +103,8 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] in e4m3 and the scale [M, 1] of each row."""
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
     scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
-    round_rows_kernel[(x.shape[0],)](**_rounding(out, scale, x), num_warps=8, **platform.beside(x.device))
+    args, options = _rounding(out, scale, x)
+    round_rows_kernel[(x.shape[0],)](**args, **options)
     return out, scale
 
 
@@ -111,14 +112,15 @@ def launch_rounding(
     kernels: dict, out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, moving: Sequence[int]
 ) -> repeat.Launch | None:
     """`round_rows` of x to `out` and `scales`, as `repeat.launch` has it."""
-    options = dict(num_warps=8, **platform.beside(x.device))
-    grid = x.shape[0], 1, 1
-    return repeat.launch(kernels, x.device, round_rows_kernel, grid, _rounding(out, scales, x), moving, **options)
+    args, options = _rounding(out, scales, x)
+    return repeat.launch(kernels, x.device, round_rows_kernel, (x.shape[0], 1, 1), args, moving, **options)
 
 
-def _rounding(out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> dict:
+def _rounding(out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> tuple[dict, dict]:
+    """Arguments and options of a launch."""
     block = min(_AT_ONCE, triton.next_power_of_2(x.shape[1]))
-    return dict(inp=x, out=out, scales=scales, columns=x.shape[1], stride_in=x.stride(0), BLOCK=block)
+    args = dict(inp=x, out=out, scales=scales, columns=x.shape[1], stride_in=x.stride(0), BLOCK=block)
+    return args, dict(num_warps=max(4, block // 1024), **platform.beside(x.device))
 
 
 def product(

@@ -14,7 +14,8 @@ import triton.language as tl
 from .operands import operand
 from .tiles import Matrix, add_bias, multiply_transposed, scale_transposed
 
-# Where rows are up to so many, and whether columns are many: (rows, columns, depth of a block, warps), stages.
+# Where rows are up to so many, and whether there are more tiles of 64 columns than programs: (rows, columns, depth of a
+# block, warps), stages.
 TILES = {
     (32, False): ((32, 64, 256, 4), 8),
     (32, True): ((32, 128, 256, 4), 5),
@@ -61,7 +62,7 @@ def multiply(
     (M, K), N = rows.shape, weight.shape[0]
     programs = platform.num_programs(rows.device)
     most = max(32, triton.next_power_of_2(M))
-    (m, n, k, warps), stages = TILES[most, N > programs * 128]
+    (m, n, k, warps), stages = TILES[most, N > programs * 64]
     a, b = operand(rows, (m, k))[0], operand(weight, (n, k))[0]
     grid = min(programs, triton.cdiv(N, n))
     fp8_tiles_kernel[(grid,)](

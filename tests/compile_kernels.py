@@ -214,7 +214,7 @@ def variants(target: GPUTarget):
     wide = dict(dtype="fp32", GROUPS=16, DIM=512, BLOCK=rows_of_block(512 * 4, machine.shared_bytes), WHOLE=True)
     yield "step_wide", stretch_kernel, dict(num_warps=4, num_stages=3), wide
     if cuda:  # AMD's e4m3 is another one
-        yield "round_rows", round_rows_kernel, dict(num_warps=8), dict(BLOCK=4096)
+        yield "round_rows", round_rows_kernel, dict(num_warps=16), dict(BLOCK=16384)
     if target.arch == 90:
         yield from with_roles()
         yield from in_eight_bits()

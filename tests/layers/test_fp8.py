@@ -76,7 +76,7 @@ def exact_body(ctx) -> None:
         weight, by = fp8.quantised(torch.randn(n, k, generator=random).to(ctx.device))
         bias = torch.randn(n, generator=random).to(torch.bfloat16).to(ctx.device)
         out = fp8.rounded_product(x, weight, by)
-        assert torch.equal(fp8.rounded_product(x, weight, by, torch.full_like(out, float("nan"))), out)
+        assert torch.equal(fp8.rounded_product(x, weight, by, out=torch.full_like(out, float("nan"))), out)
         out = (out + bias).double()
         exact = x.double() @ fp8.restored(weight, by, torch.float64).t() + bias.double()
         assert (out - exact).norm() / exact.norm() < 2**-7, (m, n, k)
