@@ -35,12 +35,15 @@ def fp8_tiles_kernel(
     """out [M, N] = (a_scales * a [M, K]) @ (b_scales * b [N, K]).T + bias; M is at most BLOCK_M. a, b: descriptors."""
     arch.follow()
     A, B = Matrix(a, M, K, K, 1, True), Matrix(b, K, N, 1, K, True, True)
-    for t in range(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
+    tiles = tl.cdiv(N, BLOCK_N)
+    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         col = t * BLOCK_N
         acc = multiply_transposed(A, B, 0, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
         product = scale_transposed(acc, a_scales, b_scales, 0, col, M, N).T
         if HAS_BIAS:
             product = add_bias(product, bias, col, N, BLOCK_N)
+        if t + tl.num_programs(0) >= tiles:
+            arch.lead()
         target, inside = Matrix(out, M, N, stride_om, 1, False).pointers(0, col, BLOCK_M, BLOCK_N)
         tl.store(target, arch.round_to(product, out.dtype.element_ty), mask=inside)
 

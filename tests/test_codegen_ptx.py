@@ -61,7 +61,11 @@ def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -> None:
     """They wait before anything else, and let the next one in when they have multiplied. Others do neither."""
-    found = [kernel for kernel in compiled(target).values() if re.search("few_rows|step_|^gate$", kernel.name)]
+    found = [
+        kernel
+        for kernel in compiled(target).values()
+        if re.search("few_rows|step_|fp8_tiles|^gate$|^round_rows$", kernel.name)
+    ]
     assert len(found) >= 15
     wait, lead = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     touches = r"ld|st|atom|red|cp|mbarrier|fence|prefetchu?|tensormap|discard|applypriority"
@@ -70,7 +74,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         code = re.sub("//.*", "", kernel.text)
         steps = [step for step in re.findall(any_step, code) if step not in ("ld.param", "ld.shared")]
         assert steps[0] == wait and steps.count(wait) == 1 and steps.count(lead) == 1, kernel.name
-        without = kernel.name in ("step_weigh", "step_wide", "gate")  # tensor cores: sums, fp32, gates
+        without = kernel.name in ("step_weigh", "step_wide", "gate", "round_rows")  # tensor cores: sums, fp32, gates
         assert ("mma" in steps) != without and "mma" not in steps[steps.index(lead) :], kernel.name
     for kernel in compiled(target).values():
         assert kernel in found or "griddepcontrol" not in kernel.text, kernel.name
@@ -148,12 +152,12 @@ def test_ptx_of_a_store_warp(compiled) -> None:
 def test_ptx_of_programs_whose_warps_have_roles(compiled) -> None:
     """Eight warps multiply asynchronously; four move tiles, to each rank 16 bytes of a thread at a time."""
     kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_roles_" in name}
-    assert len([name for name in kernels if not name.startswith("traced_")]) == 8 and len(kernels) > 8
+    assert len([name for name in kernels if not name.startswith("traced_")]) == 10 and len(kernels) > 10
     for name, kernel in kernels.items():
         for change in ("dec", "inc"):  # of those that multiply, of those that move
             assert kernel.count(rf"setmaxnreg\.{change}\S*\s+168;") == 1, name
         # one step of a tile's product is under way while the next begins; all have ended once, when it is handed over
-        assert kernel.count(r"wgmma\.mma_async") == 64 // 16, name
+        assert kernel.count(r"wgmma\.mma_async") == 64 // 16 == 128 // 32, name
         assert kernel.count(r"wgmma\.wait_group\S*\s+1;") == kernel.count(r"wgmma\.wait_group\S*\s+0;") == 1, name
         assert not unguarded_hand_overs(kernel), name
         without = Kernel(name, kernel.text.replace("bar.sync", "nothing"), kernel.shared)
@@ -229,8 +233,9 @@ def registers(kernel, folder: Path) -> int:
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     product = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "sm_100": r"tcgen05\.mma\S*kind::f16"}[target]
+    eight_bits = product.replace("bf16", "e4m3")
     for kernel in fused(compiled(target)):
-        assert kernel.count(product), kernel.name
+        assert kernel.count(eight_bits if kernel.name.endswith("fp8") else product), kernel.name
         assert bool(kernel.count(r"cp\.async\.bulk\.tensor")) != kernel.name.endswith("pointers"), kernel.name
     for name in ("step_stretch", "step_whole"):
         step = compiled(target)[name]
@@ -241,6 +246,16 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
         assert step.count(r"cp\.async\.c[ag]\.shared\.global.*0x10"), "rows are fetched by 16 bytes"
     rounding = compiled(target)["round_rows"]
     assert rounding.count(r"cvt\.rn\.satfinite\.e4m3x2") and rounding.count(r"ld\.global\.v4\.b32")
+
+
+def test_ptx_of_rounded_rows(compiled) -> None:
+    """Both operands go from memory to tensor cores as they are: by TMA, and nothing converts them."""
+    rounded = re.compile("few_rows_rounded|fp8_tiles|roles.*_fp8$")
+    kernels = [kernel for name, kernel in compiled("sm_90").items() if rounded.search(name)]
+    assert len(kernels) == 12
+    for kernel in kernels:
+        assert kernel.count(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3"), kernel.name
+        assert kernel.count(r"cp\.async\.bulk\.tensor") >= 2 and not kernel.count(r"cvt\S*e4m3"), kernel.name
 
 
 @pytest.mark.parametrize("target", CUDA)
