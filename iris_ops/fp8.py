@@ -7,7 +7,7 @@ most 1/16 of itself or, if that is more, 2**-10 of its column's scale.
 
     rows of A         the product                                                      A is
     up to 16, Hopper  a stream of weights, widened in registers (`fp8_rows.py`)        as it is
-    up to 128, Hopper a stream of weights as they are (`fp8_tiles.py`)                 rounded to e4m3, a scale a row
+    some, Hopper      a stream of weights as they are (`fp8_tiles.py`)                 rounded to e4m3, a scale a row
     else, bf16        `torch._scaled_mm` on GPUs with fp8 tensor cores                 rounded likewise
     else              by the weight that B8 and scale stand for, made in each call     as it is
 
@@ -154,7 +154,7 @@ def rounded_product(
     """The same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors."""
     rounded, scale_x = round_rows(x if x.stride(1) == 1 else x.contiguous())
     weight = in_whole_vectors(weight)  # of another torch's product makes NaN
-    if fp8_tiles.serves(x.shape[0], x.device):
+    if fp8_tiles.serves(x.shape[0], weight.shape[0], x.device):
         out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
         fp8_tiles.multiply(out, rounded, scale_x, weight, scale, bias)
         return out

@@ -24,7 +24,7 @@ TILES = {
     (128, False): ((128, 64, 128, 4), 8),
     (128, True): ((128, 128, 128, 8), 6),
 }
-MOST_ROWS = 128
+_MOST_ROWS = 128  # of a tile
 
 
 @triton.jit
@@ -32,25 +32,29 @@ def fp8_tiles_kernel(
     a, b, a_scales, b_scales, bias, out, M, N, K, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = (a_scales * a [M, K]) @ (b_scales * b [N, K]).T + bias; M is at most BLOCK_M. a, b: descriptors."""
+    """out [M, N] = (a_scales * a [M, K]) @ (b_scales * b [N, K]).T + bias. a, b: descriptors."""
     arch.follow()
     A, B = Matrix(a, M, K, K, 1, True), Matrix(b, K, N, 1, K, True, True)
-    tiles = tl.cdiv(N, BLOCK_N)
+    num_m = tl.cdiv(M, BLOCK_M)
+    tiles = num_m * tl.cdiv(N, BLOCK_N)
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        col = t * BLOCK_N
-        acc = multiply_transposed(A, B, 0, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
-        product = scale_transposed(acc, a_scales, b_scales, 0, col, M, N).T
+        row, col = t % num_m * BLOCK_M, t // num_m * BLOCK_N
+        acc = multiply_transposed(A, B, row, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        product = scale_transposed(acc, a_scales, b_scales, row, col, M, N).T
         if HAS_BIAS:
             product = add_bias(product, bias, col, N, BLOCK_N)
         if t + tl.num_programs(0) >= tiles:
             arch.lead()
-        target, inside = Matrix(out, M, N, stride_om, 1, False).pointers(0, col, BLOCK_M, BLOCK_N)
+        target, inside = Matrix(out, M, N, stride_om, 1, False).pointers(row, col, BLOCK_M, BLOCK_N)
         tl.store(target, arch.round_to(product, out.dtype.element_ty), mask=inside)
 
 
-def serves(rows: int, device: torch.device) -> bool:
-    """Whether this is faster than torch's product: measured on Hopper."""
-    return 0 < rows <= MOST_ROWS and platform.has_warp_roles(device)
+def serves(rows: int, columns: int, device: torch.device) -> bool:
+    """Whether this is faster than torch's product: of few rows, and where programs have a tile each; on Hopper."""
+    if not platform.has_warp_roles(device):
+        return False
+    tiles = triton.cdiv(rows, _MOST_ROWS) * triton.cdiv(columns, 64)
+    return 0 < rows <= _MOST_ROWS or tiles <= platform.num_programs(device)
 
 
 def multiply(
@@ -64,10 +68,10 @@ def multiply(
     """out [M, N] = rows [M, K] @ weight [N, K].T, as the kernel says; of whole vectors, `out` in rows."""
     (M, K), N = rows.shape, weight.shape[0]
     programs = platform.num_programs(rows.device)
-    most = max(32, triton.next_power_of_2(M))
+    most = min(max(32, triton.next_power_of_2(M)), _MOST_ROWS)
     (m, n, k, warps), stages = TILES[most, N > programs * 64]
     a, b = operand(rows, (m, k))[0], operand(weight, (n, k))[0]
-    grid = min(programs, triton.cdiv(N, n))
+    grid = min(programs, triton.cdiv(M, m) * triton.cdiv(N, n))
     fp8_tiles_kernel[(grid,)](
         a, b, row_scales, scale, bias, out, M, N, K, out.stride(0), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
         HAS_BIAS=bias is not None, num_warps=warps, num_stages=stages, **platform.beside(rows.device),
