@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
 LARGEST = 448.0
 MULTIPLE = 16  # of sizes of weights that tensor cores multiply in eight bits
-_AT_ONCE = 16384  # elements of a row that a program of `round_rows` holds
+# Elements of a row that a program of `round_rows` holds: of few rows all of them, of more as many as let several
+# programs share a multiprocessor.
+_FEW, _AT_ONCE = 128, (16384, 4096)
 # What rounding adds: for its kernel, for each element of a row, for each of what is read and written.
-_ROUNDING_US = 1.0, 1.5e-4, 3
+_ROUNDING_US = 1.0, 1e-4, 3.4
 # Of torch's product of rounded rows, its time over that in bf16, and what comes on top; measured on an H200.
 _TORCH_SHARE, _TORCH_US = 0.62, 8.0
 
@@ -118,7 +120,7 @@ def launch_rounding(
 
 def _rounding(out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> tuple[dict, dict]:
     """Arguments and options of a launch."""
-    block = min(_AT_ONCE, triton.next_power_of_2(x.shape[1]))
+    block = min(_AT_ONCE[x.shape[0] > _FEW], triton.next_power_of_2(x.shape[1]))
     args = dict(inp=x, out=out, scales=scales, columns=x.shape[1], stride_in=x.stride(0), BLOCK=block)
     return args, dict(num_warps=max(4, block // 1024), **platform.beside(x.device))
 
