@@ -87,8 +87,8 @@ class Ops:
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`.
 
         With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`, which A's dtype must have
-        room for; it holds numbers only. Each rank has its own. A few rows of bf16, of magnitudes from 2**-61 to 2**63
-        or 0, are multiplied as they are, more are rounded to eight bits where the GPU multiplies those.
+        room for; it holds numbers only. Each rank has its own. Up to 16 rows of bf16, of magnitudes from 2**-61 to
+        2**63 or 0, are multiplied as they are, more are rounded to eight bits where the GPU multiplies those.
         """
         return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace, scale=scale)
 

@@ -1,7 +1,7 @@
 """Linears whose weights are kept in eight bits (`iris_ops/fp8.py`): half the memory, and half the stream of a step.
 
     linear                              what runs, by rows of its input
-    column-parallel, not gathered       few: `step_product_fp8`; else the input is rounded, then torch's product
+    column-parallel, not gathered       few: `step_product_fp8`; else the input is rounded, too
     row-parallel, summed over ranks     `matmul_all_reduce` with scales
 
 Row-parallel weights have a scale for each output channel and rank, for each rank rounds the columns that it holds.

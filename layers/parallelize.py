@@ -49,11 +49,10 @@ def parallelize(
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
     product where the model's forward allows it (see `fused`), plain norms one kernel (see `norms`), and gates part of
-    the product before them (see `gated`). `weights="fp8"`
-    keeps the weights of linears without an exchange in eight bits, `"fp8_all"` those of row-parallel ones too, whose
-    exchange is fused for a step's few rows then, and no longer for a prompt's (see `fp8`). `sequence_parallel`: ranks
-    share the tokens between the products (see `sequence`) where a call has 1024 or more, or another number if one is
-    given. Every rank calls this with the same model.
+    the product before them (see `gated`). `weights="fp8"` keeps the weights of linears without an exchange in eight
+    bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: ranks share the tokens between
+    the products (see `sequence`) where a call has 1024 or more, or another number if one is given. Every rank calls
+    this with the same model.
 
     Raises `ArgumentError` for bad arguments, and `StyleError`, with the names of module and style, for what the plan
     asks and no layer serves; the model is then as it was.
