@@ -139,9 +139,9 @@ def launch(
     return found
 
 
-def in_turn(first: Launch, second: Launch | None) -> Launch | None:
-    """Two launches behind each other as one."""
-    if second is None:
+def in_turn(first: Launch | None, second: Launch | None) -> Launch | None:
+    """Two launches behind each other as one; None where one cannot be made again."""
+    if first is None or second is None:
         return None
 
     def moved(addresses: Sequence[int]) -> Callable[[], bool] | None:

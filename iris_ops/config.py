@@ -23,11 +23,11 @@ class FusedConfig:
     """How a fused op is computed. All ranks must use the same.
 
     `block_m`, `block_n`, `block_k`: the tile of the product, powers of two; of operands in eight bits, twice as many
-    along K. `group_m`: row blocks that neighbouring
-    programs share, for the L2 cache. `num_programs`: size of the persistent grid, at most the chip's multiprocessors; 0
-    takes them all. Of all_gather_matmul only: `comm_programs`, how many programs first move data, and `splits`, by rows
-    into how many parts along K the tiles are cut that do not fill a round of programs. `stagger_us`: over what time the
-    programs of the other ops start, so that they do not all push at once.
+    along K. `group_m`: row blocks that neighbouring programs share, for the L2 cache. `num_programs`: size of the
+    persistent grid, at most the chip's multiprocessors; 0 takes them all. Of all_gather_matmul only: `comm_programs`,
+    how many programs first move data, and `splits`, by rows into how many parts along K the tiles are cut that do not
+    fill a round of programs. `stagger_us`: over what time the programs of the other ops start, so that they do not all
+    push at once.
 
     `warp_roles`: of the overlapped ops that push tiles, of "two_shot" and of "copy_engines", whether warps share out
     multiplying and moving, where the GPU can (NVIDIA Hopper, bf16 and fp16, rows that begin at whole vectors). Eight
@@ -71,7 +71,7 @@ class FusedConfig:
             if value < 16 or value & (value - 1):
                 raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a power of two from 16")
         shallow = min(self.block_m, self.block_n, self.block_k)
-        if self.block_m * self.block_n * self.block_k // shallow > 1 << 20:  # Triton's most elements of a block
+        if self.block_m * self.block_n * self.block_k // shallow > MOST_ELEMENTS:
             raise ArgumentError(
                 f"FusedConfig.block_m, block_n and block_k are {self.block_m}, {self.block_n} and {self.block_k}; "
                 f"expected products of any two up to 2**20"
@@ -105,6 +105,7 @@ class FusedConfig:
         return "\n".join(self.reasons) or "given by the caller"
 
 
+MOST_ELEMENTS = 1 << 20  # of a block, Triton's
 # What programs with roles have on Hopper for operands and a tile; a little more is for what says where they stand.
 _SHARED_BYTES = 226 << 10
 # Of the fields that are numbers, the least that they may be.

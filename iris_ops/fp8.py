@@ -7,7 +7,7 @@ most 1/16 of itself or, if that is more, 2**-10 of its column's scale.
 
     rows of A         the product                                                      A is
     up to 16, Hopper  a stream of weights, widened in registers (`fp8_rows.py`)        as it is
-    some, Hopper      a stream of weights as they are (`fp8_tiles.py`)                 rounded to e4m3, a scale a row
+    more, Hopper      a stream of weights as they are (`fp8_tiles.py`)                 rounded to e4m3, a scale a row
     else, bf16        `torch._scaled_mm` on GPUs with fp8 tensor cores                 rounded likewise
     else              by the weight that B8 and scale stand for, made in each call     as it is
 
@@ -80,7 +80,7 @@ def round_rows_kernel(inp, out, scales, columns, stride_in, BLOCK: tl.constexpr)
     for start in range(BLOCK, columns, BLOCK):
         entries = tl.load(inp + row * stride_in + start + at, mask=start + at < columns, other=0.0)
         largest = tl.maximum(largest, tl.abs(entries.to(tl.float32)))
-    scale = tl.maximum(tl.max(largest, 0), 1e-12) / 448.0
+    scale = tl.maximum(tl.max(largest, 0), 2.0**-100) / 448.0
     arch.lead()
     tl.store(scales + row, scale)
     tl.store(out + row * columns + at, (first.to(tl.float32) / scale).to(tl.float8e4nv), mask=at < columns)
@@ -158,7 +158,7 @@ def rounded_product(
     weight = in_whole_vectors(weight)  # of another torch's product makes NaN
     if fp8_tiles.serves(x.shape[0], weight.shape[0], x.device):
         out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
-        fp8_tiles.multiply(out, rounded, scale_x, weight, scale, bias)
+        fp8_tiles.multiply(out, rounded, scale_x, weight, scale, bias if bias is None else bias.contiguous())
         return out
     factors = dict(scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
     if out is None:

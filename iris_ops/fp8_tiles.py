@@ -2,7 +2,8 @@
 than torch's product is made for.
 
 Each program streams the weights of some outputs once and multiplies them as outputs x rows, as in `few_rows.py`. Sums
-are the tensor cores', of 13 bits and more behind the point: an error of some 2**-8 beside the 2**-5 of rounding.
+are the tensor cores', which cut what does not fit beside 13 bits behind the point: of numbers around zero an error of
+some 2**-8 beside the 2**-5 of rounding; where both operands have a mean of a third of their deviation, 1 to 2 %.
 """
 
 from iris import platform
@@ -65,7 +66,7 @@ def multiply(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """out [M, N] = rows [M, K] @ weight [N, K].T, as the kernel says; of whole vectors, `out` in rows."""
+    """out [M, N] = rows [M, K] @ weight [N, K].T + bias, as the kernel says. Of whole vectors, bias contiguous."""
     (M, K), N = rows.shape, weight.shape[0]
     programs = platform.num_programs(rows.device)
     most = min(max(32, triton.next_power_of_2(M)), _MOST_ROWS)

@@ -15,7 +15,7 @@ import triton
 
 from . import exchange_roles, few_rows_fp8, fp8, fp8_rows, warp_roles
 from .all_gather_matmul import all_gather_matmul_kernel
-from .config import FusedConfig
+from .config import MOST_ELEMENTS, FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_fp8 import few_rows_fp8_kernel
 from .few_rows_gather import few_rows_gather_kernel
@@ -24,7 +24,7 @@ from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES, SPAN, Ahead
-from .operands import as_stored, of_whole_vectors, operand
+from .operands import as_stored, in_whole_vectors, operand
 from .predict import spread_us, sums_with_roles, tile_us
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
@@ -42,6 +42,8 @@ Launch = tuple[triton.JITFunction, tuple[int, int, int], dict]
 
 # Columns of a piece of A that a program of the gather for few rows moves.
 _PIECE_K = 512
+# Where no operand is in eight bits.
+_NO_SCALES = {"a_scales": None, "b_scales": None}
 # Blocks of rows from which on a rank's rows are worth reading all weights for.
 _TALL = 4
 
@@ -148,7 +150,7 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     )
     step = cols if by_cols else 0
     if warp_roles.serve(config, A, B, out, step):
-        return reduce_scatter_roles_kernel, *_roles(ctx, workspace, problem, config, args, A, B, bias)
+        return reduce_scatter_roles_kernel, *_roles(ctx, workspace, problem, config, args | _NO_SCALES, A, B, bias)
     args |= dict(stagger=platform.ticks(config.stagger_us * 1e-6), **_product(out, A, B, bias, config, n_step=step))
     return reduce_scatter_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args
 
@@ -176,6 +178,7 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     tile_rows, tile_cols = (rows, cols) if gather else (problem.M, problem.N)
     grid = _grid(ctx.device, config, tiles_of(tile_rows, tile_cols, config))
     args = dict(
+        **_NO_SCALES,
         **_exchange(workspace, problem, cols),
         M=part_of(problem.M, w, ctx.cur_rank) if gather and not by_cols else problem.M,
         N=part_of(problem.N, w, ctx.cur_rank) if gather and by_cols else problem.N,
@@ -323,16 +326,17 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     return all_gather_matmul_kernel, grid, args
 
 
-def _rounds(problem: Problem, config: FusedConfig, out, A, rounded, B) -> bool:
-    """Whether a call with B in eight bits multiplies `rounded` rows of A: more than few, where that can be done."""
-    if problem.M <= fp8_rows.MOST_ROWS or A.stride(1) != 1 or not of_whole_vectors(B.t()):
-        return False
-    if not fp8.multiplies_in_fp8(B.shape, B.device, A.dtype):
-        return False
+def _eight_bits(problem: Problem, config: FusedConfig, out, A, B) -> torch.Tensor | None:
+    """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
+    multiplied = problem.M > fp8_rows.MOST_ROWS and fp8.multiplies_in_fp8(B.shape, B.device, A.dtype)
+    if not multiplied or max(config.block_m, config.block_n) * config.depth(True) > MOST_ELEMENTS:
+        return None
+    B = in_whole_vectors(B.t()).t()
     if config.algorithm == "overlapped" or sums_with_roles(problem, config):
         rows, cols, by_cols = owned_part(problem, config)
-        return warp_roles.serve(config, rounded, B, out, cols if by_cols else 0)
-    return True
+        # rounded rows lie as those of the weight do
+        return B if warp_roles.serve(config, B.t(), B, out, cols if by_cols else 0) else None
+    return B
 
 
 _FEW_ROWS = {GATHER_MATMUL: _few_rows_gather}
@@ -358,7 +362,7 @@ def launch(
 ) -> repeat.Launch | None:
     """Launches what serves `problem` on `tensors` (out, A, B, bias, scale) in the current stream; see `repeat.launch`.
 
-    What is several launches is prepared to be repeated only where it `came_before`. `ahead`: see `ends_ahead`.
+    What takes torch's product is prepared to be repeated only where it `came_before`. `ahead`: see `ends_ahead`.
     """
     out, A, B, bias, scale = tensors
     streams = problem.fp8 and config.algorithm == "one_shot" and fp8_rows.serves(A, B)
@@ -366,14 +370,18 @@ def launch(
     if not problem.fp8:
         tensors = tensors[:-1]
     elif config.algorithm not in UNFUSED and not streams:
-        rounded, a_scales = workspace.rounded(*A.shape)
-        if not _rounds(problem, config, out, A, rounded, B):
-            whole = fp8.restored(B.t(), scale, A.dtype).t()
-            whole = (out, A, whole, bias, None)
-            launch(kernels, ctx, workspace, replace(problem, fp8=False), config, whole, ahead=ahead)
+        weight = _eight_bits(problem, config, out, A, B)
+        if weight is None:
+            weight = fp8.restored(B.t(), scale, A.dtype).t()
+            tensors = out, A, weight, bias, None
+            launch(kernels, ctx, workspace, replace(problem, fp8=False), config, tensors, ahead=ahead)
             return None  # the weight that was made now is for now
-        rounding = fp8.launch_rounding(kernels, rounded, a_scales, A, moving)
-        tensors = out, rounded, B, bias
+        rows = A if A.stride(1) == 1 else A.contiguous()
+        rounded, a_scales = workspace.rounded(*A.shape)
+        rounding = fp8.launch_rounding(kernels, rounded, a_scales, rows, moving)
+        if rows is not A or weight.data_ptr() != B.data_ptr():
+            rounding = None  # copies are for now, too
+        tensors = out, rounded, weight, bias
     if config.algorithm in UNFUSED:
         prepare = UNFUSED[config.algorithm].prepare
         if not came_before:
@@ -391,7 +399,7 @@ def launch(
     kernel, grid, args = arguments(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
         args["TRACING"] = ctx.tracing.enabled
-    if "a_scales" in kernel.arg_names:
+    if a_scales is not None:
         args |= dict(a_scales=a_scales, b_scales=scale)
     if ahead is not None:
         args |= dict(zip(AHEAD_NAMES, ahead, strict=True), WAITER=WAITERS.index(NORM))
@@ -402,10 +410,10 @@ def launch(
         options |= fp8_rows.options(grid[0], platform.num_programs(ctx.device))
     try:
         launched = repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
-    except triton.OutOfResources as error:  # before anything ran; ranks whose calls are alike all come here
+    except triton.OutOfResources as error:  # before anything was sent; ranks whose calls are alike all come here
         raise ArgumentError(
             f"{problem.asked}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
             f"{config.num_stages} stages and {config.num_warps} warps, which take {error.required} of {error.name} for "
             f"{problem.dtype}; expected at most {error.limit}, what the device has"
         ) from error
-    return launched if rounding is None else repeat.in_turn(rounding, launched)
+    return launched if a_scales is None else repeat.in_turn(rounding, launched)

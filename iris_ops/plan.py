@@ -85,10 +85,11 @@ _ROUND_HEIGHT = 16
 def _label(problem: Problem, config: FusedConfig) -> str:
     if config.algorithm in UNFUSED and not config.warp_roles:
         together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
-        return f"{config.algorithm}, torch's product{together}"
+        whose = "a product in eight bits" if problem.fp8 else "torch's product"
+        return f"{config.algorithm}, {whose}{together}"
     if problem.fp8 and config == FP8_STREAM:
         return "one_shot, a stream of weights in eight bits"
-    label = f"{config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
+    label = f"{config.block_m}x{config.block_n}x{config.depth(problem.fp8)} {config.algorithm}"
     if config.algorithm == "overlapped" and problem.op == ALL_REDUCE:
         by_cols = owned_part(problem, config)[2]
         label += f", each rank sums {'columns' if by_cols else 'rows'}"
@@ -119,7 +120,7 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and whole:
         found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
         found += _roles(problem, machine)
-        if problem.op == ALL_REDUCE and problem.world_size > 2 and problem.M > 128:  # else other ways are faster
+        if _mixes(problem):
             found += _words_with_roles()
     if machine.warp_roles and problem.op == GATHER_MATMUL and problem.form == "rows" and bits16 and whole:
         found += BROUGHT
@@ -138,7 +139,13 @@ def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if problem.K % fp8.MULTIPLE or problem.N % fp8.MULTIPLE:
         return found
     few = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
-    return [*found, *_tiled(few, ("one_shot", "two_shot"), (), FusedConfig.comm_programs), *_roles(problem, machine)]
+    found += [*_tiled(few, ("one_shot", "two_shot"), (), FusedConfig.comm_programs), *_roles(problem, machine)]
+    return [*found, *_words_with_roles()] if _mixes(problem) else found
+
+
+def _mixes(problem: Problem) -> bool:
+    """Whether words that warps with roles move may be faster than all else."""
+    return problem.op == ALL_REDUCE and problem.world_size > 2 and problem.M > 128
 
 
 def _roles(problem: Problem, machine: Machine) -> list[FusedConfig]:

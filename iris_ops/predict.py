@@ -300,7 +300,7 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         share *= _POINTERS[bm * bn < 128 * 256]
     kind = _FP32_SHARE if fp32 else _FP8_RATE if problem.fp8 else 1.0
     rate = machine.tflops * share * kind / machine.num_programs  # TFLOP/s of one program
-    return 2.0 * bm * bn * max(problem.gemm[2], bk) / (rate * 1e6) + 1.5
+    return 2.0 * bm * bn * max(problem.gemm[2], config.depth(problem.fp8)) / (rate * 1e6) + 1.5
 
 
 def exchanges(config: FusedConfig) -> bool:

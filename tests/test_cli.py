@@ -50,7 +50,9 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
         assert "all_gather_matmul k M=16 N=4096 K=1024 torch.float16" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rows, way", [(16, "a stream of weights in eight bits"), (17, "sequential, torch's product")])
+@pytest.mark.parametrize(
+    "rows, way", [(16, "a stream of weights in eight bits"), (17, "one_shot, of rows in eight bits")]
+)
 def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0
     said = capsys.readouterr().out

@@ -12,10 +12,10 @@ import random
 from types import SimpleNamespace
 
 from iris import platform
-from iris_ops import FusedConfig, launch
+from iris_ops import FusedConfig, fp8_rows, launch, warp_roles
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import plan
-from iris_ops.problem import ALL_REDUCE, DTYPES, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
+from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
 from iris_ops.staging import workspace_size
 from iris_ops.unfused import UNFUSED
 import pytest
@@ -81,6 +81,12 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
     workspace = SimpleNamespace(**memory, sync=None, exchange_sync=None)
     ctx = SimpleNamespace(device=META, cur_rank=rank, num_ranks=problem.world_size, get_device_context=lambda: None)
     tensors = tensors_of(problem, rank, rng)
+    if problem.fp8:  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
+        eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
+        tensors = tensors[0], *eight, tensors[3]
+        with_roles = config.algorithm == "overlapped" or launch.sums_with_roles(problem, config)
+        if problem.M <= fp8_rows.MOST_ROWS or with_roles and not warp_roles.serve(config, *eight, tensors[0], 1 << 10):
+            return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
     few_rows = launch._FEW_ROWS.get(problem.op, launch._few_rows)
     prepare = launch._OVERLAPPED[problem.op] if config.algorithm == "overlapped" else few_rows
@@ -92,7 +98,7 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
     if "sharers" in args:
         assert args["left"].numel() >= args["sharers"] and args["parts"].numel() >= args["sharers"] * tile
         if args["SHARED"]:
-            check_begins(launch.gemm_tiles(problem, config), args, -(-problem.K // config.block_k))
+            check_begins(launch.gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.fp8)))
     if "rounded" in args:
         cut = (launch.gemm_tiles(problem, config) - args["rounded"]) * (args["SPLITS"] - 1)
         own = problem.world_size * -(-args["part_rows"] // config.block_m) * args["PIECES"]
@@ -123,6 +129,8 @@ def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: 
         op, form = rng.choice(FORMS)
         M, N, K = (rng.choice(SIZES) for _ in range(3))
         problem = Problem(op, form, M, N, K, rng.randint(1, 8), rng.choice(DTYPES))
+        if op == ALL_REDUCE and problem.dtype == torch.bfloat16 and N % 16 == K % 16 == 0 and N * K:
+            problem = replace(problem, fp8=rng.random() < 0.7)
         planned, drawn, rank = plan(problem, machine), drawn_config(rng), rng.randrange(problem.world_size)
         times = planned.prediction.gemm_us, planned.prediction.link_us, planned.prediction.total_us
         assert all(isfinite(us) and us >= 0 for us in times), problem

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import iris
 from iris import platform
 from iris.errors import ArgumentError, DtypeError, ShapeError
@@ -266,8 +268,17 @@ def test_what_is_refused(world_size: int, name: str) -> None:
 
 
 @torch.no_grad()
-def lying_body(ctx: iris.Iris) -> None:
+def lying_body(ctx: iris.Iris, rounded: bool) -> None:
     """Operands that no descriptor takes, rows with NaN behind them, an `out` that begins anywhere."""
+    config, room = None, 0.045
+    with pytest.MonkeyPatch.context() as patch:
+        if rounded:
+            patch.setattr(fp8, "multiplies_in_fp8", lambda shape, *_: all(size % 16 == 0 for size in shape))
+            config, room = FusedConfig(64, 64, 64, num_warps=4, algorithm="one_shot"), 0.12
+        lie(ctx, config, room)
+
+
+def lie(ctx: iris.Iris, config: FusedConfig | None, room: float) -> None:
     for M, N, K in ((2, 64, 128), (40, 96, 128), (40, 96, 100)):
         A, B, scales, _ = operands(ctx, M, N, K, False, BF16)
         exact = exact_sum(A, B, scales, None)
@@ -275,10 +286,12 @@ def lying_body(ctx: iris.Iris) -> None:
         behind = torch.full((M, K + 28), float("nan"), dtype=BF16, device=ctx.device)
         behind[:, :K] = A[rank]
         off = torch.empty(M * K + 1, dtype=BF16, device=ctx.device)[1:].view(M, K).copy_(A[rank])
-        for a in (behind[:, :K], off, A[rank].t().contiguous().t()):
-            for out in (buffer[1 : 1 + M * N].view(M, N), buffer[8:].view(N, M).t()):
-                ctx.ops.matmul_all_reduce(poison(out), a, B[rank], scale=scales[rank])
-                assert (out.double() - exact).norm() <= 0.04 * exact.norm()
+        rows = behind[:, :K], off, A[rank].t().contiguous().t()
+        outs = buffer[1 : 1 + M * N].view(M, N), buffer[8:].view(N, M).t()
+        for a, out, b in product(rows, outs, (B[rank], B[rank].contiguous(), apart(B[rank]))):
+            for _ in range(3):  # the third would be a repeated one
+                ctx.ops.matmul_all_reduce(poison(out), a, b, scale=scales[rank], config=config)
+                assert (out.double() - exact).norm() <= room * exact.norm()
     A, B, scales, _ = operands(ctx, 1, 64, 128, False, BF16)
     row, column = A[ctx.cur_rank].expand(3, 128), B[ctx.cur_rank][:, :1].expand(128, 64)
     out = torch.empty(3, 64, dtype=BF16, device=ctx.device)
@@ -287,9 +300,31 @@ def lying_body(ctx: iris.Iris) -> None:
     assert (out.double() - exact_sum(A.expand(-1, 3, -1), columns, scales, None)).norm() <= 0.04 * out.double().norm()
 
 
+@pytest.mark.parametrize("rounded", [False] if ON_GPU else [False, True])
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
-def test_operands_may_lie_anyhow(world_size: int) -> None:
-    run_ranks(world_size, lying_body)
+def test_operands_may_lie_anyhow(world_size: int, rounded: bool) -> None:
+    run_ranks(world_size, lying_body, rounded)
+
+
+@torch.no_grad()
+def deep_body(ctx: iris.Iris, M: int, N: int, K: int) -> None:
+    """Long sums of numbers that have a mean, of which tensor cores cut more than of others."""
+    draw = torch.Generator(ctx.device).manual_seed(K)
+    A = torch.randn(ctx.num_ranks, M, K, generator=draw, device=ctx.device).add_(0.3).to(BF16)
+    weights = torch.randn(ctx.num_ranks, N, K, generator=draw, device=ctx.device).add_(0.3)
+    rounded = [fp8.quantised(weight) for weight in weights]
+    exact = sum(a.double() @ (w.double() * s.double()[:, None]).t() for a, (w, s) in zip(A, rounded, strict=True))
+    weight, scale = rounded[ctx.cur_rank]
+    out = torch.empty(M, N, dtype=BF16, device=ctx.device)
+    ctx.ops.matmul_all_reduce(poison(out), A[ctx.cur_rank], weight.t(), scale=scale)
+    assert (out.double() - exact).norm() <= 0.025 * exact.norm()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs tensor cores")
+@pytest.mark.parametrize("rows", [64, 600])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_sums_of_what_has_a_mean(world_size: int, rows: int) -> None:
+    run_ranks(world_size, deep_body, rows, 256, 14336)
 
 
 def others_body(ctx: iris.Iris) -> None:
