@@ -12,7 +12,7 @@ from iris_ops import FusedConfig, rounds, torch_product
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import fitting, plan
 from iris_ops.predict import predict, spread_us, tile_us
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
 from iris_ops.staging import workspace_size
 from iris_ops.unfused import UNFUSED
 import pytest
@@ -264,6 +264,33 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
         if abs(expected / ours["graph_us"] - 1) > 0.2:
             misses.append((op, row["M"], row["N"], row["K"], expected, ours["graph_us"]))
     assert len(misses) <= len(report["rows"]) / 10, misses
+
+
+def test_predictions_in_eight_bits_are_within_a_fifth_on_nine_measured_rows_of_ten() -> None:
+    report = json.loads((RESULTS[0].parent / "fp8_h200_x2.json").read_text())
+    machine, misses = machine_named(report["gpu"], 132), []
+    for row in report["rows"]:
+        sizes, taken = (row["M"], row["N"], row["K"]), row["us"]["fp8"]
+        found = plan(problem_asked(ALL_REDUCE, *sizes, report["world"], torch.bfloat16, fp8=True), machine)
+        assert found.algorithm != "sequential", sizes
+        if abs(found.prediction.total_us / taken - 1) > 0.2:
+            misses.append((*sizes, found.prediction.total_us, taken))
+    assert len(report["rows"]) == 36 and len(misses) <= 3, misses
+
+
+@pytest.mark.parametrize("rows, among, algorithm, with_roles", [
+    (16, 2, "one_shot", False), (17, 2, "one_shot", False), (128, 8, "two_shot", False), (256, 8, "two_shot", True),
+    (512, 2, "overlapped", True), (8192, 8, "overlapped", True),
+])  # fmt: skip
+def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, with_roles) -> None:
+    found = plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, fp8=True), H200)
+    assert (found.algorithm, found.warp_roles) == (algorithm, with_roles)
+    # what has no tensor cores for them, or none that were measured, leaves the product to torch
+    others = [(H200, torch.float16), (replace(H200, warp_roles=False), torch.bfloat16)]
+    for machine, dtype in others:
+        assert (
+            plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, dtype, fp8=True), machine).algorithm == "sequential"
+        )
 
 
 def test_the_model_of_a_library_s_product_is_within_a_tenth_on_nine_measured_products_of_ten() -> None:
