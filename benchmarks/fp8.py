@@ -10,6 +10,7 @@ torch's product of rounded rows is followed by an all-reduce of NCCL or, on GPUs
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 import functools
 import json
 import math
@@ -65,7 +66,11 @@ def run(team: Team, args: argparse.Namespace) -> None:
                 break
             x = torch.randn(m, k, device=team.device).to(torch.bfloat16)
             calls = calls_of(ctx, outputs, x, weights, rounded) | rivals_of(team, largest, x, rounded)
-            rows_out.append({"shape": name, "M": m, "N": n, "K": k, **measure(team, calls, x, weights, budget)})
+            row = {"shape": name, "M": m, "N": n, "K": k}
+            if ctx:
+                found = ctx.ops.plan("matmul_all_reduce", m, n, k, x.dtype, explained=False, fp8=True)
+                row["plan"] = {key: value for key, value in asdict(found).items() if key != "reasons"}
+            rows_out.append(row | measure(team, calls, x, weights, budget))
             team.say(line(rows_out[-1]))
     if ctx:
         ctx.close()

@@ -295,6 +295,7 @@ def test_fp8_products_are_right_before_they_are_timed(tmp_path, ranks):
     (row,) = json.loads((tmp_path / f"fp8_cpu_x{ranks}.json").read_text())["rows"]
     assert row["us"].keys() == {"bf16", "fp8", "torch" if ranks == 1 else "NCCL", "rounding"} and not row["failed"]
     assert 0.01 < row["errors"]["fp8"] < row["errors"]["torch" if ranks == 1 else "NCCL"]
+    assert ranks == 1 or row["plan"]["algorithm"] == "sequential"
 
 
 def test_pictures_show_every_contender_and_stay_the_same(tmp_path):
