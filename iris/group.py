@@ -49,7 +49,12 @@ class Ranks:
         data, failure = box[0]
         if failure:
             raise ArgumentError(f"{failure}; expected a tensor, an array, numbers or another picklable object")
-        return value if self.rank == src else pickle.loads(data)
+        if self.rank == src:
+            return value
+        try:
+            return pickle.loads(data)
+        except Exception as error:  # what another process lacks: a module, a device
+            raise ArgumentError(f"what rank {src} sent cannot be made here: {error!r}") from error
 
     def members(self, group: Any) -> list[int]:
         """The ranks, counted in this context, of a subgroup: a process group, a DeviceMesh or a list of ranks."""
@@ -79,30 +84,43 @@ def _peers_answer() -> Iterator[None]:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes a tensor's elements where pickle would take its whole storage: for a tensor on the heap, the heap."""
+    """Takes a tensor's elements where pickle would take its whole storage: for a tensor on the heap, the heap.
+
+    And where torch writes what it cannot read again, as of dtypes of eight bits: these go as bytes.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
             return NotImplemented
-        if not value.is_cuda and value.untyped_storage().nbytes() == value.numel() * value.element_size():
+        whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        if not value.is_cuda and whole and value.dtype in _PICKLED_BY_TORCH:
             return NotImplemented
-        compact = value.detach().cpu().clone().requires_grad_(value.requires_grad)
-        return _unpack, (compact, isinstance(value, torch.nn.Parameter), value.is_cuda)
+        compact, kind = value.detach().cpu().clone().contiguous(), None
+        if value.dtype not in _PICKLED_BY_TORCH:
+            compact, kind = compact.reshape(-1).view(torch.uint8), (value.dtype, value.shape)
+        return _unpack, (compact, isinstance(value, torch.nn.Parameter), value.is_cuda, value.requires_grad, kind)
+
+
+_PICKLED_BY_TORCH = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
 
 
 def _pickled(value: Any) -> bytes:
+    """`value`, which can be made again: what cannot is known before anybody waits for it."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
+    pickle.loads(buffer.getvalue())
     return buffer.getvalue()
 
 
-def _unpack(compact: torch.Tensor, is_parameter: bool, on_gpu: bool) -> torch.Tensor:
-    tensor = compact.detach().cuda() if on_gpu else compact.detach()
-    return (
-        torch.nn.Parameter(tensor, compact.requires_grad)
-        if is_parameter
-        else tensor.requires_grad_(compact.requires_grad)
-    )
+def _unpack(
+    compact: torch.Tensor, is_parameter: bool, on_gpu: bool, requires_grad: bool, kind: tuple | None
+) -> torch.Tensor:
+    tensor = compact if kind is None else compact.view(kind[0]).view(kind[1])
+    tensor = tensor.cuda() if on_gpu else tensor
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
 def _resolve(group: Any) -> dist.ProcessGroup | None:

@@ -124,7 +124,7 @@ def problem_asked(
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
     if fp8 and op not in SCALED:
-        raise ArgumentError(f"fp8 is True for {op}; expected one of {', '.join(SCALED)}, or False")
+        raise ArgumentError(f"fp8 is True for {op}; expected {ALL_REDUCE}, or False")
     return _planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8))
 
 

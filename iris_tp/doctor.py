@@ -28,7 +28,7 @@ REQUIRED = {
 }
 OPTIONAL = {"transformers": ((5, 15), None), "accelerate": ((1, 0), None)}
 
-_VARIABLES = ("IRIS_ALLOCATOR", "IRIS_OP_GRAPHS", "IRIS_TIMEOUT")
+_VARIABLES = ("IRIS_ALLOCATOR", "IRIS_DEBUG", "IRIS_OP_GRAPHS", "IRIS_TIMEOUT")
 _ALLOCATORS = ("torch", "vmem")
 # of the largest tiles of bf16: three stages of 128 x 64 and 64 x 256
 _SHARED_MEMORY = 3 * (128 * 64 + 64 * 256) * 2
@@ -243,6 +243,8 @@ def environment() -> Iterator[Finding]:
             yield Finding(NOTE, f"{name}={value} is no variable of the library", f"known are {', '.join(_VARIABLES)}")
         elif name == "IRIS_ALLOCATOR" and value not in _ALLOCATORS:
             yield Finding(FIX, f"IRIS_ALLOCATOR is {value!r}", f"expected one of {', '.join(_ALLOCATORS)}")
+        elif name in ("IRIS_DEBUG", "IRIS_OP_GRAPHS") and value not in ("0", "1", ""):
+            yield Finding(FIX, f"{name} is {value!r}", "expected 0 or 1")
         elif name == "IRIS_TIMEOUT" and not _is_timeout(value):
             yield Finding(FIX, f"IRIS_TIMEOUT is {value!r}", "expected seconds, greater than 0 and at most 1e9")
         else:

@@ -153,6 +153,8 @@ def _files(folder: Path) -> Iterable[Path]:
         raise CheckpointError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"weight_map names {names or 'no file'}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
     return [folder / name for name in names]

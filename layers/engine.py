@@ -40,7 +40,7 @@ from .step_attention import use as use_step_attention
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
 _GRAPH_TOKENS = 8192  # of prompts that are captured: of more, the device takes longer than the host
-_COLDEST = 1e-30  # by less, logits overflow
+_COLDEST, _HOTTEST = 1e-30, 1e30  # by less, logits overflow; by more, all tokens are alike
 _PARTS = 256  # of the vocabulary, at most, whose likeliest tokens are found at the same time
 
 
@@ -73,6 +73,10 @@ class Engine:
         if not isinstance(model, nn.Module) or not hasattr(model, "config"):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
         positive(batch_size=batch_size, max_length=max_length)
+        if (known := _positions_known(model)) is not None and max_length > known:
+            raise ArgumentError(
+                f"max_length is {max_length}: expected at most {known}, the positions that {type(model).__name__} has"
+            )
         if not isinstance(prompt_graphs, int) or prompt_graphs < 0:
             raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")
         if cache is not None and not _fits(cache, batch_size, max_length):
@@ -142,7 +146,7 @@ class Engine:
         rows, mask = self._padded(prompts, max_new_tokens)
         self._greedy = temperature == 0
         if not self._greedy:
-            self.temperature.fill_(max(temperature, _COLDEST))
+            self.temperature.fill_(min(max(temperature, _COLDEST), _HOTTEST))
             self.top_p.fill_(top_p)
             seed = self.ctx.broadcast(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
             if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
@@ -351,6 +355,16 @@ def _counts_from_zero(model: nn.Module, device: torch.device) -> bool:
     except Exception:  # whatever it wants beside
         return True
     return given is None or bool((given == positions).all())
+
+
+def _positions_known(model: nn.Module) -> int | None:
+    """How many positions a model has that looks them up in a table; None of one that computes them."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
+    # some begin behind a few that stand for padding
+    looked_up = isinstance(most, int) and any(most <= each.num_embeddings <= most + 8 for each in tables)
+    return most if looked_up else None
 
 
 def _fits(cache, batch_size: int, max_length: int) -> bool:

@@ -86,6 +86,7 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
         _check(name, styles, modules)
     styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
     _check_places(model, styles, modules)
+    _check_halves(styles, modules)
     return styles
 
 
@@ -131,6 +132,26 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, n
             )
         if holders[id(modules[name])] > 1:
             raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
+
+
+def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
+    """Raises where one linear leaves or takes a split activation and no other of the same parent goes with it."""
+    linked: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        if style in LINKED and name in modules:
+            linked.setdefault(name.rpartition(".")[0], []).append(name)
+    for parent, names in linked.items():
+        if is_attention(modules[parent]) or len({styles[name] in ROW for name in names}) == 2:
+            continue
+        before = f"{parent}." if parent else ""
+        linears = [before + key for key, child in modules[parent].named_children() if isinstance(child, nn.Linear)]
+        whole = [name for name in linears if styles.get(name, "replicate") in WHOLE]
+        if whole:  # else what goes with it may stand elsewhere
+            expected = "colwise" if styles[names[0]] in ROW else "rowwise"
+            raise StyleError(
+                f"{names[0]} has style {styles[names[0]]!r} and {', '.join(whole)} stays whole: a split activation"
+                f" passes between two linears, so expected a {expected} one beside it"
+            )
 
 
 def _filtered(styles: dict[str, str], modules: dict[str, nn.Module], filter_fn) -> dict[str, str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from iris.errors import ArgumentError, CheckpointError
+from iris.errors import ArgumentError, CheckpointError, PlatformError
 import torch
 from torch import nn
 
@@ -26,6 +26,8 @@ from .plan import check_version
 from .shard import fill
 from .sharded import check_context, part_of
 from .staging import Staging
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def from_pretrained(
@@ -41,7 +43,9 @@ def from_pretrained(
     check_context(ctx)
     if not isinstance(path_or_id, (str, Path)):
         raise ArgumentError(f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path")
-    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+    if not str(path_or_id):
+        raise ArgumentError("path_or_id is empty: expected a folder, or a name on the hub")
+    if dtype not in (None, *_DTYPES):
         raise ArgumentError(f"dtype is {dtype!r}: expected None, torch.bfloat16, torch.float16 or torch.float32")
     staging = Staging(ctx.device)
     problems, model, checkpoint, sources = [], None, None, {}
@@ -50,8 +54,12 @@ def from_pretrained(
         model = _empty_model(folder, dtype)
         checkpoint = Checkpoint(folder, staging)
         sources, problems = names.find(model, checkpoint, strict)
+    except PlatformError:  # of what is installed, for all ranks alike
+        raise
     except (OSError, ValueError) as error:  # CheckpointError is a ValueError
         problems = [str(error)]
+    except Exception as error:  # of a configuration that says anything; the other ranks are waiting for a word
+        problems = [f"the configuration makes no model: {type(error).__name__}: {error}"]
     try:
         raise_together(problems, f"{path_or_id} cannot be loaded", ctx)
         report = parallelize(model, ctx, **options)
@@ -94,8 +102,13 @@ def _empty_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError("the weights are quantised: expected bfloat16, float16 or float32 ones")
+    dtype = dtype or config.dtype or torch.float32
+    if dtype not in _DTYPES:
+        raise CheckpointError(
+            f"the configuration's dtype is {dtype}: pass dtype=torch.float32, or another that is served"
+        )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     check_version(model)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)

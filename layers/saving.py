@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 import re
 from types import MethodType
+from typing import Any
 
 from iris.errors import ArgumentError
 from iris_ops.fp8 import restored
@@ -81,8 +82,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size
         raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
     if not isinstance(folder, str | os.PathLike):
         raise ArgumentError(f"folder is {folder!r}: expected a str or a Path")
-    if isinstance(max_shard_size, int) and max_shard_size < 1:
-        raise ArgumentError(f"max_shard_size is {max_shard_size}: expected at least 1 byte")
+    _check_size(max_shard_size)
     folder, held = Path(folder), dict(_held(model))
     files = _files(held, max_shard_size)
     staging = Staging(ctx.device)
@@ -93,6 +93,17 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size
         except Exception as error:  # whatever it is, the other ranks are waiting for a word
             problems = [f"rank {ctx.cur_rank}: {error}"]
         raise_together(problems, f"{folder} cannot be written", ctx)
+
+
+def _check_size(size: Any) -> None:
+    """Raises for what says no number of bytes from 1 on; what a text's unit is, the hub's library knows."""
+    if isinstance(size, str):
+        number = re.match(r"\s*(\d+\.?\d*|\.\d+)", size)
+        valid = number is not None and float(number[1]) > 0
+    else:
+        valid = type(size) is int and size >= 1
+    if not valid:
+        raise ArgumentError(f"max_shard_size is {size!r}: expected bytes, at least 1, or a text like '5GB'")
 
 
 def wrap_save_pretrained(model: nn.Module, ctx) -> None:

@@ -82,8 +82,12 @@ class ShardedLinear(nn.Module):
         """
         if self._parameters.get(name) is None:
             raise ArgumentError(f"name is {name!r}: expected one of {[n for n, _ in self.named_parameters()]}")
-        if part is not None and not 0 <= part < len(self.parts):
-            raise ArgumentError(f"part is {part}: expected 0 <= part < {len(self.parts)}")
+        if part is not None and not (type(part) is int and 0 <= part < len(self.parts)):
+            raise ArgumentError(f"part is {part!r}: expected an integer, 0 <= part < {len(self.parts)}")
+        if not (isinstance(source, torch.Tensor) or hasattr(source, "get_shape")):
+            raise ArgumentError(
+                f"source is a {type(source).__name__}: expected a tensor or a slice of a safetensors file"
+            )
         split = name == "weight" or self.dim == 0
         shard = concat(self.parts) if part is None else self.parts[part]
         expected = [self.out_features, self.in_features] if name == "weight" else [self.out_features]

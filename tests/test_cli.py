@@ -64,7 +64,7 @@ def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.Ca
     [
         (
             ("all_gather_matmul", "1", "2", "3", "--fp8"),
-            "fp8 is True for all_gather_matmul; expected one of matmul_all",
+            "fp8 is True for all_gather_matmul; expected matmul_all_reduce",
         ),
         (("matmul", "1", "2", "3"), "op is 'matmul'; expected one of matmul_all_reduce"),
         (("matmul_all_reduce", "-1", "2", "3"), "M is -1; expected an integer"),
@@ -165,10 +165,15 @@ def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setenv("IRIS_ALLOCATOR", "vmem")
     monkeypatch.setenv("IRIS_OP_GRAPHS", "0")
     monkeypatch.setenv("IRIS_TIMOUT", "5")
+    monkeypatch.setenv("IRIS_DEBUG", "1")
     findings = list(doctor.environment())
-    assert [finding.level for finding in findings] == ["ok", "ok", "note"]
+    assert [finding.level for finding in findings] == ["ok", "ok", "ok", "note"]
     assert doctor.show(findings) == 0
+    monkeypatch.setenv("IRIS_DEBUG", "yes")
+    monkeypatch.setenv("IRIS_OP_GRAPHS", "no")
+    assert [finding.remedy for finding in doctor.environment() if finding.level == "FIX"] == ["expected 0 or 1"] * 2
     monkeypatch.delenv("IRIS_OP_GRAPHS")
+    monkeypatch.delenv("IRIS_DEBUG")
     monkeypatch.setenv("IRIS_TIMEOUT", "-5")
     monkeypatch.setenv("IRIS_ALLOCATOR", "malloc")
     findings = list(doctor.environment())

@@ -182,12 +182,22 @@ def _values(rank):
     ]  # fmt: skip
 
 
+# which torch writes and cannot read
+OTHERS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32]
+
+
+class Broken:
+    def __reduce__(self):
+        return len, (5,)
+
+
 def _tensors(rank):
     grid = torch.arange(24.0).view(4, 6) + rank
     return [
         torch.tensor(rank), grid, grid.bfloat16(), grid.t(), grid[1:3, ::2], grid.int(), grid > 5,
         torch.empty(0, 3), grid.to(torch.complex64), torch.nn.Parameter(grid), torch.nn.Parameter(grid, False),
-        grid.clone().requires_grad_(),
+        grid.clone().requires_grad_(), *(grid.to(dtype) for dtype in OTHERS), grid.to(OTHERS[0])[0, 0],
+        grid.to(OTHERS[0]).t(), torch.nn.Parameter(grid.to(OTHERS[0]), False),
     ]  # fmt: skip
 
 
@@ -195,7 +205,11 @@ def _same(mine, expected):
     assert type(mine) is type(expected), (mine, expected)
     if isinstance(expected, torch.Tensor):
         assert mine.dtype == expected.dtype and mine.requires_grad == expected.requires_grad
-        assert torch.equal(mine.cpu(), expected.cpu())
+        as_bytes = mine.dtype in OTHERS
+        assert mine.shape == expected.shape
+        same = (each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if as_bytes else each.cpu()
+                for each in (mine, expected))  # fmt: skip
+        assert torch.equal(*same)
     elif isinstance(expected, np.ndarray):
         assert mine.dtype == expected.dtype and np.array_equal(mine, expected)
     elif isinstance(expected, Exception):
@@ -210,6 +224,9 @@ def _broadcasts(ctx):
         for value, want in zip(mine, expected, strict=True):
             _same(ctx.broadcast(value, src), want)
         _same(ctx.broadcast(value=_values(ctx.cur_rank), src=src)[3], _values(src)[3])
+    if ctx.num_ranks > 1:
+        with pytest.raises(iris.errors.ArgumentError, match="value is a Broken, which cannot be pickled: object of ty"):
+            ctx.broadcast(Broken())
     # what the others hold is not looked at
     assert ctx.broadcast(5 if ctx.cur_rank == 0 else (lambda: None)) == 5
 

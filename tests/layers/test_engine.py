@@ -180,6 +180,7 @@ def refused_body(ctx) -> None:
     ended = engine.generate([[1]], 7, stop=torch.tensor(whole[0][2:3]))[0]
     assert ended == whole[0][: whole[0].index(ended[-1]) + 1] and ended[-1] == whole[0][2], "a tensor of tokens stops"
     assert engine.generate([[1]], 7, temperature=1e-40) == whole, "logits that overflow would draw token 0"
+    assert len(engine.generate([[1]], 7, temperature=1e300)[0]) == 7
 
 
 def counting_body(ctx) -> None:
@@ -191,6 +192,24 @@ def counting_body(ctx) -> None:
     layers.parallelize(model, ctx)
     with pytest.raises(ArgumentError, match="PaliGemmaForConditionalGeneration, whose positions do not begin at 0"):
         layers.Engine(model, ctx)
+
+
+def table_body(ctx) -> None:
+    """A model that looks its positions up has so many; one that computes them any number."""
+    sizes = dict(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4)
+    opt = transformers.OPTForCausalLM(
+        transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=9)
+    )
+    with pytest.raises(ArgumentError, match="max_length is 10: expected at most 9, the positions that OPTForCausalLM"):
+        layers.Engine(opt, ctx, 1, 10)
+    assert len(layers.Engine(opt, ctx, 1, 9).generate([[5, 6]], 7)[0]) == 7
+    llama = models.build("plain")
+    layers.Engine(llama, ctx, 1, llama.config.max_position_embeddings + 1)
+
+
+@on(2)
+def test_positions_that_are_looked_up_end(world_size: int) -> None:
+    run_ranks(world_size, table_body)
 
 
 @on(3)

@@ -226,6 +226,10 @@ REFUSED = {
     "parameter": ({"model.norm.weight": "colwise"}, "model.norm.weight is a parameter, not a module"),
     "no match": ({"model.blocks.*.q": "colwise"}, "'model.blocks.\\*.q' of the plan matches no module"),
     "half an attention": ({LAYER + "self_attn.q_proj": "colwise"}, "model.layers.0.self_attn is a LlamaAttention"),
+    "half an MLP": (
+        {LAYER + "mlp.down_proj": "replicate", LAYER + "mlp.up_proj": "replicate"},
+        "gate_proj has style 'colwise' and model.layers.0.mlp",
+    ),
     "half of the words": (
         {"lm_head": "colwise"},
         "lm_head has style 'colwise', by which each rank has",

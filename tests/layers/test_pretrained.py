@@ -259,15 +259,39 @@ def lose_config(folder: Path) -> str:
     return "config.json"
 
 
-def quantise(folder: Path) -> str:
+def number_index(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": 3}}))
+    return "is not an index"
+
+
+def configure(folder: Path, **changes) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def quantise(folder: Path) -> str:
+    configure(folder, quantization_config={"quant_method": "fp8"})
     return "quantised"
 
 
+def unknown_activation(folder: Path) -> str:
+    configure(folder, hidden_act="nope")
+    return "the configuration makes no model: KeyError: 'nope'"
+
+
+def wide(folder: Path) -> str:
+    configure(folder, dtype="float64")
+    return "the configuration's dtype is torch.float64: pass dtype=torch.float32"
+
+
+SPOILT = [
+    truncate, lose_file, lose_part, spoil_index, number_index, lose_config, quantise, unknown_activation, wide,
+]  # fmt: skip
+
+
 @two_ranks
-@pytest.mark.parametrize("spoil", [truncate, lose_file, lose_part, spoil_index, lose_config, quantise])
+@pytest.mark.parametrize("spoil", SPOILT)
 def test_unreadable_checkpoints(world_size: int, saved, tmp_path: Path, spoil) -> None:
     folder = single_file(saved("plain"), tmp_path)
     expected = spoil(folder)

@@ -76,8 +76,8 @@ def again_body(ctx, folder: str, blocked: str) -> None:
     layers.from_pretrained(folder, ctx)
     with pytest.raises(ArgumentError, match="max_shard_size is 'much'"):
         model.save_pretrained(folder, max_shard_size="much")
-    for size in (0, -1):
-        with pytest.raises(ArgumentError, match=f"max_shard_size is {size}: expected at least 1 byte"):
+    for size in (0, -1, None, True, 1.5, "0GB", "-1GB"):
+        with pytest.raises(ArgumentError, match=f"max_shard_size is {size!r}: expected bytes, at least 1, or a text"):
             model.save_pretrained(folder, max_shard_size=size)
     with pytest.raises(ArgumentError, match="folder is None: expected a str or a Path"):
         model.save_pretrained(None)
