@@ -12,6 +12,7 @@ Rows: every `--batches` at the first of `--prompts`, and the first batch at ever
 import argparse
 from collections.abc import Callable
 from functools import partial
+import os
 import statistics
 import sys
 import time
@@ -54,6 +55,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.contenders = args.contenders.split(",")
     if unknown := set(args.contenders) - set(engines.NAMES):
         parser.error(f"--contenders {','.join(sorted(unknown))}: expected some of {','.join(engines.NAMES)}")
+    if args.model not in engines.SHAPES and not os.path.isdir(args.model):
+        parser.error(f"--model {args.model}: expected one of {', '.join(engines.SHAPES)}, or a checkpoint's folder")
     args.title = args.model.rstrip("/").rpartition("/")[2]
     args.command = args.command.replace(args.model, args.title)  # no folders of this machine
     shape = args.title + (f"-{args.layers}layers" if args.layers else "")

@@ -146,3 +146,9 @@ def test_rows_are_batches_at_the_first_prompt_and_prompts_at_the_first_batch():
     assert llm.rows_of(args) == [(1, 128), (16, 128), (1, 8192)]
     with pytest.raises(SystemExit):
         llm.parse(["--contenders", "ours,theirs"])
+
+
+def test_a_model_that_is_no_name_and_no_folder_is_refused(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        llm.parse(["--model", "/no/such"])
+    assert "--model /no/such: expected one of llama-3-8b" in capsys.readouterr().err
