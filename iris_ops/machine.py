@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+
+from iris import platform
+import torch
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,14 @@ def machine_named(name: str, num_programs: int) -> Machine:
         return Machine(INTERPRETER, 1, 0.05, 1.0, 1.0, 2000.0, 5000.0, 5000.0, 1 << 40)
     scale = num_programs / 132
     return Machine(name, num_programs, 740.0 * scale, 4300.0 * scale, 380.0, 3.2, 6.5, 1.6, 64 << 10)
+
+
+@cache
+def machine_of(device: torch.device) -> Machine:
+    """The rates that the model of `predict.py` reckons with on `device`."""
+    if device.type == "cpu":
+        return machine_named("interpreter", 1)
+    properties = torch.cuda.get_device_properties(device)
+    known = machine_named(properties.name, properties.multi_processor_count)
+    # a Hopper GPU under any name, and whatever another one has room for
+    return replace(known, warp_roles=platform.has_warp_roles(device), shared_bytes=platform.shared_bytes(device))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from iris.errors import DeviceError, DtypeError, ShapeError
 import torch
 
-from . import all_gather_matmul_roles, gating, launch, torch_product, warp_roles
+from . import all_gather_matmul_roles, gating, torch_product, warp_roles
+from .machine import machine_of
 from .operands import as_stored
 from .plan import BROUGHT
 from .predict import gemm_us
@@ -67,7 +68,7 @@ def matmul_gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
     check(A, B, bias)
     out = A.new_empty(A.shape[0], B.shape[1] // 2)
     problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, True)
-    config = chosen(problem, launch.machine(ctx.device))
+    config = chosen(problem, machine_of(ctx.device))
     if config is None or as_stored(B) is B or not warp_roles.serve(config, A, B, out):
         gating.multiply(out, A, B, bias)
         return out

@@ -18,6 +18,7 @@ import torch
 
 from . import gating, launch, norm_ahead
 from .config import FusedConfig
+from .machine import machine_of
 from .norm_ahead import Ahead
 from .plan import plan
 from .problem import (
@@ -157,7 +158,7 @@ class Ops:
         self._ctx._side.join()
 
     def _plan(self, problem: Problem, explained: bool = False) -> FusedConfig:
-        return plan(problem, launch.machine(self._ctx.device), explained)
+        return plan(problem, machine_of(self._ctx.device), explained)
 
     def _call(
         self, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None = None, scale=None

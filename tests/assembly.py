@@ -26,7 +26,7 @@ FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul
 # Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
 REDUCTIONS = ("few_rows_all", "few_rows_all_norm", "few_rows_owners", "few_rows_owners_norm", "few_rows_scatter")
 EXCHANGES = (*REDUCTIONS, "few_rows_gather", "few_rows_gather_first")
-WORLD_SIZE = 4  # of compile_kernels.py
+WORLD_SIZE = 4  # of kernel_variants.py
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,8 @@ def test_the_assembler_moves_nothing_before_the_wait(compiled, tmp_path: Path, n
 def test_kernels_for_gpus_before_hopper_neither_wait_nor_lead() -> None:
     """In a process of its own, because the interpreter must be off."""
     compiling = (
-        "from tests.compile_kernels import GPUTarget, TARGETS, compile_kernel, variants\n"
+        "from tests.compile_kernels import GPUTarget, TARGETS, compile_kernel\n"
+        "from tests.kernel_variants import variants\n"
         "for name, kernel, options, constants in variants(TARGETS['sm_90']):\n"
         "    if name in ('step_weigh', 'step_stretch'):\n"
         "        ptx = compile_kernel(kernel, GPUTarget('cuda', 89, 32), options, **constants).asm['ptx']\n"

@@ -12,7 +12,7 @@ import random
 from types import SimpleNamespace
 
 from iris import platform
-from iris_ops import FusedConfig, fp8_rows, launch, warp_roles
+from iris_ops import FusedConfig, arguments, fp8_rows, warp_roles
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import plan
 from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
@@ -84,13 +84,11 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
     if problem.fp8:  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
-        with_roles = config.algorithm == "overlapped" or launch.sums_with_roles(problem, config)
+        with_roles = config.algorithm == "overlapped" or arguments.sums_with_roles(problem, config)
         if problem.M <= fp8_rows.MOST_ROWS or with_roles and not warp_roles.serve(config, *eight, tensors[0], 1 << 10):
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
-    few_rows = launch._FEW_ROWS.get(problem.op, launch._few_rows)
-    prepare = launch._OVERLAPPED[problem.op] if config.algorithm == "overlapped" else few_rows
-    kernel, (programs, *others), args = prepare(ctx, workspace, problem, config, *tensors)
+    kernel, (programs, *others), args = arguments.way_of(problem, config)(ctx, workspace, problem, config, *tensors)
     assert set(args) == set(kernel.arg_names) - {"TRACING"}
     assert 1 <= programs <= machine.num_programs and others == [1, 1]
     assert all(value >= 0 for value in args.values() if type(value) is int)
@@ -98,9 +96,9 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
     if "sharers" in args:
         assert args["left"].numel() >= args["sharers"] and args["parts"].numel() >= args["sharers"] * tile
         if args["SHARED"]:
-            check_begins(launch.gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.fp8)))
+            check_begins(arguments.gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.fp8)))
     if "rounded" in args:
-        cut = (launch.gemm_tiles(problem, config) - args["rounded"]) * (args["SPLITS"] - 1)
+        cut = (arguments.gemm_tiles(problem, config) - args["rounded"]) * (args["SPLITS"] - 1)
         own = problem.world_size * -(-args["part_rows"] // config.block_m) * args["PIECES"]
         assert args["parts"].numel() >= cut * tile and flags >= own + cut
     if "slot_words" in args:
@@ -123,7 +121,7 @@ def check_begins(tiles: int, args: dict, steps: int) -> None:
 def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "num_programs", lambda device: machine.num_programs)
     monkeypatch.setattr(platform, "has_warp_roles", lambda device: machine.warp_roles)
-    monkeypatch.setattr(launch, "machine", lambda device: machine)
+    monkeypatch.setattr(arguments, "machine_of", lambda device: machine)
     rng = random.Random(machine.num_programs)
     for _ in range(2000):
         op, form = rng.choice(FORMS)

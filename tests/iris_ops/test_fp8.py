@@ -7,7 +7,7 @@ from itertools import product
 import iris
 from iris import platform
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris_ops import FusedConfig, fp8, fp8_rows, fp8_tiles, launch, library
+from iris_ops import FusedConfig, arguments, fp8, fp8_rows, fp8_tiles, library
 from iris_ops.norm_ahead import second_half, spans
 from iris_ops.plan import FP8_STREAM
 from iris_ops.problem import ALL_REDUCE, Problem
@@ -360,7 +360,7 @@ def arguments_body(ctx: iris.Iris) -> None:
             out, workspace = torch.empty(M, N, dtype=BF16, device=ctx.device), ctx.ops._own_workspace()
             problem = Problem(ALL_REDUCE, "", M, N, K, ctx.num_ranks, BF16, fp8=True)
             tensors = out, A[0], B[0], bias, scales[0]
-            kernel, where, args = launch._few_rows_fp8(ctx, workspace, problem, FP8_STREAM, *tensors)
+            kernel, where, args = arguments.streamed(ctx, workspace, problem, FP8_STREAM, *tensors)
             assert {*args} == {*kernel.arg_names} - {"TRACING"} and where == (grid, 1, 1)
             step_product_fp8.multiply(out, A[0], B[0].t(), scales[0], bias, False, None, 0.0, True)
             step_grid, step_args = given.pop()

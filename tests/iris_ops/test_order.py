@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import iris
 from iris import platform
-from iris_ops import FusedConfig, exchange_roles, launch, warp_roles
+from iris_ops import FusedConfig, arguments, exchange_roles, warp_roles
 from iris_ops.all_gather_matmul_roles import SourceTiles
 from iris_ops.owned_tiles import turn
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
@@ -196,7 +196,7 @@ def test_steps_of_shared_tiles_are_counted_as_deep_as_int32_goes(monkeypatch: py
     for K, shared, programs in ((1 << 21, 130, 132), (1 << 22, 0, 130)):
         asked = Problem(MATMUL_GATHER, "rows", 1280, 1664, K, 1, torch.bfloat16)
         A, B = (torch.empty(size, K, dtype=torch.bfloat16, device="meta") for size in (1280, 1664))
-        grid, args = launch._roles(ctx, workspace, asked, config, {}, A, B.t(), None)
+        grid, args = arguments._roles(ctx, workspace, asked, config, {}, A, B.t(), None)
         assert grid == (programs, 1, 1) and args["shared_tiles"] == shared and args["SHARED"] == (shared > 0), K
 
 

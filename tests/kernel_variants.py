@@ -1,0 +1,219 @@
+"""What `compile_kernels.py` compiles for a target: every kernel, in the forms that differ."""
+
+from __future__ import annotations
+
+from iris.ccl.accumulate import accumulate_kernel
+from iris.ccl.by_flags import flags_kernel
+from iris.ccl.by_words import words_kernel
+from iris.ccl.ring import ring_kernel
+from iris.device import sync
+from iris.tracing import clock_offset_kernel
+from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, fp8_tiles, gating, warp_roles
+from iris_ops.all_gather_matmul import all_gather_matmul_kernel
+from iris_ops.all_gather_matmul_roles import all_gather_matmul_roles_kernel
+from iris_ops.few_rows import few_rows_kernel
+from iris_ops.few_rows_gather import few_rows_gather_kernel
+from iris_ops.fp8 import round_rows_kernel
+from iris_ops.machine import machine_named
+from iris_ops.matmul_all_gather import matmul_all_gather_kernel
+from iris_ops.matmul_all_gather_roles import matmul_all_gather_roles_kernel
+from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel
+from iris_ops.plan import fitting
+from iris_ops.predict import FP8_TILES
+from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel
+from iris_ops.sum_parts import sum_parts_kernel
+from layers import step_product, step_product_fp8
+from layers.step_attention import rows_of_block, stretch_kernel, weigh_kernel
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+
+from benchmarks.rma_kernels import block_words, move_kernel
+from tests import gluon_kernels, rma_kernels
+
+WORLD_SIZE = 4
+# Whose shared memory decides how many stages plans give a tile.
+MACHINES = {90: "NVIDIA H200", 100: "NVIDIA H200", "gfx942": "AMD Instinct MI300X", "gfx950": "AMD Instinct MI350X"}
+# By what follows the product: block_m, block_k, warps.
+FEW_ROWS = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 8), "gather": (32, 256, 4)}
+TRACED = {
+    90: (
+        "all_reduce_tma",
+        "matmul_all_gather_tma",
+        "all_gather_matmul_rows_tma",
+        "few_rows_owners",
+        "few_rows_gather_first",
+        "few_rows_fp8_8_3",
+        "all_reduce_roles_256",
+        "matmul_all_gather_roles_128",
+        "all_gather_matmul_roles_256",
+        "exchange_roles",
+    ),
+    "gfx942": ("all_reduce_pointers",),
+    "gfx950": ("all_reduce_pointers",),
+}
+
+
+def variants(target: GPUTarget):
+    """(name, kernel, options, constants) of everything that is compiled for `target`."""
+    cuda = target.backend == "cuda"
+    machine = machine_named(MACHINES[target.arch], 1)
+    (m, n, k, warps, stages), *_ = fitting(2, machine, few=False)
+    block, options = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k), dict(num_warps=warps, num_stages=stages)
+    few_stages = {tuple(tile): stages for *tile, stages in fitting(2, machine, few=True)}
+    strides = dict(stride_ak=1, stride_bk=1, stride_on=1)
+    common = dict(GROUP_M=8, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True, WAITER=1, B_TRANSPOSED=True, **block, **strides)
+    for tma in (True, False) if cuda else (False,):
+        kind = "tma" if tma else "pointers"
+        loads = dict(TMA_A=tma, TMA_B=tma)
+        for all_reduce in (False, True):
+            name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_{kind}"
+            flags = dict(BY_COLS=False, ALL_REDUCE=all_reduce)
+            yield name, reduce_scatter_kernel, options, {**common, **loads, **flags}
+        yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads}
+        for by_k in (False, True):
+            name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
+            flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, SPLITS=1 if by_k else 2, TMA_G=tma, **loads)
+            yield name, all_gather_matmul_kernel, options, {**common, **flags}
+    no_norm = dict.fromkeys(("residual", "weight", "scaled", "squares"))
+    no_scales = dict.fromkeys(("a_scales", "b_scales"))
+    few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
+    for exchange, (m, k, warps) in FEW_ROWS.items():
+        constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}
+        stages = few_stages[m, few["BLOCK_N"], k, warps]
+        options, constants = dict(num_warps=warps, num_stages=stages), constants | no_scales
+        yield f"few_rows_{exchange}", few_rows_kernel, options, constants | no_norm
+        if exchange in ("all", "owners"):
+            yield f"few_rows_{exchange}_norm", few_rows_kernel, options, constants
+    flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
+    gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
+    yield "few_rows_gather_first", few_rows_gather_kernel, gathering, {**few, **flags}
+    yield "gate", gating.gate_kernel, dict(num_warps=8), dict(BLOCK_M=4, BLOCK_N=1024)
+    arrival = dict(WORLD_SIZE=WORLD_SIZE, WAITER=3)
+    yield "arrived", copy_engines.arrived_kernel, dict(num_warps=1), arrival
+    constants = dict(stride_on=1, BLOCK_M=2, BLOCK_N=1024, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True)
+    yield "sum_parts", sum_parts_kernel, dict(num_warps=8), constants
+    heads = dict(GROUPS=16, DIM=128, BLOCK=64)
+    for whole in (False, True):
+        name = "step_whole" if whole else "step_stretch"
+        yield name, stretch_kernel, dict(num_warps=4, num_stages=3), {**heads, "WHOLE": whole}
+    wide = dict(dtype="fp32", GROUPS=16, DIM=512, BLOCK=rows_of_block(512 * 4, machine.shared_bytes), WHOLE=True)
+    yield "step_wide", stretch_kernel, dict(num_warps=4, num_stages=3), wide
+    if cuda:  # AMD's e4m3 is another one
+        yield "round_rows", round_rows_kernel, dict(num_warps=16), dict(BLOCK=16384)
+    if target.arch == 90:
+        yield from with_roles()
+        yield from in_eight_bits()
+        for (m, n, k, warps), (stages, _) in FP8_TILES.items():
+            constants = dict(few, BLOCK_M=m, BLOCK_N=n, BLOCK_K=2 * k, TMA_A=True, EXCHANGE="all", BY_COLS=False)
+            options = dict(num_warps=warps, num_stages=stages)
+            yield f"few_rows_rounded_{m}", few_rows_kernel, options, constants if m == 64 else constants | no_norm
+        for (m, n, k, warps), stages in fp8_tiles.TILES.values():
+            constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, HAS_BIAS=m == 64)
+            options = dict(num_warps=warps, num_stages=stages)
+            yield f"fp8_tiles_{m}_{n}", fp8_tiles.fp8_tiles_kernel, options, constants
+    for gated in (False, True):
+        k, stages = step_product.depth(machine.shared_bytes, gated)
+        rows = dict(BLOCK_M=step_product.MOST_ROWS, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
+        name = "step_product_gated" if gated else "step_product"
+        constants = dict(HAS_BIAS=True, GATED=gated, TMA_B=cuda, SPANS=128, **rows)
+        options = dict(num_warps=4, num_stages=stages)
+        yield name, step_product.step_product_kernel, options, {**constants, "squares": None}
+        yield f"{name}_norm", step_product.step_product_kernel, options, constants
+    yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
+    yield from collectives()
+    yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
+    yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
+    for name, kernel in rma_kernels.ALL.items():
+        yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)
+        if name in ("rma_load", "rma_store"):
+            yield f"{name}_bytes", kernel, dict(num_warps=4), dict(dtype="i8", WORLD_SIZE=WORLD_SIZE, BLOCK=4096)
+    for op in ("load", "store", "put"):
+        stages = 3 if cuda and op != "store" else 1
+        constants = dict(dtype="i32", OP=op, STAGES=stages, BLOCK=block_words(op), WORLD_SIZE=WORLD_SIZE)
+        yield f"benchmark_{op}", move_kernel, dict(num_warps=32 if cuda else 16), constants
+    for kernel, block, per_thread in (
+        (gluon_kernels.gluon_put_and_signal_kernel, 2048, 8),
+        (gluon_kernels.gluon_copies_kernel, 2048, 8),
+        (gluon_kernels.gluon_recorded_put_kernel, 2048, 8),
+        (gluon_kernels.gluon_atomics_kernel, 128, 1),
+    ):
+        layout = gl.BlockedLayout([per_thread], [target.warp_size], [4], [0])
+        name = kernel.__name__.removesuffix("_kernel")
+        yield name, kernel, dict(num_warps=4), dict(BLOCK=block, LAYOUT=layout)
+
+
+def with_roles():
+    """Programs whose warps have roles, with both tiles that plans take; bias, layout of B, shared tiles in rotation."""
+    common = dict(BLOCK_M=128, BLOCK_K=64, GROUP_M=8, WORLD_SIZE=WORLD_SIZE, WAITER=1)
+    no_scales = dict(a_scales=None, b_scales=None)
+    for n, stages in ((256, 3), (128, 5)):
+        known = common | dict(BLOCK_N=n, STAGES=stages, B_TRANSPOSED=n == 256, **warp_roles.layouts(128, n))
+        for all_reduce in (False, True):
+            name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_roles_{n}"
+            choice = dict(BY_COLS=n == 128, ALL_REDUCE=all_reduce, HAS_BIAS=all_reduce, SHARED=all_reduce == (n == 128))
+            yield name, reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice | no_scales
+        eight = known | choice | dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, n, 1))
+        yield f"all_reduce_roles_{n}_fp8", reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), eight
+        gated = n == 256
+        across = warp_roles.in_rows(warp_roles.MOVING, n // 2 if gated else n)
+        name = f"all_gather_matmul_roles_{n}"
+        choice = dict(HAS_BIAS=True, MOVE=across, GATED=gated)
+        yield name, all_gather_matmul_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
+        choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
+        name = f"matmul_all_gather_roles_{n}"
+        yield name, matmul_all_gather_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
+    words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
+    words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
+    options = dict(num_warps=warp_roles.MULTIPLYING)
+    yield "exchange_roles", exchange_roles.exchange_roles_kernel, options, words | no_scales
+    words |= dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, 128, 1))
+    yield "exchange_roles_fp8", exchange_roles.exchange_roles_kernel, options, words
+
+
+def in_eight_bits():
+    """Products of few rows with weights in eight bits: all tiles, with and without what else they can do."""
+    for (rows, tiles), stages in (fp8_rows.RINGS[1] | fp8_rows.RINGS[3]).items():
+        known = dict(BLOCK_M=rows, T=tiles, STAGES=stages, SLICES=fp8_rows.WARPS, HAS_BIAS=rows == 8)
+        no_norm = {} if tiles == 3 else dict.fromkeys(("residual", "weight", "scaled", "squares"))
+        exchange = dict(WORLD_SIZE=WORLD_SIZE, WAITER=1, stride_on=1, **few_rows_fp8.layouts(rows), **no_norm)
+        options = dict(num_warps=fp8_rows.WARPS)
+        yield f"few_rows_fp8_{rows}_{tiles}", few_rows_fp8.few_rows_fp8_kernel, options, known | exchange
+        choice = dict(GATED=tiles == 2, SPANS=128) | ({} if rows == 8 else dict(squares=None))
+        yield f"step_product_fp8_{rows}_{tiles}", step_product_fp8.step_product_fp8_kernel, options, known | choice
+
+
+def traced(target: GPUTarget):
+    """One variant of each kernel that can record, as it does; on AMD of one kernel."""
+    for name, kernel, options, constants in variants(target):
+        if name in TRACED.get(target.arch, ()):
+            yield f"traced_{name}", kernel, options, {**constants, "TRACING": True}
+
+
+def collectives():
+    """Of `iris.ccl`: each kernel in the forms that differ, on rows that stand apart or on whole tensors."""
+    flat = dict(IN_LAYOUT=0, OUT_LAYOUT=0, stride_im=1, stride_om=1)
+    rows = dict(IN_LAYOUT=1, OUT_LAYOUT=1)
+    common = dict(stride_in=1, stride_on=1, INTERLEAVED=False, TILE_N=1, GROUP_M=4, WORLD_SIZE=WORLD_SIZE, WAITER=6)
+    both = dict(SCATTER=True, REDUCE=True, GATHER=True, ONE_OUT=False)
+    forms = {
+        "one_shot": dict(both, SCATTER=False, GATHER=False),
+        "two_shot": both,
+        "scatter": dict(both, GATHER=False, ONE_OUT=True),
+        "gather": dict(both, SCATTER=False, REDUCE=False, GATHER=False),
+        "exchange": dict(both, REDUCE=False, GATHER=False),
+    }
+    for form, layout in (("one_shot", flat), ("two_shot", rows)):
+        yield f"ccl_words_{form}", words_kernel, dict(num_warps=4), common | forms[form] | layout | dict(BLOCK=1024)
+    for form, layout in (("two_shot", rows), ("scatter", flat), ("gather", flat), ("exchange", rows)):
+        known = common | forms[form] | layout
+        yield f"ccl_flags_{form}", flags_kernel, dict(num_warps=8), known | dict(BLOCK=8192)
+        if form != "scatter":
+            yield f"ccl_flags_{form}_bytes", flags_kernel, dict(num_warps=8), known | dict(BLOCK=16384, dtype="i8")
+    others = {
+        "ccl_ring": (ring_kernel, dict(RINGS=2)),
+        "ccl_atomic": (accumulate_kernel, dict(LOCKED=False)),
+        "ccl_spinlock": (accumulate_kernel, dict(LOCKED=True)),
+    }
+    for name, (kernel, choice) in others.items():
+        known = common | flat | choice | dict(BLOCK=4096)
+        yield name, kernel, dict(num_warps=8), {key: known[key] for key in kernel.arg_names if key in known}
