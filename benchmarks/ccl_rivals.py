@@ -1,6 +1,6 @@
 """What `benchmarks.ccl` compares with: torch.distributed (NCCL, gloo) and torch's symmetric memory."""
 
-import functools
+from functools import partial
 import math
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.ccl_case import Call, Case, Contender
 from benchmarks.launch import Team
+from benchmarks.rivals_torch import symmetric_memory as memory_of_all
 
 ONE_SHOT_LIMIT = 16 << 20  # beyond it nobody would send everything to everyone
 
@@ -51,14 +52,7 @@ def torch_distributed(team: Team) -> Contender:
 
 def symmetric_memory(team: Team, nbytes: int, dtype: torch.dtype) -> list[Contender]:
     """Torch's one-shot and two-shot. Their input has to lie in symmetric memory; copying it there is not counted."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    @functools.cache
-    def memory() -> torch.Tensor:
-        found = symm_mem.empty(nbytes // dtype.itemsize + team.world**2, dtype=dtype, device=team.device)
-        symm_mem.rendezvous(found, dist.group.WORLD.group_name)
-        return found
-
+    memory = partial(memory_of_all, nbytes // dtype.itemsize + team.world**2, dtype, team.device)
     group = dist.group.WORLD.group_name
 
     def one_shot(case: Case) -> tuple[Call, Call]:

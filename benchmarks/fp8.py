@@ -11,7 +11,6 @@ torch's product of rounded rows is followed by an all-reduce of NCCL or, on GPUs
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict
-import functools
 import json
 import math
 import sys
@@ -26,6 +25,7 @@ from torch.nn import functional as F
 
 from benchmarks import report
 from benchmarks.launch import Team, launch
+from benchmarks.rivals_torch import symmetric_memory
 from benchmarks.timing import INTERPRETED, QUICK, Budget, eager_batch, estimate_us, graph_batch, interleave
 
 SHAPES = {  # name: (outputs on one of four ranks, inputs)
@@ -127,7 +127,7 @@ def rivals_of(team: Team, largest: int, x: torch.Tensor, rounded: list[tuple]) -
 
     if not team.cuda:
         return {"NCCL": nccl}
-    shared = symmetric(largest, x.dtype, x.device)[: math.prod(size)].view(size)
+    shared = symmetric_memory(largest, x.dtype, x.device)[: math.prod(size)].view(size)
     group = dist.group.WORLD.group_name
 
     def one_shot(i: int) -> torch.Tensor:
@@ -137,16 +137,6 @@ def rivals_of(team: Team, largest: int, x: torch.Tensor, rounded: list[tuple]) -
         return torch.ops.symm_mem.two_shot_all_reduce_(product(i, shared), "sum", group)
 
     return {"NCCL": nccl, "one-shot": one_shot, "two-shot": two_shot}
-
-
-@functools.cache
-def symmetric(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """torch's symmetric memory."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    memory = symm_mem.empty(size, dtype=dtype, device=device)
-    symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
-    return memory
 
 
 def measure(team: Team, calls: dict, x: torch.Tensor, weights: list[torch.Tensor], budget: Budget) -> dict:

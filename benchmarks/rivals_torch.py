@@ -49,6 +49,16 @@ def _group() -> str:
     return dist.group.WORLD.group_name
 
 
+@functools.cache
+def symmetric_memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """torch's, of all ranks; one of each size. Collective."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    memory = symm_mem.empty(elements, dtype=dtype, device=device)
+    symm_mem.rendezvous(memory, _group())
+    return memory
+
+
 def _even(row: Row, world: int, dtype: torch.dtype) -> bool:
     return row.even(world)
 
@@ -129,16 +139,8 @@ class SharedBuffer:
         gathered = [row.part_rows(team.world) * row.N for row in rows if row.op == "ga" and row.form == "rows"]
         self.largest = max(reduced + gathered, default=0)
 
-    @functools.cached_property
-    def memory(self) -> torch.Tensor:
-        import torch.distributed._symmetric_memory as symm_mem
-
-        memory = symm_mem.empty(self.largest, dtype=self.dtype, device=self.device)
-        symm_mem.rendezvous(memory, _group())
-        return memory
-
     def partial(self, rows: int, columns: int) -> torch.Tensor:
-        return self.memory[: rows * columns].view(rows, columns)
+        return symmetric_memory(self.largest, self.dtype, self.device)[: rows * columns].view(rows, columns)
 
     def one_shot(self, inputs: Inputs) -> Call:
         shared, out = self.partial(*inputs.out_shape), inputs.new(*inputs.out_shape)
