@@ -16,7 +16,7 @@ from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
-from .tiles import Matrix, add_bias, grouped, join_parts, multiply, unit_tile
+from .tiles import Matrix, add_bias, first_row, grouped, join_parts, multiply, rows_from, unit_tile
 
 
 @device_function
@@ -165,6 +165,7 @@ def all_gather_matmul_kernel(
         rows = min(M - first, part_rows)
         if row < rows:
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            loaded = first_row(row, rows, BLOCK_M)
             for i in tl.static_range(WORLD_SIZE if BY_K else 1):
                 source = part * 0 + i if BY_K else part
                 k0 = source * part_cols if BY_K else k
@@ -178,8 +179,8 @@ def all_gather_matmul_kernel(
                     arch.fence_async_proxy()
                     own_depth, depth = 0, min(part_cols, K - k0) if BY_K else k_depth
                 span = ctx.tracing.record_event_start(PRODUCT, source, out, tile_m, tile_n, nbytes=0)
-                acc = multiply(own_tile, B, row, col, a0, k0, own_depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
-                start = source * part_rows + row
+                acc = multiply(own_tile, B, loaded, col, a0, k0, own_depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+                start = source * part_rows + loaded
                 acc = multiply(peers_tile, B, start, col, a0, k0, depth, acc, BLOCK_M, BLOCK_N, BLOCK_K)
                 ctx.tracing.record_event_end(span)
             acc, whole, joined = join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS, WAITER)
@@ -188,8 +189,9 @@ def all_gather_matmul_kernel(
                 if HAS_BIAS:
                     acc = add_bias(acc, bias, col, N, BLOCK_N)
                 C = Matrix(out, first + rows, N, stride_om, stride_on, False)
-                target, mask = C.pointers(first + row, col, BLOCK_M, BLOCK_N)
-                tl.store(target, arch.round_to(acc, out.dtype.element_ty), mask=mask)
+                r, own_row = rows_from(loaded, row, rows, tl.arange(0, BLOCK_M), BLOCK_M, False)
+                target, mask = C.places(first + r, col + tl.arange(0, BLOCK_N))
+                tl.store(target, arch.round_to(acc, out.dtype.element_ty), mask=mask & own_row[:, None])
         unit = next_tile(sync)
     if (num_n == 0) & (tl.program_id(0) == 0):  # no tile here waits for what peers store here, whose own N may be more
         for i in range(num_m * PIECES * (WORLD_SIZE - 1)):

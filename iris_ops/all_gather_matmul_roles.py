@@ -28,7 +28,7 @@ from .config import FusedConfig
 from .operands import as_stored
 from .problem import Problem
 from .rounds import gemm_tiles
-from .tiles import grouped, known
+from .tiles import first_row, grouped, known
 from .units import Units
 from .warp_roles import NOWHERE, allocate, multiply_tiles
 
@@ -68,6 +68,14 @@ class SourceTiles:
         return source * self.part_rows + tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
 
 
+@device_function
+def _of_source(row, part_rows, M, BLOCK_M: tl.constexpr):
+    """Of the rank whose row `row` is: (where its rows begin, and end, whence a tile from there is loaded)."""
+    begin = row // part_rows * part_rows
+    end = min(M, begin + part_rows)
+    return begin, end, begin + first_row(row - begin, end - begin, BLOCK_M)
+
+
 @_aggregate
 class _Gathered:
     """Where other ranks' rows than those of `rank` arrive: in `rows` [M, K], when the rank's flag is `expected`."""
@@ -78,11 +86,12 @@ class _Gathered:
     expected: base_value
     part_rows: base_value
     M: base_value
+    BLOCK_M: tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, rank, rows, flags, expected, part_rows, M):
+    def __init__(self, rank, rows, flags, expected, part_rows, M, BLOCK_M):
         self.rank, self.rows, self.flags, self.expected = rank, rows, flags, expected
-        self.part_rows, self.M = known(part_rows), known(M)
+        self.part_rows, self.M, self.BLOCK_M = known(part_rows), known(M), known(BLOCK_M)
 
     @gluon.jit
     def load(self, ctx, own, row, k, loaded, place):
@@ -92,6 +101,11 @@ class _Gathered:
             tma.async_copy_global_to_shared(own, [row - first, k], loaded, place)
         else:
             tma.async_copy_global_to_shared(self.rows, [row, k], loaded, place)
+
+    @gluon.jit
+    def first(self, row):
+        """Whence a tile from `row` on is loaded: rows of one rank."""
+        return _of_source(row, self.part_rows, self.M, self.BLOCK_M)[2]
 
     @gluon.jit
     def await_rows(self, ctx, row, ready, wanted, WAITER: gl.constexpr):
@@ -118,7 +132,7 @@ def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr
         tile, _, _, complete = units.at(unit, programs)
         if complete:
             row, col, _bias = tiles.place(tile)
-            end = min(M, (row // tiles.part_rows + 1) * tiles.part_rows)
+            _begin, end, first = _of_source(row, tiles.part_rows, M, PARTS * ROWS)
             c = col + gl.arange(0, tiles.BLOCK_N, layout=gl.SliceLayout(0, MOVE))
             mbarrier.wait(shared.ready, done & 1)
             for part in range(PARTS):
@@ -134,9 +148,9 @@ def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr
                 if GATED:
                     gate = values.to(gl.float32)
                     values = arch.round_to(gate / (1.0 + gl.exp(-gate)) * second.to(gl.float32), out.dtype.element_ty)
-                r = row + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
+                r = first + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
                 place = (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
-                gl.store(out + place, values, mask=(r < end)[:, None] & (c < N)[None, :])
+                gl.store(out + place, values, mask=((r >= row) & (r < end))[:, None] & (c < N)[None, :])
             done += 1
 
 
@@ -160,13 +174,13 @@ def all_gather_matmul_roles_kernel(
     tiles = SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
-    others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M)
+    others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M, BLOCK_M)
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
                 (
-                    ctx, a, others, b, NOWHERE, NOWHERE, shared, units, tiles, bias, out, flags, 0, N, B_TRANSPOSED,
+                    ctx, a, others, b, NOWHERE, NOWHERE, shared, units, tiles, bias, out, flags, 0, M, N, B_TRANSPOSED,
                     HAS_BIAS, ACC, WAITER,
                 ),
             ),
@@ -211,6 +225,7 @@ def product(
 
 def _arguments(problem: Problem, config: FusedConfig, out, A, gathered, B, bias) -> dict:
     args = warp_roles.arguments(A, B, bias, config)
+    args["a"] = warp_roles.described(A, (config.block_m, config.block_k))
     if problem.gated:
         stored = as_stored(B)
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])

@@ -21,7 +21,7 @@ from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES
-from .operands import as_stored, operand
+from .operands import as_stored, operand, rows_operand
 from .predict import spread_us, sums_with_roles, tile_us
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
@@ -50,10 +50,13 @@ def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, i
     return max(1, min(units, config.num_programs or limit, limit)), 1, 1
 
 
-def _product(out, A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0) -> dict:
-    """The arguments that say how what is multiplied lies in memory. `k_step`, `n_step`: where in B parts begin."""
+def _product(out, A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0, folds: bool = True) -> dict:
+    """The arguments that say how what is multiplied lies in memory. `k_step`, `n_step`: where in B parts begin.
+
+    `folds`: see `operands.rows_operand`.
+    """
     depth = config.depth(A.dtype == FP8)
-    a, tma_a = operand(A, (config.block_m, depth))
+    a, tma_a = rows_operand(A, (config.block_m, depth), folds)
     stored = as_stored(B)
     transposed = stored is not B
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
@@ -207,7 +210,7 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
     rows, cols, _ = gathered_part(problem)
     ld = exchange_ld(problem.K)
     gathered = workspace.staging.view(problem.dtype)[: problem.M * ld].view(problem.M, ld)[:, : problem.K]
-    gathered_tile, tma_g = operand(gathered, (config.block_m, config.block_k))
+    gathered_tile, tma_g = rows_operand(gathered, (config.block_m, config.block_k))
     product = {name: value for name, value in _product(out, A, B, bias, config).items() if name not in ("a", "TMA_A")}
     # pieces: about as many as programs, so that all move data at once
     across = triton.cdiv(cols, _PIECE_K)
@@ -260,7 +263,7 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     gathered = workspace.staging.view(problem.dtype)[: w * rows * ld].view(w * rows, ld)[:, :cols]
     tile = (config.block_m, config.block_k)
     gathered_tile, tma_g = operand(gathered, tile)
-    product = _product(out, A, B, bias, config, k_step=cols if by_k else 0)
+    product = _product(out, A, B, bias, config, k_step=cols if by_k else 0, folds=False)
     tiles = gemm_tiles(problem, config)
     cut = cut_tiles(problem, config, platform.num_programs(ctx.device))
     grid = _grid(ctx.device, config, max(tiles + cut * (config.splits - 1), config.comm_programs))

@@ -39,7 +39,7 @@ def _multiply_and_take(
 ):  # fmt: skip
     """The multiplying warps: products, which no bias is added to, and behind them all owners' sums to `out`."""
     multiply_tiles(
-        ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, N, B_TRANSPOSED, False,
+        ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, M, N, B_TRANSPOSED, False,
         ACC, WAITER,
     )  # fmt: skip
     ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.product.shape[1])  # there are twice as many warps as move
@@ -67,12 +67,12 @@ def _send(ctx, shared, slot, bases, row, col, M, part_rows, ld, spread, MOVE: gl
     for part in range(shared.product.shape[0]):
         pace(begin, spread, part, shared.product.shape[0])
         words = seal(rows_of(shared, part, MOVE).to(gl.float32), shared.product.dtype)
-        r, c = places_of(shared, part, MOVE)
-        r, c = row + r, col + c
+        r, c, own = places_of(shared, part, row, M, MOVE)
+        c = col + c
         for i in gl.static_range(1, ctx.world_size + 1):  # our own too: every rank sums the same numbers
             to = (ctx.rank + i) % ctx.world_size
             down = r - to * part_rows
-            theirs = ((down >= 0) & (down < part_at(M, part_rows, to)))[:, None] & (c < ld)[None, :]
+            theirs = (own & (down >= 0) & (down < part_at(M, part_rows, to)))[:, None] & (c < ld)[None, :]
             place = (down.to(gl.int64) * ld)[:, None] + c[None, :]
             gl.store(remote(ctx, mine, bases, to) + place, words, mask=theirs, cache_modifier=".wt")
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .norm_ahead import add_ahead, norm_ahead
-from .tiles import Matrix, add_bias, multiply_transposed, scale_transposed, start_in_turn
+from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed, start_in_turn
 
 
 @device_function
@@ -85,6 +85,7 @@ def few_rows_kernel(
     # ("scatter", "gather"); sync: [epoch, finished]
     arch.follow()
     SUMS: tl.constexpr = EXCHANGE == "scatter" or EXCHANGE == "owners"
+    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -102,24 +103,27 @@ def few_rows_kernel(
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
         span = tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
-        product = multiply_transposed(A, B, row, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        first = first_row(row, M, BLOCK_M)
+        product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+        own_row &= r < M
         if b_scales is not None:
-            product = scale_transposed(product, a_scales, b_scales, row, col, M, N)
+            product = scale_transposed(product, a_scales, b_scales, r, col, M, N)
         product = product.T
         tracing.record_event_end(span)
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(tl.int32), last_epoch + 1, settled(all_bases)
         ctx = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING)
-        r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+        c = col + tl.arange(0, BLOCK_N)
         slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
         mine = slot + (rank * part_rows).to(tl.int64) * ld
         if EXCHANGE == "gather":
             if HAS_BIAS:
                 product = add_bias(product, bias, col, N, BLOCK_N)
-            first_row, first_col = (0, rank * part_cols) if BY_COLS else (rank * part_rows, 0)
-            C = Matrix(out, first_row + M, first_col + N, stride_om, stride_on, False)
-            target, mask = C.pointers(first_row + row, first_col + col, BLOCK_M, BLOCK_N)
-            tl.store(target, arch.round_to(product, dtype), mask=mask)
+            above, before = (0, rank * part_cols) if BY_COLS else (rank * part_rows, 0)
+            C = Matrix(out, above + M, before + N, stride_om, stride_on, False)
+            target, mask = C.places(above + r, before + c)
+            tl.store(target, arch.round_to(product, dtype), mask=mask & own_row[:, None])
         partial = seal(product, dtype)  # our own too: every rank sums the same numbers
         nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, dtype) // (WORLD_SIZE if SUMS else 1)
         span = tracing.record_event_start(PUSH, -1, staging, t % num_m, t // num_m, nbytes=nbytes)
@@ -128,14 +132,14 @@ def few_rows_kernel(
                 to = (rank + i) % WORLD_SIZE
                 if BY_COLS:
                     left = c - to * part_cols
-                    theirs = (r < M)[:, None] & ((left >= 0) & (left < part_at(N, part_cols, to)))[None, :]
+                    theirs = own_row[:, None] & ((left >= 0) & (left < part_at(N, part_cols, to)))[None, :]
                     put(ctx, mine + (r.to(tl.int64) * ld)[:, None] + left[None, :], partial, theirs, bases, to)
                 else:
                     down = r - to * part_rows
-                    theirs = ((down >= 0) & (down < part_at(M, part_rows, to)))[:, None] & (c < ld)[None, :]
+                    theirs = (own_row & (down >= 0) & (down < part_at(M, part_rows, to)))[:, None] & (c < ld)[None, :]
                     put(ctx, mine + (down.to(tl.int64) * ld)[:, None] + c[None, :], partial, theirs, bases, to)
         else:
-            mask = (r < M)[:, None] & (c < tl.where(N > 0, ld, 0))[None, :]
+            mask = own_row[:, None] & (c < tl.where(N > 0, ld, 0))[None, :]
             place = mine + (r.to(tl.int64) * ld)[:, None] + c[None, :]
             for i in tl.static_range(1, WORLD_SIZE if EXCHANGE == "gather" else WORLD_SIZE + 1):
                 put(ctx, place, partial, mask, bases, (rank + i) % WORLD_SIZE)
@@ -161,9 +165,9 @@ def few_rows_kernel(
 
     if SUMS:
         SHARE: tl.constexpr = triton.next_power_of_2((BLOCK_M + WORLD_SIZE - 1) // WORLD_SIZE)
-        own_rows, own_cols, width, first_col = part_at(M, part_rows, rank), N, ld, 0
+        own_rows, own_cols, width, before = part_at(M, part_rows, rank), N, ld, 0
         if BY_COLS:
-            own_rows, own_cols, first_col = M, part_at(N, part_cols, rank), rank * part_cols
+            own_rows, own_cols, before = M, part_at(N, part_cols, rank), rank * part_cols
             width = own_cols
         shares = tl.cdiv(own_rows, SHARE)
         for t in range(tl.program_id(0), shares * tl.cdiv(own_cols, BLOCK_N), tl.num_programs(0)):
@@ -175,7 +179,7 @@ def few_rows_kernel(
             total, ok = take(ctx, slot + place, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE)
             tracing.record_event_end(span)
             if HAS_BIAS:
-                total = add_bias(total, bias + first_col, col, own_cols, BLOCK_N)
+                total = add_bias(total, bias + before, col, own_cols, BLOCK_N)
             if EXCHANGE == "owners":
                 if ok:
                     sums = behind + (rank * part_rows).to(tl.int64) * ld + place
@@ -199,14 +203,14 @@ def few_rows_kernel(
                 for i in tl.static_range(1, WORLD_SIZE):
                     source = (rank + i) % WORLD_SIZE
                     if BY_COLS:
-                        first_row, first_col, rows, cols = 0, source * part_cols, M, part_at(whole, part_cols, source)
+                        above, before, rows, cols = 0, source * part_cols, M, part_at(whole, part_cols, source)
                     else:
-                        first_row, first_col, rows, cols = source * part_rows, 0, part_at(whole, part_rows, source), N
+                        above, before, rows, cols = source * part_rows, 0, part_at(whole, part_rows, source), N
                     mask = (r < rows)[:, None] & (c < tl.where(cols > 0, ld, 0))[None, :]
                     from_them = slot + source * source_step + place
                     tile, _ = take(ctx, from_them, source_step, mask, source, epoch, WAITER, dtype, 1)
-                    C = Matrix(out, first_row + rows, first_col + cols, stride_om, stride_on, False)
-                    target, inside = C.pointers(first_row + row, first_col + col, BLOCK_M, BLOCK_N)
+                    C = Matrix(out, above + rows, before + cols, stride_om, stride_on, False)
+                    target, inside = C.pointers(above + row, before + col, BLOCK_M, BLOCK_N)
                     tl.store(target, arch.round_to(tile, dtype), mask=inside)
             else:
                 mask = (r < M)[:, None] & (c < ld)[None, :]

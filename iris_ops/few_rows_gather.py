@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .few_rows import part_at
-from .tiles import Matrix, add_bias, multiply_transposed
+from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
 
 
 @triton.jit(do_not_specialize=["M", "a_rows", "part_rows"])
@@ -67,6 +67,7 @@ def few_rows_gather_kernel(
     arch.follow()
     ctx = own_context(words, WORLD_SIZE, TRACING)
     bases = load_bases(words, WORLD_SIZE)
+    FOLDED: tl.constexpr = TMA_G and len(gathered_tile.block_shape) == 3
     dtype: tl.constexpr = out.dtype.element_ty
     epoch = tl.load(sync) + 1
     slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
@@ -89,9 +90,9 @@ def few_rows_gather_kernel(
             put(ctx, place, sealed, mask, bases, (ctx.rank + i) % WORLD_SIZE)
         ctx.tracing.record_event_end(span)
         # where this piece stands in the whole
-        first_row, first_col = (0, ctx.rank * part_cols) if BY_K else (ctx.rank * part_rows, 0)
-        whole = Matrix(gathered, first_row + a_rows, first_col + a_cols, gathered_ld, 1, False)
-        target, inside = whole.pointers(first_row + row, first_col + col, PIECE_M, PIECE_K)
+        above, before = (0, ctx.rank * part_cols) if BY_K else (ctx.rank * part_rows, 0)
+        whole = Matrix(gathered, above + a_rows, before + a_cols, gathered_ld, 1, False)
+        target, inside = whole.pointers(above + row, before + col, PIECE_M, PIECE_K)
         tl.store(target, values, mask=inside)
     behind = slot + WORLD_SIZE * source_step
     # Parts may be empty, and who gets nothing from a peer would not know that it has finished the call before.
@@ -108,15 +109,15 @@ def few_rows_gather_kernel(
         for i in tl.static_range(1, WORLD_SIZE):
             source = (ctx.rank + i) % WORLD_SIZE
             if BY_K:
-                first_row, first_col, rows, cols = 0, source * part_cols, M, part_at(K, part_cols, source)
+                above, before, rows, cols = 0, source * part_cols, M, part_at(K, part_cols, source)
             else:
-                first_row, first_col, rows, cols = source * part_rows, 0, part_at(M, part_rows, source), K
+                above, before, rows, cols = source * part_rows, 0, part_at(M, part_rows, source), K
             mask = (r < rows)[:, None] & (c < tl.where(cols > 0, ld, 0))[None, :]
             place = slot + source * source_step + (r.to(tl.int64) * ld)[:, None] + c[None, :]
             values, came = take(ctx, place, source_step, mask, source, epoch, WAITER, dtype, 1)
             ok = ok and came
-            whole = Matrix(gathered, first_row + rows, first_col + cols, gathered_ld, 1, False)
-            target, inside = whole.pointers(first_row + row, first_col + col, PIECE_M, PIECE_K)
+            whole = Matrix(gathered, above + rows, before + cols, gathered_ld, 1, False)
+            target, inside = whole.pointers(above + row, before + col, PIECE_M, PIECE_K)
             tl.store(target, arch.round_to(values, dtype), mask=inside)
     if tl.program_id(0) == 0:
         mask = (peers < WORLD_SIZE) & (peers != ctx.rank)
@@ -138,10 +139,12 @@ def few_rows_gather_kernel(
         for t in range(tl.program_id(0), num_m * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
             row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
             span = ctx.tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
-            product = multiply_transposed(A, B, row, col, K, BLOCK_M, BLOCK_N, BLOCK_K).T
+            first = first_row(row, M, BLOCK_M)
+            product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K).T
+            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
             ctx.tracing.record_event_end(span)
             if HAS_BIAS:
                 product = add_bias(product, bias, col, N, BLOCK_N)
-            target, mask = Matrix(out, M, N, stride_om, stride_on, False).pointers(row, col, BLOCK_M, BLOCK_N)
-            tl.store(target, arch.round_to(product, dtype), mask=mask)
+            target, mask = Matrix(out, M, N, stride_om, stride_on, False).places(r, col + tl.arange(0, BLOCK_N))
+            tl.store(target, arch.round_to(product, dtype), mask=mask & own_row[:, None])
     arch.lead()

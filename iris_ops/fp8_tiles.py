@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .operands import operand
-from .tiles import Matrix, add_bias, multiply_transposed, scale_transposed
+from .operands import operand, rows_operand
+from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed
 
 # Where rows are up to so many, and whether there are more tiles of 64 columns than programs: (rows, columns, depth of a
 # block, warps), stages.
@@ -40,14 +40,16 @@ def fp8_tiles_kernel(
     tiles = num_m * tl.cdiv(N, BLOCK_N)
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = t % num_m * BLOCK_M, t // num_m * BLOCK_N
-        acc = multiply_transposed(A, B, row, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
-        product = scale_transposed(acc, a_scales, b_scales, row, col, M, N).T
+        first = first_row(row, M, BLOCK_M)
+        acc = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, len(a.block_shape) == 3)
+        product = scale_transposed(acc, a_scales, b_scales, r, col, M, N).T
         if HAS_BIAS:
             product = add_bias(product, bias, col, N, BLOCK_N)
         if t + tl.num_programs(0) >= tiles:
             arch.lead()
-        target, inside = Matrix(out, M, N, stride_om, 1, False).pointers(row, col, BLOCK_M, BLOCK_N)
-        tl.store(target, arch.round_to(product, out.dtype.element_ty), mask=inside)
+        target, inside = Matrix(out, M, N, stride_om, 1, False).places(r, col + tl.arange(0, BLOCK_N))
+        tl.store(target, arch.round_to(product, out.dtype.element_ty), mask=inside & own_row[:, None])
 
 
 def serves(rows: int, columns: int, device: torch.device) -> bool:
@@ -71,7 +73,8 @@ def multiply(
     programs = platform.num_programs(rows.device)
     most = min(max(32, triton.next_power_of_2(M)), _MOST_ROWS)
     (m, n, k, warps), stages = TILES[most, N > programs * 64]
-    a, b = operand(rows, (m, k))[0], operand(weight, (n, k))[0]
+    a, described = rows_operand(rows, (m, k))
+    a, b = a if described else operand(rows, (m, k))[0], operand(weight, (n, k))[0]
     grid = min(programs, triton.cdiv(M, m) * triton.cdiv(N, n))
     fp8_tiles_kernel[(grid,)](
         a, b, row_scales, scale, bias, out, M, N, K, out.stride(0), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,

@@ -16,7 +16,7 @@ from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
-from .tiles import Matrix, add_bias, grouped, multiply, start_in_turn
+from .tiles import Matrix, add_bias, first_row, grouped, multiply, rows_from, start_in_turn
 
 
 @triton.jit
@@ -57,6 +57,7 @@ def matmul_all_gather_kernel(
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     start = ctx.rank.to(tl.int64) * row_step * stride_om + ctx.rank.to(tl.int64) * col_step * stride_on
     C = Matrix(out + start, M, N, stride_om, stride_on, False)
+    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
     # as many tiles on every rank, though its own part may be short
     num_m = tl.cdiv(max(M, row_step), BLOCK_M)
     num_n = tl.cdiv(max(N, col_step), BLOCK_N)
@@ -71,12 +72,15 @@ def matmul_all_gather_kernel(
         if (row < M) & (col < N):
             span = ctx.tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            acc = multiply(A, B, row, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            first = first_row(row, M, BLOCK_M)
+            acc = multiply(A, B, first, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
             ctx.tracing.record_event_end(span)
             if HAS_BIAS:
                 acc = add_bias(acc, bias, col, N, BLOCK_N)
             result = arch.round_to(acc, out.dtype.element_ty)
-            target, mask = C.pointers(row, col, BLOCK_M, BLOCK_N)
+            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+            target, mask = C.places(r, col + tl.arange(0, BLOCK_N))
+            mask &= own_row[:, None]
             tl.store(target, result, mask=mask)
             if not entered:
                 ok = await_entered(ctx, sync, epoch, WAITER)  # before that, a peer may still read its out

@@ -38,10 +38,10 @@ def _push_tiles(
                 if unit + programs < units.count(programs):  # nothing is loaded behind the last
                     pace(begin, spread, part, shared.product.shape[0])
                 values = rows_of(shared, part, MOVE)
-                r, c = places_of(shared, part, MOVE)
-                r, c = row + r, col + c
+                r, c, own = places_of(shared, part, row, M, MOVE)
+                c = col + c
                 place = (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
-                mask = (r < M)[:, None] & (c < N)[None, :]
+                mask = (own & (r < M))[:, None] & (c < N)[None, :]
                 gl.store(out + place, values, mask=mask)
                 if ok:
                     for i in gl.static_range(ctx.world_size - 1):
@@ -74,7 +74,7 @@ def matmul_all_gather_roles_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, shared, units, tiles, bias, parts, left, epoch, N,
+                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, shared, units, tiles, bias, parts, left, epoch, M, N,
                     B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
                 ),
             ),

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .owned_tiles import OwnedTiles
-from .tiles import Matrix, add_bias, multiply, packed, start_in_turn
+from .tiles import Matrix, add_bias, first_row, multiply, packed_rows, rows_from, start_in_turn
 
 
 @triton.jit
@@ -64,6 +64,7 @@ def reduce_scatter_kernel(
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     dtype: tl.constexpr = staging.dtype.element_ty
+    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
 
     tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
     owned = tiles.owned()
@@ -80,7 +81,11 @@ def reduce_scatter_kernel(
             nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, dtype)
             span = ctx.tracing.record_event_start(PRODUCT, owner, out, tile_m, tile_n, nbytes=0)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            acc = multiply(A, B, row, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            first = first_row(row, M, BLOCK_M)
+            acc = multiply(A, B, first, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+            down, own_row = r - row, own_row & (r < rows)  # in the tile, of this owner
+            c = tl.arange(0, BLOCK_N)
             ctx.tracing.record_event_end(span)
             if not entered:
                 ok = await_entered(ctx, sync, epoch, WAITER, LANES=False)  # lanes take registers that the tile needs
@@ -93,8 +98,8 @@ def reduce_scatter_kernel(
             if owner != ctx.rank:
                 if ok:
                     span = ctx.tracing.record_event_start(PUSH, owner, staging, tile_m, tile_n, nbytes=nbytes)
-                    target, mask = packed(staging, ctx.rank * owned + slot, rows - row, BLOCK_M, BLOCK_N)
-                    tl.store(ctx.remote(target, owner), arch.round_to(acc, dtype), mask=mask)
+                    target = packed_rows(staging, ctx.rank * owned + slot, down, BLOCK_M, BLOCK_N)
+                    tl.store(ctx.remote(target, owner), arch.round_to(acc, dtype), mask=own_row[:, None])
                     ctx.tracing.record_event_end(span)
                 pending = slot
                 pending_owner = owner
@@ -103,16 +108,15 @@ def reduce_scatter_kernel(
                 for i in tl.static_range(1, WORLD_SIZE):
                     source = (ctx.rank + i) % WORLD_SIZE
                     ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok
-                    staged, mask = packed(staging, source * owned + slot, rows - row, BLOCK_M, BLOCK_N)
-                    acc += tl.load(staged, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+                    staged = packed_rows(staging, source * owned + slot, down, BLOCK_M, BLOCK_N)
+                    acc += tl.load(staged, mask=own_row[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
                 ctx.tracing.record_event_end(span)
                 if HAS_BIAS:
                     acc = add_bias(acc, bias, col, cols, BLOCK_N)
                 result = arch.round_to(acc, dtype)
                 if ALL_REDUCE:
-                    target, mask = Matrix(out, rows, cols, stride_om, stride_on, False).pointers(
-                        row, col, BLOCK_M, BLOCK_N
-                    )
+                    target, mask = Matrix(out, rows, cols, stride_om, stride_on, False).places(r, col + c)
+                    mask &= own_row[:, None]
                     tl.store(target, result, mask=mask)
                     if ok:
                         span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
@@ -122,10 +126,10 @@ def reduce_scatter_kernel(
                 else:
                     own_rows = rows if BY_COLS else rows - ctx.rank * part_rows
                     own_cols = cols - ctx.rank * part_cols if BY_COLS else cols
-                    target, mask = Matrix(out, own_rows, own_cols, stride_om, stride_on, False).pointers(
-                        tile_m * BLOCK_M, tile_n * BLOCK_N, BLOCK_M, BLOCK_N
+                    target, mask = Matrix(out, own_rows, own_cols, stride_om, stride_on, False).places(
+                        tile_m * BLOCK_M + down, tile_n * BLOCK_N + c
                     )
-                    tl.store(target, result, mask=mask)
+                    tl.store(target, result, mask=mask & own_row[:, None])
     if pending >= 0:
         if ok:
             signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)

@@ -7,6 +7,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .problem import TMA_ALIGNMENT
 
+# Rows of a tile beyond a matrix's end that cost little to ask for.
+_BEYOND = 16
+
 
 def as_stored(B: torch.Tensor) -> torch.Tensor:
     """B as it lies in memory: [K, N], or [N, K] as `nn.Linear` has its weight."""
@@ -32,3 +35,23 @@ def operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[obj
     """
     fits = torch.version.hip is None and of_whole_vectors(t, step)
     return (TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)), True) if fits else (t, False)
+
+
+def rows_operand(A: torch.Tensor, block: tuple[int, int], folds: bool = True) -> tuple[object, bool]:
+    """As `operand`, of A [M, K], where a tile may have rows beyond the last; see `tiles.first_row`.
+
+    `folds`: whether the kernel knows of folded rows. Where they would be needed and are not, A is given as it is.
+    """
+    rows, high = A.shape[0], block[0]
+    described, tma = operand(A, block)
+    if not tma or rows >= high or high - rows <= _BEYOND:
+        return described, tma
+    if not folds or 2 * rows < high:
+        return A, False
+    return TensorDescriptor(A, *folded(A, high), [2, high // 2, block[1]]), True
+
+
+def folded(A: torch.Tensor, high: int) -> tuple[list[int], list[int]]:
+    """(shape, strides) of A as two halves of a tile of so many rows: A's first rows, and its last."""
+    half, stride = high // 2, A.stride(0)
+    return [2, half, A.shape[1]], [(A.shape[0] - half) * stride, stride, 1]

@@ -236,7 +236,7 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
             return None
         if problem.world_size == 1:
             return "one rank: no collective to follow"
-        few = "few rows: a stream of weights needs no library" if m < 128 else None
+        few = "few rows: a stream of weights needs no library" if m <= 64 else None
         return few or UNFUSED[config.algorithm].objection(problem)
     if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
         return "a block has more than half a million elements"

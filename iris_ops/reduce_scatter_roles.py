@@ -20,28 +20,28 @@ from .warp_roles import NOWHERE, allocate, multiply_tiles, pace, places_of, rows
 
 
 @gluon.jit
-def _stage(shared, staged, height, spread, MOVE: gl.constexpr, ok):
-    """The finished tile's first `height` rows to `staged` [BLOCK_M, BLOCK_N], in its owner's memory."""
+def _stage(shared, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
+    """The finished tile, rows `row` to `end` of M, to `staged` [BLOCK_M, BLOCK_N], in its owner's memory."""
     begin = arch.clock()
     for part in range(shared.product.shape[0]):
         pace(begin, spread, part, shared.product.shape[0])
         values = rows_of(shared, part, MOVE)
         if ok:
-            place, inside = _packed(shared, part, height, MOVE)
+            place, inside = _packed(shared, part, row, end, M, MOVE)
             gl.store(staged + place, values, mask=inside)
 
 
 @gluon.jit
-def _packed(shared, part, height, MOVE: gl.constexpr):
-    """Offsets of a part of the tile in a staged one [BLOCK_M, BLOCK_N], and which are in its first `height` rows."""
-    r, c = places_of(shared, part, MOVE)
-    return r[:, None] * shared.product.shape[2] + c[None, :], (r < height)[:, None] & (c >= 0)[None, :]
+def _packed(shared, part, row, end, M, MOVE: gl.constexpr):
+    """Offsets of a part of the tile in a staged one [BLOCK_M, BLOCK_N], and which are of its rows, `row` to `end`."""
+    r, c, own = places_of(shared, part, row, M, MOVE)
+    return (r - row)[:, None] * shared.product.shape[2] + c[None, :], (own & (r < end))[:, None] & (c >= 0)[None, :]
 
 
 @gluon.jit
-def _load_staged(shared, sources, part, height, MOVE: gl.constexpr, COUNT: gl.constexpr):
+def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: gl.constexpr):
     """What each of `sources`, staged tiles, has of a part of the tile."""
-    place, inside = _packed(shared, part, height, MOVE)
+    place, inside = _packed(shared, part, row, end, M, MOVE)
     found = ()
     for i in gl.static_range(COUNT):
         found = found + (gl.load(sources[i] + place, mask=inside, other=0.0, cache_modifier=".cg"),)
@@ -50,10 +50,10 @@ def _load_staged(shared, sources, part, height, MOVE: gl.constexpr, COUNT: gl.co
 
 @gluon.jit
 def _sum(
-    ctx, shared, staging, slot, owned, out, stride_om, height, width, ALL_REDUCE: gl.constexpr, MOVE: gl.constexpr,
-    done, ok,
+    ctx, shared, staging, slot, owned, out, stride_om, row, end, M, width, ALL_REDUCE: gl.constexpr,
+    MOVE: gl.constexpr, done, ok,
 ):  # fmt: skip
-    """The finished tile and what peers have staged for it in `slot` of `owned`, to `out`: `height` by `width`."""
+    """The finished tile and what peers have staged for it in `slot` of `owned`, to `out`: rows to `end`, by `width`."""
     ELEMENTS: gl.constexpr = shared.product.shape[0] * shared.product.shape[1] * shared.product.shape[2]
     OTHERS: gl.constexpr = ctx.world_size - 1
     sources = ()
@@ -66,18 +66,18 @@ def _sum(
     AHEAD: gl.constexpr = 4 // OTHERS if OTHERS else 0  # parts under way; as many as there are registers for
     under_way = ()
     for i in gl.static_range(AHEAD):
-        under_way = under_way + (_load_staged(shared, sources, i, height, MOVE, OTHERS),)
+        under_way = under_way + (_load_staged(shared, sources, i, row, end, M, MOVE, OTHERS),)
     mbarrier.wait(shared.ready, done & 1)
     for part in range(shared.product.shape[0]):
-        under_way = under_way + (_load_staged(shared, sources, part + AHEAD, height, MOVE, OTHERS),)
+        under_way = under_way + (_load_staged(shared, sources, part + AHEAD, row, end, M, MOVE, OTHERS),)
         total = rows_of(shared, part, MOVE).to(gl.float32)
         for i in gl.static_range(OTHERS):
             total += under_way[0][i].to(gl.float32)
         under_way = under_way[1:]
         result = total.to(out.dtype.element_ty)
-        r, c = places_of(shared, part, MOVE)
-        place = (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
-        mask = (r < height)[:, None] & (c < width)[None, :]
+        r, c, own = places_of(shared, part, row, M, MOVE)
+        place = ((r - row).to(gl.int64) * stride_om)[:, None] + c[None, :]
+        mask = (own & (r < end))[:, None] & (c < width)[None, :]
         gl.store(out + place, result, mask=mask)
         if ALL_REDUCE:
             if ok:
@@ -87,7 +87,7 @@ def _sum(
 
 @gluon.jit
 def _move_tiles(
-    ctx, shared, units, tiles, out, staging, flags, sync, stride_om, spread, ALL_REDUCE: gl.constexpr,
+    ctx, shared, units, tiles, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE: gl.constexpr,
     MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The moving warps: others' tiles to their owners; own ones are summed, and the sums stored, or sent to all."""
@@ -104,7 +104,6 @@ def _move_tiles(
         if complete:
             owner, slot, tile_m, tile_n, row, col, rows, cols = tiles.at(t)
             inside = (row < rows) & (col < cols)  # else there is no such tile in a short part
-            height = min(rows - row, BLOCK_M)
             nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, staging.dtype.element_ty)
             if owner != ctx.rank:
                 mbarrier.wait(shared.ready, done & 1)
@@ -112,7 +111,8 @@ def _move_tiles(
                 staged = ctx.remote(staging + number.to(gl.int64) * ELEMENTS, owner)
                 span = ctx.tracing.record_event_start(PUSH, owner, staged, tile_m, tile_n, nbytes=nbytes)
                 # nothing is loaded behind the last
-                _stage(shared, staged, height, gl.where(unit + programs < units.count(programs), spread, 0), MOVE, ok)
+                over = gl.where(unit + programs < units.count(programs), spread, 0)
+                _stage(shared, staged, row, rows, M, over, MOVE, ok)
                 ctx.tracing.record_event_end(span)
                 if units.SHARED:
                     if unit < 2 * programs:  # a part of it may not have come, which has marked the rank
@@ -133,7 +133,7 @@ def _move_tiles(
                     push = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                 _sum(
                     ctx, shared, staging, slot, owned, out + first_row.to(gl.int64) * stride_om + first_col, stride_om,
-                    height, cols - col, ALL_REDUCE, MOVE, done, ok,
+                    row, rows, M, cols - col, ALL_REDUCE, MOVE, done, ok,
                 )  # fmt: skip
                 if ALL_REDUCE:
                     ctx.tracing.record_event_end(push)
@@ -166,13 +166,13 @@ def reduce_scatter_roles_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, N,
+                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, M, N,
                     B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
                 ),
             ),
             (
                 _move_tiles,
-                (ctx, shared, units, tiles, out, staging, flags, sync, stride_om, spread, ALL_REDUCE, MOVE, WAITER),
+                (ctx, shared, units, tiles, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE, MOVE, WAITER),
             ),
         ],
         [MOVING],

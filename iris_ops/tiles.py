@@ -20,7 +20,7 @@ class Matrix:
     """A matrix [rows, cols] in memory, read by tiles; what lies beyond its edges reads as zero.
 
     `data` is a tensor descriptor (`TMA`) or a pointer with two strides. With `TRANSPOSED` a descriptor describes
-    [cols, rows], the way `nn.Linear` stores its weight.
+    [cols, rows], the way `nn.Linear` stores its weight. One of three dimensions is of folded rows, see `first_row`.
     """
 
     data: base_value
@@ -45,7 +45,9 @@ class Matrix:
     def load(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
         """The tile [ROWS, COLS] at (row, col)."""
         if self.TMA:
-            if self.TRANSPOSED:
+            if len(self.data.block_shape) == 3:
+                return tl.reshape(self.data.load([0, 0, col]), (ROWS, COLS))
+            elif self.TRANSPOSED:
                 return self.data.load([col, row]).T
             else:
                 return self.data.load([row, col])
@@ -58,10 +60,36 @@ class Matrix:
     @device_function
     def pointers(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
         """Addresses of the tile at (row, col), and which of them lie inside; not for descriptors."""
-        r = row + tl.arange(0, ROWS)
-        c = col + tl.arange(0, COLS)
+        return self.places(row + tl.arange(0, ROWS), col + tl.arange(0, COLS))
+
+    @device_function
+    def places(self, r, c):
+        """The same of rows r and columns c."""
         addresses = self.data + (r.to(tl.int64) * self.stride_row)[:, None] + (c.to(tl.int64) * self.stride_col)
         return addresses, (r < self.rows)[:, None] & (c < self.cols)[None, :]
+
+
+# What a descriptor reads beyond the last row is zero, but slow, as if all programs asked one place for it. So a tile
+# that would end there is loaded from an earlier row on, and rows before its first are nobody's. A matrix lower than a
+# tile, but at least half as high, is described as two halves of one that overlap, *folded* (`operands.rows_operand`).
+
+
+@device_function
+def first_row(row, rows, BLOCK_M: tl.constexpr):
+    """Where a tile from `row` on is loaded of a matrix of so many rows."""
+    return tl.minimum(row, tl.maximum(rows - BLOCK_M, 0))
+
+
+@device_function
+def rows_from(first, row, rows, i, BLOCK_M: tl.constexpr, FOLDED: tl.constexpr):
+    """(which rows of the matrix those numbered `i` of a loaded tile are, whether they are its own); see `first_row`."""
+    if FOLDED:
+        half: tl.constexpr = BLOCK_M // 2
+        r = i + (i >= half).to(tl.int32) * (rows - BLOCK_M)
+        return r, (r >= row) & ((i < half) | (r >= half))
+    else:
+        r = first + i
+        return r, r >= row
 
 
 @device_function
@@ -168,9 +196,9 @@ def multiply_transposed(a, b, row, col, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 
 @device_function
-def scale_transposed(acc, a_scales, b_scales, row, col, M, N):
-    """What `multiply_transposed` gives of operands in eight bits, times the scales of A's rows and B's columns."""
-    c, r = col + tl.arange(0, acc.shape[0]), row + tl.arange(0, acc.shape[1])
+def scale_transposed(acc, a_scales, b_scales, r, col, M, N):
+    """What `multiply_transposed` gives of operands in eight bits, times the scales of A's rows `r` and B's columns."""
+    c = col + tl.arange(0, acc.shape[0])
     acc *= tl.load(b_scales + c, mask=c < N, other=0.0)[:, None]
     return acc * tl.load(a_scales + r, mask=r < M, other=0.0)[None, :]
 
@@ -198,5 +226,11 @@ def packed(staging, slot, rows, ROWS: tl.constexpr, COLS: tl.constexpr):
     A staged tile is [ROWS, COLS] contiguous: always aligned, whatever the shape of the matrix it belongs to.
     """
     r = tl.arange(0, ROWS)
+    return packed_rows(staging, slot, r, ROWS, COLS), (r < rows)[:, None]
+
+
+@device_function
+def packed_rows(staging, slot, r, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Addresses of the rows r of staged tile number `slot`."""
     start = staging + slot.to(tl.int64) * (ROWS * COLS)
-    return start + (r * COLS)[:, None] + tl.arange(0, COLS)[None, :], (r < rows)[:, None]
+    return start + (r * COLS)[:, None] + tl.arange(0, COLS)[None, :]

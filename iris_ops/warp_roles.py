@@ -39,9 +39,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate, base_value
 
 from .config import FusedConfig
-from .operands import as_stored, of_whole_vectors
+from .operands import as_stored, folded, of_whole_vectors
 from .problem import FP8
-from .tiles import known
+from .tiles import first_row, known, rows_from
 
 MULTIPLYING, MOVING = 8, 4
 # A thread's; as many are left for each thread of the multiplying warps: twelve warps share 64 Ki.
@@ -63,12 +63,13 @@ class Shared:
     ready: base_value
     free: base_value
     STAGES: gl.constexpr
+    FOLDED: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES):
+    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES, FOLDED):
         self.a_parts, self.b_parts, self.product = a_parts, b_parts, product
         self.loaded, self.ready, self.free = loaded, ready, free
-        self.STAGES = known(STAGES)
+        self.STAGES, self.FOLDED = known(STAGES), known(FOLDED)
 
 
 @gluon.jit
@@ -77,7 +78,7 @@ def allocate(
     PRODUCT: gl.constexpr,
 ):  # fmt: skip
     """The shared memory of one program; a, b: descriptors of its operands. The product, in `dtype`, is in parts of
-    ROWS rows.
+    ROWS rows. Where `a` has three dimensions its rows are folded, see `tiles.first_row`.
     """
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
@@ -89,7 +90,7 @@ def allocate(
         mbarrier.init(loaded.index(i), count=1)
     mbarrier.init(ready, count=1)
     mbarrier.init(free, count=1)
-    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES)
+    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, len(a.block_shape) == 3)
 
 
 @gluon.jit
@@ -97,10 +98,13 @@ def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.cons
     GATED: gl.constexpr = len(b.block_shape) == 3
     loaded = shared.loaded.index(stage)
     mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes)
-    if gathered is None:
-        tma.async_copy_global_to_shared(a, [row, k], loaded, shared.a_parts.index(stage))
+    rows = shared.a_parts.index(stage)
+    if gathered is not None:
+        gathered.load(ctx, a, row, k, loaded, rows)
+    elif shared.FOLDED:
+        tma.async_copy_global_to_shared(a, [0, 0, k], loaded, rows)
     else:
-        gathered.load(ctx, a, row, k, loaded, shared.a_parts.index(stage))
+        tma.async_copy_global_to_shared(a, [row, k], loaded, rows)
     if GATED:
         tma.async_copy_global_to_shared(b, [0, col, k], loaded, shared.b_parts.index(stage))
     elif B_TRANSPOSED:
@@ -110,8 +114,11 @@ def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.cons
 
 
 @gluon.jit
-def _begin(units, tiles, unit, BLOCK_K: gl.constexpr):
-    """(unit, row, column, where along K to begin, where to end) of the first unit from `unit` on that has steps."""
+def _begin(units, tiles, a, gathered, unit, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+    """(unit, row, column, where along K to begin, where to end) of the first unit from `unit` on that has steps.
+
+    The row is whence its tile is loaded.
+    """
     programs = gl.num_programs(0)
     tile, first, steps, _ = units.at(unit, programs)
     if units.SHARED:
@@ -120,6 +127,10 @@ def _begin(units, tiles, unit, BLOCK_K: gl.constexpr):
                 unit += programs
                 tile, first, steps, _complete = units.at(unit, programs)
     row, col, _bias = tiles.place(tile)
+    if gathered is not None:
+        row = gathered.first(row)
+    elif len(a.block_shape) == 2:
+        row = first_row(row, a.shape[0], BLOCK_M)
     return unit, row, col, first * BLOCK_K, (first + steps) * BLOCK_K
 
 
@@ -157,26 +168,27 @@ def _place_of(acc, parts, number):
 
 @gluon.jit
 def multiply_tiles(
-    ctx, a, gathered, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, N,
+    ctx, a, gathered, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, M, N,
     B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: each unit's product, in fp32; complete ones, rounded, are handed over.
 
-    `gathered`: whence rows come that are not in `a`, or None: its `load` and, before it, `await_rows`. A `b` of three
-    dimensions, [2, N, K], is two matrices of N columns, of which a tile has as many columns each, side by side.
+    `gathered`: whence rows come that are not in `a`, or None: its `load` and, before it, `first` and `await_rows`. A
+    `b` of three dimensions, [2, N, K], is two matrices of N columns, of which a tile has as many columns each.
     `a_scales`, `b_scales`: of the product's rows and columns where operands are in eight bits, or None.
     """
     BLOCK_M: gl.constexpr = shared.product.shape[0] * shared.product.shape[1]
     BLOCK_N: gl.constexpr = shared.product.shape[2]
-    BLOCK_K: gl.constexpr = a.block_shape[1]
+    BLOCK_K: gl.constexpr = a.block_shape[-1]
     STAGES: gl.constexpr = shared.STAGES
     GATED: gl.constexpr = len(b.block_shape) == 3
     BOTH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], a.dtype)
+    ALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], a.dtype)
     finished = shared.product._reinterpret(shared.product.dtype, [BLOCK_M, BLOCK_N], shared.product.layout)
     programs = gl.num_programs(0)
     count = units.count(programs)
     # what is loaded next
-    unit, row, col, k, end = _begin(units, tiles, gl.program_id(0), BLOCK_K)
+    unit, row, col, k, end = _begin(units, tiles, a, gathered, gl.program_id(0), BLOCK_M, BLOCK_K)
     ready = 0
     if gathered is not None:
         ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
@@ -185,7 +197,7 @@ def multiply_tiles(
             _load(ctx, a, gathered, b, shared, i, row, col, k, B_TRANSPOSED)
             k += BLOCK_K
             if k >= end:
-                unit, row, col, k, end = _begin(units, tiles, unit + programs, BLOCK_K)
+                unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
                 if gathered is not None:
                     ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
     stage = 0
@@ -208,13 +220,14 @@ def multiply_tiles(
         acc = warpgroup_mma_init(start)
         for _i in range(steps):
             mbarrier.wait(shared.loaded.index(stage), phase)
-            y = shared.b_parts.index(stage)
+            x, y = shared.a_parts.index(stage), shared.b_parts.index(stage)
+            if shared.FOLDED:
+                x = x._reinterpret(x.dtype, [BLOCK_M, BLOCK_K], ALL)
             if GATED:
                 y = y._reinterpret(y.dtype, [BLOCK_N, BLOCK_K], BOTH)
             if B_TRANSPOSED:
-                acc = warpgroup_mma(shared.a_parts.index(stage), y.permute((1, 0)), acc, is_async=True)
-            else:
-                acc = warpgroup_mma(shared.a_parts.index(stage), y, acc, is_async=True)
+                y = y.permute((1, 0))
+            acc = warpgroup_mma(x, y, acc, is_async=True)
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
             if unit < count:
                 gl.thread_barrier()  # all warps have multiplied the step before, whose place is free now
@@ -223,7 +236,7 @@ def multiply_tiles(
                 )
                 k += BLOCK_K
                 if k >= end:
-                    unit, row, col, k, end = _begin(units, tiles, unit + programs, BLOCK_K)
+                    unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
                     if gathered is not None:
                         ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
             last = stage == STAGES - 1
@@ -233,7 +246,7 @@ def multiply_tiles(
         product = _join(ctx, units, parts, left, epoch, u, tile, steps, complete, product, WAITER)
         if complete:
             if b_scales is not None:
-                product = _scaled(product, tiles, tile, a_scales, b_scales, bias, a.shape[0], N, HAS_BIAS)
+                product = _scaled(product, tiles, tile, a_scales, b_scales, bias, M, N, shared.FOLDED, HAS_BIAS)
             mbarrier.wait(shared.free, done & 1 ^ 1)
             finished.store(product.to(finished.dtype))
             gl.thread_barrier()
@@ -242,11 +255,14 @@ def multiply_tiles(
 
 
 @gluon.jit
-def _scaled(product, tiles, tile, a_scales, b_scales, bias, M, N, HAS_BIAS: gl.constexpr):
+def _scaled(
+    product, tiles, tile, a_scales, b_scales, bias, M, N, FOLDED: gl.constexpr, HAS_BIAS: gl.constexpr
+):  # fmt: skip
     """The product of a tile whose operands were in eight bits, with the bias."""
     ACC: gl.constexpr = product.type.layout
     row, col, own = tiles.place(tile)
-    r = row + gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
+    i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
+    r, _own = rows_from(first_row(row, M, product.shape[0]), row, M, i, product.shape[0], FOLDED)
     c = col + gl.arange(0, product.shape[1], layout=gl.SliceLayout(0, ACC))
     product *= gl.load(a_scales + r, mask=r < M, other=0.0)[:, None]
     product *= gl.load(b_scales + c, mask=c < N, other=0.0)[None, :]
@@ -273,11 +289,16 @@ def pace(begin, spread, part, parts):
 
 
 @gluon.jit
-def places_of(shared, part, MOVE: gl.constexpr):
-    """(rows, columns) in the tile of what `rows_of` gives."""
+def places_of(shared, part, row, rows, MOVE: gl.constexpr):
+    """(rows of A, columns in the tile, which of the rows are the tile's own) of what `rows_of` gives.
+
+    `row`: the tile's first; `rows`: how many A has.
+    """
     ROWS: gl.constexpr = shared.product.shape[1]
-    rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
-    return rows, gl.arange(0, shared.product.shape[2], layout=gl.SliceLayout(0, MOVE))
+    BLOCK_M: gl.constexpr = shared.product.shape[0] * ROWS
+    i = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
+    r, own = rows_from(first_row(row, rows, BLOCK_M), row, rows, i, BLOCK_M, shared.FOLDED)
+    return r, gl.arange(0, shared.product.shape[2], layout=gl.SliceLayout(0, MOVE)), own
 
 
 def serve(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> bool:
@@ -296,7 +317,7 @@ def arguments(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, confi
     depth = config.depth(A.dtype == FP8)
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     return dict(
-        a=described(A, (config.block_m, depth)),
+        a=rows_described(A, (config.block_m, depth)),
         b=described(stored, block_b),
         bias=bias,
         HAS_BIAS=bias is not None,
@@ -331,7 +352,16 @@ def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
-def described(t: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """`t` as the hardware loads it, a block at a time."""
+def described(t: torch.Tensor, block: tuple[int, ...], lies=None) -> TensorDescriptor:
+    """`t` as the hardware loads it, a block at a time. `lies`: (shape, strides), if others than the tensor's."""
+    shape, strides = lies or (list(t.shape), list(t.stride()))
     layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[t.dtype])
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), layout)
+    return TensorDescriptor(t, shape, strides, list(block), layout)
+
+
+def rows_described(A: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """A as kernels load its rows: folded, where they are fewer than a tile's (`tiles.first_row`)."""
+    high = block[0]
+    if high // 2 <= A.shape[0] < high:
+        return described(A, (2, high // 2, block[1]), folded(A, high))
+    return described(A, block)

@@ -74,6 +74,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     """The compiled kernel, for tensors of `dtype`, below 2 GiB, whose sizes and addresses are multiples of 16."""
     declared = inspect.signature(kernel.fn).parameters
     parameters = list(declared)
+    folded = constants.pop("FOLDED", False)  # of A's descriptor, see `iris_ops.tiles.first_row`
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
@@ -96,7 +97,8 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
         elif name in tma:
             kind = gl.float8e4nv if in_eight_bits else gl.bfloat16
             operand = kind.name if in_eight_bits else dtype
-            signature[name] = f"tensordesc<{operand}[{_block(name, constants, kernel.is_gluon() and kind)}"
+            block = _block(name, constants, folded and name in ("a", "gathered_tile"), kernel.is_gluon() and kind)
+            signature[name] = f"tensordesc<{operand}[{block}"
         elif name in ("scale", "eps"):
             signature[name] = "fp32"
         elif name in {"mask"} | _DATA | _INT32 | _INT64 | _FLOAT32:
@@ -114,15 +116,17 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     return triton.compile(source, target=target, options=options)
 
 
-def _block(name: str, constants: dict, in_gluon) -> str:
+def _block(name: str, constants: dict, folded: bool, in_gluon) -> str:
     """Of a descriptor, behind its dtype: what it loads at a time and, in Gluon, how that lies in shared memory.
 
-    `in_gluon`: the dtype there, or False.
+    `in_gluon`: the dtype there, or False. `folded`: of rows that are.
     """
     m, n, k = (constants[f"BLOCK_{axis}"] for axis in "MNK")
     block = ([n, k] if constants.get("B_TRANSPOSED", True) else [k, n]) if name == "b" else [m, k]
     if name == "b" and in_gluon and constants.get("GATED"):
         block = [2, n // 2, k]
+    if folded:
+        block = [2, m // 2, k]
     sizes = ",".join(map(str, block))
     return f"{sizes}],{gl.NVMMASharedLayout.get_default_for(block, in_gluon)!r}>" if in_gluon else f"{sizes}]>"
 

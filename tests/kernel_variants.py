@@ -70,6 +70,10 @@ def variants(target: GPUTarget):
             flags = dict(BY_COLS=False, ALL_REDUCE=all_reduce)
             yield name, reduce_scatter_kernel, options, {**common, **loads, **flags}
         yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads}
+        if tma:
+            folded = {**common, **loads, "FOLDED": True}
+            yield "matmul_all_gather_folded", matmul_all_gather_kernel, options, folded
+            yield "all_reduce_folded", reduce_scatter_kernel, options, folded | flags
         for by_k in (False, True):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
             flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, SPLITS=1 if by_k else 2, TMA_G=tma, **loads)
@@ -82,11 +86,15 @@ def variants(target: GPUTarget):
         stages = few_stages[m, few["BLOCK_N"], k, warps]
         options, constants = dict(num_warps=warps, num_stages=stages), constants | no_scales
         yield f"few_rows_{exchange}", few_rows_kernel, options, constants | no_norm
+        if cuda and exchange in ("owners", "gather"):
+            yield f"few_rows_{exchange}_folded", few_rows_kernel, options, constants | no_norm | dict(FOLDED=True)
         if exchange in ("all", "owners"):
             yield f"few_rows_{exchange}_norm", few_rows_kernel, options, constants
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
     gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
     yield "few_rows_gather_first", few_rows_gather_kernel, gathering, {**few, **flags}
+    if cuda:
+        yield "few_rows_gather_first_folded", few_rows_gather_kernel, gathering, {**few, **flags, "FOLDED": True}
     yield "gate", gating.gate_kernel, dict(num_warps=8), dict(BLOCK_M=4, BLOCK_N=1024)
     arrival = dict(WORLD_SIZE=WORLD_SIZE, WAITER=3)
     yield "arrived", copy_engines.arrived_kernel, dict(num_warps=1), arrival
@@ -110,7 +118,7 @@ def variants(target: GPUTarget):
         for (m, n, k, warps), stages in fp8_tiles.TILES.values():
             constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, HAS_BIAS=m == 64)
             options = dict(num_warps=warps, num_stages=stages)
-            yield f"fp8_tiles_{m}_{n}", fp8_tiles.fp8_tiles_kernel, options, constants
+            yield f"fp8_tiles_{m}_{n}", fp8_tiles.fp8_tiles_kernel, options, constants | dict(FOLDED=m == 64)
     for gated in (False, True):
         k, stages = step_product.depth(machine.shared_bytes, gated)
         rows = dict(BLOCK_M=step_product.MOST_ROWS, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
@@ -152,7 +160,10 @@ def with_roles():
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_roles_{n}"
             choice = dict(BY_COLS=n == 128, ALL_REDUCE=all_reduce, HAS_BIAS=all_reduce, SHARED=all_reduce == (n == 128))
             yield name, reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice | no_scales
-        eight = known | choice | dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, n, 1))
+        if n == 128:
+            folded = known | choice | no_scales | dict(FOLDED=True)
+            yield "all_reduce_roles_folded", reduce_scatter_roles_kernel, dict(num_warps=8), folded
+        eight = known | choice | dict(FOLDED=n == 256, BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, n, 1))
         yield f"all_reduce_roles_{n}_fp8", reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), eight
         gated = n == 256
         across = warp_roles.in_rows(warp_roles.MOVING, n // 2 if gated else n)

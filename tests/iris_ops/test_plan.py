@@ -235,11 +235,11 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
             assert len(seen) == 1 and (seen == [given]) == (config is not None)
 
 
-# Ops that were measured before warps had roles in them.
+# Ops that were measured before warps had roles in them, and rows before torch's product of few columns was known better.
 OLDER = {
     "ops_float16_h200_x2": OPS,
     "ops_float16_h200_x4": OPS,
-    "ops_h200_x4": (GATHER_MATMUL,),
+    "ops_h200_x4": (GATHER_MATMUL, (MATMUL_GATHER, 512, 2560, 8192)),
     "ops_models_h200_x4": (GATHER_MATMUL,),
 }
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/ops_*.json"))
@@ -247,7 +247,7 @@ RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/ops_*.json")
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path) -> None:
-    """The committed results are what the plan of today chooses, or, of `OLDER` ops, expects to be faster than."""
+    """The committed results are what the plan of today chooses, or, of what is `OLDER`, expects to be faster than."""
     report = json.loads(path.read_text())
     machine, misses = machine_named(report["gpu"], 132), []
     for row in report["rows"]:
@@ -257,7 +257,7 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
         ours = next(result for result in row["results"] if result["name"] == "ours")
         measured = FusedConfig(**{name: value for name, value in ours["plan"].items() if name != "prediction"})
         chosen, expected = plan(asked, machine), predict(asked, measured, machine).total_us
-        if op in OLDER.get(path.stem, ()):
+        if {op, (op, row["M"], row["N"], row["K"])} & {*OLDER.get(path.stem, ())}:
             assert chosen.prediction.total_us < ours["graph_us"] * 1.3
             continue
         assert chosen == measured, f"{asked}: {measured}"
