@@ -149,6 +149,7 @@ GATHERED = (
 PREFILL_M = (512, 1024, 2048, 4096, 8192, 16384)
 RAGGED_M = (1000, 3001, 5120)
 DECODE_M = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BETWEEN_M = (24, 40, 72, 100, 144, 200, 320, 448, 700, 1100, 1500)
 
 
 def _prefill_layers(world: int) -> dict[tuple[str, str], list[tuple[int, int]]]:
@@ -217,6 +218,17 @@ def decode_sample(world: int) -> list[Row]:
     return _once([*sweep, *others, *rest, *_lm_heads((1, 16, 64, 256), [models.LLAMA_70B])])
 
 
+def between(world: int) -> list[Row]:
+    """Batches and prompts as they come: rows that are no powers of two, layers taking turns."""
+    reduced, layers = _decode_layers(world), _prefill_layers(world)
+    rows = [Row("ar", M, *reduced[(2 * turn + i) % len(reduced)]) for turn, M in enumerate(BETWEEN_M) for i in range(2)]
+    for start, op in enumerate(("rs", "ag", "ga")):
+        ((form, shapes),) = ((form, shapes) for (name, form), shapes in layers.items() if name == op)
+        some = BETWEEN_M[start % 2 + 2 :: 2]
+        rows += [Row(op, M, *shapes[turn % len(shapes)], form) for turn, M in enumerate(some)]
+    return _once(rows)
+
+
 def fp16_sample(world: int) -> list[Row]:
     """Of each op one row of prompts and one of decoding, to be measured with `--dtype float16`."""
     model = models.LLAMA_70B
@@ -252,6 +264,7 @@ SETS: dict[str, Callable[[int], list[Row]]] = {
     "prefill-sample": prefill_sample,
     "decode": decode,
     "decode-sample": decode_sample,
+    "between": between,
     "fp16-sample": fp16_sample,
     "stress": stress,
     "quick": lambda world: _rows("ar rs ag ga", SQUARE, (512, 8192, 2048)),

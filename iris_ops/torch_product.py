@@ -59,8 +59,11 @@ def _rounds_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> fl
     rounds = []
     for (rows, cols), share in _TILES.items():
         for bm, bn in ((rows, cols), (cols, rows)):
-            for splits in (s for s in range(1, most_splits + 1) if k >= s * _SHORTEST_SPLIT or s == 1):
-                units = ceil(m / bm) * ceil(n / bn) * splits
+            tiles = ceil(m / bm) * ceil(n / bn)
+            for splits in range(1, most_splits + 1):
+                units = tiles * splits
+                if splits > 1 and k < splits * _SHORTEST_SPLIT or splits > 2 and units > machine.num_programs:
+                    continue  # in three and more only where programs would be without a tile
                 rate = machine.tflops * share / machine.num_programs * 1e6
                 tile_us = 2.0 * bm * bn * k / splits / rate
                 rounds.append(ceil(units / machine.num_programs) * tile_us + (_SPLIT_US if splits > 1 else 0))

@@ -1,0 +1,94 @@
+"""Numbers of rows that no tile divides: tiles that are loaded from an earlier row on, or folded (`tiles.first_row`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import iris
+from iris_ops import FusedConfig, operands, warp_roles
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL
+import pytest
+import torch
+
+from tests.harness import ON_GPU, WORLDS, both, run_ranks
+from tests.iris_ops.calls import assert_same_bits, check_cases
+from tests.reference import FORMS, Case
+
+pytestmark = both
+on_ranks = pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2], scope="session")
+
+# Tiles of 64 rows and of 128, in words and pushed, with roles where the GPU has them; several tiles a program.
+FEW = FusedConfig(64, 64, 64, num_warps=4, num_stages=3, algorithm="one_shot")
+MANY = FusedConfig(64, 64, 64, group_m=2, num_warps=4, num_stages=3, num_programs=3, comm_programs=2)
+ROLES = FusedConfig(128, 128, 64, num_stages=3, num_programs=5, warp_roles=True)
+# Below a tile's half, half of it, between, all but 17, all but some that cost little; the same behind whole tiles.
+ROWS = [20, 32, 40, 47, 60, 64, 65, 70, 100, 112, 120, 129, 150] if ON_GPU else [20, 40, 47, 65, 100]
+
+
+def folds_of(ctx: iris.Iris, cases: list[Case]) -> tuple[list[str], set[int]]:
+    """(digests of `check_cases`, of how many rows operands were folded)."""
+    heights, fold = set(), operands.folded
+    modules = operands, warp_roles
+    for module in modules:
+        module.folded = lambda A, high: heights.add(A.shape[0]) or fold(A, high)
+    try:
+        return check_cases(ctx, cases), heights
+    finally:
+        for module in modules:
+            module.folded = fold
+
+
+def calls_of(op: str, form: str, config: FusedConfig, world_size: int) -> list[Case]:
+    n, k = (72 * world_size, 40) if not ON_GPU else (192 * world_size, 328)
+    parts = world_size if op != ALL_REDUCE and form == "rows" else 1  # of a gather by rows, each rank has so many
+    found = []
+    for turn, rows in enumerate(ROWS):
+        rows = rows * parts - (parts > 1 and turn % 2)  # the last part a row shorter
+        changes = dict(bias=turn % 2 == 0, transposed=turn % 3 > 0, pad=8 * (turn % 2), seed=turn)
+        found.append(Case(op, form, rows, n, k * (world_size if form == "k" else 1), config=config, **changes))
+    return found
+
+
+@on_ranks
+@pytest.mark.parametrize("config", [FEW, MANY, ROLES], ids=["few", "many", "roles"])
+@pytest.mark.parametrize("op, form", FORMS)
+def test_rows_that_no_tile_divides(world_size: int, op: str, form: str, config: FusedConfig) -> None:
+    if config is ROLES and (op == GATHER_MATMUL or not ON_GPU):
+        pytest.skip("no program with roles pushes these")
+    cases = calls_of(op, form, config, world_size)
+    if op == ALL_REDUCE and config is not MANY:
+        cases += [replace(case, config=replace(config, algorithm="two_shot")) for case in cases]
+    found = run_ranks(world_size, folds_of, cases)
+    assert_same_bits(cases, [digests for digests, _ in found])
+    folded = set.union(*(heights for _, heights in found))
+    by_parts = op == GATHER_MATMUL and config is MANY  # whose rows are read from two places
+    assert by_parts or folded, "no operand was folded"
+
+
+@on_ranks
+@pytest.mark.skipif(not ON_GPU, reason="programs with roles")
+def test_rows_that_copy_engines_bring(world_size: int) -> None:
+    config = FusedConfig(128, 128, 64, num_stages=5, warp_roles=True, algorithm="copy_engines")
+    rows = [world_size * each for each in (130, 200, 255, 256)]
+    cases = [Case(GATHER_MATMUL, "rows", m, 320, 256, bias=m % 3 > 0, config=config, seed=m) for m in rows]
+    assert_same_bits(cases, run_ranks(world_size, check_cases, cases))
+
+
+def test_what_lies_where_a_fold_is() -> None:
+    """A matrix of 40 rows as a tile of 64: both halves are whole, and hold each row."""
+    for rows in (33, 40, 47):
+        A = torch.arange(rows * 16, dtype=torch.float32).view(rows, 16)
+        shape, strides = operands.folded(A, 64)
+        halves = A.as_strided(shape, strides).reshape(64, 16)
+        assert torch.equal(halves[:32], A[:32]) and torch.equal(halves[32:], A[rows - 32 :])
+
+
+@pytest.mark.parametrize(
+    "rows, folds, described, dims",
+    [(64, True, True, 2), (50, True, True, 2), (47, True, True, 3), (32, True, True, 3), (31, True, False, 2),
+     (47, False, False, 2), (100, False, True, 2)],
+)  # fmt: skip
+def test_rows_are_described_where_it_pays(rows: int, folds: bool, described: bool, dims: int) -> None:
+    A = torch.zeros(rows, 64, dtype=torch.bfloat16)
+    given, tma = operands.rows_operand(A, (64, 32), folds)
+    assert tma == described and len(given.shape) == dims
