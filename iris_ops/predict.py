@@ -85,6 +85,9 @@ _PUSHED = 0.75
 # Until the parts of shared tiles are joined, before other tiles; of 128 x 256 where there are no others.
 _JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
 _JOIN_ALONE_US = 25.0
+# What it takes more in all-reduces of less than three rounds of 128 x 256: 128 x 128, for each thousand along K, and
+# 128 x 256.
+_FEW_ROUNDS, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
 # Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a program.
 _LAST_SUM_US = 10.0
 _BETWEEN_US = 5.0
@@ -268,6 +271,8 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     shared, sharers = shared_tiles(problem, config, programs)
     if shared:
         join = _JOIN_US[problem.op] if tiles > programs else _JOIN_ALONE_US * bm * bn / (128 * 256)
+        if problem.op == ALL_REDUCE and tiles > programs and tiles * bm * bn < _FEW_ROUNDS * programs * 128 * 256:
+            join += _JOIN_WIDE_US if bn == 256 else _JOIN_DEEP_US * max(0.0, k - 2560) / 1e3
         compute = (tiles // programs + shared / sharers) * whole_us + join
     elif cut:
         # each part of a tile is stored, and the last one loads the others
