@@ -31,11 +31,12 @@ def multiply(
 # Tiles that a library chooses from, each with the share of the full rate that it reaches.
 _TILES = {(128, 256): 1.0, (128, 192): 0.97, (128, 160): 0.95, (128, 128): 0.93, (64, 256): 0.85, (64, 192): 0.8,
           (64, 128): 0.72, (192, 256): 1.0, (256, 160): 1.0}  # fmt: skip
-_SPLIT_US = 2.5
+_SPLIT_US = {1: 0.0, 2: 2.5, 3: 4.2}  # by parts along K
 # The rate over the machine's, which is that of a millisecond's product: the chip slows as it comes to its power limit.
 _FASTEST, _SLOWEST = (150.0, 1.1), (1500.0, 0.93)
 _SHORTEST_SPLIT = 512
 _STREAMED = 0.9  # of the memory's rate
+_HIDDEN = 0.2  # of a launch, where no other product of the call waits for its end
 
 
 def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3) -> float:
@@ -43,7 +44,7 @@ def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3) 
 
     Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on; a fifth from 32 on.
     """
-    return expected_in_turn([m], n, k, machine, most_splits)[0]
+    return expected_in_turn([m], n, k, machine, most_splits)[0] - _HIDDEN * machine.launch_us
 
 
 def expected_in_turn(rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2) -> list[float]:
@@ -66,7 +67,7 @@ def _rounds_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> fl
                     continue  # in three and more only where programs would be without a tile
                 rate = machine.tflops * share / machine.num_programs * 1e6
                 tile_us = 2.0 * bm * bn * k / splits / rate
-                rounds.append(ceil(units / machine.num_programs) * tile_us + (_SPLIT_US if splits > 1 else 0))
+                rounds.append(ceil(units / machine.num_programs) * tile_us + _SPLIT_US[splits])
     return min(rounds)
 
 

@@ -145,7 +145,7 @@ def unordered_releases(kernel: Kernel) -> list[str]:
 def narrow_scopes(kernel: Kernel) -> list[str]:
     """Ordered accesses that stop short of the system, other than the known local ones."""
     accesses = {match.group() for match in ORDERED.finditer(kernel.text)}
-    local = {*LOCAL, *(AMONG_PROGRAMS if kernel.name.endswith("few_rows_gather_first") else ())}
+    local = {*LOCAL, *(AMONG_PROGRAMS if "few_rows_gather_first" in kernel.name else ())}
     return sorted(access for access in accesses if ".sys" not in access and access not in local)
 
 
@@ -167,7 +167,7 @@ def unbounded_waits(kernel: Kernel) -> list[str]:
     Not meant are waits on an `mbarrier`: for loads, or for warps of the same program, whose own waits are looked at.
     """
     clocks = kernel.count(r"%globaltimer;|\bs_memrealtime\b")
-    if kernel.name in EXCHANGES:  # what is polled is data, by loads of several words
+    if kernel.name.removesuffix("_folded") in EXCHANGES:  # what is polled is data, by loads of several words
         return [f"{clocks} looks at the clock"] if clocks < 2 else []
     looks = kernel.count(r"\bld\.global\.sys\.acquire|^\s*global_load_dword .*sc0 sc1")
     return [f"{looks} acquires and {clocks} looks at the clock"] if clocks < looks else []
