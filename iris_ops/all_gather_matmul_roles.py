@@ -70,10 +70,10 @@ class SourceTiles:
 
 @device_function
 def _of_source(row, part_rows, M, BLOCK_M: tl.constexpr):
-    """Of the rank whose row `row` is: (where its rows begin, and end, whence a tile from there is loaded)."""
+    """Of the rank whose row `row` is: (where its rows end, whence a tile from `row` on is loaded)."""
     begin = row // part_rows * part_rows
     end = min(M, begin + part_rows)
-    return begin, end, begin + first_row(row - begin, end - begin, BLOCK_M)
+    return end, begin + first_row(row - begin, end - begin, BLOCK_M)
 
 
 @_aggregate
@@ -105,7 +105,7 @@ class _Gathered:
     @gluon.jit
     def first(self, row):
         """Whence a tile from `row` on is loaded: rows of one rank."""
-        return _of_source(row, self.part_rows, self.M, self.BLOCK_M)[2]
+        return _of_source(row, self.part_rows, self.M, self.BLOCK_M)[1]
 
     @gluon.jit
     def await_rows(self, ctx, row, ready, wanted, WAITER: gl.constexpr):
@@ -132,7 +132,7 @@ def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr
         tile, _, _, complete = units.at(unit, programs)
         if complete:
             row, col, _bias = tiles.place(tile)
-            _begin, end, first = _of_source(row, tiles.part_rows, M, PARTS * ROWS)
+            end, first = _of_source(row, tiles.part_rows, M, PARTS * ROWS)
             c = col + gl.arange(0, tiles.BLOCK_N, layout=gl.SliceLayout(0, MOVE))
             mbarrier.wait(shared.ready, done & 1)
             for part in range(PARTS):

@@ -40,13 +40,13 @@ def operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[obj
 def rows_operand(A: torch.Tensor, block: tuple[int, int], folds: bool = True) -> tuple[object, bool]:
     """As `operand`, of A [M, K], where a tile may have rows beyond the last; see `tiles.first_row`.
 
-    `folds`: whether the kernel knows of folded rows. Where they would be needed and are not, A is given as it is.
+    `folds`: whether the kernel knows of folded rows. A that is too low to be folded is given as it is.
     """
     rows, high = A.shape[0], block[0]
     described, tma = operand(A, block)
-    if not tma or rows >= high or high - rows <= _BEYOND:
+    if not (tma and folds) or rows >= high or high - rows <= _BEYOND:
         return described, tma
-    if not folds or 2 * rows < high:
+    if 2 * rows < high:
         return A, False
     return TensorDescriptor(A, *folded(A, high), [2, high // 2, block[1]]), True
 

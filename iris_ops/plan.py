@@ -76,7 +76,7 @@ def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
 _HANDICAPS = {"sequential": 1.02, "copy_engines": 1.01}
 
 
-_LEAST_SHARD = 192  # rows
+_LEAST_SHARDED = 384  # rows, of all owners together
 # Into how many parts a tile is cut at most that programs share.
 _SHARES = 4
 # Row blocks, of all owners together, that a round of 132 programs works on: then it reads least of A and B together.
@@ -235,8 +235,8 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     if config.algorithm in UNFUSED:
         if config.warp_roles and problem.part_rows < config.block_m:
             return f"a rank has {problem.part_rows} rows, fewer than a tile"
-        if config.algorithm == "shard_sums" and problem.part_rows < _LEAST_SHARD:
-            return "shards of few rows: what they hide is less than two barriers"
+        if config.algorithm == "shard_sums" and problem.M < _LEAST_SHARDED:
+            return "few rows: shards of them hide too little for what stands between them"
         if problem.fp8 and config.algorithm == "sequential":  # which serves everywhere
             return None
         if problem.world_size == 1:

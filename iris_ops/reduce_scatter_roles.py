@@ -34,8 +34,10 @@ def _stage(shared, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
 @gluon.jit
 def _packed(shared, part, row, end, M, MOVE: gl.constexpr):
     """Offsets of a part of the tile in a staged one [BLOCK_M, BLOCK_N], and which are of its rows, `row` to `end`."""
+    BLOCK_M: gl.constexpr = shared.product.shape[0] * shared.product.shape[1]
     r, c, own = places_of(shared, part, row, M, MOVE)
-    return (r - row)[:, None] * shared.product.shape[2] + c[None, :], (own & (r < end))[:, None] & (c >= 0)[None, :]
+    inside = own & (r < min(end, row + BLOCK_M))  # parts behind the last are asked for, too
+    return (r - row)[:, None] * shared.product.shape[2] + c[None, :], inside[:, None] & (c >= 0)[None, :]
 
 
 @gluon.jit

@@ -42,7 +42,7 @@ _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its e
 def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3) -> float:
     """Microseconds of a product [m, k] @ [k, n] in 16 bits: rounds of the tiles that suit it best, or its stream.
 
-    Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on; a fifth from 32 on.
+    Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on.
     """
     return expected_in_turn([m], n, k, machine, most_splits)[0] - _HIDDEN * machine.launch_us
 
@@ -67,7 +67,7 @@ def _rounds_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> fl
                     continue  # in three and more only where programs would be without a tile
                 rate = machine.tflops * share / machine.num_programs * 1e6
                 tile_us = 2.0 * bm * bn * k / splits / rate
-                rounds.append(ceil(units / machine.num_programs) * tile_us + _SPLIT_US[splits])
+                rounds.append(ceil(units / machine.num_programs) * tile_us + _SPLIT_US[min(splits, 3)])
     return min(rounds)
 
 
