@@ -224,8 +224,7 @@ def product(
 
 
 def _arguments(problem: Problem, config: FusedConfig, out, A, gathered, B, bias) -> dict:
-    args = warp_roles.arguments(A, B, bias, config)
-    args["a"] = warp_roles.described(A, (config.block_m, config.block_k))
+    args = warp_roles.arguments(A, B, bias, config, folds=False)
     if problem.gated:
         stored = as_stored(B)
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])

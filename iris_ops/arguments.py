@@ -206,6 +206,24 @@ def _exchange(workspace: Workspace, problem: Problem, cols: int) -> dict:
     return dict(staging=words, ld=exchange_ld(cols), slot_words=words.numel() // 2)
 
 
+def _gathered(problem: Problem, A: torch.Tensor, gathered: torch.Tensor, tile: object, tma: bool) -> dict:
+    """What gathers first are given: this rank's part of A, and where all ranks' meet."""
+    rows, cols, _ = gathered_part(problem)
+    return dict(
+        a=A,
+        a_rows=A.shape[0],
+        a_cols=A.shape[1],
+        gathered=gathered,
+        gathered_tile=tile,
+        M=problem.M,
+        N=problem.N,
+        part_rows=rows,
+        part_cols=cols,
+        BY_K=problem.form == "k",
+        TMA_G=tma,
+    )
+
+
 def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     rows, cols, _ = gathered_part(problem)
     ld = exchange_ld(problem.K)
@@ -218,21 +236,11 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
     piece_m = min(32, triton.next_power_of_2(max(1, triton.cdiv(rows * across, programs))))
     pieces = triton.cdiv(rows, piece_m) * across
     args = dict(
-        a=A,
-        a_rows=A.shape[0],
-        a_cols=A.shape[1],
-        gathered=gathered,
-        gathered_tile=gathered_tile,
+        **_gathered(problem, A, gathered, gathered_tile, tma_g),
         gathered_ld=ld,
         **_exchange(workspace, problem, cols),
-        M=problem.M,
-        N=problem.N,
-        part_rows=rows,
-        part_cols=cols,
         PIECE_M=piece_m,
         PIECE_K=_PIECE_K,
-        BY_K=problem.form == "k",
-        TMA_G=tma_g,
         **product,
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
@@ -272,21 +280,11 @@ def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     columns = wide if by_k or low >= _TALL else max(1, min(wide, grid[0] // (low * w)))
     args = dict(
         a_tile=product.pop("a"),
-        a=A,
-        a_rows=A.shape[0],
-        a_cols=A.shape[1],
-        gathered=gathered,
-        gathered_tile=gathered_tile,
-        M=problem.M,
-        N=problem.N,
-        part_rows=rows,
-        part_cols=cols,
+        **_gathered(problem, A, gathered, gathered_tile, tma_g),
         ld=ld,
         columns=columns,
         COMM_PROGRAMS=min(config.comm_programs, grid[0]),
         PIECES=pieces(problem, config),
-        BY_K=by_k,
-        TMA_G=tma_g,
         rounded=tiles - cut,
         SPLITS=config.splits if cut else 1,
         GROUP_M=config.group_m,

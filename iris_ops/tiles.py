@@ -169,18 +169,18 @@ def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.conste
     if SPLITS > 1:
         if unit >= rounded:
             tile, part = (unit - rounded) // SPLITS, (unit - rounded) % SPLITS
+            rows = tl.arange(0, acc.shape[0])
             if part < SPLITS - 1:
                 whole = False
                 number = tile * (SPLITS - 1) + part
-                place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
-                tl.store(place, acc, mask=mask)
+                tl.store(packed_rows(parts, number, rows, acc.shape[0], acc.shape[1]), acc)
                 signal(ctx, arrived + number, epoch, ctx.rank)
             else:
                 for i in range(SPLITS - 1):
                     number = tile * (SPLITS - 1) + i
                     ok = wait(ctx, arrived + number, epoch, ctx.rank, waiter, exact=True) and ok
-                    place, mask = packed(parts, number, acc.shape[0], acc.shape[0], acc.shape[1])
-                    acc += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+                    place = packed_rows(parts, number, rows, acc.shape[0], acc.shape[1])
+                    acc += tl.load(place, cache_modifier=".cg")
     return acc, whole, ok
 
 
@@ -220,17 +220,10 @@ def add_bias(acc, bias, col, cols, BLOCK_N: tl.constexpr):
 
 
 @device_function
-def packed(staging, slot, rows, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Addresses of staged tile number `slot`, and the mask of its first `rows` rows.
+def packed_rows(staging, slot, r, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Addresses of the rows r of staged tile number `slot`.
 
     A staged tile is [ROWS, COLS] contiguous: always aligned, whatever the shape of the matrix it belongs to.
     """
-    r = tl.arange(0, ROWS)
-    return packed_rows(staging, slot, r, ROWS, COLS), (r < rows)[:, None]
-
-
-@device_function
-def packed_rows(staging, slot, r, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Addresses of the rows r of staged tile number `slot`."""
     start = staging + slot.to(tl.int64) * (ROWS * COLS)
     return start + (r * COLS)[:, None] + tl.arange(0, COLS)[None, :]

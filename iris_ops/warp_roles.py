@@ -310,14 +310,19 @@ def serve(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tens
     return known_to and all(of_whole_vectors(t, step) for t in (A, as_stored(B), out))
 
 
-def arguments(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig) -> dict:
-    """What all kernels with roles are given: operands, blocks, and, as layouts, which thread holds what."""
+def arguments(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, folds: bool = True
+) -> dict:
+    """What all kernels with roles are given: operands, blocks, and, as layouts, which thread holds what.
+
+    `folds`: as in `operands.rows_operand`.
+    """
     stored = as_stored(B)
     transposed = stored is not B
     depth = config.depth(A.dtype == FP8)
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     return dict(
-        a=rows_described(A, (config.block_m, depth)),
+        a=(rows_described if folds else described)(A, (config.block_m, depth)),
         b=described(stored, block_b),
         bias=bias,
         HAS_BIAS=bias is not None,
