@@ -30,7 +30,7 @@ from .problem import Problem
 from .rounds import gemm_tiles
 from .tiles import first_row, grouped, known
 from .units import Units
-from .warp_roles import NOWHERE, allocate, multiply_tiles
+from .warp_roles import NOWHERE, allocate, await_tile, give_back, multiply_tiles, part_of
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -124,8 +124,8 @@ class _Gathered:
 @gluon.jit
 def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr, MOVE: gl.constexpr):
     """The moving warps: each tile to its place, or half as many columns of it, gated."""
-    PARTS: gl.constexpr = shared.product.shape[0]
-    ROWS: gl.constexpr = shared.product.shape[1]
+    PARTS: gl.constexpr = shared.PARTS
+    ROWS: gl.constexpr = shared.BLOCK_M // PARTS
     done = 0
     programs = gl.num_programs(0)
     for unit in range(gl.program_id(0), units.count(programs), programs):
@@ -134,17 +134,15 @@ def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr
             row, col, _bias = tiles.place(tile)
             end, first = _of_source(row, tiles.part_rows, M, PARTS * ROWS)
             c = col + gl.arange(0, tiles.BLOCK_N, layout=gl.SliceLayout(0, MOVE))
-            mbarrier.wait(shared.ready, done & 1)
+            await_tile(shared, done)
             for part in range(PARTS):
-                rows = shared.product.index(part)
+                rows = part_of(shared, done, part)
                 if GATED:
                     values = rows.slice(0, tiles.BLOCK_N, dim=1).load(MOVE)
                     second = rows.slice(tiles.BLOCK_N, tiles.BLOCK_N, dim=1).load(MOVE)
                 else:
                     values = rows.load(MOVE)
-                if part == PARTS - 1:
-                    gl.thread_barrier()
-                    mbarrier.arrive(shared.free, count=1)
+                give_back(shared, done, part)
                 if GATED:
                     gate = values.to(gl.float32)
                     values = arch.round_to(gate / (1.0 + gl.exp(-gate)) * second.to(gl.float32), out.dtype.element_ty)

@@ -10,7 +10,7 @@ from iris.device.bounded import WAITERS
 import torch
 import triton
 
-from . import exchange_roles, few_rows_fp8, fp8_rows, warp_roles
+from . import exchange_roles, few_rows_fp8, fp8_rows, swap_roles, warp_roles
 from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
@@ -22,7 +22,7 @@ from .matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES
 from .operands import as_stored, operand, rows_operand
-from .predict import spread_us, sums_with_roles, tile_us
+from .predict import spread_us, sums_with_roles, swaps, tile_us
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
@@ -164,6 +164,14 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
             **exchange_roles.layouts(config.block_m, config.block_n, w),
         )
         return exchange_roles.exchange_roles_kernel, grid, args
+    if swaps(problem, config) and warp_roles.serve(config, A, B, out):
+        args |= dict(
+            GROUP_M=config.group_m,
+            PLACES=swap_roles.PLACES,
+            spread=platform.ticks(spread_us(problem, config, machine_of(ctx.device)) * 1e-6),
+            **warp_roles.arguments(A, B, bias, config),
+        )
+        return swap_roles.swap_roles_kernel, grid, args
     args |= dict(
         whole=problem.N if by_cols else problem.M,
         part_cols=cols,

@@ -89,7 +89,8 @@ class FusedConfig:
                 f", {self.num_stages} stages; expected tiles of 64 to 256 rows and columns, 8 warps, 2 stages or more"
             )
         ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
-        nbytes = 2 * (ring + self.block_m * self.block_n)
+        places = 2 if self.algorithm == "one_shot" else 1  # of finished tiles (`swap_roles.py`)
+        nbytes = 2 * (ring + places * self.block_m * self.block_n)
         if self.warp_roles and nbytes > _SHARED_BYTES:
             raise ArgumentError(
                 f"FusedConfig.warp_roles is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} in "

@@ -20,12 +20,22 @@ from iris.device.tracing import PUSH, SUM, tile_bytes
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .few_rows import part_at
 from .tiles import PartTiles
 from .units import Units
-from .warp_roles import MOVING, MULTIPLYING, NOWHERE, allocate, in_rows, multiply_tiles, pace, places_of, rows_of
+from .warp_roles import (
+    MOVING,
+    MULTIPLYING,
+    NOWHERE,
+    allocate,
+    await_tile,
+    in_rows,
+    multiply_tiles,
+    pace,
+    places_of,
+    rows_of,
+)
 
 # Vectors that a moving thread loads at a time, of all ranks together.
 _UNDER_WAY = 8
@@ -42,7 +52,7 @@ def _multiply_and_take(
         ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, M, N, B_TRANSPOSED, False,
         ACC, WAITER,
     )  # fmt: skip
-    ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.product.shape[1])  # there are twice as many warps as move
+    ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.BLOCK_M // shared.PARTS)  # there are twice as many warps as move
     step = part_rows.to(gl.int64) * ld
     for t in range(gl.program_id(0), units.tiles, gl.num_programs(0)):
         row, col, _bias = tiles.place(t)
@@ -60,13 +70,13 @@ def _multiply_and_take(
 
 
 @gluon.jit
-def _send(ctx, shared, slot, bases, row, col, M, part_rows, ld, spread, MOVE: gl.constexpr):
+def _send(ctx, shared, done, slot, bases, row, col, M, part_rows, ld, spread, MOVE: gl.constexpr):
     """The finished tile's rows to where their owners expect this rank's."""
     mine = slot + (ctx.rank * part_rows).to(gl.int64) * ld
     begin = arch.clock()
-    for part in range(shared.product.shape[0]):
-        pace(begin, spread, part, shared.product.shape[0])
-        words = seal(rows_of(shared, part, MOVE).to(gl.float32), shared.product.dtype)
+    for part in range(shared.PARTS):
+        pace(begin, spread, part, shared.PARTS)
+        words = seal(rows_of(shared, done, part, MOVE).to(gl.float32), shared.product.dtype)
         r, c, own = places_of(shared, part, row, M, MOVE)
         c = col + c
         for i in gl.static_range(1, ctx.world_size + 1):  # our own too: every rank sums the same numbers
@@ -130,13 +140,13 @@ def _move_tiles(
     done = 0
     for t in range(gl.program_id(0), count, programs):
         row, col, _bias = tiles.place(t)
-        mbarrier.wait(shared.ready, done & 1)
+        await_tile(shared, done)
         # each row goes to one owner
         nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, dtype) // ctx.world_size
         tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
         span = ctx.tracing.record_event_start(PUSH, -1, slot, tile_m, tile_n, nbytes=nbytes)
         push = gl.where(t + programs < count, spread, 0)  # nothing is loaded behind the last
-        _send(ctx, shared, slot, bases, row, col, M, part_rows, ld, push, MOVE)
+        _send(ctx, shared, done, slot, bases, row, col, M, part_rows, ld, push, MOVE)
         ctx.tracing.record_event_end(span)
         done += 1
         while (unit < shares * tiles.num_n) & ((unit // gl.maximum(shares, 1) + 1) * tiles.num_m <= t + programs):

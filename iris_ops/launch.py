@@ -21,7 +21,7 @@ from .few_rows_fp8 import few_rows_fp8_kernel
 from .few_rows_gather import few_rows_gather_kernel
 from .norm_ahead import AHEAD_NAMES, SPAN, Ahead
 from .operands import in_whole_vectors
-from .predict import sums_with_roles
+from .predict import words_with_roles
 from .problem import ALL_REDUCE, MATMUL_GATHER, NORM, Problem, owned_part
 from .unfused import UNFUSED
 
@@ -46,7 +46,7 @@ def gates(config: FusedConfig) -> bool:
 def ends_ahead(problem: Problem, config: FusedConfig) -> bool:
     """Whether the kernel can end as `norm_ahead.py` says."""
     few_rows = problem.op == ALL_REDUCE and config.algorithm in ("one_shot", "two_shot")
-    return few_rows and not sums_with_roles(problem, config) and config.block_n % SPAN.value == 0
+    return few_rows and not words_with_roles(problem, config) and config.block_n % SPAN.value == 0
 
 
 def _eight_bits(problem: Problem, config: FusedConfig, out, A, B) -> torch.Tensor | None:
@@ -55,7 +55,7 @@ def _eight_bits(problem: Problem, config: FusedConfig, out, A, B) -> torch.Tenso
     if not multiplied or max(config.block_m, config.block_n) * config.depth(True) > MOST_ELEMENTS:
         return None
     B = in_whole_vectors(B.t()).t()
-    if config.algorithm == "overlapped" or sums_with_roles(problem, config):
+    if config.algorithm == "overlapped" or words_with_roles(problem, config):
         rows, cols, by_cols = owned_part(problem, config)
         # rounded rows lie as those of the weight do
         return B if warp_roles.serve(config, B.t(), B, out, cols if by_cols else 0) else None

@@ -6,11 +6,10 @@ from iris.device.sync import await_entered, enter, leave, next_epoch
 from iris.device.tracing import PUSH, tile_bytes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .tiles import PartTiles
 from .units import Units
-from .warp_roles import NOWHERE, allocate, multiply_tiles, pace, places_of, rows_of
+from .warp_roles import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
 
 @gluon.jit
@@ -29,15 +28,15 @@ def _push_tiles(
         tile, _, _, complete = units.at(unit, programs)
         if complete:
             row, col, _bias = tiles.place(tile)
-            mbarrier.wait(shared.ready, done & 1)
+            await_tile(shared, done)
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, out.dtype.element_ty)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
             begin = arch.clock()
-            for part in range(shared.product.shape[0]):
+            for part in range(shared.PARTS):
                 if unit + programs < units.count(programs):  # nothing is loaded behind the last
-                    pace(begin, spread, part, shared.product.shape[0])
-                values = rows_of(shared, part, MOVE)
+                    pace(begin, spread, part, shared.PARTS)
+                values = rows_of(shared, done, part, MOVE)
                 r, c, own = places_of(shared, part, row, M, MOVE)
                 c = col + c
                 place = (r.to(gl.int64) * stride_om)[:, None] + c[None, :]

@@ -22,13 +22,15 @@ from .predict import (
     FP32_TILES,
     GPU_TILES,
     ROLES_TILES,
+    SWAP_TILES,
     WORDS_ROLES_TILES,
     gemm_us,
     predict,
     programs_of,
     push_us,
-    sums_with_roles,
+    swaps,
     tile_us,
+    words_with_roles,
 )
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 from .rounds import cut_tiles, gemm_tiles, shared_tiles
@@ -121,8 +123,7 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and whole:
         found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
         found += _roles(problem, machine)
-        if _mixes(problem):
-            found += _words_with_roles()
+        found += _words_with_roles(problem)
     if machine.warp_roles and problem.op == GATHER_MATMUL and problem.form == "rows" and bits16 and whole:
         found += BROUGHT
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
@@ -141,12 +142,16 @@ def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
         return found
     few = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
     found += [*_tiled(few, ("one_shot", "two_shot"), (), FusedConfig.comm_programs), *_roles(problem, machine)]
-    return [*found, *_words_with_roles()] if _mixes(problem) else found
+    return [*found, *_words_with_roles(problem)]
 
 
-def _mixes(problem: Problem) -> bool:
-    """Whether words that warps with roles move may be faster than all else."""
-    return problem.op == ALL_REDUCE and problem.world_size > 2 and problem.M > 128
+def _words_with_roles(problem: Problem) -> tuple[FusedConfig, ...]:
+    """Where words that warps with roles move may be faster than all else: between two ranks in one shot."""
+    if problem.op != ALL_REDUCE or problem.world_size < 2:
+        return ()
+    if problem.world_size == 2:
+        return _in_words("one_shot") if problem.M > 64 else ()
+    return _in_words("two_shot") if problem.M > 128 else ()
 
 
 def _roles(problem: Problem, machine: Machine) -> list[FusedConfig]:
@@ -190,11 +195,12 @@ def _with_roles(group_m: int) -> tuple[FusedConfig, ...]:
     )
 
 
-@lru_cache(maxsize=1)
-def _words_with_roles() -> tuple[FusedConfig, ...]:
+@lru_cache(maxsize=2)
+def _in_words(algorithm: str) -> tuple[FusedConfig, ...]:
+    tiles = SWAP_TILES if algorithm == "one_shot" else WORDS_ROLES_TILES
     return tuple(
-        FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm="two_shot")
-        for (m, n, k, w), (s, _) in WORDS_ROLES_TILES.items()
+        FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm=algorithm)
+        for (m, n, k, w), (s, _) in tiles.items()
     )
 
 
@@ -247,7 +253,9 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
         return "a block has more than half a million elements"
     largest = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
     # in eight bits a product hides less
-    most = 1 << 23 if sums_with_roles(problem, config) else 1 << 20 if problem.fp8 else 1 << 22
+    most = 1 << 20 if problem.fp8 else 1 << 22
+    if words_with_roles(problem, config):
+        most = 1 << 24 if swaps(problem, config) else 1 << 23
     if config.algorithm != "overlapped" and largest > most:
         return "nothing would hide the exchange of so large a result"
     return None

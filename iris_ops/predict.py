@@ -37,6 +37,8 @@ ROLES_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
 BROUGHT_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)}
 # What sends words (`exchange_roles.py`).
 WORDS_ROLES_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
+# What swaps words with the one peer (`swap_roles.py`).
+SWAP_TILES: Tiles = {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.8)}
 # For few rows: enough weights under way for the memory's full rate; measured on H200s.
 EXCHANGE_TILES: Tiles = {
     (16, 64, 256, 4): (5, 0.25),
@@ -94,6 +96,8 @@ _BETWEEN_US = 5.0
 # Of words from programs with roles, for each 64 x 128 of a tile: while the link rests between two rounds, and behind
 # the last. Programs drift apart: each round adds to the rest by that part.
 _WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
+# Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above.
+_SWAPPED, _SWAPPED_LAST_US = 0.9, 1.5
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
 # What a hop takes less where tiles are small.
@@ -117,6 +121,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         way = _brought
     elif config.algorithm != "overlapped":
         way = _exchanged_with_roles if sums_with_roles(problem, config) else _exchanged
+        way = _swapped if swaps(problem, config) else way
     elif config.warp_roles:
         way = _moved
     elif problem.op == ALL_REDUCE:
@@ -169,6 +174,16 @@ def _exchanged_with_roles(problem: Problem, config: FusedConfig, machine: Machin
     rests = (rounds - 1) * area * _WORDS_BETWEEN_US * (1 + _WORDS_DRIFT * (rounds - 2))
     full = tile_us(problem, config, machine) + link + rests
     return link, max(gemm + link * last, full) + area * _WORDS_LAST_US
+
+
+def _swapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): a tile's words travel while the next is multiplied; those of the last round behind it."""
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    # also where the last round is not full: programs that have no tile there do not hold back their words
+    last = link / max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
+    full = tile_us(problem, config, machine) + link / _SWAPPED
+    area = config.block_m * config.block_n / (64 * 128)
+    return link, max(gemm + last, full) + area * _SWAPPED_LAST_US
 
 
 def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -302,7 +317,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if fp32:
         shares = FP32_TILES
     elif few_rows:
-        shares = WORDS_ROLES_TILES if config.warp_roles else FP8_TILES if problem.fp8 else EXCHANGE_TILES
+        of_words = SWAP_TILES if swaps(problem, config) else WORDS_ROLES_TILES
+        shares = of_words if config.warp_roles else FP8_TILES if problem.fp8 else EXCHANGE_TILES
     else:
         roles = BROUGHT_TILES if problem.op == GATHER_MATMUL else ROLES_TILES
         shares = roles if config.warp_roles else GPU_TILES
@@ -323,6 +339,17 @@ def exchanges(config: FusedConfig) -> bool:
 def sums_with_roles(problem: Problem, config: FusedConfig) -> bool:
     """Whether it is words that programs with roles send to the owners of rows, who sum them (`exchange_roles.py`)."""
     return problem.op == ALL_REDUCE and config.algorithm == "two_shot" and config.warp_roles
+
+
+def swaps(problem: Problem, config: FusedConfig) -> bool:
+    """Whether it is words that programs with roles send to the one peer, who does alike (`swap_roles.py`)."""
+    one_shot = config.algorithm == "one_shot" and config.warp_roles
+    return one_shot and problem.op == ALL_REDUCE and problem.world_size == 2
+
+
+def words_with_roles(problem: Problem, config: FusedConfig) -> bool:
+    """Whether it is words that programs with roles send."""
+    return sums_with_roles(problem, config) or swaps(problem, config)
 
 
 def programs_of(config: FusedConfig, machine: Machine) -> int:

@@ -12,20 +12,19 @@ from iris.device.sync import await_entered, enter, leave, next_epoch, signal, wa
 from iris.device.tracing import PUSH, SUM, tile_bytes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .owned_tiles import OwnedTiles
 from .units import Units
-from .warp_roles import NOWHERE, allocate, multiply_tiles, pace, places_of, rows_of
+from .warp_roles import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
 
 @gluon.jit
-def _stage(shared, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
+def _stage(shared, done, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
     """The finished tile, rows `row` to `end` of M, to `staged` [BLOCK_M, BLOCK_N], in its owner's memory."""
     begin = arch.clock()
-    for part in range(shared.product.shape[0]):
-        pace(begin, spread, part, shared.product.shape[0])
-        values = rows_of(shared, part, MOVE)
+    for part in range(shared.PARTS):
+        pace(begin, spread, part, shared.PARTS)
+        values = rows_of(shared, done, part, MOVE)
         if ok:
             place, inside = _packed(shared, part, row, end, M, MOVE)
             gl.store(staged + place, values, mask=inside)
@@ -34,10 +33,9 @@ def _stage(shared, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
 @gluon.jit
 def _packed(shared, part, row, end, M, MOVE: gl.constexpr):
     """Offsets of a part of the tile in a staged one [BLOCK_M, BLOCK_N], and which are of its rows, `row` to `end`."""
-    BLOCK_M: gl.constexpr = shared.product.shape[0] * shared.product.shape[1]
     r, c, own = places_of(shared, part, row, M, MOVE)
-    inside = own & (r < min(end, row + BLOCK_M))  # parts behind the last are asked for, too
-    return (r - row)[:, None] * shared.product.shape[2] + c[None, :], inside[:, None] & (c >= 0)[None, :]
+    inside = own & (r < min(end, row + shared.BLOCK_M))  # parts behind the last are asked for, too
+    return (r - row)[:, None] * shared.BLOCK_N + c[None, :], inside[:, None] & (c >= 0)[None, :]
 
 
 @gluon.jit
@@ -56,7 +54,7 @@ def _sum(
     MOVE: gl.constexpr, done, ok,
 ):  # fmt: skip
     """The finished tile and what peers have staged for it in `slot` of `owned`, to `out`: rows to `end`, by `width`."""
-    ELEMENTS: gl.constexpr = shared.product.shape[0] * shared.product.shape[1] * shared.product.shape[2]
+    ELEMENTS: gl.constexpr = shared.BLOCK_M * shared.BLOCK_N
     OTHERS: gl.constexpr = ctx.world_size - 1
     sources = ()
     targets = ()
@@ -69,10 +67,10 @@ def _sum(
     under_way = ()
     for i in gl.static_range(AHEAD):
         under_way = under_way + (_load_staged(shared, sources, i, row, end, M, MOVE, OTHERS),)
-    mbarrier.wait(shared.ready, done & 1)
-    for part in range(shared.product.shape[0]):
+    await_tile(shared, done)
+    for part in range(shared.PARTS):
         under_way = under_way + (_load_staged(shared, sources, part + AHEAD, row, end, M, MOVE, OTHERS),)
-        total = rows_of(shared, part, MOVE).to(gl.float32)
+        total = rows_of(shared, done, part, MOVE).to(gl.float32)
         for i in gl.static_range(OTHERS):
             total += under_way[0][i].to(gl.float32)
         under_way = under_way[1:]
@@ -93,8 +91,8 @@ def _move_tiles(
     MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The moving warps: others' tiles to their owners; own ones are summed, and the sums stored, or sent to all."""
-    BLOCK_M: gl.constexpr = shared.product.shape[0] * shared.product.shape[1]
-    BLOCK_N: gl.constexpr = shared.product.shape[2]
+    BLOCK_M: gl.constexpr = shared.BLOCK_M
+    BLOCK_N: gl.constexpr = shared.BLOCK_N
     ELEMENTS: gl.constexpr = BLOCK_M * BLOCK_N
     owned = tiles.owned()
     epoch = enter(ctx, sync, LANES=False)
@@ -108,13 +106,13 @@ def _move_tiles(
             inside = (row < rows) & (col < cols)  # else there is no such tile in a short part
             nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, staging.dtype.element_ty)
             if owner != ctx.rank:
-                mbarrier.wait(shared.ready, done & 1)
+                await_tile(shared, done)
                 number = ctx.rank * owned + slot
                 staged = ctx.remote(staging + number.to(gl.int64) * ELEMENTS, owner)
                 span = ctx.tracing.record_event_start(PUSH, owner, staged, tile_m, tile_n, nbytes=nbytes)
                 # nothing is loaded behind the last
                 over = gl.where(unit + programs < units.count(programs), spread, 0)
-                _stage(shared, staged, row, rows, M, over, MOVE, ok)
+                _stage(shared, done, staged, row, rows, M, over, MOVE, ok)
                 ctx.tracing.record_event_end(span)
                 if units.SHARED:
                     if unit < 2 * programs:  # a part of it may not have come, which has marked the rank

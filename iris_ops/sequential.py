@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 # Microseconds from one kernel to the next that reads what it wrote.
-_BETWEEN_US = 3.3
+_BETWEEN_US = 2.5
 
 
 def objection(problem: Problem) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .config import FusedConfig
-from .problem import GATHER_MATMUL, MATMUL_GATHER, TMA_ALIGNMENT, Problem, owned_part, part_size
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, TMA_ALIGNMENT, Problem, owned_part, part_size
 from .rounds import loose_tiles
 from .unfused import UNFUSED
 
@@ -23,6 +23,8 @@ def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tupl
     if config.algorithm != "overlapped":
         rows, cols = exchanged_part(problem, config)
         behind = rows * w * exchange_ld(cols) if config.algorithm == "two_shot" else exchange_ld(w)
+        if config.algorithm == "one_shot" and problem.op == ALL_REDUCE:
+            behind = 0  # everyone gets words from everyone
         words = w * rows * exchange_ld(cols) + behind
         gathered = problem.M * exchange_ld(problem.K) if problem.op == GATHER_MATMUL else 0
         return 0, gathered * itemsize, 2 * words * itemsize

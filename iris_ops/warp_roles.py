@@ -54,7 +54,10 @@ _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.
 
 @_aggregate
 class Shared:
-    """A program's shared memory: the ring of operands, the finished tile, and what says which warps may go on."""
+    """A program's shared memory: the ring of operands, finished tiles, and what says which warps may go on.
+
+    The finished tiles, PLACES of them, lie in `product` in PARTS of some rows each, and take turns.
+    """
 
     a_parts: base_value
     b_parts: base_value
@@ -63,34 +66,42 @@ class Shared:
     ready: base_value
     free: base_value
     STAGES: gl.constexpr
+    PLACES: gl.constexpr
+    PARTS: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
     FOLDED: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES, FOLDED):
+    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, FOLDED):
         self.a_parts, self.b_parts, self.product = a_parts, b_parts, product
         self.loaded, self.ready, self.free = loaded, ready, free
-        self.STAGES, self.FOLDED = known(STAGES), known(FOLDED)
+        self.STAGES, self.PLACES, self.FOLDED = known(STAGES), known(PLACES), known(FOLDED)
+        parts, rows, cols = (int(known(size).value) for size in product.shape)
+        self.PARTS = known(parts // self.PLACES.value)
+        self.BLOCK_M, self.BLOCK_N = known(self.PARTS.value * rows), known(cols)
 
 
 @gluon.jit
 def allocate(
     a, b, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
-    PRODUCT: gl.constexpr,
+    PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1,
 ):  # fmt: skip
-    """The shared memory of one program; a, b: descriptors of its operands. The product, in `dtype`, is in parts of
-    ROWS rows. Where `a` has three dimensions its rows are folded, see `tiles.first_row`.
+    """The shared memory of one program; a, b: descriptors of its operands. Products, in `dtype`, are in parts of ROWS
+    rows. Where `a` has three dimensions its rows are folded, see `tiles.first_row`.
     """
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    product = gl.allocate_shared_memory(dtype, [BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
+    product = gl.allocate_shared_memory(dtype, [PLACES * BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(loaded.index(i), count=1)
-    mbarrier.init(ready, count=1)
-    mbarrier.init(free, count=1)
-    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, len(a.block_shape) == 3)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, len(a.block_shape) == 3)
 
 
 @gluon.jit
@@ -177,14 +188,16 @@ def multiply_tiles(
     `b` of three dimensions, [2, N, K], is two matrices of N columns, of which a tile has as many columns each.
     `a_scales`, `b_scales`: of the product's rows and columns where operands are in eight bits, or None.
     """
-    BLOCK_M: gl.constexpr = shared.product.shape[0] * shared.product.shape[1]
-    BLOCK_N: gl.constexpr = shared.product.shape[2]
+    BLOCK_M: gl.constexpr = shared.BLOCK_M
+    BLOCK_N: gl.constexpr = shared.BLOCK_N
     BLOCK_K: gl.constexpr = a.block_shape[-1]
     STAGES: gl.constexpr = shared.STAGES
     GATED: gl.constexpr = len(b.block_shape) == 3
     BOTH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], a.dtype)
     ALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], a.dtype)
-    finished = shared.product._reinterpret(shared.product.dtype, [BLOCK_M, BLOCK_N], shared.product.layout)
+    finished = shared.product._reinterpret(
+        shared.product.dtype, [shared.PLACES, BLOCK_M, BLOCK_N], shared.product.layout
+    )
     programs = gl.num_programs(0)
     count = units.count(programs)
     # what is loaded next
@@ -247,10 +260,11 @@ def multiply_tiles(
         if complete:
             if b_scales is not None:
                 product = _scaled(product, tiles, tile, a_scales, b_scales, bias, M, N, shared.FOLDED, HAS_BIAS)
-            mbarrier.wait(shared.free, done & 1 ^ 1)
-            finished.store(product.to(finished.dtype))
+            place = done % shared.PLACES
+            mbarrier.wait(shared.free.index(place), done // shared.PLACES & 1 ^ 1)
+            finished.index(place).store(product.to(finished.dtype))
             gl.thread_barrier()
-            mbarrier.arrive(shared.ready, count=1)
+            mbarrier.arrive(shared.ready.index(place), count=1)
             done += 1
 
 
@@ -272,12 +286,30 @@ def _scaled(
 
 
 @gluon.jit
-def rows_of(shared, part, MOVE: gl.constexpr):
-    """Part number `part` of the finished tile: some rows; with the last of them the tile's place is free again."""
-    values = shared.product.index(part).load(MOVE)
-    if part == shared.product.shape[0] - 1:
+def await_tile(shared, done):
+    """Waits until the program's tile number `done` is finished."""
+    mbarrier.wait(shared.ready.index(done % shared.PLACES), done // shared.PLACES & 1)
+
+
+@gluon.jit
+def part_of(shared, done, part):
+    """Where part number `part` of the finished tile `done` lies: some rows."""
+    return shared.product.index(done % shared.PLACES * shared.PARTS + part)
+
+
+@gluon.jit
+def give_back(shared, done, part):
+    """With its last part, which has been loaded, the place of tile `done` is free again."""
+    if part == shared.PARTS - 1:
         gl.thread_barrier()
-        mbarrier.arrive(shared.free, count=1)
+        mbarrier.arrive(shared.free.index(done % shared.PLACES), count=1)
+
+
+@gluon.jit
+def rows_of(shared, done, part, MOVE: gl.constexpr):
+    """What `part_of` says, loaded and, with the last of them, given back."""
+    values = part_of(shared, done, part).load(MOVE)
+    give_back(shared, done, part)
     return values
 
 
@@ -294,11 +326,10 @@ def places_of(shared, part, row, rows, MOVE: gl.constexpr):
 
     `row`: the tile's first; `rows`: how many A has.
     """
-    ROWS: gl.constexpr = shared.product.shape[1]
-    BLOCK_M: gl.constexpr = shared.product.shape[0] * ROWS
+    ROWS: gl.constexpr = shared.BLOCK_M // shared.PARTS
     i = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
-    r, own = rows_from(first_row(row, rows, BLOCK_M), row, rows, i, BLOCK_M, shared.FOLDED)
-    return r, gl.arange(0, shared.product.shape[2], layout=gl.SliceLayout(0, MOVE)), own
+    r, own = rows_from(first_row(row, rows, shared.BLOCK_M), row, rows, i, shared.BLOCK_M, shared.FOLDED)
+    return r, gl.arange(0, shared.BLOCK_N, layout=gl.SliceLayout(0, MOVE)), own
 
 
 def serve(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> bool:

@@ -42,6 +42,7 @@ _DATA |= {"residual", "weight", "scaled", "both"}
 _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
     ("exchange_roles_kernel", "staging"): "i16",
+    ("swap_roles_kernel", "staging"): "i16",
     ("few_rows_kernel", "staging"): "i16",
     ("few_rows_fp8_kernel", "staging"): "i16",
     ("few_rows_gather_kernel", "staging"): "i16",

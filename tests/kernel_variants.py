@@ -8,7 +8,7 @@ from iris.ccl.by_words import words_kernel
 from iris.ccl.ring import ring_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
-from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, fp8_tiles, gating, warp_roles
+from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, fp8_tiles, gating, swap_roles, warp_roles
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel
 from iris_ops.all_gather_matmul_roles import all_gather_matmul_roles_kernel
 from iris_ops.few_rows import few_rows_kernel
@@ -47,6 +47,7 @@ TRACED = {
         "matmul_all_gather_roles_128",
         "all_gather_matmul_roles_256",
         "exchange_roles",
+        "swap_roles_128",
     ),
     "gfx942": ("all_reduce_pointers",),
     "gfx950": ("all_reduce_pointers",),
@@ -173,9 +174,15 @@ def with_roles():
         choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
         name = f"matmul_all_gather_roles_{n}"
         yield name, matmul_all_gather_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
+    options = dict(num_warps=warp_roles.MULTIPLYING)
+    swapped = known | dict(WORLD_SIZE=2, PLACES=swap_roles.PLACES, HAS_BIAS=True)
+    yield "swap_roles_128", swap_roles.swap_roles_kernel, options, swapped | no_scales
+    eight = swapped | dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, 128, 1))
+    yield "swap_roles_128_fp8", swap_roles.swap_roles_kernel, options, eight
+    low = swapped | no_scales | dict(BLOCK_M=64, STAGES=8, **warp_roles.layouts(64, 128))
+    yield "swap_roles_64", swap_roles.swap_roles_kernel, options, low
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
-    options = dict(num_warps=warp_roles.MULTIPLYING)
     yield "exchange_roles", exchange_roles.exchange_roles_kernel, options, words | no_scales
     words |= dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, 128, 1))
     yield "exchange_roles_fp8", exchange_roles.exchange_roles_kernel, options, words

@@ -152,8 +152,8 @@ def test_ptx_of_a_store_warp(compiled) -> None:
 
 def test_ptx_of_programs_whose_warps_have_roles(compiled) -> None:
     """Eight warps multiply asynchronously; four move tiles, to each rank 16 bytes of a thread at a time."""
-    of_words = "exchange_roles"
-    kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_roles_" in name and of_words not in name}
+    of_words = re.compile("(exchange|swap)_roles")
+    kernels = {name: k for name, k in compiled("sm_90").items() if "_roles_" in name and not of_words.search(name)}
     assert len([name for name in kernels if not name.startswith("traced_")]) == 11 and len(kernels) > 11
     for name, kernel in kernels.items():
         for change in ("dec", "inc"):  # of those that multiply, of those that move
@@ -188,6 +188,30 @@ def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
         assert kernel.count(r"%globaltimer;") >= 6 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 3, kernel.name
     # what is recorded: product, push, sum, push of sums, and each wait
     assert [kernel.count(r"%smid;") for kernel in kernels] == [0, 4 + 3]
+
+
+def test_ptx_of_words_that_two_ranks_swap(compiled) -> None:
+    """A tile goes out written through, 16 bytes of a thread at a time, and the peer's is looked at before it is sent."""
+    names = ("swap_roles_128", "swap_roles_128_fp8", "swap_roles_64", "traced_swap_roles_128")
+    kernels = {name: compiled("sm_90")[name] for name in names}
+    for name, kernel in kernels.items():
+        for change in ("dec", "inc"):
+            assert kernel.count(rf"setmaxnreg\.{change}\S*\s+168;") == 1, name
+        assert kernel.count(r"wgmma\.mma_async") == 64 // 16 and not unguarded_hand_overs(kernel), name
+        # operands that were loaded, a tile to send, its place in shared memory
+        assert kernel.count(r"mbarrier\.try_wait") == 3, name
+        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == 4, name  # of 32 elements of a part that are a thread's
+        parts = 2 if "64" in name else 4
+        looks = [i for i, line in enumerate(kernel.lines) if "ld.volatile.global.v4.b32" in line]
+        sent = next(i for i, line in enumerate(kernel.lines) if "st.global.wt.v4.b32" in line)
+        assert sum(i < sent for i in looks) == 4 * parts and len(looks) == 4 * (parts + 2), name  # polled; looked at anew
+        assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)|\bld\.volatile\.global\.(?!v4\.b32)"), name
+        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
+        assert len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (name, released)  # failure records
+        assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), name
+        assert kernel.count(r"%globaltimer;") >= 2 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 1, name
+    assert kernels["traced_swap_roles_128"].count(r"%smid;") == 4  # product, push, sum, wait
+    assert not any(kernels[name].count(r"%smid;") for name in names[:3])
 
 
 def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
@@ -254,7 +278,7 @@ def test_ptx_of_rounded_rows(compiled) -> None:
     """Both operands go from memory to tensor cores as they are: by TMA, and nothing converts them."""
     rounded = re.compile("few_rows_rounded|fp8_tiles|roles.*_fp8$")
     kernels = [kernel for name, kernel in compiled("sm_90").items() if rounded.search(name)]
-    assert len(kernels) == 12
+    assert len(kernels) == 13
     for kernel in kernels:
         assert kernel.count(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3"), kernel.name
         assert kernel.count(r"cp\.async\.bulk\.tensor") >= 2 and not kernel.count(r"cvt\S*e4m3"), kernel.name

@@ -40,7 +40,7 @@ def widen(x):
 
 
 @device_function
-def _unwrapped(words, dtype: tl.constexpr):
+def unwrapped(words, dtype: tl.constexpr):
     """What `seal`ed or `widen`ed words of `dtype` mean, in the type that sums are kept in."""
     if words.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
         return words.to(dtype, bitcast=True).to(sum_type(dtype))
@@ -90,6 +90,38 @@ def take(
 
 
 @device_function
+def look(words, mask):
+    """What words hold now, past all caches."""
+    return arch.load_fresh(words, mask)
+
+
+@device_function
+def take_found(ctx, found, words, mask, source, epoch, waiter: tl.constexpr):
+    """As `take` of one block of words in Gluon, of which `look` has `found` something before.
+
+    Returns (the words themselves, whether any had to be waited for).
+    """
+    missing = tl.max((found == EMPTY).to(tl.int32)) != 0
+    waited = missing
+    if missing:
+        span = ctx.tracing.record_event_start(WAIT, source, words, mask=mask)
+        end = deadline(ctx)
+        polls = 0
+        waiting = True
+        while waiting:
+            late = is_late(end, polls)
+            found = look(words, mask)
+            missing = tl.max((found == EMPTY).to(tl.int32)) != 0
+            polls += 1
+            waiting = keeps_waiting(ctx, missing, late, polls)
+        if missing:
+            report(ctx, waiter, epoch, source, epoch - 1)
+        ctx.tracing.record_event_end(span)
+    tl.store(words, EMPTY, mask=mask)
+    return found, waited
+
+
+@device_function
 def _sent(ctx, mask, i, own):
     """The mask of block i: nobody sends what is our own."""
     if own is None:
@@ -118,9 +150,9 @@ def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own,
 @device_function
 def _value(ctx, words, dtype: tl.constexpr, i, own):
     if own is None:
-        return _unwrapped(words, dtype)
+        return unwrapped(words, dtype)
     else:
-        return tl.where(i == ctx.rank, own, _unwrapped(words, dtype))
+        return tl.where(i == ctx.rank, own, unwrapped(words, dtype))
 
 
 @device_function

@@ -15,6 +15,7 @@ from iris import platform
 from iris_ops import FusedConfig, arguments, fp8_rows, warp_roles
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import plan
+from iris_ops.predict import words_with_roles
 from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
 from iris_ops.staging import workspace_size
 from iris_ops.unfused import UNFUSED
@@ -66,7 +67,7 @@ def drawn_config(rng: random.Random) -> FusedConfig:
         stagger_us=rng.choice([0, 50, 1000]),
         splits=rng.choice([1, 2, 7]),
         warp_roles=roles,
-        algorithm="overlapped" if roles else rng.choice(["overlapped", "one_shot", "two_shot"]),
+        algorithm=rng.choice(["overlapped", "one_shot", "two_shot"]),
     )
 
 
@@ -84,7 +85,7 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
     if problem.fp8:  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
-        with_roles = config.algorithm == "overlapped" or arguments.sums_with_roles(problem, config)
+        with_roles = config.algorithm == "overlapped" or words_with_roles(problem, config)
         if problem.M <= fp8_rows.MOST_ROWS or with_roles and not warp_roles.serve(config, *eight, tensors[0], 1 << 10):
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
@@ -103,6 +104,7 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         assert args["parts"].numel() >= cut * tile and flags >= own + cut
     if "slot_words" in args:
         w, behind = problem.world_size, args.get("EXCHANGE", "gather")
+        behind = "all" if "PLACES" in args else behind
         more = {"all": 0, "owners": problem.M * args["ld"]}.get(behind, w)
         assert args["slot_words"] >= w * args["part_rows"] * args["ld"] + more
 

@@ -18,7 +18,7 @@ from tests.harness import ON_GPU, WORLDS, both, run_ranks
 from tests.iris_ops.calls import Call, assert_same_bits, bits, check_case, check_cases, strided
 from tests.reference import FORMS, Case
 
-pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [3], scope="session")]
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2, 3], scope="session")]
 
 PUSHED = [(op, form) for op, form in FORMS if op != GATHER_MATMUL]
 # Sizes that no block divides, with rows and, among 2, 4 or 8 ranks, parts of columns that begin at whole vectors.
@@ -37,6 +37,12 @@ WORDS += [
     replace(WORDS[1], block_n=128, block_k=64, num_stages=5),
     replace(WORDS[0], block_n=256, block_k=64, num_programs=7),
 ] if ON_GPU else []  # fmt: skip
+# The same in one shot, which programs with roles serve between two ranks.
+SWAPS = [replace(SMALLEST, algorithm="one_shot"), replace(SMALLEST, block_m=128, num_programs=0, algorithm="one_shot")]
+SWAPS += [
+    replace(SWAPS[1], block_n=128, block_k=64, num_stages=5),
+    replace(SWAPS[0], block_n=256, block_k=64, num_programs=7),
+] if ON_GPU else []  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -45,10 +51,11 @@ def case_of(op: str, form: str, turn: int = 0, **changes) -> Case:
     return replace(case, config=CONFIGS[turn % len(CONFIGS)], **changes)
 
 
-def in_words(cases: list[Case]) -> list[Case]:
+def in_words(cases: list[Case], world_size: int) -> list[Case]:
     """The all-reduces among them, which words serve with as many configurations."""
     found = [case for case in cases if case.op == ALL_REDUCE]
-    return [replace(case, config=WORDS[turn % len(WORDS)]) for turn, case in enumerate(found)]
+    ways = [WORDS, SWAPS] if world_size == 2 else [WORDS]
+    return [replace(case, config=way[turn % len(way)]) for way in ways for turn, case in enumerate(found)]
 
 
 @contextmanager
@@ -83,7 +90,7 @@ def test_op_is_right(world_size: int, op: str, form: str) -> None:
     # one step along K, a part of one, and many; a single block of rows
     called += [case_of(op, form, turn, K=depth) for turn, depth in enumerate((CONFIGS[0].block_k, 8, 5 * K))]
     called.append(case_of(op, form, 1, M=16, K=8, pad=8))
-    for cases in filter(None, (called, in_words(called))):
+    for cases in filter(None, (called, in_words(called, world_size))):
         assert_same_bits(cases, run_ranks(world_size, check_served, cases))
 
 
@@ -102,7 +109,7 @@ def draw_case(rng: random.Random, world_size: int) -> Case:
         stagger_us=rng.choice([0, 3, 30]),
         splits=rng.choice([1, 2, 4, 9]),
         warp_roles=True,
-        algorithm=rng.choice(["overlapped", "two_shot"]) if op == ALL_REDUCE else "overlapped",
+        algorithm=rng.choice(["overlapped", "two_shot", "one_shot"]) if op == ALL_REDUCE else "overlapped",
     )
     return Case(
         op,
@@ -130,7 +137,7 @@ def test_random_calls(world_size: int) -> None:
 def test_parts_may_be_empty(world_size: int, op: str, form: str) -> None:
     """A rank that has none itself is served by portable kernels: nothing can be loaded or stored by TMA."""
     called = [case_of(op, form, turn, M=world_size + 1) for turn in range(len(CONFIGS))]
-    called += in_words(called) + in_words([case_of(op, form, M=1)])
+    called += in_words(called, world_size) + in_words([case_of(op, form, M=1)], world_size)
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
@@ -154,7 +161,7 @@ def test_ranks_may_differ_in_depth(world_size: int, op: str, form: str) -> None:
     """By a step along K, and so that one has nothing to multiply, for which a portable kernel serves."""
     depths = [64 * world_size + 1, max(1, world_size - 1)]
     called = [case_of(op, form, turn, K=depth, uneven=True) for depth in depths for turn in range(len(CONFIGS))]
-    called += in_words(called)
+    called += in_words(called, world_size)
     assert_same_bits(called, run_ranks(world_size, check_uneven, called))
 
 
@@ -187,7 +194,7 @@ def test_ranks_with_and_without_roles_work_together(world_size: int, op: str, fo
     """Short and empty parts, too, of which each kind of kernel computes other tiles."""
     called = [case_of(op, form, turn, transposed=turn % 2 == 0) for turn in range(len(CONFIGS))]
     called += [case_of(op, form, turn, M=M // 2 + 1) for turn in (0, 1)]
-    called += in_words(called)
+    called += in_words(called, world_size)
     assert_same_bits(called, run_ranks(world_size, check_mixed, called))
 
 
@@ -219,6 +226,6 @@ def follow_each_other(ctx: iris.Iris, cases: list[Case], rounds: int) -> list[st
 def test_calls_of_all_shapes_share_the_workspace(world_size: int) -> None:
     called = [case_of(op, form, turn) for turn, (op, form) in enumerate(PUSHED)]
     called += [case_of(op, form, turn, M=M + 200, K=8) for turn, (op, form) in enumerate(PUSHED)]
-    called += in_words(called)
+    called += in_words(called, world_size)
     called += [replace(case, config=None) for case in called]
     assert_same_bits(called, run_ranks(world_size, follow_each_other, called, 20 if ON_GPU else 1))
