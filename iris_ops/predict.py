@@ -96,8 +96,9 @@ _BETWEEN_US = 5.0
 # Of words from programs with roles, for each 64 x 128 of a tile: while the link rests between two rounds, and behind
 # the last. Programs drift apart: each round adds to the rest by that part.
 _WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
-# Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above.
-_SWAPPED, _SWAPPED_LAST_US = 0.9, 1.5
+# Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above; the part of
+# the product that each round beyond so many adds, since programs drift apart.
+_SWAPPED, _SWAPPED_LAST_US, _SWAPPED_ROUNDS, _SWAPPED_DRIFT = 0.9, 1.5, 4, 0.014
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
 # What a hop takes less where tiles are small.
@@ -179,11 +180,13 @@ def _exchanged_with_roles(problem: Problem, config: FusedConfig, machine: Machin
 def _swapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): a tile's words travel while the next is multiplied; those of the last round behind it."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
-    # also where the last round is not full: programs that have no tile there do not hold back their words
-    last = link / max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
+    rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
+    if not problem.fp8:
+        gemm *= 1 + _SWAPPED_DRIFT * max(0, rounds - _SWAPPED_ROUNDS)
     full = tile_us(problem, config, machine) + link / _SWAPPED
     area = config.block_m * config.block_n / (64 * 128)
-    return link, max(gemm + last, full) + area * _SWAPPED_LAST_US
+    # the last round has as many words as each, full or not: programs without a tile there do not hold back theirs
+    return link, max(gemm + link / rounds, full) + area * _SWAPPED_LAST_US
 
 
 def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -295,8 +298,8 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
     few_rows = exchanges(config)
-    # most of what is read again comes from L2
-    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows else 1
+    # most of what is read again comes from L2, all of it where row blocks are multiplied at once
+    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not swaps(problem, config) else 1
     itemsize = 1 if problem.fp8 else problem.dtype.itemsize
     stream = (m * k + k * n * again) * itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
