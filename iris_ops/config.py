@@ -30,10 +30,10 @@ class FusedConfig:
     push at once.
 
     `warp_roles`: of the overlapped ops that push tiles, of all-reduces in "two_shot" or, between two ranks, "one_shot",
-    and of "copy_engines", whether warps share out multiplying and moving, where the GPU can (NVIDIA Hopper, bf16 and fp16, rows that begin at whole vectors). Eight
-    warps multiply, four more move. In overlapped ops `splits`, if more than 1, then has programs first share the tiles
-    that do not fill a round, each tile cut along K into about so many parts at most; all programs start at once, and
-    `stagger_us` is over what time they end those parts.
+    and of "copy_engines", whether warps share out multiplying and moving, where the GPU can (NVIDIA Hopper, bf16 and
+    fp16, rows that begin at whole vectors). Eight warps multiply, four more move. In overlapped ops `splits`, if more
+    than 1, then has programs first share the tiles that do not fill a round, each tile cut along K into about so many
+    parts at most; all programs start at once, and `stagger_us` is over what time they end those parts.
 
     `ranks_together`: of "copy_engines" with torch's product, how many other ranks' rows are multiplied together at
     least.

@@ -23,7 +23,6 @@ from .tiles import PartTiles
 from .units import Units
 from .warp_roles import NOWHERE, allocate, await_tile, multiply_tiles, pace, part_of, places_of, rows_of
 
-
 # Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
 PLACES = 2
 

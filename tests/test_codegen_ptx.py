@@ -191,7 +191,7 @@ def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
 
 
 def test_ptx_of_words_that_two_ranks_swap(compiled) -> None:
-    """A tile goes out written through, 16 bytes of a thread at a time, and the peer's is looked at before it is sent."""
+    """A tile goes out written through, 16 bytes of a thread at a time; the peer's is looked at before it is sent."""
     names = ("swap_roles_128", "swap_roles_128_fp8", "swap_roles_64", "traced_swap_roles_128")
     kernels = {name: compiled("sm_90")[name] for name in names}
     for name, kernel in kernels.items():
@@ -204,7 +204,8 @@ def test_ptx_of_words_that_two_ranks_swap(compiled) -> None:
         parts = 2 if "64" in name else 4
         looks = [i for i, line in enumerate(kernel.lines) if "ld.volatile.global.v4.b32" in line]
         sent = next(i for i, line in enumerate(kernel.lines) if "st.global.wt.v4.b32" in line)
-        assert sum(i < sent for i in looks) == 4 * parts and len(looks) == 4 * (parts + 2), name  # polled; looked at anew
+        # later one part is polled, and one looked at anew
+        assert sum(i < sent for i in looks) == 4 * parts and len(looks) == 4 * (parts + 2), name
         assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)|\bld\.volatile\.global\.(?!v4\.b32)"), name
         released = [line for line in kernel.lines if "release" in line and ".sys" in line]
         assert len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (name, released)  # failure records
