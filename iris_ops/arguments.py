@@ -22,7 +22,7 @@ from .matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES
 from .operands import as_stored, operand, rows_operand
-from .predict import spread_us, sums_with_roles, swaps, tile_us
+from .predict import spread_us, swaps, tile_us, words_with_roles
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
@@ -157,21 +157,16 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         part_rows=rows,
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
-    if sums_with_roles(problem, config) and warp_roles.serve(config, A, B, out):
+    if words_with_roles(problem, config) and warp_roles.serve(config, A, B, out):
         args |= dict(
             spread=platform.ticks(spread_us(problem, config, machine_of(ctx.device)) * 1e-6),
             **warp_roles.arguments(A, B, bias, config),
-            **exchange_roles.layouts(config.block_m, config.block_n, w),
         )
+        if swaps(problem, config):
+            args |= dict(GROUP_M=config.group_m, PLACES=swap_roles.PLACES)
+            return swap_roles.swap_roles_kernel, grid, args
+        args |= exchange_roles.layouts(config.block_m, config.block_n, w)
         return exchange_roles.exchange_roles_kernel, grid, args
-    if swaps(problem, config) and warp_roles.serve(config, A, B, out):
-        args |= dict(
-            GROUP_M=config.group_m,
-            PLACES=swap_roles.PLACES,
-            spread=platform.ticks(spread_us(problem, config, machine_of(ctx.device)) * 1e-6),
-            **warp_roles.arguments(A, B, bias, config),
-        )
-        return swap_roles.swap_roles_kernel, grid, args
     args |= dict(
         whole=problem.N if by_cols else problem.M,
         part_cols=cols,

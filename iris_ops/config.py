@@ -94,7 +94,8 @@ class FusedConfig:
         if self.warp_roles and nbytes > _SHARED_BYTES:
             raise ArgumentError(
                 f"FusedConfig.warp_roles is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} in "
-                f"{self.num_stages} stages, {nbytes} bytes of shared memory; expected at most {_SHARED_BYTES}"
+                f"{self.num_stages} stages and {places} tile{'s' * (places > 1)} beside them, {nbytes} bytes of shared "
+                f"memory; expected at most {_SHARED_BYTES}"
             )
 
     def depth(self, fp8: bool) -> int:

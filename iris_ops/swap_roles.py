@@ -7,13 +7,13 @@ one hop instead of two, with nobody to wait for but the peer's same tile. The wo
     multiplying warps  one tile's product after the other
     moving warps       send a finished tile to the peer, then wait for the peer's, add it and store the sum
 
-Both ranks compute their tiles in the same order, and a tile is sent before anything is waited for but earlier tiles. So
-it is right with any number of programs.
+Both ranks compute their tiles in the same order, and a tile is sent before anything is waited for but earlier tiles; in
+the portable kernel a program sends all of its tiles before it waits. So of what is waited for, the first is under way.
 """
 
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.exchange import load_bases, look, remote, seal, take_found, unwrapped
+from iris.device.exchange import load_bases, remote, seal, take_found
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
 from triton.experimental import gluon
@@ -52,7 +52,7 @@ def _look(shared, theirs, row, col, M, ld, exists, MOVE: gl.constexpr):
     found = ()
     for part in gl.static_range(shared.PARTS):
         words, mask = _words(shared, theirs, part, row, col, M, ld, MOVE)
-        found = found + (look(words, mask & exists),)
+        found = found + (arch.load_fresh(words, mask & exists),)
     return found
 
 
@@ -64,14 +64,14 @@ def _sum(
     """Tile number `done` and the peer's, of which was `found` so much before, to `out`."""
     for part in range(shared.PARTS):
         words, mask = _words(shared, theirs, part, row, col, M, ld, MOVE)
-        values, waited = take_found(ctx, found[0], words, mask, peer, epoch, WAITER)
+        total, waited = take_found(ctx, found[0], words, mask, peer, epoch, WAITER, shared.product.dtype)
         if shared.PARTS > 1:
             ahead = found[1]
             if waited:  # then what was found of the next is old, too
                 words, mask = _words(shared, theirs, part + 1, row, col, M, ld, MOVE)
-                ahead = look(words, mask & (part + 1 < shared.PARTS))
+                ahead = arch.load_fresh(words, mask & (part + 1 < shared.PARTS))
             found = (ahead,) + found[2:] + found[:1]
-        total = rows_of(shared, done, part, MOVE).to(gl.float32) + unwrapped(values, shared.product.dtype)
+        total += rows_of(shared, done, part, MOVE).to(gl.float32)
         r, c, own = places_of(shared, part, row, M, MOVE)
         c = col + c
         if HAS_BIAS:
@@ -99,8 +99,8 @@ def _move_tiles(
         before_row, before_col, _bias = tiles.place(gl.program_id(0) + gl.maximum(i - 1, 0) * programs)
         # now, since loads wait behind stores to peers
         found = _look(shared, theirs, before_row, before_col, M, ld, i > 0, MOVE)
-        row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
         if i < count:
+            row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
             await_tile(shared, i)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)

@@ -177,6 +177,7 @@ def with_roles():
     options = dict(num_warps=warp_roles.MULTIPLYING)
     swapped = known | dict(WORLD_SIZE=2, PLACES=swap_roles.PLACES, HAS_BIAS=True)
     yield "swap_roles_128", swap_roles.swap_roles_kernel, options, swapped | no_scales
+    yield "swap_roles_folded", swap_roles.swap_roles_kernel, options, swapped | no_scales | dict(FOLDED=True)
     eight = swapped | dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, 128, 1))
     yield "swap_roles_128_fp8", swap_roles.swap_roles_kernel, options, eight
     low = swapped | no_scales | dict(BLOCK_M=64, STAGES=8, **warp_roles.layouts(64, 128))

@@ -192,7 +192,7 @@ def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
 
 def test_ptx_of_words_that_two_ranks_swap(compiled) -> None:
     """A tile goes out written through, 16 bytes of a thread at a time; the peer's is looked at before it is sent."""
-    names = ("swap_roles_128", "swap_roles_128_fp8", "swap_roles_64", "traced_swap_roles_128")
+    names = ("swap_roles_128", "swap_roles_128_fp8", "swap_roles_64", "swap_roles_folded", "traced_swap_roles_128")
     kernels = {name: compiled("sm_90")[name] for name in names}
     for name, kernel in kernels.items():
         for change in ("dec", "inc"):
@@ -204,15 +204,15 @@ def test_ptx_of_words_that_two_ranks_swap(compiled) -> None:
         parts = 2 if "64" in name else 4
         looks = [i for i, line in enumerate(kernel.lines) if "ld.volatile.global.v4.b32" in line]
         sent = next(i for i, line in enumerate(kernel.lines) if "st.global.wt.v4.b32" in line)
-        # later one part is polled, and one looked at anew
-        assert sum(i < sent for i in looks) == 4 * parts and len(looks) == 4 * (parts + 2), name
+        # later one part is polled, asked who did not send it, and the next looked at anew
+        assert sum(i < sent for i in looks) == 4 * parts and len(looks) == 4 * (parts + 3), name
         assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)|\bld\.volatile\.global\.(?!v4\.b32)"), name
         released = [line for line in kernel.lines if "release" in line and ".sys" in line]
         assert len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (name, released)  # failure records
         assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), name
         assert kernel.count(r"%globaltimer;") >= 2 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 1, name
     assert kernels["traced_swap_roles_128"].count(r"%smid;") == 4  # product, push, sum, wait
-    assert not any(kernels[name].count(r"%smid;") for name in names[:3])
+    assert not any(kernels[name].count(r"%smid;") for name in names[:4])
 
 
 def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def widen(x):
 
 
 @device_function
-def unwrapped(words, dtype: tl.constexpr):
+def _unwrapped(words, dtype: tl.constexpr):
     """What `seal`ed or `widen`ed words of `dtype` mean, in the type that sums are kept in."""
     if words.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
         return words.to(dtype, bitcast=True).to(sum_type(dtype))
@@ -90,35 +90,19 @@ def take(
 
 
 @device_function
-def look(words, mask):
-    """What words hold now, past all caches."""
-    return arch.load_fresh(words, mask)
+def take_found(ctx, found, words, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr):
+    """As `take` of one block of words in Gluon, of which `found` was loaded before, by `arch.load_fresh`.
 
-
-@device_function
-def take_found(ctx, found, words, mask, source, epoch, waiter: tl.constexpr):
-    """As `take` of one block of words in Gluon, of which `look` has `found` something before.
-
-    Returns (the words themselves, whether any had to be waited for).
+    Returns (what they mean, whether any had to be waited for).
     """
-    missing = tl.max((found == EMPTY).to(tl.int32)) != 0
+    total, missing = _unwrapped(found, dtype), tl.max((found == EMPTY).to(tl.int32)) != 0
     waited = missing
     if missing:
         span = ctx.tracing.record_event_start(WAIT, source, words, mask=mask)
-        end = deadline(ctx)
-        polls = 0
-        waiting = True
-        while waiting:
-            late = is_late(end, polls)
-            found = look(words, mask)
-            missing = tl.max((found == EMPTY).to(tl.int32)) != 0
-            polls += 1
-            waiting = keeps_waiting(ctx, missing, late, polls)
-        if missing:
-            report(ctx, waiter, epoch, source, epoch - 1)
+        total, missing = _poll(ctx, total, words, 0, mask, source, epoch, waiter, dtype, 1, None, 1, False)
         ctx.tracing.record_event_end(span)
     tl.store(words, EMPTY, mask=mask)
-    return found, waited
+    return total, waited
 
 
 @device_function
@@ -150,9 +134,9 @@ def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own,
 @device_function
 def _value(ctx, words, dtype: tl.constexpr, i, own):
     if own is None:
-        return unwrapped(words, dtype)
+        return _unwrapped(words, dtype)
     else:
-        return tl.where(i == ctx.rank, own, unwrapped(words, dtype))
+        return tl.where(i == ctx.rank, own, _unwrapped(words, dtype))
 
 
 @device_function

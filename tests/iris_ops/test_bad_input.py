@@ -277,6 +277,12 @@ def test_config_refuses_more_shared_memory_than_there_is(blocks: tuple[int, int,
     FusedConfig(m, n, k, num_stages=stages - 1, warp_roles=stages > 2)
 
 
+def test_config_has_room_for_two_tiles_where_words_are_swapped() -> None:
+    FusedConfig(128, 256, 64, num_stages=3, warp_roles=True)
+    with pytest.raises(ArgumentError, match="warp_roles is True with blocks of .* bytes of shared memory; expected"):
+        FusedConfig(128, 256, 64, num_stages=3, warp_roles=True, algorithm="one_shot")
+
+
 def refuse_blocks_without_room(ctx: iris.Iris) -> None:
     """The interpreter has room for any; there, what Triton raises on a GPU is raised in the launch's place."""
 

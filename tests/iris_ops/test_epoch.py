@@ -50,7 +50,8 @@ CASES = [
 ]
 # By programs whose warps have roles where there are such.
 WORDS = FusedConfig(64, 64, 32, num_stages=2, num_programs=2, warp_roles=True, algorithm="two_shot")
-WORDS_CASES = [Case(ALL_REDUCE, "", m, 136, 24, config=WORDS) for m in (2, 70)]
+SWAP = replace(WORDS, algorithm="one_shot")  # between two ranks
+WORDS_CASES = [Case(ALL_REDUCE, "", m, 136, 24, config=config) for config in (WORDS, SWAP) for m in (2, 70)]
 CASES += WORDS_CASES
 
 
@@ -264,7 +265,9 @@ def miss_a_rank(outer: iris.Iris, case: Case) -> str | None:
 
 @pytest.mark.skipif(not ON_GPU, reason="on CPUs the call itself raises; see above")
 @pytest.mark.parametrize("world_size", [size for size in WORLDS if size > 1])
-@pytest.mark.parametrize("case", CASES[:5] + WORDS_CASES, ids=lambda case: f"{case.M}-{case.op}-{case.form}")
+@pytest.mark.parametrize(
+    "case", CASES[:5] + WORDS_CASES, ids=lambda case: f"{case.M}-{case.op}-{case.config.algorithm}"
+)
 def test_threads_of_a_program_give_up_together(case: Case, world_size: int) -> None:
     """Threads read the clock at different times. If one gave up before the others, the kernel would never end."""
     case = replace(case, config=replace(case.config, num_warps=8))

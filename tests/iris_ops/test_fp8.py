@@ -47,6 +47,7 @@ MANY = [
     (2000, 2048, 1040, True, BF16, None),
     (300, 528, 272, True, BF16, FusedConfig(128, 256, 64, splits=4, warp_roles=True)),
     (200, 400, 640, True, BF16, FusedConfig(64, 128, 64, num_stages=4, warp_roles=True, algorithm="two_shot")),
+    (200, 400, 640, True, BF16, FusedConfig(64, 128, 64, num_stages=4, warp_roles=True, algorithm="one_shot")),
 ]
 
 

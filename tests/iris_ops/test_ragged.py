@@ -64,7 +64,8 @@ def test_rows_that_no_tile_divides(world_size: int, op: str, form: str, config: 
         pytest.skip("no program with roles pushes these")
     cases = calls_of(op, form, config, world_size)
     if op == ALL_REDUCE and config is not MANY:
-        cases += [replace(case, config=replace(config, algorithm="two_shot")) for case in cases]
+        others = ("two_shot", "one_shot") if config is ROLES else ("two_shot",)
+        cases += [replace(case, config=replace(config, algorithm=other)) for other in others for case in cases]
     found = run_ranks(world_size, folds_of, cases)
     assert_same_bits(cases, [digests for digests, _ in found])
     folded = set.union(*(heights for _, heights in found))
