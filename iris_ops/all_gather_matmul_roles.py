@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 import triton.language as tl
 from triton.language.core import _aggregate, base_value
 
-from . import warp_roles
+from . import roles_operands
 from .config import FusedConfig
 from .operands import as_stored
 from .problem import Problem
@@ -222,15 +222,15 @@ def product(
 
 
 def _arguments(problem: Problem, config: FusedConfig, out, A, gathered, B, bias) -> dict:
-    args = warp_roles.arguments(A, B, bias, config, folds=False)
+    args = roles_operands.arguments(A, B, bias, config, folds=False)
     if problem.gated:
         stored = as_stored(B)
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])
         args |= dict(
-            b=warp_roles.described(both, (2, config.block_n // 2, config.block_k)),
-            MOVE=warp_roles.in_rows(warp_roles.MOVING, config.block_n // 2),
+            b=roles_operands.described(both, (2, config.block_n // 2, config.block_k)),
+            MOVE=roles_operands.in_rows(roles_operands.MOVING, config.block_n // 2),
         )
-    rows = args["a"] if gathered is A else warp_roles.described(gathered, (config.block_m, config.block_k))
+    rows = args["a"] if gathered is A else roles_operands.described(gathered, (config.block_m, config.block_k))
     return args | dict(
         gathered=rows,
         out=out,

@@ -10,7 +10,7 @@ from iris.device.bounded import WAITERS
 import torch
 import triton
 
-from . import exchange_roles, few_rows_fp8, fp8_rows, swap_roles, warp_roles
+from . import exchange_roles, few_rows_fp8, fp8_rows, roles_operands, swap_roles
 from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
@@ -121,7 +121,7 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         **_common(ctx, workspace.sync, problem, config, out),
     )
     step = cols if by_cols else 0
-    if warp_roles.serve(config, A, B, out, step):
+    if roles_operands.serve(config, A, B, out, step):
         return reduce_scatter_roles_kernel, *_roles(ctx, workspace, problem, config, args | _NO_SCALES, A, B, bias)
     args |= dict(stagger=platform.ticks(config.stagger_us * 1e-6), **_product(out, A, B, bias, config, n_step=step))
     return reduce_scatter_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args
@@ -141,7 +141,7 @@ def _roles(ctx, workspace, problem, config, args: dict, A, B, bias) -> tuple[tup
         spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
         SHARED=shared > 0,
     )
-    return grid, args | own | warp_roles.arguments(A, B, bias, config)
+    return grid, args | own | roles_operands.arguments(A, B, bias, config)
 
 
 def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
@@ -157,10 +157,10 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         part_rows=rows,
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
-    if words_with_roles(problem, config) and warp_roles.serve(config, A, B, out):
+    if words_with_roles(problem, config) and roles_operands.serve(config, A, B, out):
         args |= dict(
             spread=platform.ticks(spread_us(problem, config, machine_of(ctx.device)) * 1e-6),
-            **warp_roles.arguments(A, B, bias, config),
+            **roles_operands.arguments(A, B, bias, config),
         )
         if swaps(problem, config):
             args |= dict(GROUP_M=config.group_m, PLACES=swap_roles.PLACES)
@@ -262,7 +262,7 @@ def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
         GROUP_M=config.group_m,
         **_common(ctx, workspace.sync, problem, config, out),
     )
-    if args["M"] * args["N"] and warp_roles.serve(config, A, B, out, args["col_step"]):
+    if args["M"] * args["N"] and roles_operands.serve(config, A, B, out, args["col_step"]):
         return matmul_all_gather_roles_kernel, *_roles(ctx, workspace, problem, config, args, A, B, bias)
     args |= dict(stagger=platform.ticks(config.stagger_us * 1e-6), **_product(out, A, B, bias, config))
     return matmul_all_gather_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args

@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import all_gather_matmul_roles, gating, torch_product, warp_roles
+from . import all_gather_matmul_roles, gating, roles_operands, torch_product
 from .operands import as_stored, of_whole_vectors
 from .problem import GATHER_MATMUL, Problem, part_of
 
@@ -149,7 +149,7 @@ def _serves_at_once(problem: Problem, config: FusedConfig, out, A, B, gathered) 
 
     Rows of A that stand apart are copied by a kernel, which may find no room beside one that waits for peers' copies.
     """
-    loads = warp_roles.serve(config, A, B, out) and of_whole_vectors(gathered)
+    loads = roles_operands.serve(config, A, B, out) and of_whole_vectors(gathered)
     return loads and A.is_contiguous() and (not problem.gated or as_stored(B) is not B)
 
 

@@ -22,20 +22,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .few_rows import part_at
+from .roles_operands import MOVING, MULTIPLYING, in_rows
 from .tiles import PartTiles
 from .units import Units
-from .warp_roles import (
-    MOVING,
-    MULTIPLYING,
-    NOWHERE,
-    allocate,
-    await_tile,
-    in_rows,
-    multiply_tiles,
-    pace,
-    places_of,
-    rows_of,
-)
+from .warp_roles import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
 # Vectors that a moving thread loads at a time, of all ranks together.
 _UNDER_WAY = 8
@@ -200,7 +190,7 @@ def exchange_roles_kernel(
 
 
 def layouts(block_m: int, block_n: int, world_size: int) -> dict:
-    """What this kernel is given beside `warp_roles.layouts`; OWNED: of a tile, the rows of one owner."""
+    """What this kernel is given beside `roles_operands.layouts`; OWNED: of a tile, the rows of one owner."""
     parts = triton.next_power_of_2(world_size)
     lines = MOVING * 32 * 8 // block_n  # of which all moving threads hold a vector each
     owned = max(lines, block_m // parts)

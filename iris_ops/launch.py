@@ -14,7 +14,7 @@ from iris.errors import ArgumentError
 import torch
 import triton
 
-from . import arguments, fp8, fp8_rows, warp_roles
+from . import arguments, fp8, fp8_rows, roles_operands
 from .config import MOST_ELEMENTS, FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_fp8 import few_rows_fp8_kernel
@@ -58,7 +58,7 @@ def _eight_bits(problem: Problem, config: FusedConfig, out, A, B) -> torch.Tenso
     if config.algorithm == "overlapped" or words_with_roles(problem, config):
         rows, cols, by_cols = owned_part(problem, config)
         # rounded rows lie as those of the weight do
-        return B if warp_roles.serve(config, B.t(), B, out, cols if by_cols else 0) else None
+        return B if roles_operands.serve(config, B.t(), B, out, cols if by_cols else 0) else None
     return B
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from iris.errors import DeviceError, DtypeError, ShapeError
 import torch
 
-from . import all_gather_matmul_roles, gating, torch_product, warp_roles
+from . import all_gather_matmul_roles, gating, roles_operands, torch_product
 from .machine import machine_of
 from .operands import as_stored
 from .plan import BROUGHT
@@ -69,7 +69,7 @@ def matmul_gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
     out = A.new_empty(A.shape[0], B.shape[1] // 2)
     problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, True)
     config = chosen(problem, machine_of(ctx.device))
-    if config is None or as_stored(B) is B or not warp_roles.serve(config, A, B, out):
+    if config is None or as_stored(B) is B or not roles_operands.serve(config, A, B, out):
         gating.multiply(out, A, B, bias)
         return out
     if bias is not None and bias.stride(0) != 1:

@@ -8,7 +8,7 @@ from iris.ccl.by_words import words_kernel
 from iris.ccl.ring import ring_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
-from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, fp8_tiles, gating, swap_roles, warp_roles
+from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, fp8_tiles, gating, swap_roles
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel
 from iris_ops.all_gather_matmul_roles import all_gather_matmul_roles_kernel
 from iris_ops.few_rows import few_rows_kernel
@@ -21,6 +21,7 @@ from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel
 from iris_ops.plan import fitting
 from iris_ops.predict import FP8_TILES
 from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel
+from iris_ops.roles_operands import MOVING, MULTIPLYING, in_rows, layouts
 from iris_ops.sum_parts import sum_parts_kernel
 from layers import step_product, step_product_fp8
 from layers.step_attention import rows_of_block, stretch_kernel, weigh_kernel
@@ -155,37 +156,34 @@ def with_roles():
     """Programs whose warps have roles, with both tiles that plans take; bias, layout of B, shared tiles in rotation."""
     common = dict(BLOCK_M=128, BLOCK_K=64, GROUP_M=8, WORLD_SIZE=WORLD_SIZE, WAITER=1)
     no_scales = dict(a_scales=None, b_scales=None)
+    options = dict(num_warps=MULTIPLYING)
     for n, stages in ((256, 3), (128, 5)):
-        known = common | dict(BLOCK_N=n, STAGES=stages, B_TRANSPOSED=n == 256, **warp_roles.layouts(128, n))
+        known = common | dict(BLOCK_N=n, STAGES=stages, B_TRANSPOSED=n == 256, **layouts(128, n))
         for all_reduce in (False, True):
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_roles_{n}"
             choice = dict(BY_COLS=n == 128, ALL_REDUCE=all_reduce, HAS_BIAS=all_reduce, SHARED=all_reduce == (n == 128))
-            yield name, reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice | no_scales
+            yield name, reduce_scatter_roles_kernel, options, known | choice | no_scales
         if n == 128:
             folded = known | choice | no_scales | dict(FOLDED=True)
-            yield "all_reduce_roles_folded", reduce_scatter_roles_kernel, dict(num_warps=8), folded
-        eight = known | choice | dict(FOLDED=n == 256, BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, n, 1))
-        yield f"all_reduce_roles_{n}_fp8", reduce_scatter_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), eight
+            yield "all_reduce_roles_folded", reduce_scatter_roles_kernel, options, folded
+        eight = known | choice | dict(FOLDED=n == 256, BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, n, 1))
+        yield f"all_reduce_roles_{n}_fp8", reduce_scatter_roles_kernel, options, eight
         gated = n == 256
-        across = warp_roles.in_rows(warp_roles.MOVING, n // 2 if gated else n)
-        name = f"all_gather_matmul_roles_{n}"
-        choice = dict(HAS_BIAS=True, MOVE=across, GATED=gated)
-        yield name, all_gather_matmul_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
+        choice = dict(HAS_BIAS=True, MOVE=in_rows(MOVING, n // 2 if gated else n), GATED=gated)
+        yield f"all_gather_matmul_roles_{n}", all_gather_matmul_roles_kernel, options, known | choice
         choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
-        name = f"matmul_all_gather_roles_{n}"
-        yield name, matmul_all_gather_roles_kernel, dict(num_warps=warp_roles.MULTIPLYING), known | choice
-    options = dict(num_warps=warp_roles.MULTIPLYING)
+        yield f"matmul_all_gather_roles_{n}", matmul_all_gather_roles_kernel, options, known | choice
     swapped = known | dict(WORLD_SIZE=2, PLACES=swap_roles.PLACES, HAS_BIAS=True)
     yield "swap_roles_128", swap_roles.swap_roles_kernel, options, swapped | no_scales
     yield "swap_roles_folded", swap_roles.swap_roles_kernel, options, swapped | no_scales | dict(FOLDED=True)
-    eight = swapped | dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, 128, 1))
+    eight = swapped | dict(BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, 128, 1))
     yield "swap_roles_128_fp8", swap_roles.swap_roles_kernel, options, eight
-    low = swapped | no_scales | dict(BLOCK_M=64, STAGES=8, **warp_roles.layouts(64, 128))
+    low = swapped | no_scales | dict(BLOCK_M=64, STAGES=8, **layouts(64, 128))
     yield "swap_roles_64", swap_roles.swap_roles_kernel, options, low
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
     yield "exchange_roles", exchange_roles.exchange_roles_kernel, options, words | no_scales
-    words |= dict(BLOCK_K=128, B_TRANSPOSED=True, **warp_roles.layouts(128, 128, 1))
+    words |= dict(BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, 128, 1))
     yield "exchange_roles_fp8", exchange_roles.exchange_roles_kernel, options, words
 
 

@@ -12,7 +12,7 @@ import random
 from types import SimpleNamespace
 
 from iris import platform
-from iris_ops import FusedConfig, arguments, fp8_rows, warp_roles
+from iris_ops import FusedConfig, arguments, fp8_rows, roles_operands
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import plan
 from iris_ops.predict import words_with_roles
@@ -86,7 +86,11 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
         with_roles = config.algorithm == "overlapped" or words_with_roles(problem, config)
-        if problem.M <= fp8_rows.MOST_ROWS or with_roles and not warp_roles.serve(config, *eight, tensors[0], 1 << 10):
+        if (
+            problem.M <= fp8_rows.MOST_ROWS
+            or with_roles
+            and not roles_operands.serve(config, *eight, tensors[0], 1 << 10)
+        ):
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
     kernel, (programs, *others), args = arguments.way_of(problem, config)(ctx, workspace, problem, config, *tensors)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import iris
 from iris import platform
-from iris_ops import FusedConfig, arguments, exchange_roles, warp_roles
+from iris_ops import FusedConfig, arguments, exchange_roles, roles_operands
 from iris_ops.all_gather_matmul_roles import SourceTiles
 from iris_ops.owned_tiles import turn
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
@@ -242,6 +242,6 @@ def test_groups_of_row_blocks_are_about_equally_high() -> None:
 def test_every_thread_has_words_of_its_own() -> None:
     """Of words that several threads hold, each would see other ones, and they would part before a barrier."""
     for m, n, w in product((64, 128, 256), (64, 128, 256), range(1, 17)):
-        moved, own = warp_roles.layouts(m, n), exchange_roles.layouts(m, n, w)
-        assert own["SUMMED"] * n >= 8 * 32 * warp_roles.MOVING and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
-        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * warp_roles.MULTIPLYING and m % moved["ROWS"] == 0, (m, n)
+        moved, own = roles_operands.layouts(m, n), exchange_roles.layouts(m, n, w)
+        assert own["SUMMED"] * n >= 8 * 32 * roles_operands.MOVING and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
+        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * roles_operands.MULTIPLYING and m % moved["ROWS"] == 0, (m, n)

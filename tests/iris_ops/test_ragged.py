@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import iris
-from iris_ops import FusedConfig, operands, warp_roles
+from iris_ops import FusedConfig, operands, roles_operands
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL
 from iris_ops.tiles import first_row, rows_from
 import pytest
@@ -31,7 +31,7 @@ ROWS = [20, 32, 40, 47, 60, 64, 65, 70, 100, 112, 120, 129, 150] if ON_GPU else 
 def folds_of(ctx: iris.Iris, cases: list[Case]) -> tuple[list[str], set[int]]:
     """(digests of `check_cases`, of how many rows operands were folded)."""
     heights, fold = set(), operands.folded
-    modules = operands, warp_roles
+    modules = operands, roles_operands
     for module in modules:
         module.folded = lambda A, high: heights.add(A.shape[0]) or fold(A, high)
     try:

@@ -9,7 +9,7 @@ import random
 
 import iris
 from iris import platform
-from iris_ops import FusedConfig, warp_roles
+from iris_ops import FusedConfig, roles_operands
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
 import pytest
 import torch
@@ -61,12 +61,12 @@ def in_words(cases: list[Case], world_size: int) -> list[Case]:
 @contextmanager
 def looked_at(found: list[bool]):
     """Puts into `found` of each launch whether programs with roles serve it."""
-    serve = warp_roles.serve
-    warp_roles.serve = lambda *args: found.append(serve(*args)) or found[-1]
+    serve = roles_operands.serve
+    roles_operands.serve = lambda *args: found.append(serve(*args)) or found[-1]
     try:
         yield
     finally:
-        warp_roles.serve = serve
+        roles_operands.serve = serve
 
 
 def check_served(ctx: iris.Iris, cases: list[Case]) -> list[str]:
