@@ -97,7 +97,7 @@ _BETWEEN_US = 5.0
 # the last. Programs drift apart: each round adds to the rest by that part.
 _WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
 # Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above; the part of
-# the product that each round beyond so many adds, since programs drift apart.
+# a product in 16 bits that each round beyond so many adds, since programs drift apart; in eight bits none was seen.
 _SWAPPED, _SWAPPED_LAST_US, _SWAPPED_ROUNDS, _SWAPPED_DRIFT = 0.9, 1.5, 4, 0.014
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
@@ -120,9 +120,10 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     gemm = fp8_rows.expected_us(problem, machine) if streams else gemm_us(problem, config, machine)
     if brought:
         way = _brought
+    elif swaps(problem, config):
+        way = _swapped
     elif config.algorithm != "overlapped":
         way = _exchanged_with_roles if sums_with_roles(problem, config) else _exchanged
-        way = _swapped if swaps(problem, config) else way
     elif config.warp_roles:
         way = _moved
     elif problem.op == ALL_REDUCE:

@@ -80,9 +80,7 @@ def take(
     """
     total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
     if missing:
-        span = ctx.tracing.record_event_start(WAIT, -1, first, mask=mask)
         total, missing = _poll(ctx, total, first, step, mask, source, epoch, waiter, dtype, COUNT, own, patience, LANES)
-        ctx.tracing.record_event_end(span)
     # `_look` ends with a barrier: no thread still looks
     for i in tl.static_range(COUNT):
         tl.store(first + i * step, EMPTY, mask=_sent(ctx, mask, i, own))
@@ -98,9 +96,7 @@ def take_found(ctx, found, words, mask, source, epoch, waiter: tl.constexpr, dty
     total, missing = _unwrapped(found, dtype), tl.max((found == EMPTY).to(tl.int32)) != 0
     waited = missing
     if missing:
-        span = ctx.tracing.record_event_start(WAIT, source, words, mask=mask)
         total, missing = _poll(ctx, total, words, 0, mask, source, epoch, waiter, dtype, 1, None, 1, False)
-        ctx.tracing.record_event_end(span)
     tl.store(words, EMPTY, mask=mask)
     return total, waited
 
@@ -155,6 +151,7 @@ def _poll(
     patience: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    span = ctx.tracing.record_event_start(WAIT, -1, first, mask=mask)
     end = deadline(ctx, patience)
     polls = 0
     missing = True
@@ -172,6 +169,7 @@ def _poll(
             words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
             peer = tl.maximum(peer, tl.max(tl.where(words == EMPTY, source + i, -1)))
         report(ctx, waiter, epoch, peer, epoch - 1)
+    ctx.tracing.record_event_end(span)
     return total, missing
 
 

@@ -86,11 +86,8 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
         with_roles = config.algorithm == "overlapped" or words_with_roles(problem, config)
-        if (
-            problem.M <= fp8_rows.MOST_ROWS
-            or with_roles
-            and not roles_operands.serve(config, *eight, tensors[0], 1 << 10)
-        ):
+        restored = with_roles and not roles_operands.serve(config, *eight, tensors[0], 1 << 10)
+        if restored or problem.M <= fp8_rows.MOST_ROWS:
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
     kernel, (programs, *others), args = arguments.way_of(problem, config)(ctx, workspace, problem, config, *tensors)

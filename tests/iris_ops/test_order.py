@@ -244,4 +244,5 @@ def test_every_thread_has_words_of_its_own() -> None:
     for m, n, w in product((64, 128, 256), (64, 128, 256), range(1, 17)):
         moved, own = roles_operands.layouts(m, n), exchange_roles.layouts(m, n, w)
         assert own["SUMMED"] * n >= 8 * 32 * roles_operands.MOVING and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
+        assert moved["ROWS"] * n >= 8 * 32 * roles_operands.MOVING, (m, n)
         assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * roles_operands.MULTIPLYING and m % moved["ROWS"] == 0, (m, n)

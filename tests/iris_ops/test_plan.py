@@ -106,7 +106,7 @@ def test_rejections_are_listed_with_their_reasons() -> None:
 def test_small_all_reduces_take_one_shot_and_large_ones_overlap(world_size: int) -> None:
     for N, K in ((8192, 2048), (4096, 1024), (8192, 7168)):
         assert plan(problem(ALL_REDUCE, "", 1, N, K, world_size), H200).algorithm == "one_shot"
-    for M in (4096, 8192):
+    for M in (4096 if world_size == 2 else 2048, 8192):  # two ranks swap words longer
         assert plan(problem(ALL_REDUCE, "", M, 8192, 2048, world_size), H200).algorithm == "overlapped"
 
 
@@ -290,7 +290,7 @@ def test_predictions_in_eight_bits_are_within_a_fifth_on_nine_measured_rows_of_t
 
 @pytest.mark.parametrize("rows, among, algorithm, with_roles", [
     (16, 2, "one_shot", False), (17, 2, "one_shot", False), (128, 8, "two_shot", False), (256, 8, "two_shot", True),
-    (512, 2, "one_shot", True), (8192, 8, "overlapped", True),
+    (512, 2, "one_shot", True), (8192, 2, "overlapped", True), (8192, 8, "overlapped", True),
 ])  # fmt: skip
 def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, with_roles) -> None:
     found = plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, fp8=True), H200)
