@@ -1,12 +1,12 @@
 """Who generates: one model, served in several ways, each behind the same `layers.Engine`.
 
-    ours            the layers as they are: fused ops
+    ours            the layers as they are: fused ops, ranks sharing the tokens of long prompts between the products
+    ours-unshared   those with `sequence_parallel=False`
     ours-fp8        our layers with weights in fp8, column- and row-parallel (`layers/fp8.py`)
-    cuBLAS + NCCL   the very same layers and weights, their ops exchanged for torch's product and NCCL's collective
+    nccl            the layers of ours-unshared, their ops exchanged for torch's product and NCCL's collective
+    sequence-nccl   those of ours, likewise
     transformers    transformers' own tensor parallelism by the same plan, on the same weights
-    sequence        our layers, ranks sharing the tokens of prompts between the products
-    sequence-nccl   those with torch's products and NCCL's gathers and scatters
-    async-TP        the sequence-parallel layers with the ops that torch's compiler puts there (`_micro_pipeline_tp`):
+    async-tp        the sequence-parallel layers with the ops that torch's compiler puts there (`_micro_pipeline_tp`):
                     torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; steps as cuBLAS + NCCL
 
 Weights are random unless the model is a folder. They are drawn on each rank's device, so that a 70B shape starts in
@@ -45,11 +45,11 @@ SHAPES: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
-FP8, SEQUENCE, SEQUENCE_NCCL = "ours-fp8", "sequence", "sequence-nccl"
+FP8, UNSHARED, SEQUENCE_NCCL = "ours-fp8", "ours-unshared", "sequence-nccl"
 NAMES = {
     OURS: "ours",
+    UNSHARED: "ours, tokens not shared",
     FP8: "ours, fp8",
-    SEQUENCE: "ours, sequence parallel",
     NCCL: "cuBLAS + NCCL",
     SEQUENCE_NCCL: "cuBLAS + NCCL, sequence parallel",
     TRANSFORMERS: "transformers",
@@ -122,14 +122,14 @@ class AsyncTpOps(NcclOps):
 
 
 def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
-    """Those of `wanted` that can be built on `model`, a split one, and why the others cannot."""
+    """Those of `wanted` that can be built on `model`, split without shared tokens, and why the others cannot."""
     nccl, async_tp = (_Context(ctx, name, ops) for name, ops in ((NCCL, NcclOps()), (ASYNC_TP, AsyncTpOps())))
-    shared = functools.cache(lambda: sequence_parallel(model, ctx))
+    shared = functools.cache(lambda: with_shared_tokens(model, ctx))
     makers = {
-        SEQUENCE: lambda: Contender(SEQUENCE, shared(), lambda: serve(shared(), ctx), ctx, lambda: ctx._heap.used),
+        OURS: lambda: Contender(OURS, shared(), lambda: serve(shared(), ctx), ctx, lambda: ctx._heap.used),
+        UNSHARED: lambda: Contender(UNSHARED, model, lambda: serve(model, ctx), ctx, lambda: ctx._heap.used),
         SEQUENCE_NCCL: lambda: Contender(SEQUENCE_NCCL, shared(), lambda: serve(shared(), nccl), nccl),
         ASYNC_TP: lambda: Contender(ASYNC_TP, shared(), lambda: serve(shared(), async_tp), async_tp),
-        OURS: lambda: Contender(OURS, model, lambda: serve(model, ctx), ctx, lambda: ctx._heap.used),
         FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: ctx._heap.used),
         NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
@@ -165,13 +165,15 @@ class _Context:
         self.group_name = names.add(self, name)
 
 
-def sequence_parallel(split: nn.Module, ctx) -> nn.Module:
-    """The same model with its tokens shared between the products; it shares its weights with `split`."""
+def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
+    """The same model split as it is by default; it shares its weights with `split`."""
     import layers
     from layers.pretrained import _compute_buffers
 
     model = empty_model(copy.deepcopy(split.config), split.dtype)
-    layers.parallelize(model, ctx, sequence_parallel=True if ctx.device.type == "cuda" else 4)
+    known = model.config.model_type in layers.sequence.KNOWN
+    least = 4 if ctx.device.type == "cpu" and known else "auto"  # on CPUs prompts are a few tokens
+    layers.parallelize(model, ctx, sequence_parallel=least)
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         parent, _, key = name.rpartition(".")
         setattr(model.get_submodule(parent), key, split.get_parameter(name))
@@ -231,16 +233,16 @@ def config_of(name: str, depth: int | None = None):
 
 
 def build(name: str, depth: int | None, ctx, dtype: torch.dtype) -> nn.Module:
-    """A split model: random weights for a shape, the checkpoint's for a folder."""
+    """A split model without shared tokens: random weights for a shape, the checkpoint's for a folder."""
     import layers
     from layers.pretrained import _compute_buffers
 
     if Path(name).is_dir():
         if depth:
             raise SystemExit("--layers goes with a model shape: a checkpoint is loaded whole")
-        return layers.from_pretrained(name, ctx, dtype=dtype)
+        return layers.from_pretrained(name, ctx, dtype=dtype, sequence_parallel=False)
     model = empty_model(config_of(name, depth), dtype)
-    layers.parallelize(model, ctx)
+    layers.parallelize(model, ctx, sequence_parallel=False)
     draw(model, ctx)
     _compute_buffers(model, ctx.device)
     return model.eval()

@@ -35,7 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", default="1,16,64", help="rows of prompts; default: %(default)s")
     parser.add_argument("--prompts", default="128,8192", help="their lengths in tokens; default: %(default)s")
     parser.add_argument("--output", type=int, default=33, help="tokens that follow; default: %(default)s")
-    parser.add_argument("--contenders", default="ours,nccl,transformers", help="default: %(default)s")
+    parser.add_argument("--contenders", default="ours,nccl,sequence-nccl,transformers", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; default: %(default)s")
     parser.add_argument("--torch-attention", action="store_true", help="torch's attention in steps too, for all")
     parser.add_argument("--compile", action="store_true", help="decoder layers by torch.compile, for all who can")

@@ -19,17 +19,16 @@ PANELS = {
 
 
 def bars(report: dict) -> plt.Figure:
-    present = {result["key"] for row in report["rows"] for result in row["results"]}
-    keys = [key for key in NAMES if key in present]
+    names = {result["key"]: result["name"] for row in report["rows"] for result in row["results"]}
     figure, panels = plt.subplots(2, 1, figsize=(max(7, 1.3 * len(report["rows"])), 7), layout="constrained")
     for axes, (title, (fields, label)) in zip(panels, PANELS.items(), strict=True):
-        for place, key in enumerate(keys):
+        for place, key in enumerate(names):
             found = [(number, speed(row, key, fields)) for number, row in enumerate(report["rows"])]
             found = [(number, value) for number, value in found if value]
-            width = 0.8 / len(keys)
-            spots = [number + (place - (len(keys) - 1) / 2) * width for number, _ in found]
+            width = 0.8 / len(names)
+            spots = [number + (place - (len(names) - 1) / 2) * width for number, _ in found]
             color = dict(color="tab:red") if key == OURS else {}
-            drawn = axes.bar(spots, [value for _, value in found], width, label=NAMES[key], **color)
+            drawn = axes.bar(spots, [value for _, value in found], width, label=names[key], **color)
             axes.bar_label(drawn, fmt="%.2f", fontsize=7)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(report["rows"])), map(label, report["rows"]))

@@ -3,14 +3,15 @@
     torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None, scale=None) -> Tensor
     torch.ops.iris_ops.matmul_gated(A, B, bias, group) -> Tensor
     torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None) -> (...)
+    torch.ops.iris_ops.gather_rows(rows, group) -> Tensor
 
-The same schema for all four and `all_gather_matmul_gated`; one without an exchange (`matmul_gated.py`); and one that
-returns (out, scaled, squares), see `norm_ahead.py`. `size` is the shape of this rank's result, `group` the name of the
-context (`ctx.group_name`). An operator is functional: its result is a new tensor, and nothing that the caller sees is
-mutated. `mean_part` is for ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw
-different ones could choose different tiles and wait for signals that are never sent. So they all plan by this size in
-place of K (in `all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in eight bits, which the
-all-reduces take.
+The same schema for all four and `all_gather_matmul_gated`; one without an exchange (`matmul_gated.py`); one that
+returns (out, scaled, squares), see `norm_ahead.py`; and one without a product, `ctx.ccl.all_gather`. `size` is the
+shape of this rank's result, `group` the name of the context (`ctx.group_name`). An operator is functional: its result
+is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts differ in size. An op
+plans by the sizes that it sees; ranks that saw different ones could choose different tiles and wait for signals that
+are never sent. So they all plan by this size in place of K (in `all_gather_matmul`, gated or not, of N, the columns of
+B). `scale`: of a B in eight bits, which the all-reduces take.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 
@@ -125,6 +126,20 @@ def gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None
     return matmul_gated(ctx, A, B, bias)
 
 
+def gather_rows(ctx: Iris, rows: torch.Tensor) -> torch.Tensor:
+    """All ranks' `rows` [m, n], as many of each, in a new tensor [ranks * m, n], compiled or not."""
+    if torch.compiler.is_compiling():
+        return torch.ops.iris_ops.gather_rows(rows, ctx.group_name)
+    whole = rows.new_empty(ctx.num_ranks * rows.shape[0], rows.shape[1])
+    ctx.ccl.all_gather(whole, rows)
+    return whole
+
+
+def _fake_rows(rows, group):
+    _check_gradients("gather_rows", rows=rows)
+    return rows.new_empty(names.find(group).num_ranks * rows.shape[0], rows.shape[1])
+
+
 def _fake_gated(A, B, bias, group):
     check_gated(A, B, bias)
     return A.new_empty(A.shape[0], B.shape[1] // 2)
@@ -144,3 +159,6 @@ _library.define(
 )
 _library.impl(norm_ahead.OP, _reduce_norm, "CompositeExplicitAutograd")
 torch.library.register_fake(f"iris_ops::{norm_ahead.OP}", _fake_reduce_norm, lib=_library)
+_library.define("gather_rows(Tensor rows, str group) -> Tensor")
+_library.impl("gather_rows", lambda rows, group: gather_rows(names.find(group), rows), "CompositeExplicitAutograd")
+torch.library.register_fake("iris_ops::gather_rows", _fake_rows, lib=_library)

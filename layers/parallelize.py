@@ -29,7 +29,7 @@ from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParalle
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
-from .sharded import LOCAL, REDUCED, ShardedLinear, check_context, positive, split_parameter
+from .sharded import LOCAL, REDUCED, ShardedLinear, check_context, split_parameter
 
 _FP8 = {"fp8": (LOCAL,), "fp8_all": (LOCAL, REDUCED)}  # the ops of linears whose weights are stored so
 
@@ -42,7 +42,7 @@ def parallelize(
     filter_fn=None,
     fuse: bool = True,
     weights: str | None = None,
-    sequence_parallel: bool | int = False,
+    sequence_parallel: bool | int | str = "auto",
 ) -> Report:
     """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module.
 
@@ -50,9 +50,10 @@ def parallelize(
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
     product where the model's forward allows it (see `fused`), plain norms one kernel (see `norms`), and gates part of
     the product before them (see `gated`). `weights="fp8"` keeps the weights of linears without an exchange in eight
-    bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: ranks share the tokens between
-    the products (see `sequence`) where a call has 1024 or more, or another number if one is given. Every rank calls
-    this with the same model.
+    bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks share the tokens
+    between the products (see `sequence`) where a call has 1024 or more, or another number if one is given; "auto" is
+    True for the families that are tested with it, split by their own plan, with `fuse` and without `weights`. Every
+    rank calls this with the same model.
 
     Raises `ArgumentError` for bad arguments, and `StyleError`, with the names of module and style, for what the plan
     asks and no layer serves; the model is then as it was.
@@ -64,10 +65,15 @@ def parallelize(
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     if filter_fn is not None and not callable(filter_fn):
         raise ArgumentError(f"filter_fn is {filter_fn!r}: expected None or a function of a name and a module")
-    if not isinstance(sequence_parallel, bool):
-        positive(sequence_parallel=sequence_parallel)
+    counts = isinstance(sequence_parallel, int) and (isinstance(sequence_parallel, bool) or sequence_parallel > 0)
+    if not counts and sequence_parallel != "auto":
+        raise ArgumentError(
+            f"sequence_parallel is {sequence_parallel!r}: expected 'auto', a bool or a positive integer"
+        )
     styles = styles_of.resolve_plan(model, plan, filter_fn)
-    if sequence_parallel:
+    if sequence_parallel == "auto":
+        sequence_parallel = plan == "auto" and fuse and weights is None and sequence.is_known(model, styles)
+    elif sequence_parallel:
         sequence.check(model, styles)
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}

@@ -67,5 +67,5 @@ def make_report(model: nn.Module, styles: dict[str, str], ctx) -> Report:
         if not split and "replica" not in style:
             style += ", kept whole"
         shape = tuple(own.get("weight", next(iter(own.values()))).shape)
-        report.rows.append(ReportRow(name, style, shape, size, module.op if split else "-"))
+        report.rows.append(ReportRow(name, style, shape, size, module.served_by if split else "-"))
     return report

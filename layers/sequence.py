@@ -8,7 +8,7 @@
 
 So norms and sums take 1/w of the work, and the reduction's second half, which spreads the sums to all ranks, happens
 inside the next product. It pays for many tokens: fewer than `least`, or a number that w does not divide, run as usual
-(an engine adds a few to such prompts).
+(an engine adds a few to such prompts). So `parallelize` does it unless told otherwise, for the families of `KNOWN`.
 
 Nothing is remembered between calls. A share is told from whole hidden states by its two dimensions, [rows, H] and not
 [B, T, H]; how B*T divides into B and T is read off the position embeddings, which stay whole; and a row-parallel linear
@@ -29,8 +29,13 @@ from torch import nn
 from .fused import Product, families_of, sole_use
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .shard import chunk
+from .sharded import LOCAL
 
-LEAST = 1024  # tokens; fewer gain nothing by the model of `iris_ops.predict`, on two H200s and on four
+LEAST = 1024  # tokens; from there on all models gain by the model of `iris_ops.predict`, on two H200s and more
+# Model types of transformers whose layers are seen, by tests, to treat each token alike between the products.
+KNOWN = frozenset(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "granite", "cohere", "smollm3")
+)
 
 
 def shares(tokens: int, world: int, least: int) -> bool:
@@ -44,6 +49,10 @@ class GatheringColumn(ColumnParallelLinear):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.op = "all_gather_matmul"
+
+    @property
+    def served_by(self) -> str:
+        return f"{LOCAL}, of shared tokens {self.op}"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() != 2:
@@ -66,6 +75,10 @@ class ScatteringRow(RowParallelLinear):
     """A row-parallel linear that keeps this rank's rows of the sum, [rows, N], if there are `least` tokens or more."""
 
     least = LEAST
+
+    @property
+    def served_by(self) -> str:
+        return f"{self.op}, from {self.least} tokens on matmul_reduce_scatter"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tokens, world = input.shape[:-1].numel(), self.ctx.num_ranks
@@ -123,12 +136,30 @@ class _Gather:
         self.ctx = ctx
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
-        if output.dim() != 2:
-            return output
-        rows, features = output.shape
-        whole = output.new_empty(rows * self.ctx.num_ranks, features)
-        self.ctx.ccl.all_gather(whole, output)
-        return by_rows(whole, kwargs)
+        return output if output.dim() != 2 else by_rows(library.gather_rows(self.ctx, output), kwargs)
+
+
+class _GatherStates:
+    """After the model: hidden states that were asked for and are this rank's tokens become those of all."""
+
+    def __init__(self, ctx):
+        self.ctx = ctx
+
+    def __call__(self, module: nn.Module, args: tuple, output):
+        if isinstance(output, tuple):  # as `return_dict=False` has it
+            return tuple(self.whole(each, output[0]) for each in output)
+        if getattr(output, "hidden_states", None):
+            output.hidden_states = self.whole(output.hidden_states, output[0])
+        return output
+
+    def whole(self, states, last: torch.Tensor):
+        if not isinstance(states, tuple):
+            return states
+        shared = [torch.is_tensor(each) and each.dim() == 2 for each in states]
+        return tuple(
+            library.gather_rows(self.ctx, each).view(*last.shape[:2], -1) if here else each
+            for each, here in zip(states, shared, strict=True)
+        )
 
 
 def by_rows(tokens: torch.Tensor, kwargs: dict) -> torch.Tensor:
@@ -137,6 +168,17 @@ def by_rows(tokens: torch.Tensor, kwargs: dict) -> torch.Tensor:
     if tokens.shape[0] != batch * length:  # one row of them for all
         batch = tokens.shape[0] // length
     return tokens.view(batch, length, tokens.shape[1])  # a compiler sees how the three belong together
+
+
+def is_known(model: nn.Module, styles: dict[str, str]) -> bool:
+    """Whether `model` split by `styles` is of a family that shares its tokens by default, and can."""
+    if getattr(getattr(model, "config", None), "model_type", None) not in KNOWN:
+        return False
+    try:
+        check(model, styles)
+    except StyleError:  # a part kept whole, a forward exchanged
+        return False
+    return True
 
 
 def check(model: nn.Module, styles: dict[str, str]) -> None:
@@ -166,12 +208,14 @@ def check(model: nn.Module, styles: dict[str, str]) -> None:
 
 
 def share_tokens(model: nn.Module, styles: dict[str, str], ctx, least: int) -> None:
-    """Hooks at the entrance of the first decoder layer and at the exit of the last."""
+    """Hooks at the entrance of the first decoder layer, at the exit of the last and at that of the model around."""
     names = layers_of(families_of(styles))
     first, last = (model.get_submodule(name) for name in (names[0], names[-1]))
     argument = list(inspect.signature(type(first).forward).parameters)[1]
     first.register_forward_pre_hook(_Share(ctx, argument, least), with_kwargs=True)
     last.register_forward_hook(_Gather(ctx), with_kwargs=True)
+    stack = names[0].rpartition(".")[0]
+    model.get_submodule(stack.rpartition(".")[0]).register_forward_hook(_GatherStates(ctx))
     for module in model.modules():
         if isinstance(module, ScatteringRow):
             module.least = least

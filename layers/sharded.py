@@ -65,6 +65,11 @@ class ShardedLinear(nn.Module):
         """Of what goes in and comes out; the weight's own unless that is fp8."""
         return self._exact or self.weight.dtype
 
+    @property
+    def served_by(self) -> str:
+        """For reports: the op that serves forward."""
+        return self.op
+
     def reset_parameters(self) -> None:
         """Draws the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""
         bound = self.in_features**-0.5
@@ -223,7 +228,8 @@ class ShardedLinear(nn.Module):
     def extra_repr(self) -> str:
         local = "x".join(map(str, self.weight.shape))
         return (
-            f"in={self.in_features}, out={self.out_features}, local={local}, bias={self.bias is not None}, op={self.op}"
+            f"in={self.in_features}, out={self.out_features}, local={local}, bias={self.bias is not None},"
+            f" op={self.served_by}"
         )
 
 

@@ -67,6 +67,23 @@ def test_a_gated_product_without_an_exchange_is_an_operator_too(world_size: int)
     run_ranks(world_size, gated_alone_body)
 
 
+def gathered_rows_body(ctx) -> None:
+    w, m, n = ctx.num_ranks, 3, 5
+    whole = torch.randn(w * m, n, generator=torch.Generator().manual_seed(2)).to(ctx.device)
+    mine = whole[ctx.cur_rank * m :][:m]
+    compiled = torch.compile(partial(library.gather_rows, ctx), fullgraph=True, backend="eager")
+    for found in (library.gather_rows(ctx, mine), registered("gather_rows")(mine, ctx.group_name), compiled(mine)):
+        assert torch.equal(found, whole)
+    results = torch.library.opcheck(registered("gather_rows"), (mine, ctx.group_name))
+    assert set(results.values()) == {"SUCCESS"}, results
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="gather_rows: rows requires grad"):
+        compiled(mine.clone().requires_grad_())
+
+
+def test_rows_of_all_ranks_are_an_operator_too(world_size: int) -> None:
+    run_ranks(world_size, gathered_rows_body)
+
+
 def test_an_operator_gives_the_bits_of_the_op(world_size: int) -> None:
     run_ranks(world_size, same_bits_body)
 

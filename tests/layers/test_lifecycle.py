@@ -296,7 +296,7 @@ def bad_arguments_body(ctx, folder: str) -> None:
     model = models.build("plain")
     for options, match in [
         ({"filter_fn": 5}, "filter_fn is 5: expected None or a function"),
-        ({"sequence_parallel": -3}, "sequence_parallel is -3: expected a positive integer"),
+        ({"sequence_parallel": -3}, "sequence_parallel is -3: expected .auto., a bool or a positive integer"),
         ({"sequence_parallel": "all"}, "sequence_parallel is 'all'"),
         ({"plan": {"lm_head": None}}, "plan is {'lm_head': None}: expected 'auto' or a dict"),
         ({"plan": {7: "colwise"}}, "plan is {7: 'colwise'}: expected"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from iris.errors import ShapeError, StyleError
 import layers
+from layers import sequence
 from layers.parallelize import parallelize
 import pytest
 import torch
@@ -31,9 +32,12 @@ def shared_body(ctx, name: str) -> tuple:
     odd = model(prompts[:, :5]).logits  # five a row are shared too
     few = model(prompts[:1, :5]).logits
     assert seen[-1] == (1, 5, 36), "too few to share"
+    states = model(prompts, output_hidden_states=True).hidden_states
+    plain = model.model(prompts, output_hidden_states=[1], return_dict=False)
+    assert any(isinstance(each, tuple) and torch.equal(each[1], states[1]) for each in plain), "as a tuple, too"
     with pytest.raises(ShapeError, match="first decoder layer"):
         model.model.layers[0].mlp(torch.zeros(1, 12, 36, device=ctx.device))
-    return logits, tokens.cpu(), odd, few
+    return logits, tokens.cpu(), odd, few, states
 
 
 @pytest.mark.parametrize("world_size, name", CASES)
@@ -43,12 +47,15 @@ def test_logits_and_tokens_are_the_unsplit_models(world_size: int, name: str) ->
     prompts = models.prompt(world_size)
     tokens = whole.generate(prompts, max_new_tokens=3, do_sample=False)
     with torch.no_grad():
-        single = whole(prompts).logits
+        output = whole(prompts, output_hidden_states=True)
+        single, states = output.logits, output.hidden_states
         double = whole.double()
         exact = [double(each).logits for each in (prompts, prompts[:, :5], prompts[:1, :5])]
     own = (single - exact[0]).abs().max()
-    for logits, generated, odd, few in results:
+    for logits, generated, odd, few, whole_again in results:
         assert torch.equal(logits, results[0][0]), "ranks differ"
+        for state, expected in zip(whole_again, states, strict=True):
+            torch.testing.assert_close(state.cpu(), expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(generated, tokens)
         for result, expected in zip((logits, odd, few), exact, strict=True):
             assert (result.cpu() - expected).abs().max() <= 6 * own
@@ -101,6 +108,45 @@ def test_what_is_put_behind_prompts_changes_no_frequency(world_size: int) -> Non
         single, exact = whole(prompt).logits[:, -1], whole.double()(prompt).logits[:, -1]
     for result in run_ranks(world_size, growing_body):
         assert (result - exact).abs().max() <= 6 * (single - exact).abs().max()
+
+
+def default_body(ctx) -> list[bool]:
+    """Whether calls share their tokens: as a model is split if nothing is said, and where that is not what is known."""
+    ways = [("bias", {}), ("bias", {"sequence_parallel": False}), ("bias", {"fuse": False})]
+    ways += [("bias", {"weights": "fp8"}), ("bias", {"filter_fn": lambda name, module: "layers.1.mlp" not in name})]
+    ways += [("bias", {"plan": models.build("bias").tp_plan}), ("fused", {})]
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence, "LEAST", LEAST)
+        for name, options in ways:
+            model, seen = models.build(name), []
+            report = parallelize(model, ctx, **options)
+            model.model.layers[1].register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].dim()))
+            model(models.prompt(ctx.num_ranks).to(ctx.device))
+            found.append(seen == [2])
+            assert ("of shared tokens all_gather_matmul" in str(report)) == (seen == [2])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
+def test_known_families_share_their_tokens_by_default(world_size: int) -> None:
+    for found in run_ranks(world_size, default_body):
+        assert found == [True] + [False] * 6
+
+
+def compiled_body(ctx) -> None:
+    model = models.build("kv2")
+    parallelize(model, ctx, sequence_parallel=LEAST)
+    prompts = models.prompt(ctx.num_ranks).to(ctx.device)
+    expected = model(prompts).logits
+    torch.compiler.reset()
+    model.compile(fullgraph=True, backend="aot_eager")
+    assert torch.equal(model(prompts).logits, expected)
+
+
+@pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
+def test_a_model_that_shares_tokens_compiles_to_one_graph(world_size: int) -> None:
+    run_ranks(world_size, compiled_body)
 
 
 REFUSED = {
