@@ -33,7 +33,7 @@ from torch import nn
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
 from .prompts import stops, tokens_of
-from .sequence import ScatteringRow
+from .sequence import sharing_of
 from .sharded import check_context, positive
 from .step_attention import NAME
 from .step_attention import use as use_step_attention
@@ -95,7 +95,7 @@ class Engine:
         wanted = device.type == "cuda" if step_attention is None else step_attention
         # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
         capturable = wanted and use_step_attention(model) and self.graphs
-        self._shared_from = next((each.least for each in model.modules() if isinstance(each, ScatteringRow)), None)
+        self._sharing = sharing_of(model)
         self.cache = static_cache(model.config, max_length) if cache is None else cache
         like = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
@@ -184,7 +184,8 @@ class Engine:
             return self._read(prompts, mask)
         prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
         key = prompts.shape, prompts.dtype, None if mask is None else mask.dtype
-        return self.prompts.run(key, self._read, prompts, mask).clone()  # the next graph may overwrite it
+        with self._sharing.replaying() if self._sharing else nullcontext():
+            return self.prompts.run(key, self._read, prompts, mask).clone()  # the next graph may overwrite it
 
     @torch.no_grad()
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -232,7 +233,7 @@ class Engine:
 
     def _sharable(self, batch: int, length: int) -> int:
         """The next length at which ranks can share the tokens, if the model does and there are enough."""
-        if self._shared_from is None or batch * length < self._shared_from:
+        if self._sharing is None or not self._sharing.suits(batch * length):
             return length
         step = self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
         longer = -(-length // step) * step

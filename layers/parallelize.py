@@ -51,9 +51,9 @@ def parallelize(
     product where the model's forward allows it (see `fused`), plain norms one kernel (see `norms`), and gates part of
     the product before them (see `gated`). `weights="fp8"` keeps the weights of linears without an exchange in eight
     bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks share the tokens
-    between the products (see `sequence`) where a call has 1024 or more, or another number if one is given; "auto" is
-    True for the families that are tested with it, split by their own plan, with `fuse` and without `weights`. Every
-    rank calls this with the same model.
+    between the products (see `sequence`) where a call has 2048 or more, or another number if one is given. "auto" is
+    for the families that are tested with it, split by their own plan, with `fuse` and without `weights`; there it takes
+    more tokens unless an engine replays them from a graph. Every rank calls this with the same model.
 
     Raises `ArgumentError` for bad arguments, and `StyleError`, with the names of module and style, for what the plan
     asks and no layer serves; the model is then as it was.
@@ -71,7 +71,8 @@ def parallelize(
             f"sequence_parallel is {sequence_parallel!r}: expected 'auto', a bool or a positive integer"
         )
     styles = styles_of.resolve_plan(model, plan, filter_fn)
-    if sequence_parallel == "auto":
+    by_default = sequence_parallel == "auto"
+    if by_default:
         sequence_parallel = plan == "auto" and fuse and weights is None and sequence.is_known(model, styles)
     elif sequence_parallel:
         sequence.check(model, styles)
@@ -103,7 +104,7 @@ def parallelize(
     if sequence_parallel:
         styles = styles | merge_siblings(model, styles, sequence.SequenceProduct)
         least = sequence.LEAST if sequence_parallel is True else sequence_parallel
-        sequence.share_tokens(model, styles, ctx, least)
+        sequence.share_tokens(model, styles, ctx, None if by_default else least)
     elif fuse:
         styles = styles | merge_siblings(model, styles)
     if fuse:

@@ -7,16 +7,18 @@
                         o_proj, down_proj       matmul_reduce_scatter: this rank's rows of the sum
 
 So norms and sums take 1/w of the work, and the reduction's second half, which spreads the sums to all ranks, happens
-inside the next product. It pays for many tokens: fewer than `least`, or a number that w does not divide, run as usual
-(an engine adds a few to such prompts). So `parallelize` does it unless told otherwise, for the families of `KNOWN`.
+inside the next product. It pays for many tokens: fewer, or a number that w does not divide, run as usual (an engine
+adds a few to such prompts). `parallelize` does it unless told otherwise, for the families of `KNOWN`.
 
-Nothing is remembered between calls. A share is told from whole hidden states by its two dimensions, [rows, H] and not
-[B, T, H]; how B*T divides into B and T is read off the position embeddings, which stay whole; and a row-parallel linear
-always sees all tokens, so whether their sum is to be scattered follows from their number, here as at the entrance.
+Whether a call shares its tokens is decided at the entrance and told to all that follows (`Sharing`). A share is told
+from whole hidden states by its two dimensions, [rows, H] and not [B, T, H]; how B*T divides into B and T is read off
+the position embeddings, which stay whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 import inspect
 import re
 
@@ -31,16 +33,41 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 from .shard import chunk
 from .sharded import LOCAL
 
-LEAST = 1024  # tokens; from there on all models gain by the model of `iris_ops.predict`, on two H200s and more
+LEAST = 2048  # tokens; from there on prompts that are replayed gain, on two H200s and on four, and 1024 lose
+# A gather by copy engines costs the host some 150 us until it has come often enough to be a graph. What is launched
+# piece by piece gains where the device takes longer, some 1.5 ms a layer: where tokens times weights are these.
+_BUSY = 5e11
 # Model types of transformers whose layers are seen, by tests, to treat each token alike between the products.
 KNOWN = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "granite", "cohere", "smollm3")
 )
 
 
-def shares(tokens: int, world: int, least: int) -> bool:
-    """Whether so many tokens are shared out over the ranks."""
-    return world > 1 and tokens >= least and tokens % world == 0
+class Sharing:
+    """Whether a call shares its tokens over so many ranks: from `least` tokens on, or, where launched piece by piece,
+    from `eager` tokens on. `now`: what was decided for the call that is under way.
+    """
+
+    def __init__(self, world: int, least: int, eager: int | None = None):
+        self.world, self.least, self.eager = world, least, least if eager is None else max(least, eager)
+        self.now = self.replayed = False
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """For calls that are replayed from a graph, and those that come before their capture."""
+        self.replayed = True
+        try:
+            yield
+        finally:
+            self.replayed = False
+
+    def suits(self, tokens: int) -> bool:
+        """Whether there are enough tokens."""
+        return self.world > 1 and tokens >= (self.least if self.replayed else self.eager)
+
+    def decide(self, tokens: int) -> bool:
+        self.now = self.suits(tokens) and tokens % self.world == 0
+        return self.now
 
 
 class GatheringColumn(ColumnParallelLinear):
@@ -72,30 +99,29 @@ class GatheringColumn(ColumnParallelLinear):
 
 
 class ScatteringRow(RowParallelLinear):
-    """A row-parallel linear that keeps this rank's rows of the sum, [rows, N], if there are `least` tokens or more."""
+    """A row-parallel linear that keeps this rank's rows of the sum, [rows, N], where tokens are shared."""
 
-    least = LEAST
+    sharing: Sharing
 
     @property
     def served_by(self) -> str:
-        return f"{self.op}, from {self.least} tokens on matmul_reduce_scatter"
+        return f"{self.op}, of shared tokens matmul_reduce_scatter"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        tokens, world = input.shape[:-1].numel(), self.ctx.num_ranks
-        if not shares(tokens, world, self.least):
+        if not self.sharing.now:
             return super().forward(input)
         x = self.rows(input, self.weight.shape[1])
-        size = (tokens // world, self.out_features)
+        size = (x.shape[0] // self.ctx.num_ranks, self.out_features)
         return library.product("matmul_reduce_scatter", self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
 
 
 class SequenceProduct(Product):
     """The merged product of this rank's tokens, or of all of them; the attention sees [B, T, columns] either way."""
 
-    least = LEAST
+    sharing: Sharing
 
     def multiply(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        if x.dim() != 2 and self.exchanges(x):
+        if x.dim() != 2 and self.sharing.now:
             raise ShapeError(
                 f"input has shape {tuple(x.shape)}: expected this rank's tokens, [rows, features], as the model's first"
                 " decoder layer cuts them; call the whole model"
@@ -106,14 +132,14 @@ class SequenceProduct(Product):
         return product
 
     def exchanges(self, x: torch.Tensor) -> bool:
-        return x.dim() == 2 or shares(x.shape[:-1].numel(), self.merged.ctx.num_ranks, self.least)
+        return x.dim() == 2 or self.sharing.now
 
 
 class _Share:
     """Before the first layer: all tokens become this rank's."""
 
-    def __init__(self, ctx, name: str, least: int):
-        self.ctx, self.name, self.least = ctx, name, least
+    def __init__(self, ctx, name: str, sharing: Sharing):
+        self.ctx, self.name, self.sharing = ctx, name, sharing
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
@@ -121,10 +147,10 @@ class _Share:
         return args, {**kwargs, self.name: self.share(kwargs[self.name])}
 
     def share(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens, world = hidden.shape[:-1].numel(), self.ctx.num_ranks
-        if not shares(tokens, world, self.least):
+        tokens = hidden.shape[:-1].numel()
+        if not self.sharing.decide(tokens):
             return hidden
-        start, stop = chunk(tokens, world, self.ctx.cur_rank)
+        start, stop = chunk(tokens, self.sharing.world, self.ctx.cur_rank)
         # a copy: a compiler would take a view's offset, which differs by rank and length, for one more case
         return hidden.reshape(tokens, -1)[start:stop].clone()
 
@@ -132,10 +158,11 @@ class _Share:
 class _Gather:
     """After the last layer: this rank's tokens become all of them."""
 
-    def __init__(self, ctx):
-        self.ctx = ctx
+    def __init__(self, ctx, sharing: Sharing):
+        self.ctx, self.sharing = ctx, sharing
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
+        self.sharing.now = False
         return output if output.dim() != 2 else by_rows(library.gather_rows(self.ctx, output), kwargs)
 
 
@@ -207,21 +234,32 @@ def check(model: nn.Module, styles: dict[str, str]) -> None:
         raise StyleError("the plan splits only a part of the decoder layers: sequence parallel expects all of each")
 
 
-def share_tokens(model: nn.Module, styles: dict[str, str], ctx, least: int) -> None:
-    """Hooks at the entrance of the first decoder layer, at the exit of the last and at that of the model around."""
+def share_tokens(model: nn.Module, styles: dict[str, str], ctx, least: int | None) -> None:
+    """Hooks at the entrance of the first decoder layer, at the exit of the last and at that of the model around.
+
+    `least`: None for `LEAST`, and more where calls are launched piece by piece.
+    """
     names = layers_of(families_of(styles))
     first, last = (model.get_submodule(name) for name in (names[0], names[-1]))
+    linears = [each for each in first.modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear)]
+    weights = sum(each.in_features * each.out_features for each in linears) / ctx.num_ranks
+    sharing = Sharing(ctx.num_ranks, least or LEAST, None if least else int(_BUSY / weights))
     argument = list(inspect.signature(type(first).forward).parameters)[1]
-    first.register_forward_pre_hook(_Share(ctx, argument, least), with_kwargs=True)
-    last.register_forward_hook(_Gather(ctx), with_kwargs=True)
+    first.register_forward_pre_hook(_Share(ctx, argument, sharing), with_kwargs=True)
+    last.register_forward_hook(_Gather(ctx, sharing), with_kwargs=True)
     stack = names[0].rpartition(".")[0]
     model.get_submodule(stack.rpartition(".")[0]).register_forward_hook(_GatherStates(ctx))
     for module in model.modules():
         if isinstance(module, ScatteringRow):
-            module.least = least
+            module.sharing = sharing
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, SequenceProduct):
-                hook.least = least
+                hook.sharing = sharing
+
+
+def sharing_of(model: nn.Module) -> Sharing | None:
+    """What decides for `model`, if it may share tokens."""
+    return next((each.sharing for each in model.modules() if isinstance(each, ScatteringRow)), None)
 
 
 def layers_of(families: dict[str, list[str]]) -> list[str]:

@@ -9,7 +9,7 @@ from iris import platform
 from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris_ops import library
 import layers
-from layers import gated, step_product
+from layers import gated, sequence, step_product
 from layers.gated import GatedMLP, is_plain
 import pytest
 import torch
@@ -179,8 +179,10 @@ def bad_input_body(ctx) -> None:
     for serve in SERVED:
         with pytest.MonkeyPatch.context() as patch:
             serve(patch)
+            sequence.sharing_of(model).now = True  # as in a call whose tokens are shared
             with pytest.raises(ShapeError, match="call the whole model"):
                 model.model.layers[0].mlp(x)
+            sequence.sharing_of(model).now = False
             for wrong, error in ((None, ArgumentError), (x[..., 1:], ShapeError), (x.half(), DtypeError)):
                 with pytest.raises(error, match="input "):
                     model.model.layers[0].mlp(wrong)

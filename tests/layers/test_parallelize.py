@@ -154,7 +154,7 @@ def test_report_says_style_shape_bytes_and_op(world_size: int) -> None:
         assert report.bytes == nbytes, "a tied head shares the embedding's memory, and nothing whole is kept"
         start, stop = layers.shard.chunk(64, world_size, rank)
         down = rows["model.layers.1.mlp.down_proj"]
-        by_tokens = "matmul_all_reduce, from 1024 tokens on matmul_reduce_scatter"
+        by_tokens = "matmul_all_reduce, of shared tokens matmul_reduce_scatter"
         assert (down.style, down.shape, down.op) == ("rowwise", (36, stop - start), by_tokens)
         assert down.bytes == 36 * (stop - start) * 4
         head = rows["lm_head"]

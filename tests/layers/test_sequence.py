@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from iris.errors import ShapeError, StyleError
 import layers
 from layers import sequence
@@ -9,7 +11,7 @@ from layers.parallelize import parallelize
 import pytest
 import torch
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
 
 pytestmark = both
@@ -35,8 +37,12 @@ def shared_body(ctx, name: str) -> tuple:
     states = model(prompts, output_hidden_states=True).hidden_states
     plain = model.model(prompts, output_hidden_states=[1], return_dict=False)
     assert any(isinstance(each, tuple) and torch.equal(each[1], states[1]) for each in plain), "as a tuple, too"
-    with pytest.raises(ShapeError, match="first decoder layer"):
-        model.model.layers[0].mlp(torch.zeros(1, 12, 36, device=ctx.device))
+    alone = model.model.layers[0].mlp
+    assert alone(torch.zeros(1, 12, 36, device=ctx.device)).shape == (1, 12, 36), "a part by itself has all tokens"
+    with alone.register_forward_pre_hook(lambda module, args: args[0].new_zeros(1, 12, 36), prepend=True):
+        with pytest.raises(ShapeError, match="first decoder layer"):
+            model(prompts)
+    assert torch.equal(model(prompts).logits, logits), "what failed leaves nothing behind"
     return logits, tokens.cpu(), odd, few, states
 
 
@@ -122,9 +128,13 @@ def default_body(ctx) -> list[bool]:
             model, seen = models.build(name), []
             report = parallelize(model, ctx, **options)
             model.model.layers[1].register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].dim()))
-            model(models.prompt(ctx.num_ranks).to(ctx.device))
-            found.append(seen == [2])
-            assert ("of shared tokens all_gather_matmul" in str(report)) == (seen == [2])
+            prompts, sharing = models.prompt(ctx.num_ranks).to(ctx.device), sequence.sharing_of(model)
+            with sharing.replaying() if sharing else contextlib.nullcontext():
+                model(prompts)
+            model(prompts)  # launched piece by piece, with tokens enough for a graph only
+            assert seen[1] == 3
+            found.append(seen[0] == 2)
+            assert ("of shared tokens all_gather_matmul" in str(report)) == found[-1]
     return found
 
 
@@ -134,14 +144,45 @@ def test_known_families_share_their_tokens_by_default(world_size: int) -> None:
         assert found == [True] + [False] * 6
 
 
+def replayed_body(ctx) -> list[list[int]]:
+    """The dimensions of what the second layer sees of prompts: twice for a graph, then without one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence, "LEAST", LEAST)
+        model = models.build("bias").to(torch.bfloat16)
+        parallelize(model, ctx)
+    found = []
+    for options in ({}, {"compile": True}):
+        seen = []
+        engine = layers.Engine(model, ctx, 2, 16, **options)
+        prompts = models.prompt().to(ctx.device)
+        with model.model.layers[1].register_forward_pre_hook(
+            lambda module, args, seen=seen: seen.append(args[0].dim())
+        ):
+            read = []
+            for how in (engine.prefill, engine.prefill, engine.prefill, engine.read):
+                engine.reset()
+                read.append(how(prompts))
+        assert torch.equal(read[1], read[2]) and torch.allclose(read[0], read[3], rtol=0.1, atol=0.1)
+        found.append(seen)
+    return found
+
+
+@pytest.mark.skipif(not ON_GPU, reason="prompts are replayed on GPUs")
+@pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
+def test_fewer_tokens_are_shared_where_prompts_are_replayed(world_size: int) -> None:
+    for found in run_ranks(world_size, replayed_body):
+        assert found == [[2, 2, 3]] * 2
+
+
 def compiled_body(ctx) -> None:
     model = models.build("kv2")
     parallelize(model, ctx, sequence_parallel=LEAST)
-    prompts = models.prompt(ctx.num_ranks).to(ctx.device)
-    expected = model(prompts).logits
+    prompts = [rows.to(ctx.device) for rows in (models.prompt(ctx.num_ranks), models.prompt(1)[:, :5])]
+    expected = [model(rows).logits for rows in prompts]
     torch.compiler.reset()
     model.compile(fullgraph=True, backend="aot_eager")
-    assert torch.equal(model(prompts).logits, expected)
+    for rows, logits in zip(2 * prompts, 2 * expected, strict=True):  # shared, and too few for that, twice
+        torch.testing.assert_close(model(rows).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
