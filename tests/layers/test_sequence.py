@@ -35,7 +35,7 @@ def shared_body(ctx, name: str) -> tuple:
     few = model(prompts[:1, :5]).logits
     assert seen[-1] == (1, 5, 36), "too few to share"
     states = model(prompts, output_hidden_states=True).hidden_states
-    plain = model.model(prompts, output_hidden_states=[1], return_dict=False)
+    plain = model.model(prompts, output_hidden_states=True, return_dict=False)
     assert any(isinstance(each, tuple) and torch.equal(each[1], states[1]) for each in plain), "as a tuple, too"
     alone = model.model.layers[0].mlp
     assert alone(torch.zeros(1, 12, 36, device=ctx.device)).shape == (1, 12, 36), "a part by itself has all tokens"
