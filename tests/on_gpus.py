@@ -21,8 +21,9 @@ import torch
 # Seconds that a test takes there, about, most of them for compilation; and what a share should take.
 _SECONDS = {"test_ccl.py": 16, "test_warp_roles.py": 20, "test_fuzz.py": 13, "test_compile.py": 10, "test_ops.py": 5}
 _OTHERS, _SHARE_SECONDS = 2, 80
-_ALONE = "test_litmus.py"  # its rounds need all ranks on their GPUs at the same time
+_ALONE = "test_litmus.py", "test_epoch.py"  # rounds, and waits of 0.3 s, need all ranks on their GPUs at the same time
 _MOST_HEAP = 16 << 30
+_REASONS = 6  # lines of what went wrong, at most
 _GRACE_S = 60.0  # for torchrun, which kills ranks that do not end in 30
 
 
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace, logs: Path, heap: int, file: str, share: int, 
     text = log.read_text(errors="replace")
     found = re.findall(r"(\d+ (?:passed|failed|skipped|errors?)\b.*?) in [\d.]+s", text) or ["no result"]
     failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)))
+    failed += list(dict.fromkeys(re.findall(r"^E  .*", text, re.M)))[:_REASONS]
     outcome = f"not done after {args.time_limit:.0f} s" if code is None else found[0]
     line = f"{name}: {outcome}, {time.monotonic() - begin:.0f} s"
     return "\n    ".join([line, *failed]), code == 0
