@@ -167,26 +167,31 @@ class _Gather:
 
 
 class _GatherStates:
-    """After the model: hidden states that were asked for and are this rank's tokens become those of all."""
+    """After the model: what it gives that is of this rank's tokens becomes that of all. Hidden states that were asked
+    for and, where the last layer was not called, for somebody has cut the stack, those at the end.
+    """
 
-    def __init__(self, ctx):
-        self.ctx = ctx
+    def __init__(self, ctx, sharing: Sharing):
+        self.ctx, self.sharing = ctx, sharing
 
-    def __call__(self, module: nn.Module, args: tuple, output):
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output):
+        self.sharing.now = False
+        inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        given = next(each for each in inputs if each is not None)
         if isinstance(output, tuple):  # as `return_dict=False` has it
-            return tuple(self.whole(each, output[0]) for each in output)
-        if getattr(output, "hidden_states", None):
-            output.hidden_states = self.whole(output.hidden_states, output[0])
+            return tuple(self.whole(each, given) for each in output)
+        for name in ("last_hidden_state", "hidden_states"):
+            held = getattr(output, name, None)
+            if (whole := self.whole(held, given)) is not held:
+                setattr(output, name, whole)
         return output
 
-    def whole(self, states, last: torch.Tensor):
-        if not isinstance(states, tuple):
-            return states
-        shared = [torch.is_tensor(each) and each.dim() == 2 for each in states]
-        return tuple(
-            library.gather_rows(self.ctx, each).view(*last.shape[:2], -1) if here else each
-            for each, here in zip(states, shared, strict=True)
-        )
+    def whole(self, held, given: torch.Tensor):
+        if isinstance(held, tuple):
+            return tuple(self.whole(each, given) for each in held)
+        if not torch.is_tensor(held) or held.dim() != 2:
+            return held
+        return library.gather_rows(self.ctx, held).view(*given.shape[:2], held.shape[1])
 
 
 def by_rows(tokens: torch.Tensor, kwargs: dict) -> torch.Tensor:
@@ -248,7 +253,8 @@ def share_tokens(model: nn.Module, styles: dict[str, str], ctx, least: int | Non
     first.register_forward_pre_hook(_Share(ctx, argument, sharing), with_kwargs=True)
     last.register_forward_hook(_Gather(ctx, sharing), with_kwargs=True)
     stack = names[0].rpartition(".")[0]
-    model.get_submodule(stack.rpartition(".")[0]).register_forward_hook(_GatherStates(ctx))
+    around = model.get_submodule(stack.rpartition(".")[0])
+    around.register_forward_hook(_GatherStates(ctx, sharing), with_kwargs=True)
     for module in model.modules():
         if isinstance(module, ScatteringRow):
             module.sharing = sharing
