@@ -2,8 +2,8 @@
 
 torch's attention with a mask copies the cache for grouped heads, walks it with one program a head, and reads all of it,
 however little is filled. Here each program takes a stretch of the cache for one kv head and all query heads that use
-it, and skips blocks that the mask hides; a second kernel weighs the stretches together. Sums are kept in fp32. Where
-heads enough share a short cache, a stretch is the whole of it, and there is no second kernel.
+it, and reads from the first place that the mask shows to the last; a second kernel weighs the stretches together. Sums
+are kept in fp32. Where there are short caches enough, a stretch is the whole of one, and there is no second kernel.
 
 `use(model)` registers this as an attention implementation with transformers and sets it on the model: prompts, and
 whatever is not one token over a boolean mask, go to transformers' `sdpa` as before. Prompts without padding go there
@@ -11,6 +11,8 @@ without a mask, even while a CUDA graph is captured, where transformers would ma
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 from iris import platform
 from iris.device import arch
@@ -21,9 +23,12 @@ import triton
 import triton.language as tl
 
 NAME = "iris_step"
-_BLOCK = 64
-_MOST_PARTS = 64
-_SHORT = 16  # blocks
+_BLOCK, _WARPS, _STAGES = 32, 4, 3
+_MOST_SCANNED, _TOLD_BYTES = 4096, 4096
+_MOST_PARTS, _COLUMNS = 256, 32  # of a program that weighs
+# One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
+# blocks a program could read before its first one and behind its last one, or while a second kernel weighs.
+_RESIDENT, _SATURATING, _BESIDES = 5, 1.6, 3
 _UNSERVED = ("softcap", "s_aux", "position_bias", "cache")  # options of some models
 
 
@@ -39,7 +44,7 @@ def _load(base, rows, there, stride_row, columns, COLUMNS: tl.constexpr):
 def stretch_kernel(
     q, k, v, mask, out, weights, scale, length, groups, dim, kv_heads, stretch,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_mb,
-    WHOLE: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Over one stretch: out [B*H, parts, D] fp32, not yet divided; weights [B*H, parts, 2]: the maximum and the sum.
 
@@ -48,29 +53,37 @@ def stretch_kernel(
     arch.follow()
     pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    first = head * groups
+    mask += batch * stride_mb
+    begin = part * stretch
+    end = min(begin + stretch, length)
+    # From the first column seen to the last, so that the loop over keys has no branch, and loads run ahead of it.
+    first, beyond = end, begin
+    for n in range(begin, end, SCAN):
+        columns = n + tl.arange(0, SCAN)
+        seen = tl.load(mask + columns, mask=columns < end, other=0) != 0
+        first = min(first, tl.min(tl.where(seen, columns, end), 0))
+        beyond = max(beyond, tl.max(tl.where(seen, columns + 1, begin), 0))
     g = tl.arange(0, GROUPS)
-    query = _load(q + batch * stride_qb + first * stride_qh, g, g < groups, stride_qh, dim, DIM)
+    q += batch * stride_qb + head * groups * stride_qh
+    query = _load(q, g, g < groups, stride_qh, dim, DIM)
     top = tl.full((GROUPS,), float("-inf"), tl.float32)
     total = tl.zeros((GROUPS,), tl.float32)
     acc = tl.zeros((GROUPS, DIM), tl.float32)
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
-    end = min((part + 1) * stretch, length)
-    for n in range(part * stretch, end, BLOCK):
+    for n in range(first, beyond, BLOCK):
         columns = n + tl.arange(0, BLOCK)
-        seen = tl.load(mask + batch * stride_mb + columns, mask=columns < end, other=0) != 0
-        if tl.max(seen.to(tl.int32), 0) > 0:
-            keys = _load(k, columns, columns < end, stride_kn, dim, DIM)
-            scores = arch.dot(query, keys.T, tl.zeros((GROUPS, BLOCK), tl.float32)) * scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            chances = tl.exp(scores - higher[:, None])
-            fade = tl.exp(top - higher)
-            values = _load(v, columns, columns < end, stride_vn, dim, DIM)
-            total = total * fade + tl.sum(chances, 1)
-            acc = arch.dot(chances.to(values.dtype), values, acc * fade[:, None])
-            top = higher
+        seen = tl.load(mask + columns, mask=columns < beyond, other=0) != 0
+        keys = _load(k, columns, columns < beyond, stride_kn, dim, DIM)
+        values = _load(v, columns, columns < beyond, stride_vn, dim, DIM)
+        scores = arch.dot(query, keys.T, tl.zeros((GROUPS, BLOCK), tl.float32)) * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))  # a number from the first block on: it begins with one that is seen
+        chances = tl.exp(scores - higher[:, None])
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.sum(chances, 1)
+        acc = arch.dot(chances.to(values.dtype), values, acc * fade[:, None])
+        top = higher
     arch.lead()
     place = ((batch * kv_heads + head) * groups + g) * parts + part
     there = g < groups
@@ -85,27 +98,51 @@ def stretch_kernel(
 
 
 @triton.jit
-def weigh_kernel(stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, DIM: tl.constexpr):
-    """out [B*H, D] from all stretches of a head."""
+def weigh_kernel(stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out [B*H, D] from all stretches of a head, `COLUMNS` of it a program."""
     arch.follow()
-    head = tl.program_id(0).to(tl.int64)
-    p, d = tl.arange(0, PARTS), tl.arange(0, DIM)
+    head, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
+    p, c = tl.arange(0, PARTS), tl.arange(0, COLUMNS)
     there = p < num_parts
     top = tl.load(weights + (head * num_parts + p) * 2, mask=there, other=float("-inf"))
     total = tl.load(weights + (head * num_parts + p) * 2 + 1, mask=there, other=0.0)
     share = tl.exp(top - tl.max(top, 0))
-    sums = _load(stretches + head * num_parts * dim, p, there, dim, dim, DIM)
+    sums = _load(stretches + head * num_parts * dim + d, p, there, dim, dim - d, COLUMNS)
     arch.lead()
     result = tl.sum(sums * share[:, None], 0) / tl.sum(total * share, 0)
-    tl.store(out + head * dim + d, result.to(out.dtype.element_ty), mask=d < dim)
+    tl.store(out + head * dim + d + c, result.to(out.dtype.element_ty), mask=c < dim - d)
 
 
-def rows_of_block(row_bytes: int, shared_bytes: int) -> int:
-    """Rows of keys that are multiplied together: as many as shared memory has room for, of which AMD has little."""
-    rows = _BLOCK
-    while rows > 16 and rows * row_bytes > shared_bytes:
-        rows //= 2
-    return rows
+@cache
+def pipeline_of(groups: int, row_bytes: int, shared_bytes: int) -> tuple[int, int]:
+    """Rows of keys that are multiplied together, and the stages of their loads, as shared memory has room for.
+
+    A stage less one holds a block of keys and one of values; queries and what warps tell each other lie beside them.
+    """
+    for rows, stages in ((_BLOCK, _STAGES), (_BLOCK // 2, _STAGES), (_BLOCK // 2, 2)):
+        if (2 * (stages - 1) * rows + 2 * groups) * row_bytes + _TOLD_BYTES <= shared_bytes:
+            return rows, stages
+    return _BLOCK // 2, 1
+
+
+@cache
+def stretches_of(pairs: int, length: int, block: int, multiprocessors: int) -> tuple[int, int]:
+    """Into how many stretches each of `pairs` caches of `length` rows is cut, and of how many rows: to end soonest.
+
+    Reckoned in what a program takes for a block. As many programs as find room run at once, then the next ones; the
+    memory is as fast as a few of them. Of cuts that end together the finest, since a cache may be almost empty.
+    """
+    blocks, at_once = triton.cdiv(length, block), _RESIDENT * multiprocessors
+
+    def blocks_until_the_end(parts: int) -> float:
+        of_each = triton.cdiv(blocks, parts)
+        rounds, rest = divmod(pairs * parts, at_once)
+        last = of_each * max(1, triton.cdiv(rest, multiprocessors) / _SATURATING) + _BESIDES if rest else 0
+        return rounds * (of_each * _RESIDENT / _SATURATING + _BESIDES) + last + (_BESIDES if parts > 1 else 0)
+
+    parts = min(range(min(_MOST_PARTS, blocks), 0, -1), key=blocks_until_the_end)
+    stretch = triton.cdiv(blocks, parts) * block
+    return triton.cdiv(length, stretch), stretch
 
 
 def step_attention(q, k, v, mask, scale: float) -> torch.Tensor:
@@ -113,28 +150,23 @@ def step_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     batch, heads, dim = q.shape
     kv_heads, length = k.shape[1:3]
     groups = heads // kv_heads
-    padded = max(16, triton.next_power_of_2(dim))  # the least that a product of tiles takes
-    block = rows_of_block(padded * q.element_size(), platform.shared_bytes(q.device))
-    programs = 2 * platform.num_programs(q.device)
-    blocks = triton.cdiv(length, block)
-    # All at once on the device; but a long cache may be almost empty, and is passed over faster by more of them.
-    parts = programs // (batch * kv_heads) if blocks <= _SHORT else triton.cdiv(programs, batch * kv_heads)
-    parts = max(1, min(_MOST_PARTS, parts, blocks))
-    stretch = triton.cdiv(blocks, parts) * block
-    parts = triton.cdiv(length, stretch)
+    padded, rows = (max(16, triton.next_power_of_2(size)) for size in (dim, groups))  # what a product of tiles takes
+    block, stages = pipeline_of(rows, padded * q.element_size(), platform.shared_bytes(q.device))
+    parts, stretch = stretches_of(batch * kv_heads, length, block, platform.num_programs(q.device))
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     weights = q.new_empty(batch * heads, parts, 2, dtype=torch.float32)
     stretches = out if parts == 1 else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
     stretch_kernel[(batch * kv_heads, parts)](
         q, k, v, mask, stretches, weights, scale, length, groups, dim, kv_heads, stretch,
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask.stride(0),
-        WHOLE=parts == 1, GROUPS=max(16, triton.next_power_of_2(groups)), DIM=padded, BLOCK=block, num_warps=4,
-        num_stages=3, **platform.beside(q.device),
+        WHOLE=parts == 1, GROUPS=rows, DIM=padded, BLOCK=block,
+        SCAN=min(_MOST_SCANNED, triton.next_power_of_2(stretch)), num_warps=_WARPS, num_stages=stages,
+        **platform.beside(q.device),
     )  # fmt: skip
     if parts > 1:
-        grid = (batch * heads,)
-        weigh_kernel[grid](
-            stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), DIM=padded, num_warps=4,
+        columns = min(padded, _COLUMNS)
+        weigh_kernel[(batch * heads, triton.cdiv(dim, columns))](
+            stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), COLUMNS=columns, num_warps=4,
             **platform.beside(q.device),
         )  # fmt: skip
     return out

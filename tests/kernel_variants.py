@@ -24,7 +24,7 @@ from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel
 from iris_ops.roles_operands import MOVING, MULTIPLYING, in_rows, layouts
 from iris_ops.sum_parts import sum_parts_kernel
 from layers import step_product, step_product_fp8
-from layers.step_attention import rows_of_block, stretch_kernel, weigh_kernel
+from layers.step_attention import pipeline_of, stretch_kernel, weigh_kernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
@@ -102,12 +102,12 @@ def variants(target: GPUTarget):
     yield "arrived", copy_engines.arrived_kernel, dict(num_warps=1), arrival
     constants = dict(stride_on=1, BLOCK_M=2, BLOCK_N=1024, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True)
     yield "sum_parts", sum_parts_kernel, dict(num_warps=8), constants
-    heads = dict(GROUPS=16, DIM=128, BLOCK=64)
-    for whole in (False, True):
-        name = "step_whole" if whole else "step_stretch"
-        yield name, stretch_kernel, dict(num_warps=4, num_stages=3), {**heads, "WHOLE": whole}
-    wide = dict(dtype="fp32", GROUPS=16, DIM=512, BLOCK=rows_of_block(512 * 4, machine.shared_bytes), WHOLE=True)
-    yield "step_wide", stretch_kernel, dict(num_warps=4, num_stages=3), wide
+    for dtype, dim, flags in (("bf16", 128, [False, True]), ("fp32", 512, [True])):
+        rows, stages = pipeline_of(16, dim * (2 if dtype == "bf16" else 4), machine.shared_bytes)
+        constants = dict(dtype=dtype, GROUPS=16, DIM=dim, BLOCK=rows, SCAN=256)
+        for whole in flags:
+            name = "step_wide" if dtype == "fp32" else "step_whole" if whole else "step_stretch"
+            yield name, stretch_kernel, dict(num_warps=4, num_stages=stages), {**constants, "WHOLE": whole}
     if cuda:  # AMD's e4m3 is another one
         yield "round_rows", round_rows_kernel, dict(num_warps=16), dict(BLOCK=16384)
     if target.arch == 90:
@@ -129,7 +129,7 @@ def variants(target: GPUTarget):
         options = dict(num_warps=4, num_stages=stages)
         yield name, step_product.step_product_kernel, options, {**constants, "squares": None}
         yield f"{name}_norm", step_product.step_product_kernel, options, constants
-    yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=64, DIM=128)
+    yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=256, COLUMNS=32)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)

@@ -267,6 +267,7 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     for name in ("step_stretch", "step_whole"):
         step = compiled(target)[name]
         assert step.count(r"mma.sync.*bf16") and step.count(r"ld.global.*v4.b32"), "attention of a step reads 16 bytes"
+        assert step.count(r"cp\.async\.c[ag]\.shared\.global.*0x10"), "keys and values are under way ahead of products"
     for name in ("step_product", "step_product_gated", "step_product_norm", "step_product_gated_norm"):
         step = compiled(target)[name]
         assert step.count(product) and step.count(r"cp\.async\.bulk\.tensor"), name

@@ -28,10 +28,11 @@ def reference(q, k, v, mask, scale):
     "batch, heads, kv_heads, length, dim, programs",
     [(1, 4, 1, 130, 64, 1), (2, 6, 2, 200, 8, 3), (1, 3, 3, 64, 80, 8), (3, 32, 1, 257, 16, 100)],
 )
-@pytest.mark.parametrize("shared", [1 << 40, 2048], ids=["much shared memory", "little"])
-def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, length, dim, programs, shared) -> None:
+@pytest.mark.parametrize("shared, scanned", [(1 << 40, 4096), (2048, 64)], ids=["much shared memory", "little"])
+def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, length, dim, programs, shared, scanned):
     monkeypatch.setattr(step_attention.platform, "num_programs", lambda device: programs)
     monkeypatch.setattr(step_attention.platform, "shared_bytes", lambda device: shared)
+    monkeypatch.setattr(step_attention, "_MOST_SCANNED", scanned)
     torch.manual_seed(length)
     # as a model hands them over: heads cut out of a row, a cache that is fuller than the mask says
     q = torch.randn(batch, 1, heads + 2, dim, dtype=dtype, device=DEVICE)[:, :, 1:-1].transpose(1, 2)[:, :, 0]
@@ -46,6 +47,40 @@ def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, leng
     assert (out - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
     shifted = reference(q, k, v, mask.roll(1, 1), 0.3)
     assert (out - shifted).abs().max() > 10 * TOLERANCE[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("seen", [[(150, 151)], [(31, 33)], [(0, 1), (299, 300)], [(70, 90), (160, 170), (250, 290)]])
+@pytest.mark.parametrize("programs", [1, 100], ids=["whole", "stretches"])
+def test_any_part_of_a_cache_may_be_seen(monkeypatch, seen, programs: int) -> None:
+    monkeypatch.setattr(step_attention.platform, "num_programs", lambda device: programs)
+    torch.manual_seed(1)
+    pairs = 6 if programs == 1 else 2
+    q, k, v = (torch.randn(pairs, *size, 32, device=DEVICE) for size in ((3,), (1, 300), (1, 300)))
+    mask = torch.zeros(pairs, 300, dtype=torch.bool, device=DEVICE)
+    for first, beyond in seen:
+        mask[:, first:beyond] = True
+    k[~mask[:, None]] = v[~mask[:, None]] = 1e4
+    assert (step_attention.stretches_of(pairs, 300, 32, programs)[0] == 1) == (programs == 1)
+    out, expected = step_attention.step_attention(q, k, v, mask, 0.5), reference(q, k, v, mask, 0.5)
+    assert (out - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_stretches_cover_a_cache_and_none_is_empty() -> None:
+    for pairs in (1, 2, 7, 64, 300, 1024, 5000):
+        for length in (1, 31, 32, 33, 192, 2112, 16448, 131072):
+            for multiprocessors in (1, 132):
+                parts, stretch = step_attention.stretches_of(pairs, length, 32, multiprocessors)
+                assert stretch % 32 == 0 and (parts - 1) * stretch < length <= parts * stretch and parts <= 256
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_cuts_that_were_the_fastest_on_an_h200() -> None:
+    """Of a few long caches all multiprocessors read, many short ones are read whole."""
+    for pairs, length, fastest in ((4, 192, [6]), (4, 16448, range(120, 180)), (64, 2112, range(4, 9))):
+        assert step_attention.stretches_of(pairs, length, 32, 132)[0] in fastest
+    for pairs, length in ((256, 192), (512, 192), (1024, 192)):
+        assert step_attention.stretches_of(pairs, length, 32, 132) == (1, 192)
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
