@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_leaves
 from . import step_norms, step_product
 from .norms import RMSNorm
 from .plan import is_hooked
+from .sharded import ShardedLinear
 
 _NORM = "input_layernorm"
 _LENGTH_DIM = {1: 0, 2: 1, 3: 1, 4: 2}  # of positions [B, T], states [B, T, H], masks [B, 1, T, L]: by their dimensions
@@ -70,7 +71,9 @@ class CompiledLayers:
         self._rotate, self._halve = self._compile(_rotate), self._compile(_first_half)
         suited = all(type(norm) is RMSNorm and norm.weight.dtype == torch.bfloat16 for norm in norms)
         # whose products torch's are leave second halves alone
-        served = all(getattr(each, "own_steps", True) for each in inside)
+        split = [each for each in inside if isinstance(each, ShardedLinear)]
+        served = all(each.own_steps for each in split)
+        self._few_rows = min((each.few_rows for each in split if each.dim == 0), default=0)
         self._halved = len(layers) if suited and served else 0  # so many layers, the first, have norms in two halves
 
     def _compile(self, function: types.FunctionType):
@@ -133,7 +136,7 @@ class CompiledLayers:
         known = self._known[1] if hidden is self._known[0] and _version(hidden) == self._version else None
         if is_hooked(norm):
             return norm(hidden)
-        halves = index < self._halved and length == 1 and step_product.suits(hidden)
+        halves = index < self._halved and length == 1 and step_product.suits(hidden, self._few_rows)
         if known is None or isinstance(known, tuple) != halves:
             known = self._halve(hidden, norm.weight) if halves else norm(hidden)
         return known

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from iris_ops import library
+from iris_ops import fp8_rows, library
 from iris_ops.fp8 import multiplies_in_fp8, quantised
 from iris_ops.problem import FP8
 import torch
@@ -69,6 +69,13 @@ class ShardedLinear(nn.Module):
     def served_by(self) -> str:
         """For reports: the op that serves forward."""
         return self.op
+
+    @property
+    def few_rows(self) -> int:
+        """Of how many rows, at most, a product without an exchange is `step_product`'s in compiled code."""
+        if self.weight_scale is not None:
+            return fp8_rows.MOST_ROWS
+        return step_product.most_rows(len(self.weight), False, True, self.weight.device)
 
     def reset_parameters(self) -> None:
         """Draws the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""

@@ -5,6 +5,9 @@ program streams the weights of some outputs once, as `iris_ops/few_rows.py` does
 multiplies them as outputs x rows, so that the tensor cores' rows are full however few rows the input has. Four fifths
 of a multiprocessor's shared memory are always on their way from memory.
 
+Every program reads all rows of the input, so beyond 16 of them torch's product comes closer, and is the faster one
+where outputs are too few for programs on all multiprocessors: see `most_rows`.
+
 Weights in eight bits have a kernel of their own (`step_product_fp8.py`).
 
 A launch from Python keeps the host busy longer than torch's product. So this serves what is compiled or captured.
@@ -28,9 +31,14 @@ import triton.language as tl
 
 from . import fp8, step_product_fp8
 
-MOST_ROWS = 16  # fp8_rows.MOST_ROWS, too
+MOST_ROWS, _NARROW_ROWS, _LEAST_ROWS = 64, 32, 16
 BLOCK_N = 64
-_WARPS, _STAGES = 4, 5
+_WARPS = 4
+# By rows of a block and whether it is gated, the fastest on an H200: elements along K, stages of the ring of blocks.
+_RINGS = {
+    (16, False): (256, 5), (32, False): (256, 4), (64, False): (128, 7),
+    (16, True): (128, 5), (32, True): (128, 5), (64, True): (128, 4),
+}  # fmt: skip
 
 
 @triton.jit
@@ -93,7 +101,7 @@ def serves(
 
     An eager call of a kind has its kernel loaded, which a driver may refuse while a graph is captured.
     """
-    if not _suits(x, weight, scale):
+    if not _suits(x, weight, scale, gated):
         return False
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return True
@@ -107,10 +115,28 @@ def serves(
 _loaded: set[tuple] = set()  # kinds of calls
 
 
-def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
+def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, gated: bool) -> bool:
+    if weight.shape[0] == 0:
+        return False
     if scale is not None:
-        return suits(x) and x.dtype == torch.bfloat16 and weight.shape[0] > 0 and fp8_rows.fits(1, weight.shape[1])
-    return x.dtype == weight.dtype and weight.shape[0] > 0 and suits(x)
+        return suits(x, fp8_rows.MOST_ROWS) and x.dtype == torch.bfloat16 and fp8_rows.fits(1, weight.shape[1])
+    rows = most_rows(_width(weight, gated), gated, torch.compiler.is_compiling(), x.device)
+    return x.dtype == weight.dtype and suits(x, rows)
+
+
+@torch.compiler.assume_constant_result
+def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
+    """Of how many rows, at most, a product of so many outputs is served, with a weight that is not in eight bits.
+
+    As measured on an H200: beyond 32 if more than half of the multiprocessors have a program; else beyond 16 in
+    `compiled` code only, where norms become part of such products.
+    """
+    if device.type != "cuda":
+        return 0
+    wide = 2 * triton.cdiv(outputs, BLOCK_N) > platform.num_programs(device)
+    rows = MOST_ROWS if wide else _NARROW_ROWS if compiled else _LEAST_ROWS
+    measured = depth(platform.shared_bytes(device), gated, rows) == _RINGS[rows, gated]
+    return rows if measured else _LEAST_ROWS
 
 
 def streams(shape: torch.Size, device: torch.device) -> bool:
@@ -118,18 +144,18 @@ def streams(shape: torch.Size, device: torch.device) -> bool:
     return platform.has_warp_roles(device) and shape[0] > 0 and fp8_rows.fits(1, shape[1])
 
 
-def suits(x: torch.Tensor) -> bool:
-    """Whether products of `x` may be served here."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_few_rows(x) and not x.requires_grad
+def suits(x: torch.Tensor, rows: int) -> bool:
+    """Whether products of `x` may be served here, if those of up to `rows` rows are."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_few_rows(x, rows) and not x.requires_grad
 
 
-def has_few_rows(x: torch.Tensor) -> bool:
-    """Whether there are 1 to `MOST_ROWS`. Not so for a compiler to which their number is open.
+def has_few_rows(x: torch.Tensor, most: int) -> bool:
+    """Whether there are 1 to `most`. Not so for a compiler to which their number is open.
 
     To ask that would compile everything twice, and with 8 rows to a token leave 2 as the only length of the one half.
     """
     rows = x.shape[:-1].numel()
-    return statically_known_true(rows <= MOST_ROWS) and rows > 0
+    return statically_known_true(rows <= most) and rows > 0
 
 
 def step_product(
@@ -157,12 +183,13 @@ def step_product(
         step_product_fp8.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)
         return out
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
-    block_k, stages = depth(platform.shared_bytes(x.device), gated)
+    block_m = max(_LEAST_ROWS, triton.next_power_of_2(M))
+    block_k, stages = depth(platform.shared_bytes(x.device), gated, block_m)
     described, tma = operand(weight, (BLOCK_N, block_k))
     programs = triton.cdiv(N, BLOCK_N) if launched else 0
     spans = 1 if squares is None else squares.shape[0]
     step_product_kernel[(programs,)](
-        rows, described, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=MOST_ROWS,
+        rows, described, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=block_m,
         BLOCK_N=BLOCK_N, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_B=tma,
         SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.beside(x.device),
     )  # fmt: skip
@@ -195,13 +222,13 @@ def _called(x, weight, bias, scale, gated: bool) -> torch.Tensor:
 
 
 @cache
-def depth(shared_bytes: int, gated: bool) -> tuple[int, int]:
+def depth(shared_bytes: int, gated: bool, rows: int) -> tuple[int, int]:
     """(elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
-    room, width = shared_bytes - 1024, (1 + gated) * BLOCK_N + MOST_ROWS  # some is for barriers
-    block_k = 128 if gated else 256
+    block_k, stages = _RINGS[rows, gated]
+    room, width = shared_bytes - 1024, (1 + gated) * BLOCK_N + rows  # some is for barriers
     while block_k > 32 and room < 2 * width * block_k * 2:
         block_k //= 2
-    return block_k, max(2, min(_STAGES, room // (width * block_k * 2)))
+    return block_k, max(2, min(stages, room // (width * block_k * 2)))
 
 
 # One opaque operator for compilers, as `iris_ops.library` has them.

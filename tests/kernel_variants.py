@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from iris.ccl.accumulate import accumulate_kernel
 from iris.ccl.by_flags import flags_kernel
 from iris.ccl.by_words import words_kernel
@@ -121,10 +123,10 @@ def variants(target: GPUTarget):
             constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, HAS_BIAS=m == 64)
             options = dict(num_warps=warps, num_stages=stages)
             yield f"fp8_tiles_{m}_{n}", fp8_tiles.fp8_tiles_kernel, options, constants | dict(FOLDED=m == 64)
-    for gated in (False, True):
-        k, stages = step_product.depth(machine.shared_bytes, gated)
-        rows = dict(BLOCK_M=step_product.MOST_ROWS, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
-        name = "step_product_gated" if gated else "step_product"
+    for gated, m in itertools.product((False, True), (16, 32, 64)):
+        k, stages = step_product.depth(machine.shared_bytes, gated, m)
+        rows = dict(BLOCK_M=m, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
+        name = ("step_product_gated" if gated else "step_product") + (f"_{m}" if m > 16 else "")
         constants = dict(HAS_BIAS=True, GATED=gated, TMA_B=cuda, SPANS=128, **rows)
         options = dict(num_warps=4, num_stages=stages)
         yield name, step_product.step_product_kernel, options, {**constants, "squares": None}

@@ -25,7 +25,7 @@ def serve_anywhere(patch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         few = step_product.has_few_rows
-        patch.setattr(step_product, "suits", lambda x: x.dtype == torch.bfloat16 and few(x))
+        patch.setattr(step_product, "suits", lambda x, rows: x.dtype == torch.bfloat16 and few(x, rows or 16))
 
 
 def counted(patch: pytest.MonkeyPatch) -> list[None]:

@@ -33,7 +33,16 @@ def reference(x, weight, bias, gated: bool, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(
     "rows, outputs, depth, bias",
-    [((1,), 64, 256, False), ((3, 1), 70, 136, True), ((2, 8), 10, 300, True), ((), 130, 24, False)],
+    [
+        ((1,), 64, 256, False),
+        ((3, 1), 70, 136, True),
+        ((2, 8), 10, 300, True),
+        ((), 130, 24, False),
+        ((17, 1), 64, 264, True),
+        ((32,), 70, 520, False),
+        ((3, 11), 10, 300, True),
+        ((64, 1), 100, 264, False),
+    ],
 )
 def test_few_rows(rows: tuple, outputs: int, depth: int, bias: bool, gated: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(outputs)
@@ -54,7 +63,10 @@ def test_few_rows(rows: tuple, outputs: int, depth: int, bias: bool, gated: bool
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("rows, outputs, depth", [((1,), 64, 256), ((3, 1), 70, 136), ((16,), 20, 320)])
+@pytest.mark.parametrize(
+    "rows, outputs, depth",
+    [((1,), 64, 256), ((3, 1), 70, 136), ((16,), 20, 320), ((29, 1), 70, 136), ((64,), 20, 4160)],
+)
 def test_rows_scaled_by_the_second_half_of_a_norm(rows: tuple, outputs: int, depth: int, gated: bool) -> None:
     torch.manual_seed(depth)
     like = {"device": DEVICE, "dtype": torch.bfloat16}
@@ -126,6 +138,7 @@ def test_compilers_know_its_shape() -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_only_what_is_captured_is_served() -> None:
     x, weight = torch.randn(16, 512, device=DEVICE).bfloat16(), torch.randn(128, 512, device=DEVICE).bfloat16()
+    wide = weight.repeat(80, 1)
     assert not step_product.serves(x, weight)
     step_product.linear(x, weight)  # loads the kernel, which a capture could not
     torch.cuda.synchronize()
@@ -133,6 +146,8 @@ def test_only_what_is_captured_is_served() -> None:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         served = step_product.serves(x, weight)
         others = [step_product.serves(*each) for each in ((x.repeat(2, 1), weight), (x.float(), weight.float()))]
+        others.append(step_product.serves(x.repeat(5, 1), wide))
+        served &= step_product.serves(x.repeat(4, 1), wide)
         out = step_product.linear(x, weight)
     assert served and not any(others)
     for seed in range(2):
@@ -166,7 +181,7 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
     kernel, capturing = Launches(step_product.step_product_kernel), []
     monkeypatch.setattr(step_product, "step_product_kernel", kernel)
     monkeypatch.setattr(step_product, "_loaded", set())
-    monkeypatch.setattr(step_product, "_suits", lambda x, weight, scale: True)
+    monkeypatch.setattr(step_product, "_suits", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     for _ in range(2):
         assert torch.equal(step_product.linear(x, weight, added), F.linear(x, weight, added))
@@ -178,12 +193,24 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_blocks_fit_in_shared_memory(gated: bool) -> None:
-    """As deep as measured on an H200, where there is room. What they take, compiled: see test_codegen.py."""
-    for kib, measured in ((227, (128, 5) if gated else (256, 5)), (160, None), (99, None), (64, None), (48, None)):
-        block_k, stages = step_product.depth(kib << 10, gated)
-        assert measured in (None, (block_k, stages)) and stages >= 2
-        assert stages * (step_product.BLOCK_N * (1 + gated) + step_product.MOST_ROWS) * block_k * 2 <= kib << 10
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_blocks_fit_in_shared_memory(gated: bool, rows: int) -> None:
+    """What they take, compiled: see test_codegen.py."""
+    for kib in (227, 160, 99, 64, 48):
+        block_k, stages = step_product.depth(kib << 10, gated, rows)
+        assert stages >= 2 and stages * (step_product.BLOCK_N * (1 + gated) + rows) * block_k * 2 <= kib << 10
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="has functions of its process exchanged")
+def test_more_rows_are_served_where_outputs_are_many(monkeypatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(step_product.platform, "num_programs", lambda device: 132)
+    for kib, wide, compiled, plain in ((227, 64, 32, 16), (99, 16, 16, 16)):
+        monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device, kib=kib: kib << 10)
+        for gated in (False, True):
+            assert step_product.most_rows(4288, gated, False, device) == wide
+            assert step_product.most_rows(4224, gated, True, device) == compiled
+            assert step_product.most_rows(4224, gated, False, device) == plain
 
 
 def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, list, int]:
