@@ -5,9 +5,9 @@ however little is filled. Here each program takes a stretch of the cache for one
 it, and reads from the first place that the mask shows to the last; a second kernel weighs the stretches together. Sums
 are kept in fp32. Where there are short caches enough, a stretch is the whole of one, and there is no second kernel.
 
-`use(model)` registers this as an attention implementation with transformers and sets it on the model: prompts, and
-whatever is not one token over a boolean mask, go to transformers' `sdpa` as before. Prompts without padding go there
-without a mask, even while a CUDA graph is captured, where transformers would make one and lose flash attention by it.
+`use(model)` registers this as an attention implementation with transformers and sets it on the model. Prompts without
+padding have no mask then, even while a CUDA graph is captured, where transformers would make one, and go to
+`prompt_attention`. Whatever is neither goes to transformers' `sdpa` as before.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from torch import nn
 import triton
 import triton.language as tl
+
+from . import prompt_attention
 
 NAME = "iris_step"
 _BLOCK, _WARPS, _STAGES = 32, 4, 3
@@ -184,17 +186,21 @@ torch.library.register_fake("iris_layers::step_attention", lambda q, *_: q.new_e
 
 def attend(module, query, key, value, attention_mask, scaling=None, **options):
     """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
-    if not _serves(query, key, value, attention_mask, options):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = torch.ops.iris_layers.step_attention if torch.compiler.is_compiling() else step_attention
-    out = call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale)
-    return out.unsqueeze(1), None
+    here = torch.ops.iris_layers if torch.compiler.is_compiling() else None
+    if not any(options.get(name) is not None for name in _UNSERVED):
+        if _serves(query, key, value, attention_mask):
+            call = here.step_attention if here else step_attention
+            return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale).unsqueeze(1), None
+        if prompt_attention.serves(module, query, key, value, attention_mask, options):
+            call = here.prompt_attention if here else prompt_attention.prompt_attention
+            return call(query, key, value, scale), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
 
 
-def _serves(query, key, value, mask, options: dict) -> bool:
+def _serves(query, key, value, mask) -> bool:
     return (
         mask is not None
         and mask.dtype == torch.bool
@@ -202,7 +208,6 @@ def _serves(query, key, value, mask, options: dict) -> bool:
         and mask.stride(3) == query.stride(3) == key.stride(3) == value.stride(3) == 1
         and key.shape == value.shape
         and query.dtype == key.dtype == value.dtype
-        and not any(options.get(name) is not None for name in _UNSERVED)
     )
 
 

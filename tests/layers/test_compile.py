@@ -230,7 +230,9 @@ def short_prompts_body(ctx) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             compiling = torch.compiler.is_compiling
-            patch.setattr(step_product, "serves", lambda x, weight, *_: compiling() and step_product.has_few_rows(x, 16))
+            patch.setattr(
+                step_product, "serves", lambda x, weight, *_: compiling() and step_product.has_few_rows(x, 16)
+            )
         engine = layers.Engine(model, ctx, 8, 16, compile=backend(ctx))
         eager = layers.Engine(model, ctx, 8, 16, graphs=False)
         before, counts = compilations(), []

@@ -1,0 +1,79 @@
+"""Attention of a prompt, each token over those before it, on GPUs where torch has cuDNN do it: Hopper and newer.
+
+cuDNN makes a plan for each shape, some 50 ms, and a server meets a new length with almost every prompt. So lengths have
+a grid, eight to an octave, and what lies between is padded behind, where no token of the prompt looks. Where that would
+take longer than it saves, in short prompts and between the first steps of the grid, flash attention does it, which has
+no plans but takes 1.2 to 2 times as long. Which one depends on shapes alone, so that a prompt gives the same bits
+whenever it comes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *_OTHERS]  # where cuDNN has none for a shape, the next one
+_CUDNN = 91500  # before, torch prefers flash attention, and cuDNN errs at some lengths
+_LEAST_STEP, _STEPS = 64, 8
+_PADDED_TOKENS, _MOST_PADDED = 768, 9 / 8  # of a batch, from so many on; lengths, to so many times as long
+
+
+def length_on_grid(length: int) -> int:
+    """The least length of the grid from `length` on: multiples of 64, from 512 on eight between two powers of two."""
+    octave = 1 << (max(1, length) - 1).bit_length()  # not less than `length`
+    step = max(_LEAST_STEP, octave // 2 // _STEPS)
+    return -(-length // step) * step
+
+
+def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """[B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D]: token t over the first t + 1 of them."""
+    length = q.shape[2]
+    rows = [each[:, :, :length].transpose(1, 2) for each in (q, k, v)]  # as a projection leaves them: [B, T, heads, D]
+    more = length_on_grid(length) - length
+    by_cudnn = more == 0 or (q.shape[0] * length >= _PADDED_TOKENS and length + more <= _MOST_PADDED * length)
+    if by_cudnn and more:
+        rows = [F.pad(each, (0, 0, 0, 0, 0, more)) for each in rows]
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(_BACKENDS if by_cudnn else _OTHERS, set_priority=True):
+        out = F.scaled_dot_product_attention(
+            *(each.transpose(1, 2) for each in rows), is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    return out.transpose(1, 2)[:, :length].contiguous()
+
+
+def serves(module, query, key, value, mask, options: dict) -> bool:
+    """Whether it attends as transformers would, and is the faster one over prompts of many lengths."""
+    return (
+        mask is None
+        and query.shape[2] > 1
+        and key.shape[2] >= query.shape[2]
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and query.shape[3] == key.shape[3] == value.shape[3] <= 256
+        and query.dtype == key.dtype == value.dtype
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
+        and (getattr(module, "is_causal", True) if options.get("is_causal") is None else options["is_causal"])
+        and not options.get("dropout")
+        and _has_plans(query.device)
+    )
+
+
+@torch.compiler.assume_constant_result
+def _has_plans(device: torch.device) -> bool:
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    if not nvidia or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return (torch.backends.cudnn.version() or 0) > _CUDNN
+
+
+# One opaque operator for compilers, which would choose a backend for all lengths.
+_library = torch.library.Library("iris_layers", "FRAGMENT")
+_library.define(
+    "prompt_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", tags=(torch.Tag.needs_exact_strides,)
+)
+_library.impl("prompt_attention", prompt_attention, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "iris_layers::prompt_attention", lambda q, *_: q.new_empty(q.transpose(1, 2).shape), lib=_library
+)

@@ -1,0 +1,151 @@
+"""Attention of prompts against float64: lengths on and off cuDNN's grid, grouped heads, caches that hold more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import iris  # noqa: F401  (before triton: it may set up the interpreter)
+import layers
+from layers import prompt_attention, step_attention
+import pytest
+import torch
+
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers import models
+
+pytestmark = both
+DEVICE = "cuda" if UNDER_TORCHRUN and torch.cuda.is_available() else "cpu"
+
+
+def reference(q, k, v, scale: float) -> torch.Tensor:
+    """[B, T, H, D] in float64."""
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = (each[:, :, :length].double().repeat_interleave(groups, 1) for each in (k, v))
+    scores = (q.double() @ k.mT * scale).masked_fill(
+        torch.ones(length, length, device=q.device).triu(1).bool(), -torch.inf
+    )
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def tensors(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> list[torch.Tensor]:
+    """Queries, keys and values as a model hands them over: cut out of a row, and out of a cache that holds more."""
+    torch.manual_seed(length)
+    like = {"dtype": torch.bfloat16, "device": DEVICE}
+    q = torch.randn(batch, length, heads + 1, dim, **like)[:, :, 1:].transpose(1, 2)
+    cache = [torch.randn(batch, kv_heads, length + 37, dim, **like) for _ in range(2)]
+    for each in cache:
+        each[:, :, length:] = float("nan")  # what another batch left
+    return [q, *cache]
+
+
+@pytest.mark.parametrize("length", [2, 63, 64, 200, 500, 704, 768, 801, 1500])
+@pytest.mark.parametrize("batch, heads, kv_heads, dim", [(1, 4, 1, 64), (2, 3, 3, 80), (2, 4, 2, 128)])
+def test_any_length(batch: int, heads: int, kv_heads: int, dim: int, length: int) -> None:
+    q, k, v = tensors(batch, heads, kv_heads, length, dim)
+    out, expected = prompt_attention.prompt_attention(q, k, v, 0.2), reference(q, k, v, 0.2)
+    assert out.shape == (batch, length, heads, dim) and out.is_contiguous()
+    assert (out - expected).norm() <= 2**-7 * expected.norm()
+    assert (out - reference(q, k.roll(1, 2).nan_to_num(), v, 0.2)).norm() > 0.1 * expected.norm()
+    assert torch.equal(prompt_attention.prompt_attention(q, k, v, 0.2), out)
+    torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q, k, v, 0.2))
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_lengths_on_the_grid_are_few_and_near() -> None:
+    grid = {length: prompt_attention.length_on_grid(length) for length in range(1, 20000)}
+    assert all(length <= near <= max(1.125 * length, length + 63) for length, near in grid.items())
+    assert all(grid.get(near, near) == near for near in grid.values())
+    assert len({near for length, near in grid.items() if length >= 768}) < 45
+
+
+KINDS = [(1, 100, "flash"), (1, 128, "cudnn"), (1, 700, "flash"), (1, 801, "cudnn"), (2, 2048, "cudnn")]
+KINDS += [(2, 500, "cudnn"), (20, 70, "flash")]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("batch, length, backend", KINDS)
+def test_which_backend_attends(batch: int, length: int, backend: str) -> None:
+    if not prompt_attention._has_plans(torch.device(DEVICE)):
+        pytest.skip("needs Hopper or newer")
+    given = tensors(batch, 4, 2, length, 64)
+    with torch.profiler.profile() as trace:
+        prompt_attention.prompt_attention(*given, 0.2)
+    assert f"aten::_scaled_dot_product_{backend}_attention" in {each.key for each in trace.key_averages()}
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_what_is_served(monkeypatch) -> None:
+    monkeypatch.setattr(prompt_attention, "_has_plans", lambda device: True)
+    module, like = SimpleNamespace(is_causal=True), {"dtype": torch.bfloat16}
+    q, k, v = torch.randn(1, 4, 5, 16, **like), torch.randn(1, 2, 9, 16, **like), torch.randn(1, 2, 9, 16, **like)
+    mask = torch.ones(1, 1, 5, 9, dtype=torch.bool)
+
+    def serves(q=q, k=k, v=v, mask=None, module=module, **options) -> bool:
+        return bool(prompt_attention.serves(module, q, k, v, mask, options))
+
+    assert serves() and serves(dropout=0.0) and serves(module=SimpleNamespace())
+    for other in (
+        dict(mask=mask), dict(q=q[:, :, :1]), dict(k=k[:, :, :4], v=v[:, :, :4]), dict(v=v[..., :8]), dict(dropout=0.1),
+        dict(is_causal=False), dict(module=SimpleNamespace(is_causal=False)), dict(q=q.clone().requires_grad_()),
+        dict(q=q.float(), k=k.float(), v=v.float()),
+    ):  # fmt: skip
+        assert not serves(**other), other
+
+
+def engine_body(ctx, name: str) -> tuple[list, int]:
+    model = models.build(name).bfloat16()
+    layers.parallelize(model, ctx)
+    calls, own = [], prompt_attention.prompt_attention
+
+    def counted(*given):
+        calls.append(given[0].shape[2])
+        return own(*given)
+
+    def tokens(**options) -> list:
+        engine = layers.Engine(model, ctx, batch_size=2, max_length=16, **options)
+        return engine.generate(models.prompt().tolist(), 5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_attention, "prompt_attention", counted)
+        patch.setattr(prompt_attention, "_has_plans", lambda device: False)
+        plain = tokens(step_attention=True, graphs=False)
+        assert not calls
+        patch.setattr(prompt_attention, "_has_plans", lambda device: True)
+        eager = tokens(step_attention=True, graphs=False)
+    assert calls == [7] * model.config.num_hidden_layers
+    assert model.config._attn_implementation == step_attention.NAME
+    return plain, eager
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+@pytest.mark.parametrize("name", ["kv2", "qk_norm"])
+def test_the_engine_reads_prompts_by_it(world_size: int, name: str) -> None:
+    for plain, eager in run_ranks(world_size, engine_body, name):
+        assert eager == plain
+
+
+@torch.no_grad()
+def compiled_body(ctx) -> None:
+    """In compiled layers it is one operator, whatever the length."""
+    model = models.build("kv2").bfloat16()
+    layers.parallelize(model, ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_attention, "_has_plans", torch.compiler.assume_constant_result(lambda device: True))
+        backend = "inductor" if ON_GPU else "aot_eager"
+        engines = [
+            layers.Engine(model, ctx, 2, 64, step_attention=True, graphs=False, compile=by) for by in (False, backend)
+        ]
+        for length in (7, 12, 33):
+            prompt = models.prompt().repeat(1, 5)[:, :length].to(ctx.device)
+            with torch.profiler.profile() as trace:
+                eager, compiled = (each.prefill(prompt) for each in engines)
+            assert (eager - compiled).norm() <= 2**-5 * eager.norm()
+            (called,) = [each.count for each in trace.key_averages() if each.key == "iris_layers::prompt_attention"]
+            assert called >= model.config.num_hidden_layers
+            for each in engines:
+                each.reset()
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+def test_compiled_layers_read_prompts_by_it(world_size: int) -> None:
+    run_ranks(world_size, compiled_body)
