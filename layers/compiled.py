@@ -43,10 +43,12 @@ from torch.utils._pytree import tree_leaves
 from . import step_norms, step_product
 from .norms import RMSNorm
 from .plan import is_hooked
+from .prompt_attention import is_places
 from .sharded import ShardedLinear
 
 _NORM = "input_layernorm"
-_LENGTH_DIM = {1: 0, 2: 1, 3: 1, 4: 2}  # of positions [B, T], states [B, T, H], masks [B, 1, T, L]: by their dimensions
+# Of positions [B, T], states [B, T, H], masks [B, 1, T, L]: by their dimensions; of places [B, 1, 3, T] the last.
+_LENGTH_DIM = {1: 0, 2: 1, 3: 1, 4: 2}
 
 
 class CompiledLayers:
@@ -117,6 +119,7 @@ class CompiledLayers:
                 torch._dynamo.mark_dynamic(each, 0)
             for each in tree_leaves((args[shared:], given, None if shared else normed)):
                 dim = _LENGTH_DIM.get(each.dim()) if isinstance(each, torch.Tensor) else None
+                dim = 3 if dim == 2 and is_places(each) else dim
                 if dim is not None and each.shape[dim] == length:
                     torch._dynamo.mark_dynamic(each, dim)
         self._backend.left = False

@@ -5,6 +5,10 @@ a grid, eight to an octave, and what lies between is padded behind, where no tok
 take longer than it saves, in short prompts and between the first steps of the grid, flash attention does it, which has
 no plans but takes 1.2 to 2 times as long. Which one depends on shapes alone, so that a prompt gives the same bits
 whenever it comes.
+
+A mask would take cuDNN's causal attention away, and would be asked of all places of a cache, however few are filled.
+So prompts with padding are put in order first, tokens that are seen before those that are not: then no token of a
+prompt looks at padding, either.
 """
 
 from __future__ import annotations
@@ -27,20 +31,51 @@ def length_on_grid(length: int) -> int:
     return -(-length // step) * step
 
 
-def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """[B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D]: token t over the first t + 1 of them."""
-    length = q.shape[2]
+def places_of(seen: torch.Tensor) -> torch.Tensor:
+    """Of prompts with padding, `seen` [B, T] where they are none: [B, 1, 3, T] in place of a mask, in int64.
+
+    What stands in each place once all tokens that are seen come first, in their order; the place of each token; `seen`.
+    """
+    place = torch.where(seen, seen.cumsum(1), seen.sum(1, keepdim=True) + (~seen).cumsum(1)) - 1
+    order = torch.empty_like(place).scatter_(1, place, torch.arange(seen.shape[1], device=seen.device).expand_as(place))
+    return torch.stack((order, place, seen.long()), 1).unsqueeze(1)
+
+
+def is_places(mask: torch.Tensor | None) -> bool:
+    """Whether `mask` is what `places_of` gives."""
+    return mask is not None and mask.dtype == torch.long and mask.dim() == 4 and mask.shape[2] == 3
+
+
+def mask_of_places(places: torch.Tensor) -> torch.Tensor:
+    """The mask [B, 1, T, T] that `places` stand for."""
+    length = places.shape[3]
+    causal = torch.ones(length, length, dtype=torch.bool, device=places.device).tril()
+    return causal & places[:, :, 2:].bool()
+
+
+def prompt_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, places: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D]: token t over the first t + 1 of them.
+
+    With `places`, over those of them that are seen; what is not seen gets finite numbers that mean nothing.
+    """
+    batch, heads, length, _ = q.shape
     rows = [each[:, :, :length].transpose(1, 2) for each in (q, k, v)]  # as a projection leaves them: [B, T, heads, D]
     more = length_on_grid(length) - length
-    by_cudnn = more == 0 or (q.shape[0] * length >= _PADDED_TOKENS and length + more <= _MOST_PADDED * length)
-    if by_cudnn and more:
+    by_cudnn = more == 0 or (batch * length >= _PADDED_TOKENS and length + more <= _MOST_PADDED * length)
+    more = more if by_cudnn else 0
+    if places is not None:
+        row = torch.arange(batch, device=q.device)[:, None]
+        order, place = F.pad(places[:, 0, 0], (0, more)), places[:, 0, 1]
+        rows = [each[row, order] for each in rows]
+    elif more:
         rows = [F.pad(each, (0, 0, 0, 0, 0, more)) for each in rows]
-    grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(_BACKENDS if by_cudnn else _OTHERS, set_priority=True):
         out = F.scaled_dot_product_attention(
-            *(each.transpose(1, 2) for each in rows), is_causal=True, scale=scale, enable_gqa=grouped
-        )
-    return out.transpose(1, 2)[:, :length].contiguous()
+            *(each.transpose(1, 2) for each in rows), is_causal=True, scale=scale, enable_gqa=heads != k.shape[1]
+        ).transpose(1, 2)
+    return (out[:, :length] if places is None else out[row, place]).contiguous()
 
 
 def serves(module, query, key, value, mask, options: dict) -> bool:
@@ -71,7 +106,8 @@ def _has_plans(device: torch.device) -> bool:
 # One opaque operator for compilers, which would choose a backend for all lengths.
 _library = torch.library.Library("iris_layers", "FRAGMENT")
 _library.define(
-    "prompt_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", tags=(torch.Tag.needs_exact_strides,)
+    "prompt_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? places=None) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
 )
 _library.impl("prompt_attention", prompt_attention, "CompositeExplicitAutograd")
 torch.library.register_fake(

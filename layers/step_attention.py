@@ -188,13 +188,17 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     here = torch.ops.iris_layers if torch.compiler.is_compiling() else None
+    padded = prompt_attention.is_places(attention_mask)
     if not any(options.get(name) is not None for name in _UNSERVED):
+        if padded or prompt_attention.serves(module, query, key, value, attention_mask, options):
+            call = here.prompt_attention if here else prompt_attention.prompt_attention
+            return call(query, key, value, scale, attention_mask), None
         if _serves(query, key, value, attention_mask):
             call = here.step_attention if here else step_attention
             return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale).unsqueeze(1), None
-        if prompt_attention.serves(module, query, key, value, attention_mask, options):
-            call = here.prompt_attention if here else prompt_attention.prompt_attention
-            return call(query, key, value, scale), None
+    elif padded:
+        key, value = (each[:, :, : query.shape[2]] for each in (key, value))
+        attention_mask = prompt_attention.mask_of_places(attention_mask)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -212,13 +216,17 @@ def _serves(query, key, value, mask) -> bool:
 
 
 def mask_of(**asked):
-    """A mask as transformers asks for it, None where torch's own causal one is the same."""
+    """A mask as transformers asks for it; of a prompt None where torch's own causal one is the same, or `places_of`."""
     from transformers.masking_utils import sdpa_mask
 
-    window, first = asked.get("local_size"), asked.get("q_offset", 0)
-    whole = asked.get("attention_mask") is None and (window is None or asked["q_length"] <= window)
-    if asked.get("allow_is_causal_skip", True) and whole and isinstance(first, int) and first == 0:
-        return None
+    window, first, length = asked.get("local_size"), asked.get("q_offset", 0), asked["q_length"]
+    causal = asked.get("allow_is_causal_skip", True) and (window is None or length <= window)
+    if causal and isinstance(first, int) and first == 0:
+        seen = asked.get("attention_mask")
+        if seen is None:
+            return None
+        if length > 1 and seen.shape == (asked["batch_size"], length) and not asked.get("kv_offset", 0):
+            return prompt_attention.places_of(seen.bool())
     return sdpa_mask(**asked)
 
 

@@ -12,18 +12,20 @@ import torch
 
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
+from tests.layers.test_compile import compilations
+from tests.layers.test_families import FAMILIES, build
 
 pytestmark = both
 DEVICE = "cuda" if UNDER_TORCHRUN and torch.cuda.is_available() else "cpu"
 
 
-def reference(q, k, v, scale: float) -> torch.Tensor:
-    """[B, T, H, D] in float64."""
+def reference(q, k, v, scale: float, seen: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, T, H, D] in float64; of what is `seen` [B, T]."""
     length, groups = q.shape[2], q.shape[1] // k.shape[1]
     k, v = (each[:, :, :length].double().repeat_interleave(groups, 1) for each in (k, v))
-    scores = (q.double() @ k.mT * scale).masked_fill(
-        torch.ones(length, length, device=q.device).triu(1).bool(), -torch.inf
-    )
+    allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    allowed = allowed if seen is None else allowed & seen[:, None, None]
+    scores = (q.double() @ k.mT * scale).masked_fill(~allowed, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
@@ -48,6 +50,42 @@ def test_any_length(batch: int, heads: int, kv_heads: int, dim: int, length: int
     assert (out - reference(q, k.roll(1, 2).nan_to_num(), v, 0.2)).norm() > 0.1 * expected.norm()
     assert torch.equal(prompt_attention.prompt_attention(q, k, v, 0.2), out)
     torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q, k, v, 0.2))
+
+
+@pytest.mark.parametrize("length", [9, 40, 200, 500, 801])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 1, 64), (3, 3, 80)])
+def test_prompts_with_padding(heads: int, kv_heads: int, dim: int, length: int) -> None:
+    """Before the prompts, behind them, with holes, none; what is padded may be anything that is finite."""
+    q, k, v = tensors(4, heads, kv_heads, length, dim)
+    seen = torch.rand(4, length, device=DEVICE) < 0.6
+    seen[0], seen[2] = torch.arange(length, device=DEVICE) >= length // 3, True
+    seen[1] = torch.arange(length, device=DEVICE) <= length // 2
+    seen[3, -1] = True
+    k[:, :, :length][~seen[:, None].expand(-1, kv_heads, -1)] = 1e4  # would stand out
+    places = prompt_attention.places_of(seen)
+    assert prompt_attention.is_places(places) and not prompt_attention.is_places(seen[:, None, None])
+    allowed = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril() & seen[:, None, None]
+    assert torch.equal(prompt_attention.mask_of_places(places), allowed)
+    out, expected = prompt_attention.prompt_attention(q, k, v, 0.2, places), reference(q, k, v, 0.2, seen)
+    assert out.shape == (4, length, heads, dim) and out.is_contiguous() and out.isfinite().all()
+    assert (out - expected)[seen].norm() <= 2**-7 * expected[seen].norm()
+    assert (out - reference(q, k.nan_to_num(), v.nan_to_num(), 0.2))[seen].norm() > 0.1 * expected[seen].norm()
+    torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q, k, v, 0.2, places))
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_which_masks_become_places() -> None:
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    seen = torch.ones(2, 7, dtype=torch.long)
+    seen[1, :3] = 0
+    asked = {"batch_size": 2, "q_length": 7, "kv_length": 16, "q_offset": 0, "kv_offset": 0, "attention_mask": seen}
+    asked |= {"mask_function": causal_mask_function, "local_size": None}
+    places = step_attention.mask_of(**asked)
+    assert torch.equal(prompt_attention.mask_of_places(places), sdpa_mask(**asked)[..., :7])
+    others = {"q_offset": 2}, {"local_size": 6}, {"allow_is_causal_skip": False}, {"q_offset": torch.tensor(0)}
+    for other in others:
+        assert not prompt_attention.is_places(step_attention.mask_of(**asked | other)), other
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
@@ -92,7 +130,7 @@ def test_what_is_served(monkeypatch) -> None:
         assert not serves(**other), other
 
 
-def engine_body(ctx, name: str) -> tuple[list, int]:
+def engine_body(ctx, name: str) -> tuple[list, list]:
     model = models.build(name).bfloat16()
     layers.parallelize(model, ctx)
     calls, own = [], prompt_attention.prompt_attention
@@ -135,10 +173,15 @@ def compiled_body(ctx) -> None:
         engines = [
             layers.Engine(model, ctx, 2, 64, step_attention=True, graphs=False, compile=by) for by in (False, backend)
         ]
-        for length in (7, 12, 33):
-            prompt = models.prompt().repeat(1, 5)[:, :length].to(ctx.device)
+        for length, padded in ((7, False), (12, False), (33, False), (7, True), (21, True)):
+            prompt, mask = models.prompt().repeat(1, 5)[:, :length].to(ctx.device), None
+            if padded:
+                mask = torch.ones_like(prompt, dtype=torch.bool)
+                mask[1, : length // 2] = False
+            before = compilations()
             with torch.profiler.profile() as trace:
-                eager, compiled = (each.prefill(prompt) for each in engines)
+                eager, compiled = (each.prefill(prompt, mask) for each in engines)
+            assert length in (7, 12) or compilations() == before, "for any length"
             assert (eager - compiled).norm() <= 2**-5 * eager.norm()
             (called,) = [each.count for each in trace.key_averages() if each.key == "iris_layers::prompt_attention"]
             assert called >= model.config.num_hidden_layers
@@ -149,3 +192,21 @@ def compiled_body(ctx) -> None:
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
 def test_compiled_layers_read_prompts_by_it(world_size: int) -> None:
     run_ranks(world_size, compiled_body)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(DEVICE != "cpu", reason="needs no ranks")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_prompts_of_every_family(family: str) -> None:
+    """As by transformers' masks, also where some layers have windows and others none."""
+    model = build(family, FAMILIES[family])
+    if model.config._attn_implementation != "sdpa":
+        pytest.skip("does not attend by sdpa")
+    tokens = torch.randint(2, 100, (3, 9), generator=torch.Generator().manual_seed(4))
+    seen = torch.ones_like(tokens)
+    seen[0, :4] = seen[1, :1] = 0
+    given = {"input_ids": tokens, "attention_mask": seen}
+    expected, continued = model(**given).logits, model.generate(**given, max_new_tokens=3, do_sample=False)
+    assert step_attention.use(model)
+    assert torch.allclose(model(**given).logits[seen.bool()], expected[seen.bool()], 1e-4, 1e-5)
+    assert torch.equal(model.generate(**given, max_new_tokens=3, do_sample=False), continued)
