@@ -41,6 +41,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from . import step_norms, step_product
+from .gated import GatedMLP
 from .norms import RMSNorm
 from .plan import is_hooked
 from .prompt_attention import is_places
@@ -75,7 +76,8 @@ class CompiledLayers:
         # whose products torch's are leave second halves alone
         split = [each for each in inside if isinstance(each, ShardedLinear)]
         served = all(each.own_steps for each in split)
-        self._few_rows = min((each.few_rows for each in split if each.dim == 0), default=0)
+        gated = {each.merged for each in inside if isinstance(each, GatedMLP)}
+        self._few_rows = min((each.few_rows(each in gated) for each in split if each.dim == 0), default=0)
         self._halved = len(layers) if suited and served else 0  # so many layers, the first, have norms in two halves
 
     def _compile(self, function: types.FunctionType):

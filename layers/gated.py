@@ -40,7 +40,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         (x,) = *args, *kwargs.values()  # by whatever name
-        merged = self._product.merged
+        merged = self.merged
         merged.check(x, merged.in_features)
         if merged.own_steps:
             alone = not self._product.exchanges(x)
@@ -51,6 +51,11 @@ class GatedMLP(nn.Module):
                 return self.down_proj(step_product.gated(x, *held) if few else merged.gated(x))
         both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
+
+    @property
+    def merged(self) -> nn.Module:
+        """The linear of gate and up."""
+        return self._product.merged
 
     def _passed_over(self) -> tuple:
         return self.gate_up_proj, self.gate_proj, self.up_proj, self.act_fn

@@ -1,4 +1,4 @@
-"""Attention of a prompt, each token over those before it, on GPUs where torch has cuDNN do it: Hopper and newer.
+"""Attention of a prompt, each token over those before it, on GPUs where torch has cuDNN do it: Hopper and Blackwell.
 
 cuDNN makes a plan for each shape, some 50 ms, and a server meets a new length with almost every prompt. So lengths have
 a grid, eight to an octave, and what lies between is padded behind, where no token of the prompt looks. Where that would
@@ -17,8 +17,13 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *_OTHERS]  # where cuDNN has none for a shape, the next one
+# As torch prefers them on Hopper, and whether a user has switched one off.
+_BACKENDS = {
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
 _CUDNN = 91500  # before, torch prefers flash attention, and cuDNN errs at some lengths
 _LEAST_STEP, _STEPS = 64, 8
 _PADDED_TOKENS, _MOST_PADDED = 768, 9 / 8  # of a batch, from so many on; lengths, to so many times as long
@@ -71,7 +76,10 @@ def prompt_attention(
         rows = [each[row, order] for each in rows]
     elif more:
         rows = [F.pad(each, (0, 0, 0, 0, 0, more)) for each in rows]
-    with sdpa_kernel(_BACKENDS if by_cudnn else _OTHERS, set_priority=True):
+    backends = [each for each, enabled in _BACKENDS.items() if enabled()]
+    if not by_cudnn and backends[1:]:
+        backends = [each for each in backends if each is not SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(backends, set_priority=True):
         out = F.scaled_dot_product_attention(
             *(each.transpose(1, 2) for each in rows), is_causal=True, scale=scale, enable_gqa=heads != k.shape[1]
         ).transpose(1, 2)
@@ -98,9 +106,8 @@ def serves(module, query, key, value, mask, options: dict) -> bool:
 @torch.compiler.assume_constant_result
 def _has_plans(device: torch.device) -> bool:
     nvidia = device.type == "cuda" and torch.version.hip is None
-    if not nvidia or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    return (torch.backends.cudnn.version() or 0) > _CUDNN
+    known = nvidia and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    return known and (torch.backends.cudnn.version() or 0) > _CUDNN
 
 
 # One opaque operator for compilers, which would choose a backend for all lengths.

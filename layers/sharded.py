@@ -70,12 +70,11 @@ class ShardedLinear(nn.Module):
         """For reports: the op that serves forward."""
         return self.op
 
-    @property
-    def few_rows(self) -> int:
+    def few_rows(self, gated: bool) -> int:
         """Of how many rows, at most, a product without an exchange is `step_product`'s in compiled code."""
         if self.weight_scale is not None:
             return fp8_rows.MOST_ROWS
-        return step_product.most_rows(len(self.weight), False, True, self.weight.device)
+        return step_product.most_rows(len(self.weight) // (1 + gated), gated, True, self.weight.device)
 
     def reset_parameters(self) -> None:
         """Draws the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""

@@ -12,7 +12,7 @@ padding have no mask then, even while a CUDA graph is captured, where transforme
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 from iris import platform
 from iris.device import arch
@@ -127,14 +127,23 @@ def pipeline_of(groups: int, row_bytes: int, shared_bytes: int) -> tuple[int, in
     return _BLOCK // 2, 1
 
 
-@cache
 def stretches_of(pairs: int, length: int, block: int, multiprocessors: int) -> tuple[int, int]:
     """Into how many stretches each of `pairs` caches of `length` rows is cut, and of how many rows: to end soonest.
 
-    Reckoned in what a program takes for a block. As many programs as find room run at once, then the next ones; the
-    memory is as fast as a few of them. Of cuts that end together the finest, since a cache may be almost empty.
+    Of cuts that end together the finest, since a cache may be almost empty.
     """
-    blocks, at_once = triton.cdiv(length, block), _RESIDENT * multiprocessors
+    blocks = triton.cdiv(length, block)
+    stretch = triton.cdiv(blocks, _fastest_cut(pairs, blocks, multiprocessors)) * block
+    return triton.cdiv(length, stretch), stretch
+
+
+@lru_cache(1024)
+def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
+    """Reckoned in what a program takes for a block.
+
+    As many programs as find room run at once, then the next ones; the memory is as fast as a few of them.
+    """
+    at_once = _RESIDENT * multiprocessors
 
     def blocks_until_the_end(parts: int) -> float:
         of_each = triton.cdiv(blocks, parts)
@@ -142,9 +151,7 @@ def stretches_of(pairs: int, length: int, block: int, multiprocessors: int) -> t
         last = of_each * max(1, triton.cdiv(rest, multiprocessors) / _SATURATING) + _BESIDES if rest else 0
         return rounds * (of_each * _RESIDENT / _SATURATING + _BESIDES) + last + (_BESIDES if parts > 1 else 0)
 
-    parts = min(range(min(_MOST_PARTS, blocks), 0, -1), key=blocks_until_the_end)
-    stretch = triton.cdiv(blocks, parts) * block
-    return triton.cdiv(length, stretch), stretch
+    return min(range(min(_MOST_PARTS, blocks), 0, -1), key=blocks_until_the_end)
 
 
 def step_attention(q, k, v, mask, scale: float) -> torch.Tensor:
@@ -208,7 +215,9 @@ def _serves(query, key, value, mask) -> bool:
     return (
         mask is not None
         and mask.dtype == torch.bool
+        and mask.shape[0] == query.shape[0]
         and mask.shape[1] == query.shape[2] == 1
+        and mask.shape[3] == key.shape[2]
         and mask.stride(3) == query.stride(3) == key.stride(3) == value.stride(3) == 1
         and key.shape == value.shape
         and query.dtype == key.dtype == value.dtype

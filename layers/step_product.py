@@ -124,7 +124,6 @@ def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, ga
     return x.dtype == weight.dtype and suits(x, rows)
 
 
-@torch.compiler.assume_constant_result
 def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
     """Of how many rows, at most, a product of so many outputs is served, with a weight that is not in eight bits.
 
@@ -133,10 +132,20 @@ def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -
     """
     if device.type != "cuda":
         return 0
-    wide = 2 * triton.cdiv(outputs, BLOCK_N) > platform.num_programs(device)
+    wide = statically_known_true(2 * ((outputs + BLOCK_N - 1) // BLOCK_N) > _multiprocessors(device))
     rows = MOST_ROWS if wide else _NARROW_ROWS if compiled else _LEAST_ROWS
-    measured = depth(platform.shared_bytes(device), gated, rows) == _RINGS[rows, gated]
-    return rows if measured else _LEAST_ROWS
+    return rows if _has_room(rows, gated, device) else _LEAST_ROWS
+
+
+@torch.compiler.assume_constant_result
+def _multiprocessors(device: torch.device) -> int:
+    return platform.num_programs(device)
+
+
+@torch.compiler.assume_constant_result
+def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
+    """Whether the ring of blocks that was measured fits into shared memory."""
+    return depth(platform.shared_bytes(device), gated, rows) == _RINGS[rows, gated]
 
 
 def streams(shape: torch.Size, device: torch.device) -> bool:
@@ -150,7 +159,7 @@ def suits(x: torch.Tensor, rows: int) -> bool:
 
 
 def has_few_rows(x: torch.Tensor, most: int) -> bool:
-    """Whether there are 1 to `most`. Not so for a compiler to which their number is open.
+    """Whether there are 1 to `most`. Not so for a compiler to which their number is open, if a cache has room for more.
 
     To ask that would compile everything twice, and with 8 rows to a token leave 2 as the only length of the one half.
     """

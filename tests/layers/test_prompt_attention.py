@@ -112,6 +112,24 @@ def test_which_backend_attends(batch: int, length: int, backend: str) -> None:
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_backends_that_are_switched_off_stay_so(monkeypatch) -> None:
+    asked = []
+
+    def attention(*given, own=torch.nn.functional.scaled_dot_product_attention, **options):
+        asked.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return own(*given, **options)
+
+    monkeypatch.setattr(prompt_attention.F, "scaled_dot_product_attention", attention)
+    before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    for chosen in (prompt_attention.SDPBackend.MATH, list(prompt_attention._BACKENDS)):
+        for length in (64, 65):
+            with prompt_attention.sdpa_kernel(chosen):
+                prompt_attention.prompt_attention(*tensors(1, 2, 2, length, 64), 0.2)
+    assert asked == [(False, False), (False, False), (True, True), (False, True)]
+    assert before == (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 def test_what_is_served(monkeypatch) -> None:
     monkeypatch.setattr(prompt_attention, "_has_plans", lambda device: True)
     module, like = SimpleNamespace(is_causal=True), {"dtype": torch.bfloat16}

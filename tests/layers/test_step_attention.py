@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 import layers
 from layers import step_attention
@@ -63,6 +65,20 @@ def test_any_part_of_a_cache_may_be_seen(monkeypatch, seen, programs: int) -> No
     assert (step_attention.stretches_of(pairs, 300, 32, programs)[0] == 1) == (programs == 1)
     out, expected = step_attention.step_attention(q, k, v, mask, 0.5), reference(q, k, v, mask, 0.5)
     assert (out - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
+
+
+def test_masks_of_another_shape_are_left_to_torch() -> None:
+    """One row of a mask for all rows of queries; fewer columns than the cache has."""
+    q, k, v = (torch.randn(2, heads, length, 16, device=DEVICE) for heads, length in ((2, 1), (1, 40), (1, 40)))
+    mask = torch.zeros(2, 1, 1, 40, dtype=torch.bool, device=DEVICE)
+    mask[0, ..., :10] = mask[1, ..., 20:] = True
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
+    for given in (mask, mask[:1]):
+        out = step_attention.attend(module, q, k, v, given, 0.2)[0][:, 0]
+        expected = reference(q[:, :, 0], k, v, given[:, 0, 0].expand(2, 40), 0.2)
+        assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert not step_attention._serves(q, k, v, mask[:1]) and not step_attention._serves(q, k, v, mask[..., :39])
+    assert step_attention._serves(q, k, v, mask) and step_attention._serves(q, k, v, mask[:1].expand(2, 1, 1, 40))
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
