@@ -48,8 +48,6 @@ from .prompt_attention import is_places
 from .sharded import ShardedLinear
 
 _NORM = "input_layernorm"
-# Of positions [B, T], states [B, T, H], masks [B, 1, T, L]: by their dimensions; of places [B, 1, 3, T] the last.
-_LENGTH_DIM = {1: 0, 2: 1, 3: 1, 4: 2}
 
 
 class CompiledLayers:
@@ -115,15 +113,14 @@ class CompiledLayers:
         if self._norms:
             following = self._norms[(index + 1) % len(self.layers)]  # after the last of no use, but all are alike so
             normed = self._normed(index, length, args[0])
-        if length > 1:
+        if 1 < length < self._slots[index][0].shape[2]:  # one that fills the cache is compiled apart
             shared = args[0].dim() == 2  # this rank's rows of all tokens, see `sequence`
             for each in (args[0], normed) if shared and len(args[0]) > 1 else ():  # torch holds a size of 1 for fixed
                 torch._dynamo.mark_dynamic(each, 0)
             for each in tree_leaves((args[shared:], given, None if shared else normed)):
-                dim = _LENGTH_DIM.get(each.dim()) if isinstance(each, torch.Tensor) else None
-                dim = 3 if dim == 2 and is_places(each) else dim
-                if dim is not None and each.shape[dim] == length:
-                    torch._dynamo.mark_dynamic(each, dim)
+                for dim in _length_dims(each) if isinstance(each, torch.Tensor) else ():
+                    if each.shape[dim] == length:
+                        torch._dynamo.mark_dynamic(each, dim)
         self._backend.left = False
         try:
             self._known = self._compiled(layer, following, normed, name, *self._slots[index], args, given)
@@ -166,6 +163,11 @@ def _run(layer, following, normed, name: str, keys, values, start, args: tuple, 
     # by its class, for hooks are not what is guarded
     ahead = step_norms.first_half(hidden, following.weight) if halves else type(following).forward(following, hidden)
     return hidden, ahead
+
+
+def _length_dims(of: torch.Tensor) -> tuple[int, ...]:
+    """Which may be a prompt's length: of positions [T], [B, T], states [B, T, H], places and masks [B, 1, T, T]."""
+    return {1: (0,), 2: (1,), 3: (1,), 4: (3,) if is_places(of) else (2, 3)}.get(of.dim(), ())
 
 
 def _version(hidden: torch.Tensor) -> int | None:

@@ -203,9 +203,10 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
         if _serves(query, key, value, attention_mask):
             call = here.step_attention if here else step_attention
             return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale).unsqueeze(1), None
-    elif padded:
-        key, value = (each[:, :, : query.shape[2]] for each in (key, value))
+    if padded:
         attention_mask = prompt_attention.mask_of_places(attention_mask)
+    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[3] != 1:
+        key, value = (each[:, :, : attention_mask.shape[3]] for each in (key, value))  # as wide as `mask_of` made it
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -225,18 +226,23 @@ def _serves(query, key, value, mask) -> bool:
 
 
 def mask_of(**asked):
-    """A mask as transformers asks for it; of a prompt None where torch's own causal one is the same, or `places_of`."""
+    """A mask as transformers asks for it; but of a prompt, which finds an empty cache, no wider than that.
+
+    Where torch's own causal one is the same it is None, or `places_of` the tokens that are seen.
+    """
     from transformers.masking_utils import sdpa_mask
 
     window, first, length = asked.get("local_size"), asked.get("q_offset", 0), asked["q_length"]
-    causal = asked.get("allow_is_causal_skip", True) and (window is None or length <= window)
-    if causal and isinstance(first, int) and first == 0:
-        seen = asked.get("attention_mask")
+    if not isinstance(first, int) or first != 0:
+        return sdpa_mask(**asked)
+    seen, alone = asked.get("attention_mask"), length > 1 and not asked.get("kv_offset", 0)
+    if asked.get("allow_is_causal_skip", True) and (window is None or length <= window):
         if seen is None:
             return None
-        if length > 1 and seen.shape == (asked["batch_size"], length) and not asked.get("kv_offset", 0):
+        if alone and seen.shape == (asked["batch_size"], length):
             return prompt_attention.places_of(seen.bool())
-    return sdpa_mask(**asked)
+    mask = sdpa_mask(**asked)
+    return mask[..., :length] if mask is not None and alone else mask
 
 
 def use(model: nn.Module) -> bool:
