@@ -166,8 +166,10 @@ def _run(layer, following, normed, name: str, keys, values, start, args: tuple, 
 
 
 def _length_dims(of: torch.Tensor) -> tuple[int, ...]:
-    """Which may be a prompt's length: of positions [T], [B, T], states [B, T, H], places and masks [B, 1, T, T]."""
-    return {1: (0,), 2: (1,), 3: (1,), 4: (3,) if is_places(of) else (2, 3)}.get(of.dim(), ())
+    """Which may be a prompt's length: of positions [T], [B, T], states [B, T, H], masks [B, 1, T, T or L], places."""
+    if of.dim() == 4:
+        return (3,) if is_places(of) else (2, 3) if of.dtype == torch.bool else (2,)
+    return {1: (0,), 2: (1,), 3: (1,)}.get(of.dim(), ())
 
 
 def _version(hidden: torch.Tensor) -> int | None:
