@@ -13,6 +13,8 @@ prompt looks at padding, either.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -76,14 +78,18 @@ def prompt_attention(
         rows = [each[row, order] for each in rows]
     elif more:
         rows = [F.pad(each, (0, 0, 0, 0, 0, more)) for each in rows]
-    backends = [each for each, enabled in _BACKENDS.items() if enabled()]
-    if not by_cudnn and backends[1:]:
-        backends = [each for each in backends if each is not SDPBackend.CUDNN_ATTENTION]
-    with sdpa_kernel(backends, set_priority=True):
+    with _backends(by_cudnn) if _has_plans(q.device) else nullcontext():
         out = F.scaled_dot_product_attention(
             *(each.transpose(1, 2) for each in rows), is_causal=True, scale=scale, enable_gqa=heads != k.shape[1]
         ).transpose(1, 2)
     return (out[:, :length] if places is None else out[row, place]).contiguous()
+
+
+def _backends(by_cudnn: bool):
+    """A block in which torch prefers cuDNN, or does without, of the backends that are switched on."""
+    found = [each for each, enabled in _BACKENDS.items() if enabled()]
+    others = [each for each in found if each is not SDPBackend.CUDNN_ATTENTION]
+    return sdpa_kernel(found if by_cudnn or not others else others, set_priority=True)
 
 
 def serves(module, query, key, value, mask, options: dict) -> bool:
@@ -96,7 +102,6 @@ def serves(module, query, key, value, mask, options: dict) -> bool:
         and query.shape[3] == key.shape[3] == value.shape[3] <= 256
         and query.dtype == key.dtype == value.dtype
         and query.dtype in (torch.bfloat16, torch.float16)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
         and (getattr(module, "is_causal", True) if options.get("is_causal") is None else options["is_causal"])
         and not options.get("dropout")
         and _has_plans(query.device)
@@ -118,5 +123,7 @@ _library.define(
 )
 _library.impl("prompt_attention", prompt_attention, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "iris_layers::prompt_attention", lambda q, *_: q.new_empty(q.transpose(1, 2).shape), lib=_library
+    "iris_layers::prompt_attention",
+    lambda q, k, v, *_: q.new_empty(*q.transpose(1, 2).shape[:3], v.shape[3]),
+    lib=_library,
 )

@@ -196,7 +196,8 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     here = torch.ops.iris_layers if torch.compiler.is_compiling() else None
     padded = prompt_attention.is_places(attention_mask)
-    if not any(options.get(name) is not None for name in _UNSERVED):
+    wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    if not wants_gradient and all(options.get(name) is None for name in _UNSERVED):
         if padded or prompt_attention.serves(module, query, key, value, attention_mask, options):
             call = here.prompt_attention if here else prompt_attention.prompt_attention
             return call(query, key, value, scale, attention_mask), None

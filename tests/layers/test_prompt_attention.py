@@ -74,6 +74,34 @@ def test_prompts_with_padding(heads: int, kv_heads: int, dim: int, length: int) 
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("biased", [False, True], ids=["with a gradient", "with an option"])
+def test_gradients_and_options_are_left_to_transformers(tokens: int, biased: bool) -> None:
+    """Here values are wider than keys."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, tokens, 16, requires_grad=not biased), torch.randn(2, 2, 9, 16)
+    v, seen = torch.randn(2, 2, 9, 24), torch.ones(2, tokens, dtype=torch.bool)
+    seen[1, : tokens // 2] = False
+    mask = torch.arange(9) < 5 if tokens == 1 else prompt_attention.places_of(seen)
+    mask = mask.expand(2, 1, 1, 9) if tokens == 1 else mask
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
+    option = {"position_bias": torch.zeros(2, 4, tokens, 9 if tokens == 1 else tokens)} if biased else {}
+    out, _ = step_attention.attend(module, q, k, v, mask, 0.2, **option)
+    assert out.shape == (2, tokens, 4, 24) and out.requires_grad == q.requires_grad
+    given = [each.repeat_interleave(2, 1).double() for each in (k, v)]
+    allowed = mask if tokens == 1 else prompt_attention.mask_of_places(mask)
+    width = allowed.shape[3]
+    scores = (q.double() @ given[0][:, :, :width].mT * 0.2).masked_fill(~allowed, -torch.inf)
+    expected = (scores.softmax(-1) @ given[1][:, :, :width]).transpose(1, 2)
+    rows = seen if tokens > 1 else torch.ones_like(seen)
+    assert (out - expected)[rows].norm() <= 1e-5 * expected[rows].norm()
+    if tokens > 1 and not biased:
+        ours, _ = step_attention.attend(module, q.detach(), k, v, mask, 0.2)
+        assert torch.allclose(ours[rows], out[rows], 1e-5, 1e-6)
+        torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q.detach(), k, v, 0.2, mask))
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 def test_which_masks_become_places() -> None:
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -121,6 +149,7 @@ def test_backends_that_are_switched_off_stay_so(monkeypatch) -> None:
         return own(*given, **options)
 
     monkeypatch.setattr(prompt_attention.F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(prompt_attention, "_has_plans", lambda device: True)
     before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
     for chosen in (prompt_attention.SDPBackend.MATH, list(prompt_attention._BACKENDS)):
         for length in (64, 65):
@@ -143,7 +172,7 @@ def test_what_is_served(monkeypatch) -> None:
     assert serves() and serves(dropout=0.0) and serves(module=SimpleNamespace())
     for other in (
         dict(mask=mask), dict(q=q[:, :, :1]), dict(k=k[:, :, :4], v=v[:, :, :4]), dict(v=v[..., :8]), dict(dropout=0.1),
-        dict(is_causal=False), dict(module=SimpleNamespace(is_causal=False)), dict(q=q.clone().requires_grad_()),
+        dict(is_causal=False), dict(module=SimpleNamespace(is_causal=False)),
         dict(q=q.float(), k=k.float(), v=v.float()),
     ):  # fmt: skip
         assert not serves(**other), other
