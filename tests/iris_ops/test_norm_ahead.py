@@ -26,7 +26,18 @@ CASES = [
     (20, 130, 32, False, torch.float32, FusedConfig(16, 64, 32, num_warps=4, num_stages=2, algorithm="one_shot"), True),
     (3, 96, 32, True, torch.bfloat16, FusedConfig(16, 32, 64, num_warps=4, num_stages=2, algorithm="one_shot"), False),
     (40, 192, 64, True, torch.bfloat16, FusedConfig(64, 64, 32, num_warps=4, num_stages=2), False),
+    (
+        27,
+        320,
+        72,
+        False,
+        torch.bfloat16,
+        FusedConfig(32, 64, 64, num_warps=4, num_stages=2, algorithm="one_shot"),
+        True,
+    ),
+    (61, 200, 40, True, torch.bfloat16, FusedConfig(64, 64, 32, num_warps=8, num_stages=2, algorithm="two_shot"), True),
     (2, 512, 64, False, torch.bfloat16, None, None),
+    (64, 256, 64, False, torch.bfloat16, None, None),
 ]
 
 
