@@ -192,13 +192,20 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
     assert torch.allclose(out, F.linear(x, weight, added), rtol=2e-2, atol=2e-2)
 
 
+MEASURED = {16: [(256, 5), (128, 5)], 32: [(256, 4), (128, 5)], 64: [(128, 7), (128, 4)]}
+
+
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("rows", MEASURED)
 def test_blocks_fit_in_shared_memory(gated: bool, rows: int) -> None:
-    """What they take, compiled: see test_codegen.py."""
-    for kib in (227, 160, 99, 64, 48):
+    """As deep as measured on an H200, where there is room. What they take, compiled: see test_codegen.py."""
+    for kib, measured in ((227, MEASURED[rows][gated]), (160, None), (99, None), (64, None), (48, None)):
         block_k, stages = step_product.depth(kib << 10, gated, rows)
-        assert stages >= 2 and stages * (step_product.BLOCK_N * (1 + gated) + rows) * block_k * 2 <= kib << 10
+        assert (
+            measured in (None, (block_k, stages))
+            and stages >= 2
+            and stages * (step_product.BLOCK_N * (1 + gated) + rows) * block_k * 2 <= kib << 10
+        )
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="has functions of its process exchanged")
