@@ -7,7 +7,9 @@ replayed: no Python and no host synchronisation between tokens. On CPUs the same
 
 Prompts of few tokens take the device less time than the host needs to launch their kernels (25 ms for 32 layers). So on
 a GPU those, too, are captured, when a shape comes for the second time (`graphs`): batch, length, with or without
-padding. Longer ones gain nothing and run eagerly; a captured one would keep its activations' memory.
+padding. Longer ones gain nothing and run eagerly; a captured one would keep its activations' memory. Where the host is
+the limit, lengths are on a grid, so that a graph serves all that are a little shorter: they end with tokens that none
+of theirs looks at, and the cache forgets them.
 
 Ranks agree on every token without a word. Logits are gathered by an op that gives every rank the same bits, and the
 noise that a sample is drawn with comes from a generator of the engine's own, seeded alike on all ranks. Where to stop
@@ -32,7 +34,7 @@ from torch import nn
 
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
-from .prompts import stops, tokens_of
+from .prompts import common_length, padded_behind, stops, tokens_of
 from .sequence import sharing_of
 from .sharded import check_context, positive
 from .step_attention import NAME
@@ -51,9 +53,10 @@ class Engine:
     `step_attention`: whether a model that uses torch's attention attends by `step_attention`, and in prompts by
     `prompt_attention` (by default on GPUs). `compile`: whether its decoder layers are compiled when they are first
     used, which takes seconds and saves kernels in each step; by inductor, or by the backend of torch.compile that it
-    names. `prompt_graphs`: of how many shapes of prompts, up to 8192 tokens in all, graphs are kept, those used last;
-    they hold the memory that the largest needs while it runs. None with `graphs` or `step_attention` off. What is
-    captured must stay as it is: a model whose modules, hooks or tensors are exchanged needs a new engine.
+    names. `prompt_graphs`: of how many shapes of prompts, up to 8192 tokens in all, graphs are kept, those used last
+    (short ones are padded to few lengths); they hold the memory that the largest needs while it runs. None with
+    `graphs` or `step_attention` off. What is captured must stay as it is: a model whose modules, hooks or tensors are
+    exchanged needs a new engine.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Engine:
         cache=None,
         step_attention: bool | None = None,
         compile: bool | str = False,
-        prompt_graphs: int = 8,
+        prompt_graphs: int = 32,
     ):
         check_context(ctx)
         if not isinstance(model, nn.Module) or not hasattr(model, "config"):
@@ -111,6 +114,7 @@ class Engine:
         # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
         own = model.config._attn_implementation in ("sdpa", NAME) and not has_windows(model.config)
         self._seen = self.mask[:, None, None] if own else self.mask
+        self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
         self.steps = Graphs(2 if self.graphs else 0)
         self.prompts = Graphs(prompt_graphs if capturable else 0)
         self._holds_batch = False
@@ -182,10 +186,14 @@ class Engine:
         self._holds_batch = True
         if not self.prompts.most or prompts.numel() > _GRAPH_TOKENS:
             return self._read(prompts, mask)
+        end = torch.full((1,), prompts.shape[1], device=prompts.device)
+        longer = common_length(*prompts.shape, self._layer_weights)
+        if longer <= self.max_length and len(prompts) * longer <= _GRAPH_TOKENS:
+            prompts, mask = padded_behind(prompts, mask, longer)
         prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
         key = prompts.shape, prompts.dtype, None if mask is None else mask.dtype
         with self._sharing.replaying() if self._sharing else nullcontext():
-            return self.prompts.run(key, self._read, prompts, mask).clone()  # the next graph may overwrite it
+            return self.prompts.run(key, self._read, prompts, mask, end).clone()  # the next graph may overwrite it
 
     @torch.no_grad()
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -194,24 +202,23 @@ class Engine:
         self._holds_batch = True
         return self._read(prompts, mask)
 
-    def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None, end: torch.Tensor | None = None) -> torch.Tensor:
+        """`end` [1]: how long the prompts are, where less than their tensor is; what is behind means nothing."""
         batch, length = prompts.shape
-        self.mask[:, :length] = True if mask is None else mask
-        self.filled.fill_(length)
-        positions = torch.arange(length, device=prompts.device).expand(batch, length)
-        if mask is not None:
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        end = torch.full((1,), length, device=prompts.device) if end is None else end
+        prompts, mask = padded_behind(prompts, mask, self._sharable(batch, length))
+        seen = (torch.arange(prompts.shape[1], device=prompts.device) < end).expand(prompts.shape)
+        seen = seen if mask is None else seen & mask.bool()
+        self.mask[:, : prompts.shape[1]] = seen
+        self.filled.copy_(end)
+        # what is behind has the last one's position: some rotary embeddings go by the largest
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)
         self.positions.copy_(positions[:, -1:] + 1)
-        more = self._sharable(batch, length) - length  # behind the prompts, where none of their tokens looks
-        if more:
-            prompts = nn.functional.pad(prompts, (0, more))
-            mask = None if mask is None else nn.functional.pad(mask, (0, more), value=True)
-            # at the last one's position: some rotary embeddings go by the largest
-            positions = torch.cat((positions, positions[:, -1:].expand(batch, more)), 1)
         with _known_empty(self.cache):
-            logits = self._logits(prompts, mask, positions, 1 + more)
-        if more:
-            torch._foreach_sub_([each.cumulative_length for each in self.cache.layers], more)
+            logits = self._logits(prompts, mask, positions, end - 1)
+        lengths = [each.cumulative_length for each in self.cache.layers]
+        over = (prompts.shape[1] - end).to(lengths[0].dtype).view_as(lengths[0])
+        torch._foreach_sub_(lengths, [over] * len(lengths))
         return logits
 
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -265,8 +272,8 @@ class Engine:
         self.accept(logits)
         return logits
 
-    def _logits(self, tokens, mask, positions, from_end: int = 1) -> torch.Tensor:
-        """Of one token a row, by default the last: the head's product is the largest there is."""
+    def _logits(self, tokens, mask, positions, at: torch.Tensor | int = 1) -> torch.Tensor:
+        """Of one token a row, the last or `at` [1]: the head's product is the largest there is."""
         with nullcontext() if self._compiled is None else self._compiled.serving(tokens.shape[1]):
             result = self.model(
                 input_ids=tokens,
@@ -274,9 +281,9 @@ class Engine:
                 position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=from_end,
+                logits_to_keep=at,
             )
-        return result.logits[:, -from_end]
+        return result.logits[:, -1]
 
     @torch.no_grad()
     def _compile(self, backend: str) -> None:

@@ -31,10 +31,10 @@ _LEAST_STEP, _STEPS = 64, 8
 _PADDED_TOKENS, _MOST_PADDED = 768, 9 / 8  # of a batch, from so many on; lengths, to so many times as long
 
 
-def length_on_grid(length: int) -> int:
-    """The least length of the grid from `length` on: multiples of 64, from 512 on eight between two powers of two."""
+def length_on_grid(length: int, least_step: int = _LEAST_STEP) -> int:
+    """The least length of the grid from `length` on: eight between two powers of two, `least_step` apart or more."""
     octave = 1 << (max(1, length) - 1).bit_length()  # not less than `length`
-    step = max(_LEAST_STEP, octave // 2 // _STEPS)
+    step = max(least_step, octave // 2 // _STEPS)
     return -(-length // step) * step
 
 

@@ -1,6 +1,6 @@
-"""What a user gives an engine as lists: prompts, and where to stop. Checked on the host.
+"""What a user gives an engine: prompts, as lists or padded to lengths that others have too, and where to stop.
 
-A token outside the vocabulary is an error here, where on a GPU it would be the end of the process.
+Checked on the host: a token outside the vocabulary is an error here, where on a GPU it would be the end of the process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from typing import Any
 
 from iris.errors import ArgumentError
 import torch
+from torch.nn import functional as F
+
+from .prompt_attention import length_on_grid
+
+_HOST_LIMITED = 2.5e11  # tokens times a layer's weights, some 0.8 ms: of fewer, the host takes longer than the device
+_MORE_TOKENS = 64  # or an eighth: so many more than the prompts have cost little beside their weights
 
 
 def tokens_of(prompts: Any, words: int) -> list[list[int]]:
@@ -40,3 +46,23 @@ def stops(stop: int | Iterable[int] | None) -> set[int]:
         return {index(token) for token in several}
     except TypeError:
         raise ArgumentError(f"stop is {stop!r}: expected None, a token, or several") from None
+
+
+def common_length(batch: int, length: int, weights: float) -> int:
+    """The next length that prompts are padded to, for one graph to serve all that are a little shorter.
+
+    Only where the host is what limits, so that the tokens behind cost nothing. `weights`: of a layer, on a rank.
+    """
+    longer = length_on_grid(length, max(1, _MORE_TOKENS // batch))
+    return longer if batch * longer * weights <= _HOST_LIMITED else length
+
+
+def padded_behind(
+    prompts: torch.Tensor, mask: torch.Tensor | None, length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both [rows, length], with tokens that none of the prompts' looks at; they look at themselves, or would be NaN."""
+    more = length - prompts.shape[1]
+    if more:
+        prompts = F.pad(prompts, (0, more))
+        mask = None if mask is None else F.pad(mask, (0, more), value=True)
+    return prompts, mask

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import layers
-from layers import graphs
+from layers import graphs, prompts
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,14 +140,20 @@ def alike(ctx, result: torch.Tensor, eager: torch.Tensor) -> bool:
     return close(ctx, result, eager)
 
 
+def exact_lengths(engine: layers.Engine) -> layers.Engine:
+    """With it no prompt is so short that the host is the limit."""
+    engine._layer_weights = float("inf")
+    return engine
+
+
 def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> None:
     model = models.build(name)
     layers.parallelize(model, ctx, **options)
     eager = layers.Engine(model, ctx, 2, 16, graphs=False, step_attention=ctx.device.type == "cuda")
     attention = ctx.device.type == "cuda" or bool(options)  # slow in the interpreter
     compiling = backend(ctx) if compile else False
-    engine = captured_engine(model, ctx, 2, compile=compiling, step_attention=attention)
-    other = captured_engine(model, ctx, 1, cache=engine.cache)  # one cache, graphs of its own
+    engine = exact_lengths(captured_engine(model, ctx, 2, compile=compiling, step_attention=attention))
+    other = exact_lengths(captured_engine(model, ctx, 1, cache=engine.cache))  # one cache, graphs of its own
     held = []
     for seed, (length, padding) in enumerate(turns):
         rows = drawn(seed, length).tolist()
@@ -186,6 +192,58 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_replayed_prompts_are_those_of_an_eager_engine(world_size: int, case: str) -> None:
     run_ranks(world_size, replayed_body, *CASES[case])
+
+
+LENGTHS = [(5, 0), (7, 0), (8, 0), (6, 2), (7, 3), (5, 0), (6, 0), (8, 4), (1, 0), (5, 2)]
+
+
+def common_body(ctx, name: str, options: dict, compile: bool) -> None:
+    """Prompts of several lengths by one graph, or two where some have padding; in eights here."""
+    model = models.build(name)
+    layers.parallelize(model, ctx, **options)
+    attention = ctx.device.type == "cuda" or bool(options)
+    engine = captured_engine(model, ctx, 2, compile=backend(ctx) if compile else False, step_attention=attention)
+    eager = layers.Engine(model, ctx, 2, 32, graphs=False, step_attention=ctx.device.type == "cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts, "length_on_grid", lambda length, least_step: -(-length // 8) * 8)
+        for seed, (length, padding) in enumerate(LENGTHS):
+            rows = drawn(seed, length).tolist()
+            given = eager._padded([rows[0], rows[1][padding:]], 6)
+            made = []
+            for each in (engine, eager):
+                each.reset()
+                logits = each.prefill(*given)
+                each.accept(logits)
+                each.decode(5)
+                made.append((logits, each.output[:, :6].tolist(), each.mask.clone(), int(each.filled)))
+                assert {int(layer.cumulative_length) for layer in each.cache.layers} == {length + 5}
+            assert made[0][1] == made[1][1] and made[0][3] == made[1][3] and torch.equal(made[0][2], made[1][2])
+            room = (2e-2 if ctx.device.type == "cuda" else 1e-5) * float(made[1][0].abs().max())
+            assert (made[0][0] - made[1][0]).abs().max() <= room, "rounded elsewhere, for it is longer"
+    assert [key[0] for key in engine.prompts._kept] == [(2, 8), (2, 8)]
+
+
+COMMON = {
+    "grouped heads": ("kv2", {}, False),
+    "a window": ("sliding", {}, False),
+    "tokens shared": ("kv2", {"sequence_parallel": 6}, False),
+    "compiled": ("kv2", {}, True),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [3])
+@pytest.mark.parametrize("case", COMMON)
+def test_prompts_of_several_lengths_share_a_graph(world_size: int, case: str) -> None:
+    run_ranks(world_size, common_body, *COMMON[case])
+
+
+def test_prompts_are_padded_where_the_host_is_the_limit(monkeypatch) -> None:
+    for most, expected in ((128e5, 128), (127e5, 100)):
+        monkeypatch.setattr(prompts, "_HOST_LIMITED", most)
+        assert prompts.common_length(1, 100, 1e5) == expected
+    monkeypatch.setattr(prompts, "_HOST_LIMITED", 1e9)
+    given = (80, 128), (80, 103), (16, 65), (4, 65), (1, 1), (1, 9000), (1, 1100)
+    assert [prompts.common_length(*each, 1e5) for each in given] == [128, 104, 72, 80, 64, 9216, 1152]
 
 
 def long_body(ctx) -> None:

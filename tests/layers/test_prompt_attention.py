@@ -123,6 +123,8 @@ def test_lengths_on_the_grid_are_few_and_near() -> None:
     assert all(length <= near <= max(1.125 * length, length + 63) for length, near in grid.items())
     assert all(grid.get(near, near) == near for near in grid.values())
     assert len({near for length, near in grid.items() if length >= 768}) < 45
+    fine = [prompt_attention.length_on_grid(length, 4) for length in range(1, 129)]
+    assert [*dict.fromkeys(fine)] == [*range(4, 65, 4), *range(72, 129, 8)]
 
 
 KINDS = [(1, 100, "flash"), (1, 128, "cudnn"), (1, 700, "flash"), (1, 801, "cudnn"), (2, 2048, "cudnn")]
