@@ -153,9 +153,14 @@ class Capturer:
         try:
             graph.capture_end()
         except RuntimeError:
-            with suppress(RuntimeError):  # torch leaves that undone where a capture has become invalid
-                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            abandon(self._device, self._pool)
             raise
+
+
+def abandon(device: torch.device, pool: Any) -> None:
+    """Ends what a capture that failed allocates in `pool`: torch leaves that undone where it has become invalid."""
+    with suppress(RuntimeError):  # where torch did it
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:

@@ -68,7 +68,9 @@ def first_half(h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, tor
     """(scaled, squares) of rows h [..., N], by torch."""
     columns = h.shape[-1]
     padded = F.pad(h.float().square(), (0, spans(columns) * SPAN.value - columns))
-    return h * weight, padded.view(-1, spans(columns), SPAN.value).sum(-1).t().contiguous()
+    squares = padded.view(-1, spans(columns), SPAN.value).sum(-1)
+    # with the strides of what a kernel makes, of one span too: compiled code asks for them
+    return h * weight, squares.t().clone(memory_format=torch.contiguous_format)
 
 
 def second_half(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:

@@ -4,7 +4,8 @@ The eager run compiles and allocates whatever a capture could not. Work that com
 graphs that were used last, `most` of them. They share their memory: a replay overwrites what another one left, so a
 result is to be used, or copied, before the next work is run. What was taken stays reserved until all of them are gone.
 
-Where a capture fails no other is tried, and a warning says so: what has no graph runs eagerly.
+A capture must not compile anything: work that would is run eagerly once more, and captured the next time. Where it
+fails again no other is tried, and a warning says so: what has no graph runs eagerly.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from iris import log
+from iris.graphed import abandon
 import torch
 
 _SEEN = 256  # keys of work that came once
@@ -31,13 +33,16 @@ class Captured:
         self.graph = torch.cuda.CUDAGraph()
         if random is not None:
             self.graph.register_generator_state(random)
-        capture = torch.cuda.graph(
-            self.graph, pool=None if other is None else other.graph.pool(), capture_error_mode="thread_local"
-        )
+        pool = torch.cuda.graph_pool_handle() if other is None else other.graph.pool()
+        capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
         # The outer block leads back to the current stream even where a capture fails. Thread-local: other threads
         # (NCCL's watchdog) may use the device meanwhile.
-        with torch.cuda.stream(torch.cuda.current_stream()), capture:
-            self.output = work(*self.inputs)
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()), capture:
+                self.output = work(*self.inputs)
+        except BaseException:
+            abandon(torch.device("cuda", torch.cuda.current_device()), pool)
+            raise
         # As it begins to capture, torch fills what holds the generator's state, in the capturing stream; a replay fills
         # it anew, in the current one.
         torch.cuda.current_stream().wait_stream(capture.capture_stream)
@@ -56,7 +61,7 @@ class Graphs:
 
     def __init__(self, most: int, capture: type[Captured] = Captured):
         self.most, self._capture = most, capture
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._seen: OrderedDict[Hashable, bool] = OrderedDict()  # and whether a capture failed
         self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
 
     def __len__(self) -> int:
@@ -68,7 +73,7 @@ class Graphs:
             if key in self._seen:
                 self._add(key, work, inputs, random)
             else:
-                _remember(self._seen, key, None, _SEEN)
+                _remember(self._seen, key, False, _SEEN)
         if key not in self._kept:
             return work(*inputs)
         self._kept.move_to_end(key)
@@ -76,8 +81,12 @@ class Graphs:
 
     def _add(self, key: Hashable, work: Work, inputs: tuple, random: torch.Generator | None) -> None:
         try:
-            graph = self._capture(work, inputs, next(iter(self._kept.values()), None), random)
+            with torch.compiler.set_stance("fail_on_recompile"):
+                graph = self._capture(work, inputs, next(iter(self._kept.values()), None), random)
         except RuntimeError as error:
+            if not self._seen[key]:  # as for what compiled a model anew
+                self._seen[key] = True
+                return
             reason = str(error).strip().partition("\n")[0]
             log.logger.warning("what an engine runs is not captured in a CUDA graph, it stays eager: %s", reason)
             self.most = 0

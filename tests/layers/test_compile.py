@@ -76,8 +76,10 @@ def engine_body(ctx) -> None:
         with torch.compiler.set_stance("fail_on_recompile"):  # which a capture could not bear
             engine.decode(6)
         assert engine.output[:, :8].tolist() == expected
-        assert engine.generate(prompts, 8) == expected
+        for _ in range(2):  # the cache has tokens since, for which prompts are compiled anew, and then captured
+            assert engine.generate(prompts, 8) == expected
         assert len(engine.steps) == (ctx.device.type == "cuda")
+        assert len(engine.prompts) == (ctx.device.type == "cuda" and step_attention)
 
 
 def test_an_engine_runs_and_captures_a_compiled_model(world_size: int) -> None:
@@ -243,7 +245,7 @@ def short_prompts_body(ctx) -> None:
             counts.append(compilations() - before)
         with torch.profiler.profile() as trace:
             engine.step()
-    assert counts == [3, 3]
+    assert counts == [3 + ON_GPU] * 2  # there one for the first norm, in halves
     assert "iris_layers::step_product" in {each.key for each in trace.key_averages()}
 
 

@@ -115,6 +115,29 @@ class Compiled(Again):
     blind = nullcontext
 
 
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_what_a_capture_would_compile_is_compiled_before_the_next(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(graphs.log.logger, "propagate", True)
+    empty, ran = [True], []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def work(x):
+        return x + 1 if empty else x + 2
+
+    class Capturing(Compiled):
+        def __init__(self, work, inputs, *others):
+            super().__init__(work, inputs, *others)
+            work(*self.inputs)
+            ran.append("captured")
+
+    kept = graphs.Graphs(2, Capturing)
+    assert kept.run(1, work, torch.zeros(1)).item() == 1
+    empty.clear()  # as of a cache that has its first tokens, so that the second call is compiled anew
+    assert [kept.run(1, work, torch.zeros(1)).item() for _ in range(3)] == [2, 2, 2]
+    assert ran == ["captured"] and len(kept) == 1
+    assert not [each for each in caplog.records if each.name == graphs.log.logger.name]
+
+
 def captured_engine(model, ctx, most: int, **options) -> layers.Engine:
     attention = options.pop("step_attention", ctx.device.type == "cuda")
     engine = layers.Engine(model, ctx, 2, 32, step_attention=attention, prompt_graphs=most, **options)
