@@ -87,6 +87,8 @@ class Engine:
         if not isinstance(compile, (bool, str)):
             raise ArgumentError(f"compile is {compile!r}: expected a bool, or the name of a backend of torch.compile")
         device = torch.device(ctx.device)
+        if elsewhere := {str(each.device) for each in model.parameters()} - {str(device)}:
+            raise ArgumentError(f"model has parameters on {', '.join(sorted(elsewhere))}: expected all on {device}")
         if not _counts_from_zero(model, device):
             raise ArgumentError(
                 f"model is a {type(model).__name__}, whose positions do not begin at 0: use its generate()"

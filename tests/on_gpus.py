@@ -75,6 +75,8 @@ def run(args: argparse.Namespace, logs: Path, heap: int, file: str, share: int, 
     found = re.findall(r"(\d+ (?:passed|failed|skipped|errors?)\b.*?) in [\d.]+s", text) or ["no result"]
     failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)))
     failed += list(dict.fromkeys(re.findall(r"^E  .*", text, re.M)))[:_REASONS]
+    if code and not failed:  # all tests passed, and then a rank did not end as it should
+        failed = [f"exit code {code}", *[line for line in text.splitlines() if line.strip()][-_REASONS:]]
     outcome = f"not done after {args.time_limit:.0f} s" if code is None else found[0]
     line = f"{name}: {outcome}, {time.monotonic() - begin:.0f} s"
     return "\n    ".join([line, *failed]), code == 0

@@ -168,6 +168,8 @@ def refused_body(ctx) -> None:
         engine.reset()
         assert torch.equal(read(two), first)
         engine.reset()
+    with pytest.raises(ArgumentError, match=f"model has parameters on meta: expected all on {ctx.device}"):
+        layers.Engine(models.build("plain").to("meta"), ctx)
     with pytest.raises(ArgumentError, match="batch_size is 0"):
         layers.Engine(model, ctx, 0)
     if not ON_GPU:
@@ -200,10 +202,11 @@ def table_body(ctx) -> None:
     opt = transformers.OPTForCausalLM(
         transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=9)
     )
+    opt.to(ctx.device)
     with pytest.raises(ArgumentError, match="max_length is 10: expected at most 9, the positions that OPTForCausalLM"):
         layers.Engine(opt, ctx, 1, 10)
     assert len(layers.Engine(opt, ctx, 1, 9).generate([[5, 6]], 7)[0]) == 7
-    llama = models.build("plain")
+    llama = models.build("plain").to(ctx.device)
     layers.Engine(llama, ctx, 1, llama.config.max_position_embeddings + 1)
 
 

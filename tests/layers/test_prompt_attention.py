@@ -9,6 +9,7 @@ import layers
 from layers import prompt_attention, step_attention
 import pytest
 import torch
+import torch._inductor.config
 
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
@@ -213,6 +214,7 @@ def test_the_engine_reads_prompts_by_it(world_size: int, name: str) -> None:
 
 
 @torch.no_grad()
+@torch._inductor.config.patch(shape_padding=False)  # which asks, of odd widths, whether rows are few
 def compiled_body(ctx, name: str) -> None:
     """In compiled layers it is one operator, whatever the length; with windows torch's, of as many columns."""
     model = models.build(name).bfloat16()
@@ -231,8 +233,7 @@ def compiled_body(ctx, name: str) -> None:
             before = compilations()
             with torch.profiler.profile() as trace:
                 eager, compiled = (each.prefill(prompt, mask) for each in engines)
-            # inductor may look at sizes once more
-            assert ON_GPU or length not in (21, 33) or compilations() == before, "for any length"
+            assert length not in (21, 33) or compilations() == before, "for any length"
             assert (eager - compiled).norm() <= 2**-5 * eager.norm()
             called = [each.count for each in trace.key_averages() if each.key == "iris_layers::prompt_attention"]
             assert sum(called) >= model.config.num_hidden_layers or name == "sliding"
