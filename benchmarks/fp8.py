@@ -17,16 +17,16 @@ import sys
 import time
 
 import iris
-from iris_ops import fp8
+from iris_ops import fp8, fp8_rows
 from layers import step_product
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from benchmarks import report
+from benchmarks import contenders, report
 from benchmarks.launch import Team, launch
 from benchmarks.rivals_torch import symmetric_memory
-from benchmarks.timing import INTERPRETED, QUICK, Budget, eager_batch, estimate_us, graph_batch, interleave
+from benchmarks.timing import Budget
 
 SHAPES = {  # name: (outputs on one of four ranks, inputs)
     "8B qkv": (1536, 4096),
@@ -48,7 +48,7 @@ ROTATED_BYTES = 256 << 20
 
 def run(team: Team, args: argparse.Namespace) -> None:
     begin, rows_out = time.monotonic(), []
-    budget = INTERPRETED if not team.cuda else QUICK if args.quick else Budget()
+    budget = contenders.budget_of(team, args.quick)
     team.say(
         "| shape | M | bf16 µs | fp8 µs | factor | best rival | rounding µs |\n|---|---:|---:|---:|---:|---:|---:|"
     )
@@ -94,8 +94,8 @@ def calls_of(
         return out
 
     def local(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        streamed = scale is None or step_product.streams(weight.shape, x.device)
-        if x.is_cuda and step_product.has_few_rows(x) and streamed:
+        most = fp8_rows.MOST_ROWS if scale is not None else step_product.most_rows(*size[1:], False, True, x.device)
+        if step_product.has_few_rows(x, most) and (scale is None or step_product.streams(weight.shape, x.device)):
             return step_product.step_product(x, weight, None, scale)
         return F.linear(x, weight) if scale is None else fp8.product(x, weight, scale, None)
 
@@ -144,29 +144,18 @@ def measure(team: Team, calls: dict, x: torch.Tensor, weights: list[torch.Tensor
     exact = x[some].double() @ weights[0].double().t()
     dist.all_reduce(exact)
 
-    def missed(call: Callable) -> float:
+    def error(name: str, call: Callable) -> float:
+        if name == "rounding":
+            return 0.0
         call(0).fill_(float("nan"))  # on all ranks, before what counts
         team.barrier()
         team.synchronize()
-        return ((call(0)[some].double() - exact).norm() / exact.norm()).item()
+        return contenders.missed(call(0)[some], exact)
 
-    errors, batches, failed = {}, {}, {}
-    for name, call in calls.items():
-        error, reason = team.attempt(lambda name=name, call=call: 0.0 if name == "rounding" else missed(call))
-        if reason:
-            failed[name] = reason
-            continue
-        errors[name] = error
-        longest = team.slowest([estimate_us(team, call, len(weights))])[0]  # every rank makes as many calls
-        count = budget.calls_for(longest, len(weights))
-        make = graph_batch if team.cuda else None
-        batches[name] = make(call, count, len(weights))[0] if make else eager_batch(call, count, len(weights))
-    repeats = budget.repeats_for(max(1.0, budget.batch_ms * 1e3 * len(calls)), len(calls))
-    timings, late = interleave(team, batches, repeats)
-    us = {name: timing.call_us for name, timing in timings.items()}
+    found = contenders.compare(team, calls, error, len(weights), budget)
     rivals = ALLOWED["fp8"] if team.cuda else 0.12  # the interpreter loses carries when it rounds
-    wrong = [name for name, error in errors.items() if not error <= ALLOWED.get(name, rivals)]
-    return {"us": us, "errors": errors, "wrong": wrong, "failed": failed | late}
+    found["wrong"] = [name for name, error in found["errors"].items() if not error <= ALLOWED.get(name, rivals)]
+    return found
 
 
 def line(row: dict) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
-from benchmarks import ccl, ccl_case, ccl_rivals, ops, plots, rivals, shapes, table, timing  # noqa: E402
+from benchmarks import ccl, ccl_case, ccl_rivals, ops, plots, rivals, shapes, step, step_plot, table, timing  # noqa: E402
 from benchmarks.inputs import Inputs  # noqa: E402
 from benchmarks.launch import Team, describe  # noqa: E402
 from benchmarks.report import command  # noqa: E402
@@ -296,6 +296,18 @@ def test_fp8_products_are_right_before_they_are_timed(tmp_path, ranks):
     assert row["us"].keys() == {"bf16", "fp8", "torch" if ranks == 1 else "NCCL", "rounding"} and not row["failed"]
     assert 0.01 < row["errors"]["fp8"] < row["errors"]["torch" if ranks == 1 else "NCCL"]
     assert ranks == 1 or row["plan"]["algorithm"] == "sequential"
+
+
+def test_the_kernels_of_a_step_beside_torch_s(tmp_path):
+    printed = run_benchmark("step", 1, "--out", str(tmp_path))
+    written = json.loads((tmp_path / "step_cpu_x1.json").read_text())
+    assert [row["kind"] for row in written["rows"]] == ["product", "gated", "attention"]
+    for row in written["rows"]:
+        assert {"ours", "torch"} <= row["us"].keys() and not row["failed"] and not row["wrong"]
+        assert 0 < max(row["errors"].values()) < 0.01 and row["moved_bytes"] > 0
+    assert "torch, filled part" in printed and step.render(written) in printed
+    (picture,) = step_plot.draw(tmp_path / "step_cpu_x1.json", tmp_path)
+    assert "torch, filled part" in picture.read_text()
 
 
 def test_pictures_show_every_contender_and_stay_the_same(tmp_path):

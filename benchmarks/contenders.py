@@ -1,0 +1,42 @@
+"""Who computes the same, one beside the other: checked first, then timed in turns."""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.launch import Team
+from benchmarks.timing import INTERPRETED, QUICK, Budget, eager_batch, estimate_us, graph_batch, interleave
+
+Call = Callable[[int], torch.Tensor]
+
+
+def budget_of(team: Team, quick: bool) -> Budget:
+    return INTERPRETED if not team.cuda else QUICK if quick else Budget()
+
+
+def compare(
+    team: Team, calls: dict[str, Call], error: Callable[[str, Call], float], inputs: int, budget: Budget
+) -> dict[str, dict]:
+    """By name `us` a call over `inputs` that rotate, in CUDA graphs on GPUs, `errors`, and why some `failed`.
+
+    `error` says how far a call's result is from the truth, as a share of it, and is asked before anything is timed.
+    """
+    errors, batches, failed = {}, {}, {}
+    for name, call in calls.items():
+        found, reason = team.attempt(lambda name=name, call=call: error(name, call))
+        if reason:
+            failed[name] = reason
+            continue
+        errors[name] = team.slowest([found])[0]
+        longest = team.slowest([estimate_us(team, call, inputs)])[0]  # every rank makes as many calls
+        count = budget.calls_for(longest, inputs)
+        batches[name] = graph_batch(call, count, inputs)[0] if team.cuda else eager_batch(call, count, inputs)
+    repeats = budget.repeats_for(max(1.0, budget.batch_ms * 1e3 * len(calls)), len(calls))
+    timings, late = interleave(team, batches, repeats)
+    us = {name: timing.call_us for name, timing in timings.items()}
+    return {"us": us, "errors": errors, "failed": failed | late}
+
+
+def missed(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """How far `result` is from `exact`, as a share of it; NaN where a result is."""
+    return ((result.double() - exact).norm() / exact.norm()).item()
