@@ -23,8 +23,9 @@ rows to the end of the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+import inspect
 from math import gcd
 from numbers import Real
 
@@ -32,6 +33,7 @@ from iris.errors import ArgumentError
 import torch
 from torch import nn
 
+from .cache import fits, has_windows, known_empty, static_cache
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
 from .prompts import common_length, padded_behind, stops, tokens_of
@@ -82,7 +84,7 @@ class Engine:
             )
         if not isinstance(prompt_graphs, int) or prompt_graphs < 0:
             raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")
-        if cache is not None and not _fits(cache, batch_size, max_length):
+        if cache is not None and not fits(cache, batch_size, max_length):
             raise ArgumentError(f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes")
         if not isinstance(compile, (bool, str)):
             raise ArgumentError(f"compile is {compile!r}: expected a bool, or the name of a backend of torch.compile")
@@ -116,6 +118,7 @@ class Engine:
         # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
         own = model.config._attn_implementation in ("sdpa", NAME) and not has_windows(model.config)
         self._seen = self.mask[:, None, None] if own else self.mask
+        self._keeps_any = "Tensor" in str(_annotation(model, "logits_to_keep"))  # else so many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
         self.steps = Graphs(2 if self.graphs else 0)
         self.prompts = Graphs(prompt_graphs if capturable else 0)
@@ -188,10 +191,14 @@ class Engine:
         self._holds_batch = True
         if not self.prompts.most or prompts.numel() > _GRAPH_TOKENS:
             return self._read(prompts, mask)
-        end = torch.full((1,), prompts.shape[1], device=prompts.device)
-        longer = common_length(*prompts.shape, self._layer_weights)
-        if longer <= self.max_length and len(prompts) * longer <= _GRAPH_TOKENS:
-            prompts, mask = padded_behind(prompts, mask, longer)
+        batch, length = prompts.shape
+        end = None
+        if self._keeps_any:
+            end = torch.full((1,), length, device=prompts.device)
+            longer = common_length(batch, length, self._layer_weights)
+            longer = max(length, min(longer, self.max_length - 1))  # those that fill the cache are compiled apart
+            if batch * longer <= _GRAPH_TOKENS:
+                prompts, mask = padded_behind(prompts, mask, longer)
         prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
         key = prompts.shape, prompts.dtype, None if mask is None else mask.dtype
         with self._sharing.replaying() if self._sharing else nullcontext():
@@ -207,8 +214,9 @@ class Engine:
     def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None, end: torch.Tensor | None = None) -> torch.Tensor:
         """`end` [1]: how long the prompts are, where less than their tensor is; what is behind means nothing."""
         batch, length = prompts.shape
-        end = torch.full((1,), length, device=prompts.device) if end is None else end
         prompts, mask = padded_behind(prompts, mask, self._sharable(batch, length))
+        keep = prompts.shape[1] - length + 1 if end is None else end - 1
+        end = torch.full((1,), length, device=prompts.device) if end is None else end
         seen = (torch.arange(prompts.shape[1], device=prompts.device) < end).expand(prompts.shape)
         seen = seen if mask is None else seen & mask.bool()
         self.mask[:, : prompts.shape[1]] = seen
@@ -216,8 +224,8 @@ class Engine:
         # what is behind has the last one's position: some rotary embeddings go by the largest
         positions = (seen.cumsum(-1) - 1).clamp(min=0)
         self.positions.copy_(positions[:, -1:] + 1)
-        with _known_empty(self.cache):
-            logits = self._logits(prompts, mask, positions, end - 1)
+        with known_empty(self.cache):
+            logits = self._logits(prompts, mask, positions, keep)
         lengths = [each.cumulative_length for each in self.cache.layers]
         over = (prompts.shape[1] - end).to(lengths[0].dtype).view_as(lengths[0])
         torch._foreach_sub_(lengths, [over] * len(lengths))
@@ -274,8 +282,8 @@ class Engine:
         self.accept(logits)
         return logits
 
-    def _logits(self, tokens, mask, positions, at: torch.Tensor | int = 1) -> torch.Tensor:
-        """Of one token a row, the last or `at` [1]: the head's product is the largest there is."""
+    def _logits(self, tokens, mask, positions, keep: torch.Tensor | int = 1) -> torch.Tensor:
+        """Of one token a row, so many from the end or at `keep` [1]: the head's product is the largest there is."""
         with nullcontext() if self._compiled is None else self._compiled.serving(tokens.shape[1]):
             result = self.model(
                 input_ids=tokens,
@@ -283,9 +291,9 @@ class Engine:
                 position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=at,
+                logits_to_keep=keep,
             )
-        return result.logits[:, -1]
+        return result.logits[:, 0 if isinstance(keep, torch.Tensor) else -keep]  # some make all of them
 
     @torch.no_grad()
     def _compile(self, backend: str) -> None:
@@ -337,26 +345,6 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     return part * (logits.shape[-1] // parts) + at.gather(-1, part)
 
 
-def has_windows(config) -> bool:
-    """Whether some layers attend to the latest tokens only."""
-    from transformers import StaticCache
-
-    return any(StaticCache(config, 1).is_sliding)
-
-
-def static_cache(config, max_length: int):
-    """A cache of `max_length` tokens in every layer, allocated at first use with the heads that are here then."""
-    from transformers import StaticCache
-    from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
-
-    cache = StaticCache(config, max_length)
-    for index, layer in enumerate(cache.layers):
-        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
-            raise ArgumentError(f"model has a cache layer of {type(layer).__name__}: expected attention layers only")
-        cache.layers[index] = StaticLayer(max_length)
-    return cache
-
-
 def _counts_from_zero(model: nn.Module, device: torch.device) -> bool:
     """Whether transformers' generate() gives a prompt's first token position 0, seen by trying."""
     positions = torch.arange(2, device=device)[None]
@@ -367,6 +355,12 @@ def _counts_from_zero(model: nn.Module, device: torch.device) -> bool:
     return given is None or bool((given == positions).all())
 
 
+def _annotation(model: nn.Module, name: str) -> object:
+    """What `model` says that it takes by this name; None if nothing."""
+    known = inspect.signature(model.forward).parameters.get(name)
+    return None if known is None or known.annotation is known.empty else known.annotation
+
+
 def _positions_known(model: nn.Module) -> int | None:
     """How many positions a model has that looks them up in a table; None of one that computes them."""
     most = getattr(model.config, "max_position_embeddings", None)
@@ -375,23 +369,6 @@ def _positions_known(model: nn.Module) -> int | None:
     # some begin behind a few that stand for padding
     looked_up = isinstance(most, int) and any(most <= each.num_embeddings <= most + 8 for each in tables)
     return most if looked_up else None
-
-
-def _fits(cache, batch_size: int, max_length: int) -> bool:
-    """Whether `cache` is another engine's, of these sizes. It has a batch size once it is filled."""
-    layers = getattr(cache, "layers", [])
-    wide = [each for each in layers if each.is_initialized and each.keys.shape[0] != batch_size]
-    return {each.max_cache_len for each in layers} == {max_length} and not wide
-
-
-@contextmanager
-def _known_empty(cache) -> Iterator[None]:
-    """Inside, masks are made for a cache that is empty, as the host knows: what is on the device, it would wait for."""
-    cache.get_query_offset = lambda layer=0: 0
-    try:
-        yield
-    finally:
-        del cache.get_query_offset
 
 
 def _until(row: list[int], ends: set[int]) -> list[int]:

@@ -60,7 +60,7 @@ class Graphs:
     """At most `most` pieces of captured work, each known by a key; 0: everything runs eagerly."""
 
     def __init__(self, most: int, capture: type[Captured] = Captured):
-        self.most, self._capture = most, capture
+        self.most, self._capture, self._failed = most, capture, False
         self._seen: OrderedDict[Hashable, bool] = OrderedDict()  # and whether a capture failed
         self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
 
@@ -69,7 +69,7 @@ class Graphs:
 
     def run(self, key: Hashable, work: Work, *inputs: torch.Tensor | None, random: torch.Generator | None = None):
         """`work(*inputs)`, which for the same key launches the same. `random`: the generator that it draws from."""
-        if self.most and key not in self._kept:
+        if self.most and key not in self._kept and not self._failed:
             if key in self._seen:
                 self._add(key, work, inputs, random)
             else:
@@ -89,7 +89,7 @@ class Graphs:
                 return
             reason = str(error).strip().partition("\n")[0]
             log.logger.warning("what an engine runs is not captured in a CUDA graph, it stays eager: %s", reason)
-            self.most = 0
+            self._failed = True
         else:
             del self._seen[key]
             _remember(self._kept, key, graph, self.most)

@@ -53,7 +53,8 @@ def common_length(batch: int, length: int, weights: float) -> int:
 
     Only where the host is what limits, so that the tokens behind cost nothing. `weights`: of a layer, on a rank.
     """
-    longer = length_on_grid(length, max(1, _MORE_TOKENS // batch))
+    most = max(1, _MORE_TOKENS // batch)
+    longer = length_on_grid(length, 1 << most.bit_length() - 1)  # whole steps of it fit between two powers of two
     return longer if batch * longer * weights <= _HOST_LIMITED else length
 
 

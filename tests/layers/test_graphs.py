@@ -14,6 +14,7 @@ from layers import graphs, prompts
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+import transformers
 
 from tests.checks import poison
 from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
@@ -260,6 +261,41 @@ def test_prompts_of_several_lengths_share_a_graph(world_size: int, case: str) ->
     run_ranks(world_size, common_body, *COMMON[case])
 
 
+class Ignores(transformers.LlamaForCausalLM):
+    """Makes the logits of all tokens, whatever is asked."""
+
+    def forward(self, *args, logits_to_keep=0, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class FromTheEnd(transformers.LlamaForCausalLM):
+    """Keeps so many from the end, and knows nothing else."""
+
+    def forward(self, *args, logits_to_keep=0, **kwargs):
+        result = super().forward(*args, **kwargs)
+        result.logits = result.logits[:, -logits_to_keep:]
+        return result
+
+
+KINDS = {"as transformers'": transformers.LlamaForCausalLM, "all": Ignores, "from the end": FromTheEnd}
+
+
+def keeping_body(ctx, kind: str) -> None:
+    torch.manual_seed(3)
+    model = KINDS[kind](transformers.LlamaConfig(**models.PLAIN)).to(ctx.device).eval()
+    engine, given = captured_engine(model, ctx, 2), drawn(4, 7)
+    sampling = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(given.to(ctx.device), max_new_tokens=6, **sampling)[:, 7:].tolist()
+    assert [engine.generate(given, 6) for _ in range(3)] == [expected] * 3
+    assert len(engine.prompts) == 1
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_that_keep_other_logits(world_size: int, kind: str) -> None:
+    run_ranks(world_size, keeping_body, kind)
+
+
 def test_prompts_are_padded_where_the_host_is_the_limit(monkeypatch) -> None:
     for most, expected in ((128e5, 128), (127e5, 100)):
         monkeypatch.setattr(prompts, "_HOST_LIMITED", most)
@@ -267,6 +303,25 @@ def test_prompts_are_padded_where_the_host_is_the_limit(monkeypatch) -> None:
     monkeypatch.setattr(prompts, "_HOST_LIMITED", 1e9)
     given = (80, 128), (80, 103), (16, 65), (4, 65), (1, 1), (1, 9000), (1, 1100)
     assert [prompts.common_length(*each, 1e5) for each in given] == [128, 104, 72, 80, 64, 9216, 1152]
+    for batch in range(1, 70):
+        made = {prompts.common_length(batch, length, 1e3) for length in range(1, 1025)}
+        assert all(prompts.common_length(batch, each, 1e3) == each for each in made)
+
+
+def almost_full_body(ctx) -> None:
+    model = models.build("plain")
+    layers.parallelize(model, ctx)
+    engine = captured_engine(model, ctx, 2)
+    for length, expected in ((20, 31), (31, 31), (32, 32), (2, 31)):
+        for _ in range(2):
+            engine.reset()
+            engine.prefill(drawn(1, length).to(ctx.device))
+        assert next(reversed(engine.prompts._kept))[0] == (2, expected), "what fills the cache is compiled apart"
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+def test_no_prompt_is_padded_to_a_full_cache(world_size: int) -> None:
+    run_ranks(world_size, almost_full_body)
 
 
 def long_body(ctx) -> None:
