@@ -157,10 +157,22 @@ class Capturer:
             raise
 
 
-def abandon(device: torch.device, pool: Any) -> None:
-    """Ends what a capture that failed allocates in `pool`: torch leaves that undone where it has become invalid."""
+def abandon(device: torch.device, pool: Any, random: torch.Generator | None = None) -> None:
+    """Puts right what torch leaves undone where a capture has become invalid.
+
+    That is to end what it allocates in `pool`, and to tell generators, torch's own and `random`, that it is over: they
+    would refuse to draw. The end of another capture tells them.
+    """
     with suppress(RuntimeError):  # where torch did it
         torch._C._cuda_endAllocateToPool(device.index, pool)
+    with suppress(RuntimeError):
+        graph, anything = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
+        if random is not None:
+            graph.register_generator_state(random)
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            graph.capture_begin(capture_error_mode="thread_local")
+            anything.zero_()
+            graph.capture_end()
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:

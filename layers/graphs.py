@@ -41,7 +41,7 @@ class Captured:
             with torch.cuda.stream(torch.cuda.current_stream()), capture:
                 self.output = work(*self.inputs)
         except BaseException:
-            abandon(torch.device("cuda", torch.cuda.current_device()), pool)
+            abandon(torch.device("cuda", torch.cuda.current_device()), pool, random)
             raise
         # As it begins to capture, torch fills what holds the generator's state, in the capturing stream; a replay fills
         # it anew, in the current one.

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformers
 
 from tests.checks import poison
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
 from tests.layers.test_compile import backend, close
 
@@ -108,6 +108,29 @@ def test_what_cannot_be_captured_runs_eagerly_and_a_warning_says_so(caplog, monk
         assert never.run(1, lambda x: x + 1, torch.zeros(1)).item() == 1
     (record,) = caplog.records
     assert "stays eager: operation not permitted when stream is capturing" in record.message
+
+
+def looking_body(ctx) -> None:
+    """A capture in which the host looks at a tensor is invalid; memory and generators are as before then."""
+    random, x = torch.Generator(ctx.device), torch.zeros(4, device=ctx.device)
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        taken = torch.ones(64 << 20, dtype=torch.uint8, device=ctx.device)
+        return x + taken[0].item() + torch.empty_like(x).exponential_(generator=random)
+
+    torch.cuda.empty_cache()
+    before, kept = torch.cuda.memory_reserved(), graphs.Graphs(2)
+    for _ in range(4):
+        assert (kept.run(1, work, x, random=random) > 1).all()
+    assert len(kept) == 0 and torch.rand(4, device=ctx.device).min() >= 0
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < before + (64 << 20)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_capture_that_fails_leaves_nothing_behind(world_size: int) -> None:
+    run_ranks(world_size, looking_body)
 
 
 class Compiled(Again):
