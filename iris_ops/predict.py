@@ -279,6 +279,8 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     m, n, k = problem.gemm
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     tiles = gemm_tiles(problem, config)
+    if not tiles:
+        return 0.0
     steps = -(-k // bk)
     if machine.name == INTERPRETER:
         elements = bm * bk + bk * bn

@@ -1,7 +1,7 @@
 """`iris-tp`: demo, plan, bench, doctor.
 
     iris-tp demo [--ranks 3]                                         a real model on several ranks (in a checkout)
-    iris-tp plan matmul_all_reduce 2048 8192 2048 --world 4 --gpu h200    which kernel a call would take, and why
+    iris-tp plan matmul_all_reduce 2048 8192 2048 --ranks 4 --gpu h200    which kernel a call would take, and why
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
     iris-tp doctor                                                   what this machine lacks, and how to get it
 
@@ -25,7 +25,7 @@ _GPUS = {
     "mi350x": ("AMD Instinct MI350X", 256),
     "interpreter": ("interpreter", 1),
 }
-_BENCHMARKS = ("ops", "rma", "ccl", "llm", "stress")
+_BENCHMARKS = ("ops", "step", "fp8", "chain", "rma", "ccl", "all_scatter", "llm", "stress", "litmus", "timeline")
 _FORWARDED = ("demo", "bench")
 
 
@@ -59,7 +59,7 @@ def _parser(lists_benchmarks: bool) -> argparse.ArgumentParser:
     plan.add_argument("M", type=int, help="rows of the whole result")
     plan.add_argument("N", type=int, help="columns of the whole result")
     plan.add_argument("K", type=int, help="depth that one rank multiplies")
-    plan.add_argument("--world", type=int, default=4, help="number of ranks (default 4)")
+    plan.add_argument("--ranks", "--world", dest="world", type=int, default=4, help="how many (default 4)")
     plan.add_argument("--gpu", choices=_GPUS, help="default: this machine's, or h200 where there is none")
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     plan.add_argument("--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it")
