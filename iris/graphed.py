@@ -160,11 +160,12 @@ class Capturer:
 def abandon(device: torch.device, pool: Any, random: torch.Generator | None = None) -> None:
     """Puts right what torch leaves undone where a capture has become invalid.
 
-    That is to end what it allocates in `pool`, and to tell generators, torch's own and `random`, that it is over: they
-    would refuse to draw. The end of another capture tells them.
+    That is to let go of `pool`, and to tell generators, torch's own and `random`, that it is over: they would refuse to
+    draw. The end of another capture tells them.
     """
-    with suppress(RuntimeError):  # where torch did it
+    with suppress(RuntimeError):  # where torch ended it
         torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
     with suppress(RuntimeError):
         graph, anything = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
         if random is not None:

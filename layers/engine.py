@@ -89,7 +89,8 @@ class Engine:
         if not isinstance(compile, (bool, str)):
             raise ArgumentError(f"compile is {compile!r}: expected a bool, or the name of a backend of torch.compile")
         device = torch.device(ctx.device)
-        if elsewhere := {str(each.device) for each in model.parameters()} - {str(device)}:
+        elsewhere = {str(each.device) for each in model.parameters()} - {str(device)}
+        if elsewhere and not hasattr(model, "hf_device_map"):  # whose hooks bring them
             raise ArgumentError(f"model has parameters on {', '.join(sorted(elsewhere))}: expected all on {device}")
         if not _counts_from_zero(model, device):
             raise ArgumentError(
@@ -183,7 +184,8 @@ class Engine:
     def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded.
 
-        The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape.
+        The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape, or of
+        the length that they are padded to.
         Raises `ArgumentError` where it is not, and for tensors of another kind; that tokens are of the vocabulary is
         not checked.
         """
@@ -206,7 +208,7 @@ class Engine:
 
     @torch.no_grad()
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """What `prefill` does, eagerly."""
+        """What `prefill` does, eagerly and without padding to a length that others have: so it may round elsewhere."""
         self._check_prompts(prompts, mask)
         self._holds_batch = True
         return self._read(prompts, mask)
@@ -226,9 +228,10 @@ class Engine:
         self.positions.copy_(positions[:, -1:] + 1)
         with known_empty(self.cache):
             logits = self._logits(prompts, mask, positions, keep)
-        lengths = [each.cumulative_length for each in self.cache.layers]
-        over = (prompts.shape[1] - end).to(lengths[0].dtype).view_as(lengths[0])
-        torch._foreach_sub_(lengths, [over] * len(lengths))
+        if not isinstance(keep, int) or keep > 1:  # the cache has what is behind
+            lengths = [each.cumulative_length for each in self.cache.layers]
+            over = (prompts.shape[1] - end).to(lengths[0].dtype).view_as(lengths[0])
+            torch._foreach_sub_(lengths, [over] * len(lengths))
         return logits
 
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:

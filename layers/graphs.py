@@ -4,20 +4,22 @@ The eager run compiles and allocates whatever a capture could not. Work that com
 graphs that were used last, `most` of them. They share their memory: a replay overwrites what another one left, so a
 result is to be used, or copied, before the next work is run. What was taken stays reserved until all of them are gone.
 
-A capture must not compile anything: work that would is run eagerly once more, and captured the next time. Where it
-fails again no other is tried, and a warning says so: what has no graph runs eagerly.
+A capture must not compile anything: work that would is run eagerly once more, and captured the next time. Where one
+fails for another reason no other is tried, and a warning says so: what has no graph runs eagerly.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 
 from iris import log
 from iris.graphed import abandon
 import torch
 
 _SEEN = 256  # keys of work that came once
+_STANCE = "fail_on_recompile"  # torch's error names it
 
 Work = Callable[..., torch.Tensor]
 
@@ -61,7 +63,7 @@ class Graphs:
 
     def __init__(self, most: int, capture: type[Captured] = Captured):
         self.most, self._capture, self._failed = most, capture, False
-        self._seen: OrderedDict[Hashable, bool] = OrderedDict()  # and whether a capture failed
+        self._seen: OrderedDict[Hashable, bool] = OrderedDict()  # and whether a capture would have compiled
         self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
 
     def __len__(self) -> int:
@@ -81,10 +83,10 @@ class Graphs:
 
     def _add(self, key: Hashable, work: Work, inputs: tuple, random: torch.Generator | None) -> None:
         try:
-            with torch.compiler.set_stance("fail_on_recompile"):
+            with _compiling_nothing():
                 graph = self._capture(work, inputs, next(iter(self._kept.values()), None), random)
         except RuntimeError as error:
-            if not self._seen[key]:  # as for what compiled a model anew
+            if _STANCE in str(error) and not self._seen[key]:
                 self._seen[key] = True
                 return
             reason = str(error).strip().partition("\n")[0]
@@ -93,6 +95,12 @@ class Graphs:
         else:
             del self._seen[key]
             _remember(self._kept, key, graph, self.most)
+
+
+def _compiling_nothing():
+    """A block in which to compile is an error, unless the user's own stance is that nothing is."""
+    own = torch._dynamo.eval_frame._stance.stance
+    return torch.compiler.set_stance(_STANCE) if own == "default" else nullcontext()
 
 
 def _remember(known: OrderedDict, key: Hashable, value: object, most: int) -> None:

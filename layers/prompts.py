@@ -51,7 +51,7 @@ def stops(stop: int | Iterable[int] | None) -> set[int]:
 def common_length(batch: int, length: int, weights: float) -> int:
     """The next length that prompts are padded to, for one graph to serve all that are a little shorter.
 
-    Only where the host is what limits, so that the tokens behind cost nothing. `weights`: of a layer, on a rank.
+    Only where the host is what limits, so that the tokens behind cost nothing. `weights`: a rank's, over the layers.
     """
     most = max(1, _MORE_TOKENS // batch)
     longer = length_on_grid(length, 1 << most.bit_length() - 1)  # whole steps of it fit between two powers of two
