@@ -34,9 +34,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
     parser.set_defaults(time_limit=None)
-    parser.add_argument("--ops", default=",".join(OPS))
-    parser.add_argument("--sizes", help="bytes, as 2048,1048576; default: 2 KiB to 256 MiB, on CPUs tiny ones")
-    parser.add_argument("--modes", default="graph,eager")
+    parser.add_argument("--ops", type=report.some_of(OPS), default=",".join(OPS))
+    parser.add_argument("--sizes", type=report.numbers, help="bytes; default: 2 KiB to 256 MiB, on CPUs tiny ones")
+    parser.add_argument("--modes", type=report.some_of(("graph", "eager")), default="graph,eager")
     parser.add_argument("--quick", action="store_true", help="four sizes")
     parser.add_argument("--sweep", action="store_true", help="our variants x programs x blocks instead of the rivals")
     args = parser.parse_args(argv)
@@ -45,11 +45,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.command = args.command.replace("benchmarks.ccl_sweep", "benchmarks.ccl")
     gpu = args.device == "cuda"
     sizes = SWEEP if args.sweep else QUICK if args.quick else SIZES
-    args.sizes = [int(size) for size in args.sizes.split(",")] if args.sizes else sizes if gpu else TINY
-    args.modes = [mode for mode in args.modes.split(",") if gpu or mode == "eager"]
-    args.ops = args.ops.split(",")
-    if unknown := set(args.ops) - set(OPS):
-        parser.error(f"--ops: {', '.join(sorted(unknown))}; expected some of {', '.join(OPS)}")
+    args.sizes = args.sizes or (sizes if gpu else TINY)
+    args.modes = [mode for mode in args.modes if gpu or mode == "eager"]
     return args
 
 

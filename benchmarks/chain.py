@@ -22,12 +22,11 @@ ROUNDS = 9
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
-    parser.add_argument("--layers", type=int, help="default: 80, on CPUs 2")
-    parser.add_argument("--rows", default="1,16,64", help="values of M")
+    parser.add_argument("--layers", type=report.at_least(1), help="default: 80, on CPUs 2")
+    parser.add_argument("--rows", type=report.numbers, default="1,16,64", help="values of M")
     args = parser.parse_args(argv)
     report.settle(args, argv, "chain")
     args.layers = args.layers or (80 if args.device == "cuda" else 2)
-    args.rows = [int(rows) for rows in args.rows.split(",")]
     return args
 
 

@@ -31,12 +31,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
     parser.add_argument("--model", help=f"one of {', '.join(engines.SHAPES)}, or a checkpoint's folder")
-    parser.add_argument("--layers", type=int, help="shortens the model to so many layers")
-    parser.add_argument("--batches", default="1,16,64", help="rows of prompts; default: %(default)s")
-    parser.add_argument("--prompts", default="128,8192", help="their lengths in tokens; default: %(default)s")
-    parser.add_argument("--output", type=int, default=33, help="tokens that follow; default: %(default)s")
-    parser.add_argument("--contenders", default="ours,nccl,sequence-nccl,transformers", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; default: %(default)s")
+    number, numbers = report.at_least(1), report.numbers
+    parser.add_argument("--layers", type=number, help="shortens the model to so many layers")
+    parser.add_argument("--batches", type=numbers, default="1,16,64", help="rows of prompts; default: %(default)s")
+    parser.add_argument(
+        "--prompts", type=numbers, default="128,8192", help="their lengths in tokens; default: %(default)s"
+    )
+    parser.add_argument("--output", type=number, default=33, help="tokens that follow; default: %(default)s")
+    parser.add_argument(
+        "--contenders",
+        type=report.some_of(engines.NAMES),
+        default="ours,nccl,sequence-nccl,transformers",
+        help="default: %(default)s",
+    )
+    parser.add_argument("--rounds", type=number, default=3, help="measurements of each; default: %(default)s")
     parser.add_argument("--torch-attention", action="store_true", help="torch's attention in steps too, for all")
     parser.add_argument("--compile", action="store_true", help="decoder layers by torch.compile, for all who can")
     parser.add_argument("--profile", action="store_true", help="prints what kernels take, in prompts and in steps")
@@ -47,14 +55,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if not gpu:
         args.dtype = "float32" if "--dtype" not in (argv or sys.argv) else args.dtype
     args.model = args.model or ("llama-3-8b" if gpu else "tiny")
-    args.batches, args.prompts = ([int(n) for n in text.split(",")] for text in (args.batches, args.prompts))
     if not gpu and args.model == "tiny":
         args.prompts, args.output = [min(n, 16) for n in args.prompts], min(args.output, 5)
     if args.quick:
         args.rounds, args.batches, args.prompts = 1, args.batches[:1], args.prompts[:1]
-    args.contenders = args.contenders.split(",")
-    if unknown := set(args.contenders) - set(engines.NAMES):
-        parser.error(f"--contenders {','.join(sorted(unknown))}: expected some of {','.join(engines.NAMES)}")
     if args.model not in engines.SHAPES and not os.path.isdir(args.model):
         parser.error(f"--model {args.model}: expected one of {', '.join(engines.SHAPES)}, or a checkpoint's folder")
     args.title = args.model.rstrip("/").rpartition("/")[2]

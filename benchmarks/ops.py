@@ -28,21 +28,23 @@ from benchmarks.shapes import Row
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
-    parser.add_argument("--ops", default="ar,rs,ag,ga", help="some of ar,rs,ag,ga")
+    parser.add_argument("--ops", type=report.some_of(shapes.CALLS), default="ar,rs,ag,ga", help="some of ar,rs,ag,ga")
     parser.add_argument("--shapes", help=f"some of {','.join(shapes.SETS)}; default: facts, on CPUs tiny")
     parser.add_argument("--rows", help='only these sizes, as "8192,8192,7168;512,8192,2048"; all, of --shapes given')
     parser.add_argument("--only", help='only contenders with one of these words in their name, as "ours,NCCL,alone"')
     parser.add_argument("--vary", default="", help='fields of our configuration, as "num_stages=4,5;group_m=8,16"')
-    parser.add_argument("--modes", default="graph,eager")
+    parser.add_argument("--modes", type=report.some_of(("graph", "eager")), default="graph,eager")
     parser.add_argument("--quick", action="store_true", help="two rows an op, a third of the time each")
     args = parser.parse_args(argv)
     report.settle(args, argv, "ops")
     gpu = args.device == "cuda"
     args.shapes = args.shapes or ("tiny" if not gpu else "quick" if args.quick else "facts")
-    args.modes = [mode for mode in args.modes.split(",") if gpu or mode == "eager"]
-    args.ops = args.ops.split(",")
-    shapes.select(args.shapes, args.ops, args.ranks, args.rows)
-    args.vary = variations(args.vary)
+    args.modes = [mode for mode in args.modes if gpu or mode == "eager"]
+    try:
+        shapes.select(args.shapes, args.ops, args.ranks, args.rows)
+        args.vary = variations(args.vary)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

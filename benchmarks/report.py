@@ -1,6 +1,7 @@
 """What a run leaves behind: who ran what, where, with which versions; figures as JSON."""
 
 import argparse
+from collections.abc import Callable, Iterable
 import datetime
 import importlib.metadata
 import json
@@ -19,22 +20,55 @@ RESULTS = Path(__file__).parent / "results"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What every benchmark asks for: ranks, device, memory, where the results go."""
-    parser.add_argument("--ranks", type=int, help="default: all GPUs, or two CPU ranks")
+    parser.add_argument("--ranks", type=at_least(1), help="default: all GPUs, or two CPU ranks")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--heap-gib", type=float, help="symmetric heap of a rank; default 8, on CPUs 0.25")
-    parser.add_argument("--time-limit", type=float, default=400, help="seconds after which nothing new starts")
+    parser.add_argument("--heap-gib", type=at_least(0.001), help="symmetric heap of a rank; default 8, on CPUs 0.25")
+    parser.add_argument("--time-limit", type=at_least(0.01), default=400, help="seconds after which nothing new starts")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--name", help="of the JSON file; default: benchmark, dtype unless bf16, GPU, ranks")
+
+
+def at_least(least: float) -> Callable[[str], float]:
+    """The type of an argument: a number from `least` on, an integer where `least` is."""
+
+    def number(text: str) -> float:
+        value = type(least)(text)
+        if not value >= least:
+            raise ValueError
+        return value
+
+    number.__name__ = f"number from {least} on"  # argparse: "invalid number from 1 on value: '0'"
+    return number
+
+
+def numbers(text: str) -> list[int]:
+    """The type of an argument such as 1,16,64."""
+    return [at_least(1)(each) for each in text.split(",")]
+
+
+numbers.__name__ = "list of numbers from 1 on"
+
+
+def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an argument that names some of `names`, with commas."""
+    known = list(names)
+
+    def chosen(text: str) -> list[str]:
+        if unknown := [each for each in text.split(",") if each not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; expected some of {', '.join(known)}")
+        return text.split(",")
+
+    return chosen
 
 
 def settle(args: argparse.Namespace, argv: list[str] | None, benchmark: str) -> None:
     """Fills in the defaults that depend on the device."""
     gpu = args.device == "cuda"
+    if gpu and not torch.cuda.is_available():
+        raise SystemExit("--device is cuda; expected cpu, for torch finds no GPU")
     if args.ranks is None:
         args.ranks = torch.cuda.device_count() if gpu else 2
-    if args.ranks < 1:
-        raise SystemExit(f"--ranks is {args.ranks}; expected 1 or more")
     args.heap_gib = args.heap_gib or (8 if gpu else 0.25)
     args.benchmark = benchmark
     args.command = command(benchmark, sys.argv[1:] if argv is None else argv)

@@ -39,12 +39,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--graph-calls", type=int, default=100, help="calls in the graph")
     parser.add_argument("--delay-every", type=int, default=50, help="calls, or replays, between two delays")
     parser.add_argument("--shapes", help="default: stress, on CPUs tiny,tiny-forms")
-    parser.add_argument("--ops", default="ar,rs,ag,ga")
+    parser.add_argument("--ops", type=report.some_of(shapes.CALLS), default="ar,rs,ag,ga")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     report.settle(args, argv, "stress")
     args.shapes = args.shapes or ("stress" if args.device == "cuda" else "tiny,tiny-forms")
-    args.ops = args.ops.split(",")
+
     return args
 
 

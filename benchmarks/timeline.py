@@ -28,7 +28,7 @@ ROWS = {"cuda": "2048,8192,7168;16,8192,2048", "cpu": "48,64,32"}
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
-    parser.add_argument("--op", default="ar,rs,ag,ga", help="some of ar,rs,ag,ga")
+    parser.add_argument("--op", type=report.some_of(shapes.CALLS), default="ar,rs,ag,ga", help="some of ar,rs,ag,ga")
     parser.add_argument("--rows", help='sizes, as "2048,8192,7168;16,8192,2048"')
     parser.add_argument("--max-events", type=int, default=1 << 20, help="recorded on a rank at most")
     parser.add_argument("--quick", action="store_true", help="only the first of the rows")
@@ -37,8 +37,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.rows = args.rows or ROWS[args.device]
     if args.quick:
         args.rows = args.rows.split(";")[0]
-    args.op = args.op.split(",")
-    shapes.select("given", args.op, args.ranks, args.rows)
+    try:
+        shapes.select("given", args.op, args.ranks, args.rows)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

@@ -28,6 +28,7 @@ from contextlib import nullcontext
 import inspect
 from math import gcd
 from numbers import Real
+import zlib
 
 from iris.errors import ArgumentError
 import torch
@@ -141,6 +142,8 @@ class Engine:
     ) -> list[list[int]]:
         """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
 
+        Collective, with the same arguments on all ranks, which IRIS_DEBUG=1 compares.
+
         `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
         the probability, by rank 0's `seed`, which torch's generator there draws if there is none. Raises
         `ArgumentError` for bad arguments, and for prompts that with the new tokens are longer than `max_length`.
@@ -151,9 +154,13 @@ class Engine:
             raise ArgumentError(
                 f"temperature, top_p are {temperature!r}, {top_p!r}: expected 0 or more, and 0 < top_p <= 1"
             )
+        if isinstance(seed, bool):
+            raise ArgumentError(f"seed is {seed!r}: expected None or an integer of 64 bits")
         ends = stops(stop)
         prompts = tokens_of(prompts, self.model.get_input_embeddings().weight.shape[0])
         rows, mask = self._padded(prompts, max_new_tokens)
+        asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
+        self.ctx.compare("Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=_checksum(prompts))
         self._greedy = temperature == 0
         if not self._greedy:
             self.temperature.fill_(min(max(temperature, _COLDEST), _HOTTEST))
@@ -372,6 +379,10 @@ def _positions_known(model: nn.Module) -> int | None:
     # some begin behind a few that stand for padding
     looked_up = isinstance(most, int) and any(most <= each.num_embeddings <= most + 8 for each in tables)
     return most if looked_up else None
+
+
+def _checksum(prompts: list[list[int]]) -> int:
+    return zlib.crc32(repr(prompts).encode())
 
 
 def _until(row: list[int], ends: set[int]) -> list[int]:

@@ -62,8 +62,11 @@ class ColumnParallelLinear(ShardedLinear):
         """`input` [..., in_features], whole, to this rank's [..., local outputs], with `gather_output` to all outputs.
 
         With `sequence_parallel`, `input` is this rank's chunk of `tokens` in all, by default as many on each rank, and
-        the result is of all tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit.
+        the result is of all tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit, and
+        `ArgumentError` for `tokens` that are no number of tokens.
         """
+        if tokens is not None:
+            self._check_tokens(tokens)
         if not (self.gather_output or self.sequence_parallel):  # takes any leading dimensions: nothing to reshape
             self.check(input, self.in_features)
             return self.local_product(input, self.bias)
@@ -76,9 +79,19 @@ class ColumnParallelLinear(ShardedLinear):
 
     def gated(self, input: torch.Tensor) -> torch.Tensor:
         """Of `forward`, silu of the first half of this rank's outputs times the second half; nothing is exchanged."""
+        if self.gather_output or self.sequence_parallel:
+            raise ArgumentError(
+                "gated is asked of a layer that gathers: expected neither gather_output nor sequence_parallel"
+            )
         x = self.rows(input, self.in_features)
         out = library.gated(self.ctx, x, self.weight.t(), self.bias)
         return out.view(*input.shape[:-1], out.shape[-1])
+
+    def _check_tokens(self, tokens: int) -> None:
+        if not self.sequence_parallel:
+            raise ArgumentError(f"tokens is {tokens!r}: expected None, for the layer is not sequence_parallel")
+        if isinstance(tokens, bool) or not isinstance(tokens, (int, torch.SymInt)) or tokens < 0:
+            raise ArgumentError(f"tokens is {tokens!r}: expected None or an integer from 0 on")
 
     def _all_tokens(self, local: int, tokens: int | None) -> int:
         total = local * self.ctx.num_ranks if tokens is None else tokens

@@ -41,12 +41,7 @@ def from_pretrained(
     with `strict`, if they hold more.
     """
     check_context(ctx)
-    if not isinstance(path_or_id, (str, Path)):
-        raise ArgumentError(f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path")
-    if not str(path_or_id):
-        raise ArgumentError("path_or_id is empty: expected a folder, or a name on the hub")
-    if dtype not in (None, *_DTYPES):
-        raise ArgumentError(f"dtype is {dtype!r}: expected None, torch.bfloat16, torch.float16 or torch.float32")
+    _check_asked(ctx, _refusal(path_or_id, dtype, strict), {"dtype": dtype, "strict": strict, **options})
     staging = Staging(ctx.device)
     problems, model, checkpoint, sources = [], None, None, {}
     folder = _folder(path_or_id, ctx)
@@ -76,6 +71,34 @@ def from_pretrained(
     retie(model)
     model.parallel_report = report
     return model.eval()
+
+
+def _refusal(path_or_id: str | Path, dtype: torch.dtype | None, strict: bool) -> str | None:
+    if not isinstance(path_or_id, (str, Path)):
+        return f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path"
+    if not str(path_or_id):
+        return "path_or_id is empty: expected a folder, or a name on the hub"
+    if dtype not in (None, *_DTYPES):
+        return f"dtype is {dtype!r}: expected None, torch.bfloat16, torch.float16 or torch.float32"
+    if not isinstance(strict, bool):
+        return f"strict is {strict!r}: expected a bool"
+    return None
+
+
+def _check_asked(ctx, refusal: str | None, asked: dict[str, Any]) -> None:
+    """Raises on every rank if one of them refuses its arguments, or if they differ. Collective."""
+    own = refusal, {name: "a function" if callable(value) else repr(value) for name, value in asked.items()}
+    told = [ctx.broadcast(own, src=src) for src in range(ctx.num_ranks)]
+    for refused, _ in told:
+        if refused:
+            raise ArgumentError(refused)
+    first = told[0][1]
+    for rank, (_, said) in enumerate(told):
+        for name in sorted(first.keys() | said.keys()):
+            if first.get(name) != said.get(name):
+                raise ArgumentError(
+                    f"{name} is {first.get(name)} on rank 0 and {said.get(name)} on rank {rank}: expected the same"
+                )
 
 
 def _folder(path_or_id: str | Path, ctx) -> Path:

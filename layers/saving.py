@@ -106,11 +106,18 @@ def _check_size(size: Any) -> None:
         raise ArgumentError(f"max_shard_size is {size!r}: expected bytes, at least 1, or a text like '5GB'")
 
 
+# What transformers' own may be told, and does here anyway.
+_SAVED_SO = {"safe_serialization": [True], "is_main_process": [True, False], "push_to_hub": [False]}
+
+
 def wrap_save_pretrained(model: nn.Module, ctx) -> None:
     """Makes `model.save_pretrained` of this instance save the whole model: the class's own would save rank 0's part."""
     if hasattr(model, "save_pretrained"):
 
-        def save(self, save_directory: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        def save(self, save_directory: str | Path, *, max_shard_size: int | str = "5GB", **options: Any) -> None:
+            for name, value in options.items():
+                if value not in _SAVED_SO.get(name, ()):
+                    raise ArgumentError(f"save_pretrained: {name} is {value!r}: expected max_shard_size only")
             save_pretrained(self, save_directory, ctx, max_shard_size=max_shard_size)
 
         model.save_pretrained = MethodType(save, model)

@@ -241,10 +241,22 @@ def test_contenders_take_turns_in_every_order(alone):
     assert rounds[0] == rounds[1], "ranks, which do not ask each other, have to agree"
 
 
-def test_no_ranks_are_refused():
-    for ranks in ("0", "-1"):
-        with pytest.raises(SystemExit, match=f"--ranks is {ranks}; expected 1 or more"):
-            ops.parse(["--ranks", ranks])
+@pytest.mark.parametrize(
+    "benchmark, arguments, words",
+    [
+        (ops, ["--ranks", "0"], "--ranks: invalid number from 1 on value: '0'"),
+        (ops, ["--ranks", "-1"], "--ranks: invalid number from 1 on"),
+        (ops, ["--time-limit", "-1"], "--time-limit: invalid number from 0.01 on"),
+        (ops, ["--modes", "fast"], "--modes: fast; expected some of graph, eager"),
+        (ops, ["--device", "cpu", "--rows", "1,2"], "no row of 'tiny'"),
+        (ops, ["--device", "cpu", "--vary", "foo=1"], "--vary has 'foo'"),
+        (ccl, ["--sizes", "-5"], "--sizes: invalid list of numbers from 1 on"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(benchmark, arguments, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        benchmark.parse(arguments)
+    assert end.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_end_to_end_on_two_cpu_ranks(tmp_path):

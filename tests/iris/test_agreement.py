@@ -56,6 +56,22 @@ def model(rank: int, world: int) -> None:
         layers.Engine(split, ctx, 2, 32).generate(models.prompt(), 3)
 
 
+def other_prompts(rank: int, world: int) -> None:
+    with iris.iris(1 << 26) as ctx:
+        split = models.build("plain")
+        layers.parallelize(split, ctx)
+        engine = layers.Engine(split, ctx, 1, 16)
+        with pytest.raises(ArgumentError, match="Engine.generate.*tokens"):
+            engine.generate([[5, 6 + rank]], 3)
+        with pytest.raises(ArgumentError, match="Engine.generate.*max_new_tokens"):
+            engine.generate([[5, 6]], 3 + rank)
+        engine.generate([[5, 6]], 3)
+
+
+def test_prompts_that_differ_are_named() -> None:
+    run(2, other_prompts)
+
+
 def test_a_model_passes() -> None:
     run(2, model)
 

@@ -129,6 +129,7 @@ def refused_body(ctx) -> None:
     for options, words in [
         ({"top_p": 0}, "top_p"),
         ({"temperature": "hot"}, "temperature, top_p are 'hot'"),
+        ({"temperature": 1.0, "seed": True}, "seed is True: expected None or an integer"),
         ({"temperature": 1.0, "seed": "seven"}, "seed is 'seven' on rank 0"),
         ({"temperature": 1.0, "seed": 1 << 70}, "seed is 11"),
         ({"stop": 1.0}, "stop is 1.0"),

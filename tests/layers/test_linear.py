@@ -180,6 +180,14 @@ def even_body(ctx) -> None:
     assert column(torch.zeros(2, 17, device=ctx.device)).shape[0] == 2 * ctx.num_ranks
     with pytest.raises(ShapeError, match="tokens"):
         column(torch.zeros(2, 17, device=ctx.device), tokens=2 * ctx.num_ranks + 7)
+    for tokens in ("a", 4.0, True, -1):
+        with pytest.raises(ArgumentError, match=f"tokens is {tokens!r}: expected None or an integer from 0 on"):
+            column(torch.zeros(2, 17, device=ctx.device), tokens=tokens)
+    local = ColumnParallelLinear.from_linear(whole_linear(17, 4 * ctx.num_ranks), ctx=ctx)
+    with pytest.raises(ArgumentError, match="tokens is 13: expected None, for the layer is not sequence_parallel"):
+        local(torch.zeros(2, 17, device=ctx.device), tokens=13)
+    with pytest.raises(ArgumentError, match="gated is asked of a layer that gathers"):
+        column.gated(torch.zeros(2, 17, device=ctx.device))
     with pytest.raises(ShapeError, match="flatten"):
         column(torch.zeros(2, 3, 17, device=ctx.device))
 

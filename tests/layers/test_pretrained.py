@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from iris.errors import CheckpointError
+from iris.errors import ArgumentError, CheckpointError
 import layers
 from layers.parallelize import parallelize
 from layers.staging import Staging
@@ -283,6 +283,28 @@ def unknown_activation(folder: Path) -> str:
 def wide(folder: Path) -> str:
     configure(folder, dtype="float64")
     return "the configuration's dtype is torch.float64: pass dtype=torch.float32"
+
+
+def asked_body(ctx, folder: str) -> None:
+    """What one rank alone asks for, or asks wrongly, is an error on all of them."""
+    first = ctx.cur_rank == 0
+    for options, words in [
+        ({"dtype": None if first else "x"}, "dtype is 'x': expected None, torch.bfloat16"),
+        ({"strict": "no" if first else True}, "strict is 'no': expected a bool"),
+        (
+            {"dtype": torch.float32 if first else torch.bfloat16},
+            "dtype is torch.float32 on rank 0 and torch.bfloat16 on",
+        ),
+        ({"weights": "fp8"} if first else {}, "weights is 'fp8' on rank 0 and None on rank 1: expected the same"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            layers.from_pretrained(folder, ctx, **options)
+    layers.from_pretrained(folder, ctx, filter_fn=lambda name, module: True)
+
+
+@two_ranks
+def test_ranks_ask_for_the_same_model(world_size: int, saved) -> None:
+    run_ranks(world_size, asked_body, str(saved("plain")))
 
 
 SPOILT = [

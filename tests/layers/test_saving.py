@@ -74,6 +74,10 @@ def again_body(ctx, folder: str, blocked: str) -> None:
     layers.save_pretrained(model, folder, ctx, max_shard_size=20_000)
     layers.save_pretrained(model, folder, ctx)  # what the first left is gone
     layers.from_pretrained(folder, ctx)
+    model.save_pretrained(folder, safe_serialization=True, is_main_process=ctx.cur_rank == 0)
+    for option in ({"push_to_hub": True}, {"safe_serialization": False}, {"variant": "fp16"}):
+        with pytest.raises(ArgumentError, match=f"save_pretrained: {next(iter(option))} is .*: expected max_shard"):
+            model.save_pretrained(folder, **option)
     with pytest.raises(ArgumentError, match="max_shard_size is 'much'"):
         model.save_pretrained(folder, max_shard_size="much")
     for size in (0, -1, None, True, 1.5, "0GB", "-1GB"):
@@ -83,8 +87,6 @@ def again_body(ctx, folder: str, blocked: str) -> None:
         model.save_pretrained(None)
     with pytest.raises(CheckpointError, match=r"cannot be written, 1 problem\(s\):\n  rank 0: "):
         model.save_pretrained(blocked)
-    with pytest.raises(TypeError, match="push_to_hub"):
-        model.save_pretrained(folder, push_to_hub=True)
 
 
 @two_ranks
