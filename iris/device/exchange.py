@@ -3,7 +3,8 @@
 A word of all ones is empty. Floating-point words are as wide as the data: that bit pattern is a NaN which no conversion
 or sum makes, and `seal` turns one that was loaded into another NaN. Where every bit pattern means something, as in
 integers, `widen` makes words of twice the width. The receiver polls the words themselves and leaves them empty. Each
-word is stored at once (16 to 64 bits), so a word that is not empty is whole, whatever the order in which words arrive.
+word is stored at once (16 to 64 bits) and loaded at once, so a word that is not empty is whole, whatever the order in
+which words arrive.
 
 Two slots by the parity of an epoch that only these exchanges advance are enough: who stores for call e + 2 has finished
 e + 1, so it has everyone's words of e + 1; who sent those had finished call e, with all its words emptied. A rank has

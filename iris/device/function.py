@@ -9,7 +9,7 @@ neither trouble.
 import triton
 
 from .. import platform
-from .interpreter import spare_repetition
+from .interpreter import load_words_whole, spare_repetition
 
 
 def device_function(fn):
@@ -20,3 +20,4 @@ def device_function(fn):
 
 if platform.interpreting():
     spare_repetition()
+    load_words_whole()

@@ -1,13 +1,15 @@
-"""What Triton's interpreter does again and again without need, done once: most of the time of kernels on small tensors.
+"""What Triton's interpreter does again and again without need, done once, and words of 16 bits that it loads whole.
 
-Nothing that a kernel computes or checks changes. Triton 3.6, at each launch and each call of a jit function inside a
-kernel, looks through the whole language for functions to put its own in place of; computes whether an int32 overflows,
-though without its debug option it drops the answer; and writes down a table of numpy's dtypes, and the names of the
-types of its sizes, for each value made.
+The first is most of the time of kernels on small tensors, and nothing that they compute or check changes. Triton 3.6,
+at each launch and each call of a jit function inside a kernel, looks through the whole language for functions to put
+its own in place of; computes whether an int32 overflows, though without its debug option it drops the answer; and
+writes down a table of numpy's dtypes, and the names of the types of its sizes, for each value made.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+
+import numpy as np
 
 
 def spare_repetition() -> None:
@@ -20,6 +22,40 @@ def spare_repetition() -> None:
     core._type_for_tuple_values = _once_a_shape(core._type_for_tuple_values)
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
+
+
+def load_words_whole() -> None:
+    """Has integers of 16 bits loaded at once, for words that say themselves whether they have arrived (`exchange`).
+
+    The interpreter copies each element by memcpy, of which a C library may make a load of two bytes and one of the last
+    byte again: of a word that is stored between them, half is new and half is old.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def load_whole(self, ptrs, mask, other, *hints):
+        if ptrs.get_element_ty() != core.int16:
+            return load(self, ptrs, mask, other, *hints)
+        asked = np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)
+        found = np.zeros(ptrs.data.shape, np.int16)
+        if other is not None:
+            found[...] = other.data
+        at = ptrs.data[asked]
+        if at.size:
+            first, last = int(at.min()), int(at.max())
+            found[asked] = np.asarray(_Words(first, (last - first) // 2 + 1))[(at.astype(np.int64) - first) // 2]
+        return interpreter.TensorHandle(found, core.int16)
+
+    interpreter.InterpreterBuilder.create_masked_load = load_whole
+
+
+class _Words:
+    """Memory from an address on, as numpy takes it: `count` integers of 16 bits."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__array_interface__ = {"data": (address, True), "shape": (count,), "typestr": "<i2", "version": 3}
 
 
 class _Kept:

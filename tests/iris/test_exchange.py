@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from multiprocessing import shared_memory
+import time
+
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 from iris.device.exchange import seal
+import numpy as np
 import pytest
 import torch
 import triton
@@ -33,3 +38,46 @@ def test_sealed_words_are_not_empty(dtype: torch.dtype) -> None:
     assert (out != -1).all()
     sealed, numbers = out.view(dtype), ~x.isnan()
     assert sealed[~numbers].isnan().all() and torch.equal(out[numbers], x.view(WORDS[dtype])[numbers])
+
+
+def store_in_turn(name: str, words: list[int], ready, enough) -> None:
+    from triton.runtime import interpreter
+
+    memory = shared_memory.SharedMemory(name)
+    pointers = np.full(1 << 14, np.ndarray(1, np.int16, memory.buf).ctypes.data, np.uint64)
+    values, mask = np.resize(np.array(words, np.int16), len(pointers)), np.ones(len(pointers), bool)
+    ready.set()
+    while not enough.is_set():
+        interpreter._interpreter.store(pointers, values, mask)
+
+
+@triton.jit
+def look_kernel(word, out, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, tl.load(word + i * 0, volatile=True))
+
+
+@pytest.mark.skipif(ON_GPU, reason="of the interpreter")
+def test_words_of_16_bits_are_loaded_whole() -> None:
+    """While another process stores them: with one memcpy an element, some 60 of a million were half and half."""
+    words, seen = [-1, 0x1234], set()
+    start = multiprocessing.get_context("spawn")
+    ready, enough = start.Event(), start.Event()
+    memory = shared_memory.SharedMemory(create=True, size=64)
+    memory.buf[:2] = b"\xff\xff"
+    writer = start.Process(target=store_in_turn, args=(memory.name, words, ready, enough), daemon=True)
+    try:
+        writer.start()
+        assert ready.wait(60)
+        word, out = torch.frombuffer(memory.buf, dtype=torch.int16, count=1), torch.empty(1 << 16, dtype=torch.int16)
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            look_kernel[(1,)](word, out, len(out))
+            seen |= set(out.unique().tolist())
+        del word
+    finally:
+        enough.set()
+        writer.join(30)
+        memory.close()
+        memory.unlink()
+    assert seen == set(words), sorted(map(hex, seen))
