@@ -35,9 +35,9 @@ def load_words_whole() -> None:
 
     load = interpreter.InterpreterBuilder.create_masked_load
 
-    def load_whole(self, ptrs, mask, other, *hints):
+    def load_whole(self, ptrs, mask, other, *hints, **named_hints):
         if ptrs.get_element_ty() != core.int16:
-            return load(self, ptrs, mask, other, *hints)
+            return load(self, ptrs, mask, other, *hints, **named_hints)
         asked = np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)
         found = np.zeros(ptrs.data.shape, np.int16)
         if other is not None:

@@ -59,7 +59,7 @@ def look_kernel(word, out, SIZE: tl.constexpr):
 
 @pytest.mark.skipif(ON_GPU, reason="of the interpreter")
 def test_words_of_16_bits_are_loaded_whole() -> None:
-    """While another process stores them: by memcpy, which makes two loads of one, a hundred of a million were half and half."""
+    """While another process stores them: by memcpy, some hundred of a million loads were half and half."""
     words, seen = [-1, 0x1234], set()
     start = multiprocessing.get_context("spawn")
     ready, enough = start.Event(), start.Event()
