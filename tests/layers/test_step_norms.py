@@ -174,7 +174,8 @@ def eight_bits_body(ctx) -> None:
         calls = counted(patch)
         result = logits(model, ctx, compile="inductor", graphs=False)
         assert len(calls) == 3 * 4
-        assert torch.equal(logits(model, ctx, compile="inductor"), result), "captured"
+        captured = logits(model, ctx, compile="inductor", prompt_graphs=0)  # padded ones have rows enough to be rounded
+        assert torch.equal(captured, result)
     own, theirs, other = (
         (each.double() - exact.double()).flatten(1).norm(dim=1) for each in (result, rounding, exact.roll(1, 0))
     )
