@@ -16,6 +16,7 @@ import sys
 import time
 
 import iris  # before triton on a machine without a GPU
+from iris import platform
 import torch
 import torch.distributed as dist
 
@@ -41,17 +42,19 @@ class Contender:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
-    parser.add_argument("--rows", help='sizes M,N,K, as "8192,8192,7168;512,8192,2048"')
+    parser.add_argument("--rows", type=report.sizes, help='sizes M,N,K, as "8192,8192,7168;512,8192,2048"')
     parser.add_argument("--store-warp", action="store_true", help="also the variant with a store warp; Hopper only")
     parser.add_argument("--quick", action="store_true", help="two shapes, a third of the time each")
     parser.set_defaults(time_limit=50)
     args = parser.parse_args(argv)
     report.settle(args, argv, "all_scatter")
     default = (SHAPES[1:4:2] if args.quick else SHAPES) if args.device == "cuda" else ((64, 96, 64),)
-    args.shapes = [tuple(map(int, row.split(","))) for row in args.rows.split(";")] if args.rows else default
+    args.shapes = args.rows or default
     for M, N, K in args.shapes:
         if N % args.ranks or K % 8:
             parser.error(f"{M},{N},{K}: expected N a multiple of the {args.ranks} ranks and K of 8")
+    if args.store_warp and not platform.has_warp_roles(torch.device(args.device)):
+        parser.error(f"--store-warp on {args.device}: expected NVIDIA Hopper GPUs, whose warps can do different work")
     return args
 
 
@@ -135,7 +138,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     begin = time.monotonic()
     ctx = iris.iris(int(args.heap_gib * 2**30))
-    dtype = getattr(torch, args.dtype) if team.cuda else torch.float32
+    dtype = getattr(torch, args.dtype)
     variants = VARIANTS + (("fused_store_warp",) if args.store_warp else ())
     measured = {**report.describe_run(team, args), "link_gb_s": LINK_GB_S, "rows": [], "left_out": []}
     for shape in args.shapes:

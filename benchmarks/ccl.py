@@ -46,7 +46,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = args.device == "cuda"
     sizes = SWEEP if args.sweep else QUICK if args.quick else SIZES
     args.sizes = args.sizes or (sizes if gpu else TINY)
-    args.modes = [mode for mode in args.modes if gpu or mode == "eager"]
+    args.modes = report.modes(parser, args)
     return args
 
 

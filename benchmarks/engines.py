@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from iris import names
+from iris.errors import PlatformError
 import torch
 from torch import nn
 import torch.distributed as dist
@@ -129,7 +130,7 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
         OURS: lambda: Contender(OURS, shared(), lambda: serve(shared(), ctx), ctx, lambda: ctx._heap.used),
         UNSHARED: lambda: Contender(UNSHARED, model, lambda: serve(model, ctx), ctx, lambda: ctx._heap.used),
         SEQUENCE_NCCL: lambda: Contender(SEQUENCE_NCCL, shared(), lambda: serve(shared(), nccl), nccl),
-        ASYNC_TP: lambda: Contender(ASYNC_TP, shared(), lambda: serve(shared(), async_tp), async_tp),
+        ASYNC_TP: lambda: Contender(ASYNC_TP, on_gpus(shared, ctx), lambda: serve(shared(), async_tp), async_tp),
         FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: ctx._heap.used),
         NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
@@ -142,6 +143,13 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
         else:
             built.append(contender)
     return built, failed
+
+
+def on_gpus(model: Callable[[], nn.Module], ctx) -> nn.Module:
+    """The model, for a contender whose ops there are on GPUs only."""
+    if ctx.device.type == "cpu":
+        raise PlatformError("needs GPUs: torch has no symmetric memory on CPUs")
+    return model()
 
 
 def serve(model: nn.Module, ctx) -> None:

@@ -172,7 +172,7 @@ def line(row: dict) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_arguments(parser)
+    report.add_arguments(parser, dtype="bfloat16")
     parser.add_argument("--rows", type=report.at_least(1), nargs="+", help=f"of the input; default {ROWS}")
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
     args = parser.parse_args(argv)

@@ -292,13 +292,12 @@ def cases(family: str, world: int) -> list:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_arguments(parser)
+    report.add_arguments(parser, dtype="int32")
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument(
         "--rounds", type=report.at_least(1), help="of each case, by all programs; default 10^7, CPUs 64"
     )
     parser.add_argument("--barriers", type=report.at_least(1), help="default 10^6, on CPUs 64")
-    parser.set_defaults(dtype="int32")
     args = parser.parse_args(argv)
     report.settle(args, argv, "litmus")
     gpu = args.device == "cuda"

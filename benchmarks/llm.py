@@ -49,11 +49,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="decoder layers by torch.compile, for all who can")
     parser.add_argument("--profile", action="store_true", help="prints what kernels take, in prompts and in steps")
     parser.add_argument("--quick", action="store_true", help="one round, one batch, one prompt length")
+    parser.set_defaults(dtype=None)  # which depends on the device
     args = parser.parse_args(argv)
     report.settle(args, argv, "llm")
     gpu = args.device == "cuda"
-    if not gpu:
-        args.dtype = "float32" if "--dtype" not in (argv or sys.argv) else args.dtype
+    args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
+    if not gpu and set(args.contenders) == {engines.ASYNC_TP}:
+        parser.error("--contenders async-tp: expected others on CPUs, for it needs GPUs")
     args.model = args.model or ("llama-3-8b" if gpu else "tiny")
     if not gpu and args.model == "tiny":
         args.prompts, args.output = [min(n, 16) for n in args.prompts], min(args.output, 5)

@@ -30,8 +30,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     report.add_arguments(parser)
     parser.add_argument("--ops", type=report.some_of(shapes.CALLS), default="ar,rs,ag,ga", help="some of ar,rs,ag,ga")
     parser.add_argument("--shapes", help=f"some of {','.join(shapes.SETS)}; default: facts, on CPUs tiny")
-    parser.add_argument("--rows", help='only these sizes, as "8192,8192,7168;512,8192,2048"; all, of --shapes given')
-    parser.add_argument("--only", help='only contenders with one of these words in their name, as "ours,NCCL,alone"')
+    parser.add_argument(
+        "--rows", type=report.sizes, help='only these sizes, as "8192,8192,7168;512,8192,2048"; all, of --shapes given'
+    )
+    parser.add_argument(
+        "--only", default="", help='only contenders with one of these words in their name, as "ours,NCCL,alone"'
+    )
     parser.add_argument("--vary", default="", help='fields of our configuration, as "num_stages=4,5;group_m=8,16"')
     parser.add_argument("--modes", type=report.some_of(("graph", "eager")), default="graph,eager")
     parser.add_argument("--quick", action="store_true", help="two rows an op, a third of the time each")
@@ -39,13 +43,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     report.settle(args, argv, "ops")
     gpu = args.device == "cuda"
     args.shapes = args.shapes or ("tiny" if not gpu else "quick" if args.quick else "facts")
-    args.modes = [mode for mode in args.modes if gpu or mode == "eager"]
+    args.modes = report.modes(parser, args)
+    args.only = [word for word in args.only.split(",") if word] or [""]
     try:
-        shapes.select(args.shapes, args.ops, args.ranks, args.rows)
+        rows = shapes.select(args.shapes, args.ops, args.ranks, args.rows)
         args.vary = variations(args.vary)
     except ValueError as error:
         parser.error(str(error))
+    names = names_of_contenders(args, rows) if any(args.only) else [""]
+    if unknown := [word for word in args.only if not any(word in name for name in names)]:
+        parser.error(f"--only {', '.join(unknown)}: expected words in the names of {', '.join(names)}")
     return args
+
+
+def names_of_contenders(args: argparse.Namespace, rows: list[Row]) -> list[str]:
+    """All that serve one of `rows`; none of them is made ready."""
+    team, dtype = Team(1, args.ranks, torch.device(args.device)), getattr(torch, args.dtype)  # rank 1 prints nothing
+    found = rivals.contenders(team, rows, dtype, *rivals.heaps(team, rows, dtype, args.heap_gib))
+    return list(dict.fromkeys(each.name for each in found if any(each.takes(row, team.world, dtype) for row in rows)))
 
 
 def variations(text: str) -> list[dict[str, int | bool | str]]:
@@ -69,18 +84,24 @@ def _flag(text: str) -> bool:
     return text == "True"
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--vary has {text!r}; expected an integer") from None
+
+
 # How values of a field are read, by its type.
-_READ = {"int": int, "bool": _flag, "str": str}
+_READ = {"int": _whole, "bool": _flag, "str": str}
 
 
 def run(team: Team, args: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False  # the reference is float32 proper
     dtype = getattr(torch, args.dtype)
     rows = shapes.select(args.shapes, args.ops, team.world, args.rows)
-    words = args.only.split(",") if args.only else [""]
     heaps = rivals.heaps(team, rows, dtype, args.heap_gib)
     found = rivals.contenders(team, rows, dtype, *heaps)
-    found = [contender for contender in found if any(word in contender.name for word in words)]
+    found = [contender for contender in found if any(word in contender.name for word in args.only)]
     found += [rivals.varied(heaps[0], changes) for changes in args.vary]
     measured = {**report.describe_run(team, args), "link_gb_s": shapes.LINK_GB_S, "rows": []}
     begin = time.monotonic()
@@ -92,7 +113,8 @@ def run(team: Team, args: argparse.Namespace) -> None:
         result = run_row(row, team, found, dtype, args)
         measured["rows"].append(result)
         measured["left_out"] = [str(left) for left in rows[number:]]
-        shown = [f"{r['name']} {report.summary(r)}" for r in result["results"]] or result["notes"]
+        shown = [f"{r['name']} {report.summary(r)}" for r in result["results"]]
+        shown = shown or result.get("notes", ["none of these contenders serves it"])
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {' | '.join(shown)}")
         if team.rank == 0:
             report.write(measured, args)

@@ -18,27 +18,39 @@ from benchmarks.launch import Team
 RESULTS = Path(__file__).parent / "results"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark asks for: ranks, device, memory, where the results go."""
+def add_arguments(parser: argparse.ArgumentParser, dtype: str | None = None) -> None:
+    """What every benchmark asks for: ranks, device, memory, where the results go. `dtype`: the only one, if it is."""
     parser.add_argument("--ranks", type=at_least(1), help="default: all GPUs, or two CPU ranks")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=device, choices=("cuda", "cpu"), default=default)
+    if dtype:
+        parser.set_defaults(dtype=dtype)
+    else:
+        parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--heap-gib", type=at_least(0.001), help="symmetric heap of a rank; default 8, on CPUs 0.25")
     parser.add_argument("--time-limit", type=at_least(0.01), default=400, help="seconds after which nothing new starts")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--name", help="of the JSON file; default: benchmark, dtype unless bf16, GPU, ranks")
 
 
-def at_least(least: float) -> Callable[[str], float]:
-    """The type of an argument: a number from `least` on, an integer where `least` is."""
+def device(text: str) -> str:
+    """The type of --device: no GPU where torch finds none."""
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("cuda; expected cpu, for torch finds no GPU")
+    return text
+
+
+def at_least(least: float, most: float | None = None) -> Callable[[str], float]:
+    """The type of an argument: a number from `least` on, up to `most` if there is one, an integer where `least` is."""
 
     def number(text: str) -> float:
         value = type(least)(text)
-        if not value >= least:
+        if not value >= least or most is not None and value > most:
             raise ValueError
         return value
 
-    number.__name__ = f"number from {least} on"  # argparse: "invalid number from 1 on value: '0'"
+    # argparse: "invalid number from 1 on value: '0'"
+    number.__name__ = f"number from {least} on" if most is None else f"number from {least} to {most}"
     return number
 
 
@@ -48,6 +60,14 @@ def numbers(text: str) -> list[int]:
 
 
 numbers.__name__ = "list of numbers from 1 on"
+
+
+def sizes(text: str) -> list[tuple[int, int, int]]:
+    """The type of an argument such as 8192,8192,7168;512,8192,2048: M, N and K of each row."""
+    return [(M, N, K) for M, N, K in map(numbers, text.split(";"))]
+
+
+sizes.__name__ = "list of sizes M,N,K;M,N,K from 1 on"
 
 
 def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
@@ -65,13 +85,19 @@ def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
 def settle(args: argparse.Namespace, argv: list[str] | None, benchmark: str) -> None:
     """Fills in the defaults that depend on the device."""
     gpu = args.device == "cuda"
-    if gpu and not torch.cuda.is_available():
-        raise SystemExit("--device is cuda; expected cpu, for torch finds no GPU")
     if args.ranks is None:
         args.ranks = torch.cuda.device_count() if gpu else 2
     args.heap_gib = args.heap_gib or (8 if gpu else 0.25)
     args.benchmark = benchmark
     args.command = command(benchmark, sys.argv[1:] if argv is None else argv)
+
+
+def modes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """Those of `args.modes` that there are on the device."""
+    found = [mode for mode in args.modes if args.device == "cuda" or mode == "eager"]
+    if not found:
+        parser.error(f"--modes {','.join(args.modes)}: expected eager, for CPUs have no CUDA graphs")
+    return found
 
 
 def command(benchmark: str, argv: list[str]) -> str:

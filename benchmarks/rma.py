@@ -75,10 +75,10 @@ class Case:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_arguments(parser)
+    report.add_arguments(parser, dtype="int32")
     parser.add_argument("--ops", default=",".join(TRANSFERS + ATOMICS))
     parser.add_argument("--quick", action="store_true", help="no pairs but at the largest size, fewer sizes")
-    parser.set_defaults(dtype="int32", time_limit=50)
+    parser.set_defaults(time_limit=50)
     args = parser.parse_args(argv)
     report.settle(args, argv, "rma")
     args.ops = args.ops.split(",")

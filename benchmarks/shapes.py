@@ -278,19 +278,18 @@ SETS: dict[str, Callable[[int], list[Row]]] = {
 }
 
 
-def select(names: str, ops: list[str], world: int, sizes: str | None = None) -> list[Row]:
+def select(names: str, ops: list[str], world: int, sizes: list[tuple[int, int, int]] | None = None) -> list[Row]:
     """The rows of some sets, as "facts,decode", that belong to `ops`.
 
-    `sizes` as "8192,8192,7168;512,8192,2048" keeps those sizes only; of the set "given" they are the rows.
+    `sizes`, each M, N and K, keeps those only; of the set "given" they are the rows.
     """
     unknown = [name for name in names.split(",") if name not in SETS]
     if unknown:
         raise ValueError(f"no set of rows is called {unknown[0]!r}; there are {', '.join(SETS)}")
-    wanted = [tuple(int(size) for size in part.split(",")) for part in sizes.split(";")] if sizes else None
     rows = _once(row for name in names.split(",") for row in SETS[name](world))
-    if wanted and names == "given":
-        rows = [Row(op, *size) for op in CALLS for size in wanted]
-    rows = [row for row in rows if row.op in ops and (wanted is None or (row.M, row.N, row.K) in wanted)]
+    if sizes and names == "given":
+        rows = [Row(op, *size) for op in CALLS for size in sizes]
+    rows = [row for row in rows if row.op in ops and (not sizes or (row.M, row.N, row.K) in sizes)]
     if not rows:
         raise ValueError(f"no row of {names!r} has ops {ops} and sizes {sizes}; see benchmarks/shapes.py")
     return rows

@@ -34,17 +34,26 @@ REPORTS = 20
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
-    parser.add_argument("--calls", type=int, default=100_000, help="one by one")
-    parser.add_argument("--replays", type=int, default=10_000, help="of a graph")
-    parser.add_argument("--graph-calls", type=int, default=100, help="calls in the graph")
-    parser.add_argument("--delay-every", type=int, default=50, help="calls, or replays, between two delays")
+    parser.add_argument("--calls", type=report.at_least(0), default=100_000, help="one by one")
+    parser.add_argument("--replays", type=report.at_least(0), default=10_000, help="of a graph")
+    parser.add_argument("--graph-calls", type=report.at_least(1), default=100, help="calls in the graph")
+    parser.add_argument(
+        "--delay-every", type=report.at_least(1), default=50, help="calls, or replays, between two delays"
+    )
     parser.add_argument("--shapes", help="default: stress, on CPUs tiny,tiny-forms")
     parser.add_argument("--ops", type=report.some_of(shapes.CALLS), default="ar,rs,ag,ga")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     report.settle(args, argv, "stress")
     args.shapes = args.shapes or ("stress" if args.device == "cuda" else "tiny,tiny-forms")
-
+    if not args.calls and not args.replays:
+        parser.error("--calls and --replays are 0: expected one of them from 1 on")
+    try:
+        rows = shapes.select(args.shapes, args.ops, args.ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    if unserved := [str(row) for row in rows if not row.serves(args.ranks)]:
+        parser.error(f"--shapes {args.shapes}: {args.ranks} ranks do not divide the columns of {unserved[0]}")
     return args
 
 

@@ -1,7 +1,7 @@
 """A timeline of what every program does: an own kernel that records its steps, and a fused op that records itself.
 
 Each rank puts blocks of a vector into the next rank's memory, and marks each put, as it would mark any step. Then
-`ctx.tracing.enable()` alone makes the fused ops record their products, pushes and waits. `export` writes one file of
+`ctx.tracing.enable()` alone makes fused kernels record their products, pushes and waits. `export` writes one file of
 all ranks on a common clock; open it in ui.perfetto.dev or chrome://tracing.
 
     python -m examples.tracing

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import agreement, names, platform, repeat, tensors
+from . import agreement, graphed, names, platform, repeat, tensors
 from .barrier import DeviceBarrier
 from .device import bounded
 from .device.context import HEADER, pack
@@ -344,6 +344,7 @@ def _refusal(heap_size: Any, device: torch.device) -> IrisError | None:
     try:
         platform.timeout_s(device)
         agreement.wanted()
+        graphed.wanted()
     except PlatformError as error:
         return error
     return None

@@ -28,6 +28,7 @@ import weakref
 import torch
 
 from . import platform, repeat
+from .errors import PlatformError
 
 if TYPE_CHECKING:
     from .context import Iris
@@ -38,8 +39,16 @@ _RUNS_BEFORE, _RUNS_BETWEEN = 1, 64
 # Times as long as a capture took, none begins after it: a prompt whose hundreds of calls all came again would take
 # twice as long. So captures take a tenth of the host's time at most.
 _REST = 9
-ENV_GRAPHS = "IRIS_OP_GRAPHS"  # 0: none
+ENV_GRAPHS = "IRIS_OP_GRAPHS"
 _MOST = 512  # graphs that are kept; with more, further calls stay as they are, for none is known to come less often
+
+
+def wanted() -> bool:
+    """Whether the environment lets calls become graphs. Raises `PlatformError` for what says neither."""
+    text = os.environ.get(ENV_GRAPHS) or "1"
+    if text not in ("0", "1"):
+        raise PlatformError(f"{ENV_GRAPHS} is {text!r}; expected 0, or 1 or nothing")
+    return text == "1"
 
 
 class Graphs:
@@ -48,7 +57,7 @@ class Graphs:
     def __init__(self, ctx: Iris, capturer: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.ctx, self.device = ctx, ctx.device
         self._clock, self._rests_until = clock, -float("inf")
-        self.most = 0 if os.environ.get(ENV_GRAPHS) == "0" else _MOST
+        self.most = _MOST if wanted() else 0
         self._capturer = capturer or Capturer(ctx.device)
         self._kept: weakref.WeakSet[Graphed] = weakref.WeakSet()
         self.listeners = repeat.listeners()

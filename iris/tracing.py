@@ -1,6 +1,6 @@
 """`ctx.tracing`: what programs did inside kernels, as a timeline of all ranks.
 
-    ctx.tracing.enable()                      # the fused ops now launch variants that record
+    ctx.tracing.enable()                      # fused kernels now are variants that record
     ctx.ops.matmul_reduce_scatter(out, A, B)
     ctx.tracing.export("trace.json", merge=True)  # for chrome://tracing or ui.perfetto.dev
 
@@ -33,7 +33,7 @@ from .errors import ArgumentError, CaptureError
 if TYPE_CHECKING:
     from .context import Iris
 
-_MOST_EVENTS = 1 << 28
+MOST_EVENTS = 1 << 28
 _ROUND_TRIPS = 64
 EVENT = np.dtype(
     [
@@ -117,13 +117,15 @@ class Tracing:
     def enable(self, max_events: int = 1 << 20) -> None:
         """Begins to record, at most `max_events` (64 bytes each) on this rank; forgets what was recorded.
 
-        The fused ops launch variants that record from here on until `disable()`; a captured graph stays as it was.
+        Fused kernels are launched as variants that record from here on until `disable()`; a captured graph stays as it
+        was. Calls whose product is a kernel apart record nothing, nor does `ctx.ccl`: those of "sequential" (on CPUs
+        all-reduces with B in eight bits, too), of "shard_sums", and of "copy_engines" unless warps have roles.
         """
         self._check()
-        sound = isinstance(max_events, int) and not isinstance(max_events, bool) and 0 < max_events <= _MOST_EVENTS
+        sound = isinstance(max_events, int) and not isinstance(max_events, bool) and 0 < max_events <= MOST_EVENTS
         for given, fine in self._ctx._ranks.all_gather((repr(max_events), sound)):
             if not fine:
-                raise ArgumentError(f"max_events is {given}; expected an integer from 1 to {_MOST_EVENTS}")
+                raise ArgumentError(f"max_events is {given}; expected an integer from 1 to {MOST_EVENTS}")
         self._ctx.barrier()  # no kernel of this device still records
         if self._clock is None:
             self._clock = self._clock_memory()

@@ -7,7 +7,8 @@ asking for properties takes. Without a GPU that is a note, not a fault: the kern
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -19,6 +20,7 @@ import sys
 
 OK, NOTE, FIX = "ok", "note", "FIX"
 
+PYTHON = (3, 10)  # the least, as pyproject.toml has it
 # name of the distribution: (least, below), as pyproject.toml has them
 REQUIRED = {
     "torch": ((2, 9), None),
@@ -27,6 +29,7 @@ REQUIRED = {
     "safetensors": ((0, 4), None),
 }
 OPTIONAL = {"transformers": ((5, 15), None), "accelerate": ((1, 0), None)}
+VMEM = {"cuda-bindings": ((12, 8), None)}
 
 _VARIABLES = ("IRIS_ALLOCATOR", "IRIS_DEBUG", "IRIS_OP_GRAPHS", "IRIS_TIMEOUT")
 _ALLOCATORS = ("torch", "vmem")
@@ -44,7 +47,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything there is to say about this machine and this environment."""
-    checks = [versions, gpus, peers, links, memory, environment]
+    checks = [versions, gpus, peers, links, virtual_memory, memory, environment]
     if importlib.util.find_spec("torch") is None:
         checks = [versions, memory, environment]
     return [finding for check in checks for finding in check()]
@@ -62,15 +65,22 @@ def show(findings: list[Finding]) -> int:
 
 
 def versions() -> Iterator[Finding]:
-    yield Finding(OK, f"python {host.python_version()}, {host.system()} {host.machine()}")
+    python = f"python {host.python_version()}, {host.system()} {host.machine()}"
+    if sys.version_info[:2] < PYTHON:
+        yield Finding(FIX, f"{python}; expected >={_dotted(PYTHON)}", f"install Python {_dotted(PYTHON)} or newer")
+    else:
+        yield Finding(OK, python)
     if sys.platform != "linux":
         yield Finding(FIX, f"the system is {sys.platform}", "run on Linux")
     for required, wanted in ((True, REQUIRED), (False, OPTIONAL)):
         for name, (least, below) in wanted.items():
-            yield _version(name, least, below, required)
+            yield _version(name, least, below, required, "Hugging Face models")
 
 
-def _version(name: str, least: tuple[int, ...], below: tuple[int, ...] | None, required: bool) -> Finding:
+def _version(
+    name: str, least: tuple[int, ...], below: tuple[int, ...] | None, required: bool, purpose: str = ""
+) -> Finding:
+    """`purpose`: what it is for, where it is not required."""
     bounds = f">={_dotted(least)}" + (f",<{_dotted(below)}" if below else "")
     try:
         given = importlib.metadata.version(name)
@@ -79,7 +89,8 @@ def _version(name: str, least: tuple[int, ...], below: tuple[int, ...] | None, r
             given = other
         else:
             missing = f"{name} is not installed"
-            return Finding(FIX if required else NOTE, missing, f"pip install '{name}{bounds}'" + _why(required))
+            why = "" if required else f"  (for {purpose})"
+            return Finding(FIX if required else NOTE, missing, f"pip install '{name}{bounds}'{why}")
     found = tuple(int(part) for part in re.findall(r"\d+", given)[:3])
     if found < least or (below and found >= below):
         return Finding(FIX, f"{name} is {given}; expected {bounds}", f"pip install '{name}{bounds}'")
@@ -92,10 +103,6 @@ def _rocm_triton() -> str | None:
         return importlib.metadata.version("pytorch-triton-rocm")
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _why(required: bool) -> str:
-    return "" if required else "  (for Hugging Face models)"
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -206,6 +213,31 @@ def topology(text: str) -> dict[tuple[int, int], str]:
             kinds = zip(ours, row[1:], strict=False)
             found |= {(a, int(name[3:])): kind for name, kind in kinds if a < int(name[3:])}
     return found
+
+
+def virtual_memory() -> Iterator[Finding]:
+    """NVIDIA's bindings, by which allocator_type="vmem" maps memory on its GPUs: needed where the environment asks."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip:
+        return
+    lacking = FIX if os.environ.get("IRIS_ALLOCATOR") == "vmem" else NOTE
+    purpose = f'allocator_type="vmem"; the version of torch\'s CUDA, {torch.version.cuda}'
+    for name, (least, below) in VMEM.items():
+        found = _version(name, least, below, False, purpose)
+        if found.level == OK and (error := _broken("cuda.bindings.driver")):
+            remedy = f"pip install --force-reinstall '{name}>={_dotted(least)}'  (for {purpose})"
+            found = Finding(lacking, f"{found.what} cannot be imported: {error}", remedy)
+        yield found if found.level == OK else replace(found, level=lacking)
+
+
+def _broken(module: str) -> str:
+    """Why `module` cannot be imported, if it cannot."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a package raises that does not fit the driver
+        return str(error) or type(error).__name__
+    return ""
 
 
 def memory() -> Iterator[Finding]:

@@ -19,8 +19,8 @@ from tests.processes import run_benchmark  # noqa: E402
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("all_scatter")
-    printed = run_benchmark("all_scatter", 2, "--out", str(folder))
-    return folder / "all_scatter_cpu_x2.json", printed
+    printed = run_benchmark("all_scatter", 2, "--dtype", "float16", "--out", str(folder))
+    return folder / "all_scatter_float16_cpu_x2.json", printed
 
 
 def test_all_variants_are_right(written) -> None:
@@ -29,6 +29,8 @@ def test_all_variants_are_right(written) -> None:
     assert {r["name"] for r in row["results"] if r["kind"] == "variant"} == set(all_scatter.VARIANTS)
     assert all(result["status"] == "ok" and result["eager_us"] > 0 for result in row["results"]), row
     assert all_scatter.render(measured) in written[1]
+    sent = 64 * 96 // 2 * 2  # bytes: half of the product, of the dtype that was asked for
+    assert row["link_us"] == pytest.approx(sent / all_scatter.LINK_GB_S / 1e3, rel=0.01)
 
 
 def test_bars_show_every_contender(written, tmp_path: Path) -> None:

@@ -109,6 +109,23 @@ def test_a_wrong_contender_and_one_that_raises_are_named(alone, dtype):  # noqa:
         assert "SHORTENED" in text and "WRONG" in text and "no such gather" in text
 
 
+def test_async_tp_on_cpus_says_what_it_needs(alone):  # noqa: F811
+    with iris.iris(1 << 24) as ctx:
+        _, failed = engines.contenders(alone, ctx, engines.build("tiny", 1, ctx, torch.float32), ["async-tp"])
+    assert failed == {"async-tp": "PlatformError: needs GPUs: torch has no symmetric memory on CPUs"}
+
+
+@pytest.mark.parametrize("asked, dtype", [([], "float32"), (["--dtype=bfloat16"], "bfloat16")])
+def test_on_cpus_the_dtype_is_float32_unless_asked_for(asked: list[str], dtype: str) -> None:
+    assert llm.parse(["--device", "cpu", *asked]).dtype == dtype
+
+
+def test_async_tp_alone_is_refused_on_cpus(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        llm.parse(["--device", "cpu", "--contenders", "async-tp"])
+    assert end.value.code == 2 and "--contenders async-tp: expected others on CPUs" in capsys.readouterr().err
+
+
 def test_ranks_that_made_different_tokens_have_no_figures(alone, monkeypatch):  # noqa: F811
     monkeypatch.setattr(llm, "same_everywhere", lambda team, engine: False)
     with iris.iris(1 << 24) as ctx:

@@ -16,7 +16,25 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
-from benchmarks import ccl, ccl_case, ccl_rivals, ops, plots, rivals, shapes, step, step_plot, table, timing  # noqa: E402
+from benchmarks import (  # noqa: E402
+    all_scatter,
+    ccl,
+    ccl_case,
+    ccl_rivals,
+    fp8,
+    litmus,
+    ops,
+    plots,
+    rivals,
+    rma,
+    shapes,
+    step,
+    step_plot,
+    stress,
+    table,
+    timeline,
+    timing,
+)
 from benchmarks.inputs import Inputs  # noqa: E402
 from benchmarks.launch import Team, describe  # noqa: E402
 from benchmarks.report import command  # noqa: E402
@@ -71,10 +89,10 @@ def test_link_bytes_by_hand():
 
 
 def test_select_keeps_what_was_asked():
-    rows = shapes.select("facts", ["ar", "ga"], 4, "8192,8192,7168;1,8192,2048")
+    rows = shapes.select("facts", ["ar", "ga"], 4, [(8192, 8192, 7168), (1, 8192, 2048)])
     assert [str(row) for row in rows] == ["ar 8192, 8192, 7168", "ar 1, 8192, 2048", "ga 8192, 8192, 7168"]
     with pytest.raises(ValueError, match="no row"):
-        shapes.select("facts", ["rs"], 4, "1,1,1")
+        shapes.select("facts", ["rs"], 4, [(1, 1, 1)])
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -94,6 +112,15 @@ def test_variations_are_all_combinations_of_known_fields():
     for text in ("stages=4", "num_stages", "prediction=1", "num_stages=four", "warp_roles=1"):
         with pytest.raises(ValueError):
             ops.variations(text)
+
+
+@pytest.mark.parametrize("device, others", [("cpu", []), ("cuda", ["cuBLAS + torch one-shot", "torch async-TP"])])
+def test_names_are_those_of_contenders_that_serve_a_row(device, others):
+    args = argparse.Namespace(ranks=2, device=device, dtype="bfloat16", heap_gib=1)
+    rows = [Row("ar", 16, 64, 32), Row("ag", 16, 64, 32)]
+    names = ops.names_of_contenders(args, rows)
+    assert {"ours", "ours alone", *others} <= set(names) and len(set(names)) == len(names)
+    assert "torch async-TP" not in ops.names_of_contenders(args, rows[:1])
 
 
 def test_command_and_reasons_name_no_folder():
@@ -248,15 +275,47 @@ def test_contenders_take_turns_in_every_order(alone):
         (ops, ["--ranks", "-1"], "--ranks: invalid number from 1 on"),
         (ops, ["--time-limit", "-1"], "--time-limit: invalid number from 0.01 on"),
         (ops, ["--modes", "fast"], "--modes: fast; expected some of graph, eager"),
-        (ops, ["--device", "cpu", "--rows", "1,2"], "no row of 'tiny'"),
+        (ops, ["--device", "cpu", "--rows", "1,2,3"], "no row of 'tiny'"),
+        (ops, ["--device", "cpu", "--rows", "1,2"], "--rows: invalid list of sizes M,N,K;M,N,K from 1 on value: '1,2'"),
+        (ops, ["--device", "cpu", "--shapes", "nothing"], "no set of rows is called 'nothing'"),
         (ops, ["--device", "cpu", "--vary", "foo=1"], "--vary has 'foo'"),
+        (ops, ["--device", "cpu", "--vary", "num_stages=x"], "--vary has 'x'; expected an integer"),
+        (ops, ["--device", "cpu", "--only", "ours,nothing"], "--only nothing: expected words in the names of ours, "),
+        (ops, ["--device", "cpu", "--modes", "graph"], "--modes graph: expected eager, for CPUs have no CUDA graphs"),
+        (ccl, ["--device", "cpu", "--modes", "graph"], "--modes graph: expected eager, for CPUs have no CUDA graphs"),
         (ccl, ["--sizes", "-5"], "--sizes: invalid list of numbers from 1 on"),
+        (rma, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
+        (litmus, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
+        (fp8, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
+        (all_scatter, ["--rows", "1"], "--rows: invalid list of sizes M,N,K;M,N,K from 1 on value: '1'"),
+        (all_scatter, ["--rows", "0,0,0"], "--rows: invalid list of sizes M,N,K;M,N,K from 1 on"),
+        (all_scatter, ["--device", "cpu", "--store-warp"], "--store-warp on cpu: expected NVIDIA Hopper GPUs"),
+        (timeline, ["--rows", "1"], "--rows: invalid list of sizes M,N,K;M,N,K from 1 on value: '1'"),
+        (timeline, ["--rows", "0,32,32"], "--rows: invalid list of sizes M,N,K;M,N,K from 1 on"),
+        (timeline, ["--op", "nothing"], "--op: nothing; expected some of ar, rs, ag, ga"),
+        (timeline, ["--max-events", "0"], "--max-events: invalid number from 1 to 268435456 value: '0'"),
+        (timeline, ["--max-events", "268435457"], "--max-events: invalid number from 1 to 268435456"),
+        (stress, ["--calls", "-1"], "--calls: invalid number from 0 on value: '-1'"),
+        (stress, ["--replays", "-1"], "--replays: invalid number from 0 on"),
+        (stress, ["--device", "cpu", "--calls", "0", "--replays", "0"], "--calls and --replays are 0"),
+        (stress, ["--graph-calls", "0"], "--graph-calls: invalid number from 1 on"),
+        (stress, ["--delay-every", "0"], "--delay-every: invalid number from 1 on"),
+        (stress, ["--device", "cpu", "--shapes", "nothing"], "no set of rows is called 'nothing'"),
+        (stress, ["--device", "cpu", "--shapes", "given"], "no row of 'given'"),
+        (stress, ["--device", "cpu", "--shapes", "decode", "--ranks", "7"], "7 ranks do not divide the columns of"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(benchmark, arguments, words, capsys):
     with pytest.raises(SystemExit) as end:
-        benchmark.parse(arguments)
+        getattr(benchmark, "parse", benchmark.main)(arguments)
     assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit) as end:
+        ops.parse(["--device", "cuda"])
+    assert end.value.code == 2 and "--device: cuda; expected cpu, for torch finds no GPU" in capsys.readouterr().err
 
 
 def test_end_to_end_on_two_cpu_ranks(tmp_path):

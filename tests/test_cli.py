@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+from iris import agreement, graphed
+from iris.errors import PlatformError
 from iris.memory.base import ALLOCATORS
 from iris_ops.machine import machine_named
 from iris_ops.plan import plan
@@ -136,7 +138,8 @@ def test_doctor_examines_this_machine() -> None:
 
 def test_doctor_wants_the_versions_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    for name, (least, below) in {**doctor.REQUIRED, **doctor.OPTIONAL}.items():
+    assert f'requires-python = ">={doctor._dotted(doctor.PYTHON)}"' in text
+    for name, (least, below) in {**doctor.REQUIRED, **doctor.OPTIONAL, **doctor.VMEM}.items():
         found = re.search(rf'"{name}>=([\d.]+)(?:,<([\d.]+))?"', text)
         assert found, name
         assert found.groups() == (doctor._dotted(least), below and doctor._dotted(below))
@@ -180,6 +183,62 @@ def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert [finding.level for finding in findings] == ["FIX", "FIX", "note"]
     assert doctor.show(findings) == 1
     assert "expected seconds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "0", "1", "2", "maybe", "True"])
+def test_doctor_refuses_what_the_library_refuses(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, reads in (("IRIS_DEBUG", agreement.wanted), ("IRIS_OP_GRAPHS", graphed.wanted)):
+        monkeypatch.setenv(name, text)
+        (level,) = (finding.level for finding in doctor.environment() if name in finding.what)
+        try:
+            reads()
+        except PlatformError as error:
+            assert level == "FIX" and f"{name} is {text!r}; expected" in str(error)
+        else:
+            assert level == "ok"
+
+
+@pytest.mark.parametrize("python, level", [((3, 9, 18), "FIX"), ((3, 10, 0), "ok"), ((3, 14, 0), "ok")])
+def test_doctor_looks_at_python(python: tuple[int, ...], level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", python)
+    finding = next(doctor.versions())
+    assert finding.level == level and finding.what.startswith("python ")
+    assert level == "ok" or finding.remedy == "install Python 3.10 or newer"
+
+
+@pytest.mark.parametrize("allocator, lacking", [("torch", "note"), ("vmem", "FIX")])
+@pytest.mark.parametrize(
+    "given, broken, said",
+    [
+        (None, "", "cuda-bindings is not installed"),
+        ("12.6.0", "", "cuda-bindings is 12.6.0; expected >=12.8"),
+        ("12.9.1", "no libcuda", "cuda-bindings 12.9.1 cannot be imported: no libcuda"),
+        ("12.9.1", "", None),
+    ],
+)
+def test_doctor_looks_for_the_driver_s_bindings(
+    given: str | None, broken: str, said: str | None, allocator: str, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if given is None:
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return given
+
+    monkeypatch.setenv("IRIS_ALLOCATOR", allocator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(doctor, "_broken", lambda module: broken)
+    for other in ("versions", "gpus", "peers", "links", "memory", "environment"):
+        monkeypatch.setattr(doctor, other, list)
+    (finding,) = doctor.examine()
+    if said is None:
+        assert finding == doctor.Finding("ok", f"cuda-bindings {given}")
+    else:
+        assert finding.level == lacking and finding.what == said
+        assert "cuda-bindings>=12.8'" in finding.remedy and "pip install" in finding.remedy
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not doctor.examine(), "on CPUs nobody needs them"
 
 
 TOPOLOGY = """\

@@ -155,6 +155,16 @@ def test_other_values_are_refused() -> None:
     run(2, refused, debug="yes")
 
 
+def graphs_refused(rank: int, world: int) -> None:
+    os.environ["IRIS_OP_GRAPHS"] = "maybe" if rank else "1"  # all ranks are told
+    with pytest.raises(PlatformError, match="IRIS_OP_GRAPHS is 'maybe'; expected 0, or 1 or nothing"):
+        iris.iris(1 << 24)
+
+
+def test_other_values_of_the_switch_of_graphs_are_refused() -> None:
+    run(2, graphs_refused, debug="0")
+
+
 def off(rank: int, world: int) -> None:
     with iris.iris(1 << 24) as ctx:
         assert ctx.agreement is None

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from iris import platform
 from iris.device.tracing import PRODUCT, PUSH, SIGNAL, SUM
-from iris_ops import FusedConfig
+from iris_ops import FusedConfig, fp8
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 import numpy as np
 import pytest
@@ -86,3 +86,35 @@ def test_ops_of_few_rows_record_themselves(world_size, op, form):
     for kinds, sent, _ in run_ranks(world_size, check_traced, case):
         assert kinds[PRODUCT.value] and kinds[PUSH.value]
         assert sent or world_size == 1
+
+
+def check_untraced(ctx) -> dict[str, int]:
+    """Events of calls whose product is a kernel apart, and of a collective."""
+    M, N, K, w = 16 * ctx.num_ranks, 32, 16, ctx.num_ranks
+    A, part = (torch.ones(rows, K, dtype=torch.bfloat16, device=ctx.device) for rows in (M, M // w))
+    W8, scale = fp8.quantised(torch.ones(N, K, device=ctx.device))
+    B = W8.to(A.dtype).t()
+    out, shard = (ctx.empty(rows, N, dtype=A.dtype) for rows in (M, M // w))
+    sequential, engines, shards = (FusedConfig(algorithm=name) for name in ("sequential", "copy_engines", "shard_sums"))
+    calls = {
+        "sequential": lambda: ctx.ops.matmul_all_reduce(out, A, B, config=sequential),
+        "copy_engines": lambda: ctx.ops.all_gather_matmul(out, part, B, config=engines),
+        "shard_sums": lambda: ctx.ops.matmul_reduce_scatter(shard, A, B, config=shards),
+        "ccl": lambda: ctx.ccl.all_reduce(out, out.clone()),
+    }
+    if ctx.device.type == "cpu":
+        calls["eight bits"] = lambda: ctx.ops.matmul_all_reduce(out, A, W8.t(), scale=scale)
+    found = {}
+    for name, call in calls.items():
+        ctx.tracing.enable(1 << 8)
+        call()
+        found[name] = len(ctx.tracing.events())
+    ctx.tracing.disable()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
+def test_what_is_said_to_record_nothing_records_nothing(world_size):
+    """docs/timelines.md, `Tracing.enable`."""
+    for found in run_ranks(world_size, check_untraced):
+        assert not any(found.values()), found
