@@ -20,7 +20,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """How a fused op is computed. All ranks must use the same.
+    """How a fused op is computed. All ranks must use the same. What is of other ops than a call's is passed over.
 
     `block_m`, `block_n`, `block_k`: the tile of the product, powers of two; of operands in eight bits, twice as many
     along K. `group_m`: row blocks that neighbouring programs share, for the L2 cache. `num_programs`: size of the

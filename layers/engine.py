@@ -23,7 +23,7 @@ rows to the end of the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 import inspect
 from math import gcd
@@ -37,9 +37,10 @@ from torch import nn
 from .cache import fits, has_windows, known_empty, static_cache
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
+from .positions import count_from_zero, positions_known
 from .prompts import common_length, padded_behind, stops, tokens_of
 from .sequence import sharing_of
-from .sharded import check_context, positive
+from .sharded import check_context, flags, positive
 from .step_attention import NAME
 from .step_attention import use as use_step_attention
 
@@ -79,21 +80,22 @@ class Engine:
         if not isinstance(model, nn.Module) or not hasattr(model, "config"):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
         positive(batch_size=batch_size, max_length=max_length)
-        if (known := _positions_known(model)) is not None and max_length > known:
+        flags(True, graphs=graphs, step_attention=step_attention)
+        if (known := positions_known(model)) is not None and max_length > known:
             raise ArgumentError(
                 f"max_length is {max_length}: expected at most {known}, the positions that {type(model).__name__} has"
             )
-        if not isinstance(prompt_graphs, int) or prompt_graphs < 0:
+        if isinstance(prompt_graphs, bool) or not isinstance(prompt_graphs, int) or prompt_graphs < 0:
             raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")
         if cache is not None and not fits(cache, batch_size, max_length):
             raise ArgumentError(f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes")
-        if not isinstance(compile, (bool, str)):
+        if not isinstance(compile, (bool, str)) or compile == "":
             raise ArgumentError(f"compile is {compile!r}: expected a bool, or the name of a backend of torch.compile")
         device = torch.device(ctx.device)
         elsewhere = {str(each.device) for each in model.parameters()} - {str(device)}
         if elsewhere and not hasattr(model, "hf_device_map"):  # whose hooks bring them
             raise ArgumentError(f"model has parameters on {', '.join(sorted(elsewhere))}: expected all on {device}")
-        if not _counts_from_zero(model, device):
+        if not count_from_zero(model, device):
             raise ArgumentError(
                 f"model is a {type(model).__name__}, whose positions do not begin at 0: use its generate()"
             )
@@ -125,6 +127,7 @@ class Engine:
         self.steps = Graphs(2 if self.graphs else 0)
         self.prompts = Graphs(prompt_graphs if capturable else 0)
         self._holds_batch = False
+        self._shape: torch.Size | None = None  # of logits, once prompts are read
         self._compiled: CompiledLayers | None = None
         if compile:
             self._compile("inductor" if compile is True else compile)
@@ -182,7 +185,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets the batch."""
-        self._holds_batch = False
+        self._holds_batch, self._shape = False, None
         self.cache.reset()
         self.count.zero_()
         self.mask.fill_(False)
@@ -196,8 +199,22 @@ class Engine:
         Raises `ArgumentError` where it is not, and for tensors of another kind; that tokens are of the vocabulary is
         not checked.
         """
+        return self._first(self._replayed, prompts, mask)
+
+    @torch.no_grad()
+    def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """What `prefill` does, eagerly and without padding to a length that others have: so it may round elsewhere."""
+        return self._first(self._read, prompts, mask)
+
+    def _first(self, read: Callable, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """What `read` makes of a batch's prompts."""
         self._check_prompts(prompts, mask)
-        self._holds_batch = True
+        self._holds_batch = True  # be it half of them, where reading fails
+        logits = read(prompts, mask)
+        self._shape = logits.shape
+        return logits
+
+    def _replayed(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if not self.prompts.most or prompts.numel() > _GRAPH_TOKENS:
             return self._read(prompts, mask)
         batch, length = prompts.shape
@@ -212,13 +229,6 @@ class Engine:
         key = prompts.shape, prompts.dtype, None if mask is None else mask.dtype
         with self._sharing.replaying() if self._sharing else nullcontext():
             return self.prompts.run(key, self._read, prompts, mask, end).clone()  # the next graph may overwrite it
-
-    @torch.no_grad()
-    def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """What `prefill` does, eagerly and without padding to a length that others have: so it may round elsewhere."""
-        self._check_prompts(prompts, mask)
-        self._holds_batch = True
-        return self._read(prompts, mask)
 
     def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None, end: torch.Tensor | None = None) -> torch.Tensor:
         """`end` [1]: how long the prompts are, where less than their tensor is; what is behind means nothing."""
@@ -268,7 +278,18 @@ class Engine:
 
     @torch.no_grad()
     def accept(self, logits: torch.Tensor) -> None:
-        """Chooses the next token of each row."""
+        """Chooses the next token of each row by its `logits`, those of `prefill` or others of their shape.
+
+        Raises `ArgumentError` for another shape or device, and where no prompts have been read since the last `reset`.
+        """
+        self._expect_prompts()
+        if not isinstance(logits, torch.Tensor):
+            raise ArgumentError(f"logits is a {type(logits).__name__}: expected a tensor")
+        if logits.shape != self._shape or logits.device != self.tokens.device:
+            raise ArgumentError(
+                f"logits is {list(logits.shape)} on {logits.device}: expected {list(self._shape)} on"
+                f" {self.tokens.device}"
+            )
         self.tokens.copy_(self._choose(logits))
         self.output.index_copy_(1, self.count, self.tokens)
         self.count += 1
@@ -277,20 +298,27 @@ class Engine:
     def decode(self, steps: int = 1) -> None:
         """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
 
-        That they fit behind the prompts in `max_length` is not checked here, as it is in `generate`.
+        That they fit behind the prompts in `max_length` is not checked here, as it is in `generate`. Raises
+        `ArgumentError` where no prompts have been read since the last `reset`.
         """
         positive(steps=steps)
+        self._expect_prompts()
         for _ in range(steps):
             self.logits = self.steps.run(self._greedy, self.step, random=None if self._greedy else self._random)
 
     @torch.no_grad()
     def step(self) -> torch.Tensor:
         """One token a row, eagerly, on the engine's own tensors; the logits that they were chosen from."""
+        self._expect_prompts()
         self.mask.index_fill_(1, self.filled, True)
         logits = self._logits(self.tokens, self._seen, self.positions)
         torch._foreach_add_([self.positions, self.filled], 1)
         self.accept(logits)
         return logits
+
+    def _expect_prompts(self) -> None:
+        if self._shape is None:
+            raise ArgumentError("the engine holds no prompts: expected prefill() or read() since the last reset()")
 
     def _logits(self, tokens, mask, positions, keep: torch.Tensor | int = 1) -> torch.Tensor:
         """Of one token a row, so many from the end or at `keep` [1]: the head's product is the largest there is."""
@@ -355,30 +383,10 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     return part * (logits.shape[-1] // parts) + at.gather(-1, part)
 
 
-def _counts_from_zero(model: nn.Module, device: torch.device) -> bool:
-    """Whether transformers' generate() gives a prompt's first token position 0, seen by trying."""
-    positions = torch.arange(2, device=device)[None]
-    try:
-        given = model.prepare_inputs_for_generation(positions, position_ids=positions).get("position_ids")
-    except Exception:  # whatever it wants beside
-        return True
-    return given is None or bool((given == positions).all())
-
-
 def _annotation(model: nn.Module, name: str) -> object:
     """What `model` says that it takes by this name; None if nothing."""
     known = inspect.signature(model.forward).parameters.get(name)
     return None if known is None or known.annotation is known.empty else known.annotation
-
-
-def _positions_known(model: nn.Module) -> int | None:
-    """How many positions a model has that looks them up in a table; None of one that computes them."""
-    most = getattr(model.config, "max_position_embeddings", None)
-    words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
-    # some begin behind a few that stand for padding
-    looked_up = isinstance(most, int) and any(most <= each.num_embeddings <= most + 8 for each in tables)
-    return most if looked_up else None
 
 
 def _checksum(prompts: list[list[int]]) -> int:

@@ -27,8 +27,8 @@ from iris_ops import library
 import torch
 from torch import nn
 
-from .shard import Shard, chunk, merged, plain, split_heads
-from .sharded import LOCAL, ShardedLinear, check_context, check_linears, positive
+from .shard import Shard, chunk, merged, split_heads
+from .sharded import LOCAL, ShardedLinear, check_context, check_linears, flags, parts_or_plain, positive
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -49,11 +49,12 @@ class ColumnParallelLinear(ShardedLinear):
         device: torch.device | str | None = None,
         parts: tuple[Shard, ...] | None = None,
     ):
+        flags(bias=bias, gather_output=gather_output, sequence_parallel=sequence_parallel)
         if gather_output and sequence_parallel:
             raise ArgumentError("gather_output and sequence_parallel are both set: expected at most one of them")
         check_context(ctx)
         positive(out_features=out_features)
-        parts = parts or (plain(out_features, ctx.num_ranks, ctx.cur_rank),)
+        parts = parts_or_plain(parts, out_features, ctx)
         super().__init__(in_features, out_features, bias, parts, ctx, dtype, device)
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
         self.op = "matmul_all_gather" if gather_output else "all_gather_matmul" if sequence_parallel else LOCAL
@@ -234,11 +235,13 @@ class RowParallelLinear(ShardedLinear):
         device: torch.device | str | None = None,
         parts: tuple[Shard, ...] | None = None,
     ):
+        flags(bias=bias, input_is_parallel=input_is_parallel, reduce_results=reduce_results,
+              sequence_parallel=sequence_parallel)  # fmt: skip
         if sequence_parallel and not reduce_results:
             raise ArgumentError("reduce_results is False: expected True with sequence_parallel, which scatters the sum")
         check_context(ctx)
         positive(in_features=in_features)
-        parts = parts or (plain(in_features, ctx.num_ranks, ctx.cur_rank),)
+        parts = parts_or_plain(parts, in_features, ctx)
         if not input_is_parallel and not parts[0].is_contiguous:
             raise ArgumentError("input_is_parallel is False: expected parts of one range, which slices the whole input")
         super().__init__(in_features, out_features, bias, parts, ctx, dtype, device)

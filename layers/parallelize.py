@@ -29,7 +29,7 @@ from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParalle
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
-from .sharded import LOCAL, REDUCED, ShardedLinear, check_context, split_parameter
+from .sharded import LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
 
 _FP8 = {"fp8": (LOCAL,), "fp8_all": (LOCAL, REDUCED)}  # the ops of linears whose weights are stored so
 
@@ -56,20 +56,13 @@ def parallelize(
     more tokens unless an engine replays them from a graph. Every rank calls this with the same model.
 
     Raises `ArgumentError` for bad arguments, and `StyleError`, with the names of module and style, for what the plan
-    asks and no layer serves; the model is then as it was.
+    asks and no layer serves; the model is then as it was. Warns, on rank 0, where the model's own plan splits none of
+    its layers.
     """
-    if weights not in (None, *_FP8):
-        raise ArgumentError(f"weights is {weights!r}: expected None, 'fp8' or 'fp8_all'")
+    check_options(plan=plan, filter_fn=filter_fn, fuse=fuse, weights=weights, sequence_parallel=sequence_parallel)
     check_context(ctx)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-    if filter_fn is not None and not callable(filter_fn):
-        raise ArgumentError(f"filter_fn is {filter_fn!r}: expected None or a function of a name and a module")
-    counts = isinstance(sequence_parallel, int) and (isinstance(sequence_parallel, bool) or sequence_parallel > 0)
-    if not counts and sequence_parallel != "auto":
-        raise ArgumentError(
-            f"sequence_parallel is {sequence_parallel!r}: expected 'auto', a bool or a positive integer"
-        )
     styles = styles_of.resolve_plan(model, plan, filter_fn)
     by_default = sequence_parallel == "auto"
     if by_default:
@@ -79,6 +72,7 @@ def parallelize(
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
     served = styles_of.COLUMN | styles_of.PACKED
+    only_head = plan == "auto" and filter_fn is None and styles_of.leaves_layers_whole(model, linears)
     if weights == "fp8_all":
         served |= styles_of.ROW | styles_of.ROW_SPLIT
     if weights and (sequence_parallel or not set(linears.values()) & served):
@@ -124,7 +118,27 @@ def parallelize(
         model._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
     agree_on_samples(model, ctx)
     wrap_save_pretrained(model, ctx)
+    if only_head and ctx.cur_rank == 0:
+        ctx.warning(
+            f"{type(model).__name__}'s own plan splits {', '.join(linears) or 'no linear'} only: each rank computes all"
+            " of its layers, whole; pass plan={name: style} to split them"
+        )
     return make_report(model, styles, ctx)
+
+
+def check_options(*, plan="auto", filter_fn=None, fuse=True, weights=None, sequence_parallel="auto") -> None:
+    """Raises `ArgumentError` for options of `parallelize` that no model could be split by."""
+    styles_of.check_plan(plan)
+    flags(fuse=fuse)
+    if weights not in (None, *_FP8):
+        raise ArgumentError(f"weights is {weights!r}: expected None, 'fp8' or 'fp8_all'")
+    if filter_fn is not None and not callable(filter_fn):
+        raise ArgumentError(f"filter_fn is {filter_fn!r}: expected None or a function of a name and a module")
+    counts = isinstance(sequence_parallel, int) and (isinstance(sequence_parallel, bool) or sequence_parallel > 0)
+    if not counts and sequence_parallel != "auto":
+        raise ArgumentError(
+            f"sequence_parallel is {sequence_parallel!r}: expected 'auto', a bool or a positive integer"
+        )
 
 
 def retie(model: nn.Module) -> None:

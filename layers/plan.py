@@ -21,6 +21,7 @@ shape from hidden states, which would then be a part of the sequence; the linear
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 import re
 import sys
 
@@ -62,13 +63,19 @@ def check_version(model: nn.Module) -> None:
         raise PlatformError(f"transformers is {library.__version__}: expected {least} or newer")
 
 
+def check_plan(plan) -> None:
+    """Raises for what is no plan, whatever the model."""
+    named = isinstance(plan, dict) and all(isinstance(each, str) for pair in plan.items() for each in pair)
+    if not named and not (isinstance(plan, str) and plan == "auto"):
+        raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
+
+
 def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
     """Full module names to styles: every module of the plan that is there, checked to be one that can be served."""
+    check_plan(plan)
     check_version(model)
     automatic = plan == "auto"
     rules = dict(getattr(model, "tp_plan", None) or {}) if automatic else plan
-    if not isinstance(rules, dict) or not all(isinstance(each, str) for pair in rules.items() for each in pair):
-        raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
     if not rules:
         what = f"{type(model).__name__} has no tensor-parallel plan of its own" if automatic else "the plan is empty"
         raise StyleError(f"{what}: pass plan={{name: style}}")
@@ -115,9 +122,19 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> 
         raise StyleError(f"{name} has {modules[name].out_features} outputs: style {style!r} expects two equal halves")
 
 
+def leaves_layers_whole(model: nn.Module, linears: Iterable[str]) -> bool:
+    """Whether a split of `linears` is one of the head at most, as the plans of some state-space families have it."""
+    head = _head(model)
+    return all(model.get_submodule(name) is head for name in linears)
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
 def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
     """Raises where a split would lose what a linear has, or leave with each rank what all of them need."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = _head(model)
     holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
     for name in [name for name, style in styles.items() if style in SPLIT and name in modules]:
         if is_hooked(modules[name]):

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from torch import nn
 
 from . import names
 from .checkpoint import Checkpoint, StoredTensor
-from .parallelize import parallelize, retie
+from .parallelize import check_options, parallelize, retie
 from .plan import check_version
 from .shard import fill
-from .sharded import check_context, part_of
+from .sharded import check_context, flags, part_of
 from .staging import Staging
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,10 +39,10 @@ def from_pretrained(
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
     by default. `options` are those of `parallelize`. What became of each module is in the model's `parallel_report`.
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
-    with `strict`, if they hold more.
+    with `strict`, if they hold more, and ArgumentError, before anything is read, for what any of them asks wrongly.
     """
     check_context(ctx)
-    _check_asked(ctx, _refusal(path_or_id, dtype, strict), {"dtype": dtype, "strict": strict, **options})
+    _check_asked(ctx, _refusal(path_or_id, dtype, strict, options), {"dtype": dtype, "strict": strict, **options})
     staging = Staging(ctx.device)
     problems, model, checkpoint, sources = [], None, None, {}
     folder = _folder(path_or_id, ctx)
@@ -73,15 +74,22 @@ def from_pretrained(
     return model.eval()
 
 
-def _refusal(path_or_id: str | Path, dtype: torch.dtype | None, strict: bool) -> str | None:
+def _refusal(path_or_id: str | Path, dtype: torch.dtype | None, strict: bool, options: dict[str, Any]) -> str | None:
     if not isinstance(path_or_id, (str, Path)):
         return f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path"
     if not str(path_or_id):
         return "path_or_id is empty: expected a folder, or a name on the hub"
     if dtype not in (None, *_DTYPES):
         return f"dtype is {dtype!r}: expected None, torch.bfloat16, torch.float16 or torch.float32"
-    if not isinstance(strict, bool):
-        return f"strict is {strict!r}: expected a bool"
+    known = inspect.signature(check_options).parameters
+    for name, value in options.items():
+        if name not in known:
+            return f"{name} is {value!r}: expected no option but dtype, strict, {', '.join(known)}"
+    try:
+        flags(strict=strict)
+        check_options(**options)
+    except ArgumentError as error:
+        return str(error)
     return None
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from . import fp8, step_product
-from .shard import Shard, concat, fill
+from .shard import Shard, concat, fill, plain
 
 LOCAL = "matmul (local)"
 REDUCED = "matmul_all_reduce"
@@ -286,3 +286,20 @@ def positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{name} is {value!r}: expected a positive integer")
+
+
+def flags(or_none: bool = False, /, **options: bool | None) -> None:
+    """Raises unless each of the named options is a bool, or None where `or_none`: a text like "no" would be a yes."""
+    for name, value in options.items():
+        if not (isinstance(value, bool) or (or_none and value is None)):
+            raise ArgumentError(f"{name} is {value!r}: expected {'None or ' * or_none}a bool")
+
+
+def parts_or_plain(parts: Any, features: int, ctx) -> tuple[Shard, ...]:
+    """`parts`, checked; of None, one chunk of all features."""
+    if parts is None:
+        return (plain(features, ctx.num_ranks, ctx.cur_rank),)
+    known = isinstance(parts, (tuple, list)) and parts and all(isinstance(each, Shard) for each in parts)
+    if not known or any(each.pad for each in parts[:-1]):
+        raise ArgumentError(f"parts is {parts!r}: expected None or a tuple of Shards, at most the last of them padded")
+    return tuple(parts)

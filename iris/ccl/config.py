@@ -30,7 +30,7 @@ class Config:
     between runs and ranks; all other variants give the same bits on every rank and in each run).
     `all_reduce_distribution`: whose part is what: 0 block after block in turn, 1 one range each.
     `all_reduce_num_rings`: into how many rings the data of "ring" is divided, every second one running the other way
-    round. `reduce_scatter_variant`: "two_shot".
+    round; for all other variants at most 1. `reduce_scatter_variant`: "two_shot".
     `protocol`: how arrival is known: "words" (each word says it, for small tensors) or "flags" (for large ones).
     """
 
@@ -71,6 +71,11 @@ class Config:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ArgumentError(f"Config.{name} is {value!r}; expected one of {allowed}")
+        if (self.all_reduce_num_rings or 1) > 1 and self.all_reduce_variant != "ring":
+            raise ArgumentError(
+                f"Config.all_reduce_num_rings is {self.all_reduce_num_rings} and all_reduce_variant is "
+                f"{self.all_reduce_variant!r}; expected at most 1, or the variant 'ring'"
+            )
 
     @property
     def block(self) -> int | None:

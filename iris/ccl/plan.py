@@ -5,7 +5,7 @@ So it is the same on every rank without talking. `plan` fills in what a `Config`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -71,10 +71,7 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
         for order, (variant, protocol) in enumerate(_candidates(problem, config))
     ]
     if not candidates:
-        raise ArgumentError(
-            f"{problem.op}: {config} cannot serve {problem.dtype} with {problem.world_size} ranks; expected "
-            f"protocol='flags' with a variant other than one_shot, or protocol=None"
-        )
+        raise ArgumentError(_refusal(problem, config))
     us, _, variant, protocol = min(candidates)
     programs = min(config.comm_sms or machine.num_programs, machine.num_programs)
     if _sums_beside_stores(problem, protocol) and not config.comm_sms:
@@ -131,6 +128,19 @@ def _candidates(problem: Problem, config: Config) -> list[tuple[str, str]]:
         for variant, protocol in found
         if wanted in (None, variant) and config.protocol in (None, protocol)
     ]
+
+
+def _refusal(problem: Problem, config: Config) -> str:
+    """What is said where no variant and protocol that the config leaves can serve the problem."""
+    given = {"all_reduce_variant": config.all_reduce_variant, "protocol": config.protocol}
+    if problem.op != ALL_REDUCE:
+        del given["all_reduce_variant"]
+    said = " and ".join(f"config.{name} is {value!r}" for name, value in given.items() if value is not None)
+    protocols = sorted({protocol for _, protocol in _candidates(problem, replace(config, protocol=None))})
+    wanted = f"protocol {protocols[0]!r} or None" if protocols else "another all_reduce_variant or None"
+    return (
+        f"{problem.op}: {said}, which cannot serve {problem.dtype} with {problem.world_size} ranks; expected {wanted}"
+    )
 
 
 def _everyone_owns(problem: Problem) -> bool:

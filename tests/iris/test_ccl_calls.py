@@ -221,7 +221,26 @@ def refuse(ctx: iris.Iris) -> None:
         (ArgumentError, "no expanded tensor", lambda: ccl.all_reduce(x[:1].expand(400, -1), y)),
         (ArgumentError, "requires grad", lambda: ccl.all_reduce(x, y.clone().requires_grad_())),
         (ArgumentError, "rows that stand one stride apart", lambda: ccl.all_reduce(holes, holes.clone())),
-        (ArgumentError, "cannot serve", lambda: ccl.all_reduce(x.long(), y.long(), config=ONE)),
+        (
+            ArgumentError,
+            "config.all_reduce_variant is 'one_shot', which cannot serve torch.int64 with .*; expected another all_red",
+            lambda: ccl.all_reduce(x.long(), y.long(), config=ONE),
+        ),
+        (
+            ArgumentError,
+            "config.protocol is 'words', which cannot serve torch.int64 with .*; expected protocol 'flags' or None",
+            lambda: ccl.all_reduce(x.long(), y.long(), config=WORDS),
+        ),
+        *(
+            (
+                ArgumentError,
+                f"config.all_reduce_variant is '{config.all_reduce_variant}' and config.protocol is '{wrong}', which "
+                f"cannot serve .*; expected protocol '{right}' or None",
+                lambda config=config, wrong=wrong: ccl.all_reduce(x, y, config=replace(config, protocol=wrong)),
+            )
+            for configs, wrong, right in ((OTHERS, "words", "flags"), ([ONE], "flags", "words"))
+            for config in configs
+        ),
         (HeapExhausted, "are free", lambda: other.ccl.all_reduce(x, y, config=ONE)) if w > 1 else None,
     ]
     for error, words, call in filter(None, wrong):
@@ -230,6 +249,12 @@ def refuse(ctx: iris.Iris) -> None:
     for field, value in (("block_size_m", 3), ("comm_sms", 0), ("all_reduce_variant", "tree"), ("protocol", "x")):
         with pytest.raises(ArgumentError, match=f"Config.{field} is"):
             Config(**{field: value})
+    for variant in (None, "one_shot", "atomic"):
+        with pytest.raises(
+            ArgumentError, match=f"Config.all_reduce_num_rings is 3 and all_reduce_variant is {variant!r}"
+        ):
+            Config(all_reduce_variant=variant, all_reduce_num_rings=3)
+        Config(all_reduce_variant=variant, all_reduce_num_rings=1)
     with pytest.raises(ArgumentError, match="expected a product up to"):
         Config(65536, 32)
     other.close()

@@ -141,7 +141,11 @@ def refused_body(ctx) -> None:
         ({"cache": 7}, "cache is a int"),
         ({"max_length": 9, "cache": engine.cache}, "cache is a StaticCache"),
         ({"compile": 7}, "compile is 7"),
+        ({"compile": ""}, "compile is '': expected a bool, or the name"),
         ({"batch_size": True}, "batch_size is True"),
+        ({"graphs": "no"}, "graphs is 'no': expected None or a bool"),
+        ({"step_attention": "no"}, "step_attention is 'no': expected None or a bool"),
+        ({"prompt_graphs": True}, "prompt_graphs is True: expected 0 or a positive integer"),
     ]:
         with pytest.raises(ArgumentError, match=words):
             layers.Engine(model, ctx, **{"batch_size": 2, "max_length": 8, **options})
@@ -156,17 +160,32 @@ def refused_body(ctx) -> None:
         (lambda: engine.prefill(two, two.float()), "mask is .* of torch.float32"),
         (lambda: engine.decode(-1), "steps is -1"),
         (lambda: engine.decode("2"), "steps is '2'"),
+        (lambda: engine.decode(), "the engine holds no prompts: expected prefill"),
+        (lambda: engine.step(), "the engine holds no prompts"),
+        (lambda: engine.accept(two), "the engine holds no prompts"),
     ]:
         with pytest.raises(ArgumentError, match=words):
             call()
     for read in (engine.prefill, engine.read):
         first = read(two)
+        for logits, words in [
+            (5, "logits is a int: expected a tensor"),
+            (first[:, :-1], r"logits is \[2, 119\] on .*: expected \[2, 120\] on"),
+            (first[:1], r"logits is \[1, 120\]"),
+            (first[:, None], r"logits is \[2, 1, 120\]"),
+            (first.to("meta"), f"logits is .* on meta: expected .* on {ctx.device}"),
+        ]:
+            with pytest.raises(ArgumentError, match=words):
+                engine.accept(logits)
+        assert not engine.count.item(), "nothing was accepted"
         for call in (engine.prefill, engine.read):
             with pytest.raises(
                 ArgumentError, match=r"prompts come behind others that the engine holds: expected reset"
             ):
                 call(two)
         engine.reset()
+        with pytest.raises(ArgumentError, match="the engine holds no prompts"):
+            engine.decode()
         assert torch.equal(read(two), first)
         engine.reset()
     with pytest.raises(ArgumentError, match=f"model has parameters on meta: expected all on {ctx.device}"):

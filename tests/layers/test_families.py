@@ -49,6 +49,12 @@ LINEAR_THEN_FULL = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+SMALL_GEMMA4 = {
+    **SLIDING_THEN_FULL,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": 100,
+    "hidden_size_per_layer_input": 8,
+}
 
 TOKENS = (2, 6)  # which two, three and four ranks can share
 
@@ -74,6 +80,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 4},  # q, k and v of a head side by side in one weight
     "hrm_text": {"num_key_value_heads": 4},  # a gate beside q, k and v
     "qwen3_5_text": LINEAR_THEN_FULL,
+    "internlm3": {"bias": True, "qkv_bias": True},
+    "iquestcoder": {},
+    "gemma4_text": SMALL_GEMMA4,
 }
 # At three ranks: query heads that do not divide, kv heads that do not, and one kv head copied to all.
 THREE_RANKS: dict[str, dict[str, Any]] = {
@@ -173,6 +182,26 @@ def refused_body(ctx, refused: dict[str, tuple[dict[str, Any], str]]) -> None:
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
 def test_what_is_not_dense_is_refused_by_name(world_size: int) -> None:
     run_ranks(world_size, refused_body, REFUSED)
+
+
+def warned_body(ctx) -> dict[str, list[str]]:
+    said: dict[str, list[str]] = {}
+    for family in ("jamba", "falcon_h1", "llama"):
+        said[family] = []
+        for options in ({}, {"plan": {"lm_head": "colwise_gather_output"}}):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ctx, "warning", said[family].append)
+                parallelize(build(family, {}), ctx, **options)
+    return said
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_a_plan_that_splits_no_layer_is_warned_of(world_size: int) -> None:
+    first, *others = run_ranks(world_size, warned_body)
+    for family, name in (("jamba", "JambaForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM")):
+        (line,) = first[family]
+        assert line.startswith(f"{name}'s own plan splits lm_head only: each rank computes all of its layers"), line
+    assert not first["llama"] and not any(line for of_rank in others for line in of_rank.values())
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from layers import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from layers.shard import chunk
+from layers.shard import Shard, chunk
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -272,6 +272,24 @@ def bad_body(ctx) -> torch.Tensor:
     ):
         with pytest.raises(ArgumentError, match="ctx is a NoneType: expected the context"):
             layer(*sizes, ctx=None)
+    columns, rows = ("bias", "gather_output", "sequence_parallel"), ("bias", "input_is_parallel", "reduce_results",
+                                                                     "sequence_parallel")  # fmt: skip
+    for layer, sizes, names in (
+        (ColumnParallelLinear, (8, 8), columns),
+        (MergedColumnParallelLinear, (8, [8]), columns),
+        (QKVParallelLinear, (8, 4, 2, 2), columns),
+        (RowParallelLinear, (8, 8), rows),
+    ):
+        for name in names:
+            with pytest.raises(ArgumentError, match=f"{name} is 'no': expected a bool"):
+                layer(*sizes, ctx=ctx, **{name: "no"})
+    half, padded = Shard(4, ((0, 4),)), Shard(4, (), pad=1)
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        for parts in (5, (), half, (half, 4), "ab", (padded, half)):
+            with pytest.raises(ArgumentError, match="parts is .*: expected None or a tuple of Shards"):
+                layer(8, 8, ctx=ctx, parts=parts)
+            with pytest.raises(ArgumentError, match="parts is .*: expected None or a tuple of Shards"):
+                layer.from_linear(whole_linear(8, 8), ctx=ctx, parts=parts)
     for options, error, match in (
         ({"dtype": torch.int32}, DtypeError, "dtype is torch.int32: expected None or a floating-point"),
         ({"dtype": "bf16"}, DtypeError, "dtype is 'bf16'"),

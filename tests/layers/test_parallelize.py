@@ -268,8 +268,14 @@ def bad_arguments_body(ctx) -> None:
         layers.Engine("model", ctx, max_length=8)
     with pytest.raises(ArgumentError, match="model is a str"):
         parallelize("model", ctx)
-    with pytest.raises(ArgumentError, match="plan is 7"):
-        parallelize(model, ctx, plan=7)
+    for name, value, expected in (
+        ("plan", 7, "'auto' or a dict"),
+        ("plan", "no", "'auto' or a dict"),
+        ("fuse", "no", "a bool"),
+        ("sequence_parallel", "no", "'auto', a bool"),
+    ):
+        with pytest.raises(ArgumentError, match=f"{name} is {value!r}: expected {expected}"):
+            parallelize(model, ctx, **{name: value})
     with pytest.raises(StyleError, match="filter_fn drops model.layers.0.mlp.down_proj"):
         parallelize(model, ctx, filter_fn=lambda name, module: "down_proj" not in name)
     parallelize(model, ctx)
