@@ -28,7 +28,13 @@ ROTATED_BYTES, MOST_COPIES = 256 << 20, 96
 ALLOWED = 0.01  # relative, of the whole result in bf16
 
 ROWS = (1, 8, 16, 32, 64)
-WEIGHTS = list(combinations((4096, 5120, 7168, 8192), (1024, 2048, 3584, 7168, 14336)))  # outputs, inputs
+# Outputs, inputs; query, key and value of 8B on one of two ranks and of four, and of 70B on one of four.
+WEIGHTS = [
+    *combinations((4096, 5120, 7168, 8192), (1024, 2048, 3584, 7168, 14336)),
+    (3072, 4096),
+    (1536, 4096),
+    (2560, 8192),
+]
 # Half of the outputs, and inputs: gate and up of 8B, Qwen3-32B and 70B, on one of two ranks and of four.
 GATED = [(7168, 4096), (3584, 4096), (12800, 5120), (6400, 5120), (14336, 8192), (7168, 8192)]
 # Rows, query heads, heads of the cache, its length, and how much of it is filled.

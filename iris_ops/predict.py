@@ -39,20 +39,24 @@ BROUGHT_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99
 WORDS_ROLES_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
 # What swaps words with the one peer (`swap_roles.py`).
 SWAP_TILES: Tiles = {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.8)}
-# For few rows: enough weights under way for the memory's full rate; measured on H200s.
+# For few rows: enough weights under way for the memory's full rate; measured on H200s. What bounds tiles 64 wide if not
+# memory is shared memory, written and read at 128 bytes a cycle: a second warp group reads A once more, but puts and
+# takes words sooner.
 EXCHANGE_TILES: Tiles = {
     (16, 64, 256, 4): (5, 0.25),
     (16, 64, 128, 4): (8, 0.25),
     (32, 64, 256, 4): (4, 0.43),
-    (64, 64, 128, 8): (6, 0.58),
-    (128, 64, 128, 8): (4, 0.74),
+    (64, 64, 128, 8): (6, 0.48),
+    (64, 64, 128, 4): (7, 0.58),
+    (128, 64, 128, 8): (4, 0.7),
+    (128, 64, 128, 4): (4, 0.8),
     (128, 128, 64, 8): (6, 0.86),
 }
 # The same of operands in eight bits, twice as deep (`FusedConfig.depth`).
 FP8_TILES: Tiles = {
     (32, 64, 128, 4): (8, 0.36),
     (64, 64, 128, 4): (6, 0.58),
-    (128, 64, 128, 8): (4, 0.7),
+    (128, 64, 128, 4): (4, 0.75),
 }
 _FP8_RATE = 1.85  # of products in eight bits, over those in 16
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate

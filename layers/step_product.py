@@ -5,8 +5,9 @@ program streams the weights of some outputs once, as `iris_ops/few_rows.py` does
 multiplies them as outputs x rows, so that the tensor cores' rows are full however few rows the input has. Four fifths
 of a multiprocessor's shared memory are always on their way from memory.
 
-Every program reads all rows of the input, so beyond 16 of them torch's product comes closer, and is the faster one
-where outputs are too few for programs on all multiprocessors: see `most_rows`.
+Every program reads all rows of the input. What limits it is then what shared memory is written and read in a
+multiprocessor: 128 bytes a cycle, which is why one warp group multiplies, and not two that would both read the rows. So
+torch's product, cut along K, is the faster one of many rows and few outputs: see `most_rows`.
 
 Weights in eight bits have a kernel of their own (`step_product_fp8.py`).
 
@@ -21,8 +22,8 @@ from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
 from iris_ops import fp8_rows
-from iris_ops.operands import in_whole_vectors, operand
-from iris_ops.tiles import Matrix, add_bias
+from iris_ops.operands import in_whole_vectors, operand, rows_operand
+from iris_ops.tiles import Matrix, add_bias, rows_from
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
@@ -44,7 +45,8 @@ _RINGS = {
 @triton.jit
 def step_product_kernel(
     a, b, bias, squares, out, M, N, K, spans, eps, stride_am, stride_bn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TMA_B: tl.constexpr, SPANS: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TMA_A: tl.constexpr, TMA_B: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a [M, K] @ b [N, K].T + bias [N]; M is at most BLOCK_M. One program computes BLOCK_N columns.
 
@@ -52,13 +54,15 @@ def step_product_kernel(
     squares [spans, M]: a is the first half of a norm, of which the product's rows get the factors (`norm_ahead.py`).
     """
     arch.follow()
-    A = Matrix(a, M, K, stride_am, 1, False)
+    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
+    A = Matrix(a, M, K, stride_am, 1, TMA_A)
     B = Matrix(b, K, 2 * N if GATED else N, 1, stride_bn, TMA_B, True)
     col = tl.program_id(0) * BLOCK_N
+    r, own = rows_from(0, 0, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if squares is not None:  # they come while weights do
-        s, r = tl.arange(0, SPANS), tl.arange(0, BLOCK_M)
+        s = tl.arange(0, SPANS)
         sums = tl.load(squares + s[:, None] * M + r[None, :], mask=(s < spans)[:, None] & (r < M)[None, :], other=0.0)
     for k in range(0, K, BLOCK_K):
         rows = A.load(0, k, BLOCK_M, BLOCK_K).T
@@ -75,8 +79,8 @@ def step_product_kernel(
         up = _finished(up, bias + N if HAS_BIAS else bias, col, N, BLOCK_N, HAS_BIAS, dtype)
         product = arch.round_to(gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32), dtype)
     arch.lead()
-    target, inside = Matrix(out, M, N, N, 1, False).pointers(0, col, BLOCK_M, BLOCK_N)
-    tl.store(target, product, mask=inside)
+    target, inside = Matrix(out, M, N, N, 1, False).places(r, col + tl.arange(0, BLOCK_N))
+    tl.store(target, product, mask=inside & own[:, None])
 
 
 @device_function
@@ -127,13 +131,17 @@ def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, ga
 def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
     """Of how many rows, at most, a product of so many outputs is served, with a weight that is not in eight bits.
 
-    As measured on an H200: beyond 32 if more than half of the multiprocessors have a program; else beyond 16 in
-    `compiled` code only, where norms become part of such products.
+    As measured on an H200: beyond 32 if more than half of the multiprocessors have a program, beyond 16 if a quarter.
+    One step further in `compiled` code, where norms become part of such products.
     """
     if device.type != "cuda":
         return 0
-    wide = statically_known_true(2 * ((outputs + BLOCK_N - 1) // BLOCK_N) > _multiprocessors(device))
-    rows = MOST_ROWS if wide else _NARROW_ROWS if compiled else _LEAST_ROWS
+    programs, room = (outputs + BLOCK_N - 1) // BLOCK_N, _multiprocessors(device)
+    half, quarter = (statically_known_true(part * programs > room) for part in (2, 4))
+    if compiled:
+        rows = MOST_ROWS if quarter else _NARROW_ROWS
+    else:
+        rows = MOST_ROWS if half else _NARROW_ROWS if quarter else _LEAST_ROWS
     return rows if _has_room(rows, gated, device) else _LEAST_ROWS
 
 
@@ -194,12 +202,14 @@ def step_product(
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
     block_m = max(_LEAST_ROWS, triton.next_power_of_2(M))
     block_k, stages = depth(platform.shared_bytes(x.device), gated, block_m)
-    described, tma = operand(weight, (BLOCK_N, block_k))
+    # by TMA fewer rows take as long or longer
+    a, tma_a = rows_operand(rows, (block_m, block_k)) if block_m == MOST_ROWS else (rows, False)
+    b, tma_b = operand(weight, (BLOCK_N, block_k))
     programs = triton.cdiv(N, BLOCK_N) if launched else 0
     spans = 1 if squares is None else squares.shape[0]
     step_product_kernel[(programs,)](
-        rows, described, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_B=tma,
+        a, b, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=block_m,
+        BLOCK_N=BLOCK_N, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_A=tma_a, TMA_B=tma_b,
         SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.beside(x.device),
     )  # fmt: skip
     return out

@@ -37,7 +37,7 @@ WORLD_SIZE = 4
 # Whose shared memory decides how many stages plans give a tile.
 MACHINES = {90: "NVIDIA H200", 100: "NVIDIA H200", "gfx942": "AMD Instinct MI300X", "gfx950": "AMD Instinct MI350X"}
 # By what follows the product: block_m, block_k, warps.
-FEW_ROWS = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 8), "gather": (32, 256, 4)}
+FEW_ROWS = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 4), "gather": (32, 256, 4)}
 TRACED = {
     90: (
         "all_reduce_tma",
@@ -127,10 +127,12 @@ def variants(target: GPUTarget):
         k, stages = step_product.depth(machine.shared_bytes, gated, m)
         rows = dict(BLOCK_M=m, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
         name = ("step_product_gated" if gated else "step_product") + (f"_{m}" if m > 16 else "")
-        constants = dict(HAS_BIAS=True, GATED=gated, TMA_B=cuda, SPANS=128, **rows)
+        constants = dict(HAS_BIAS=True, GATED=gated, TMA_A=cuda and m == 64, TMA_B=cuda, SPANS=128, **rows)
         options = dict(num_warps=4, num_stages=stages)
         yield name, step_product.step_product_kernel, options, {**constants, "squares": None}
         yield f"{name}_norm", step_product.step_product_kernel, options, constants
+        if constants["TMA_A"]:
+            yield f"{name}_folded", step_product.step_product_kernel, options, constants | dict(FOLDED=True)
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=256, COLUMNS=32)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)

@@ -212,12 +212,14 @@ def test_blocks_fit_in_shared_memory(gated: bool, rows: int) -> None:
 def test_more_rows_are_served_where_outputs_are_many(monkeypatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(step_product.platform, "num_programs", lambda device: 132)
-    for kib, wide, compiled, plain in ((227, 64, 32, 16), (99, 16, 16, 16)):
+    for kib, served in (
+        (227, {4288: (64, 64), 4224: (64, 32), 2176: (64, 32), 2112: (32, 16)}),
+        (99, {4288: (16, 16)}),
+    ):
         monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device, kib=kib: kib << 10)
-        for gated in (False, True):
-            assert step_product.most_rows(4288, gated, False, device) == wide
-            assert step_product.most_rows(4224, gated, True, device) == compiled
-            assert step_product.most_rows(4224, gated, False, device) == plain
+        for outputs, rows in served.items():
+            for gated in (False, True):
+                assert tuple(step_product.most_rows(outputs, gated, c, device) for c in (True, False)) == rows
 
 
 def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, list, int]:
