@@ -27,7 +27,7 @@ from benchmarks.table import markdown
 ROTATED_BYTES, MOST_COPIES = 256 << 20, 96
 ALLOWED = 0.01  # relative, of the whole result in bf16
 
-ROWS = (1, 8, 16, 32, 64)
+ROWS = (1, 8, 16, 32, 64, 128)
 # Outputs, inputs; query, key and value of 8B on one of two ranks and of four, and of 70B on one of four.
 WEIGHTS = [
     *combinations((4096, 5120, 7168, 8192), (1024, 2048, 3584, 7168, 14336)),

@@ -46,10 +46,10 @@ EXCHANGE_TILES: Tiles = {
     (16, 64, 256, 4): (5, 0.25),
     (16, 64, 128, 4): (8, 0.25),
     (32, 64, 256, 4): (4, 0.43),
-    (64, 64, 128, 8): (6, 0.48),
-    (64, 64, 128, 4): (7, 0.58),
-    (128, 64, 128, 8): (4, 0.7),
-    (128, 64, 128, 4): (4, 0.8),
+    (64, 64, 128, 8): (6, 0.58),
+    (64, 64, 128, 4): (7, 0.68),
+    (128, 64, 128, 8): (4, 0.74),
+    (128, 64, 128, 4): (4, 0.83),
     (128, 128, 64, 8): (6, 0.86),
 }
 # The same of operands in eight bits, twice as deep (`FusedConfig.depth`).
@@ -79,6 +79,7 @@ _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 # Of the link's rate, what words get that are polled, emptied and stored once more.
 _WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
 _WORDS_TWICE = 0.8  # in two shots
+_ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the words of 64 x 64
 _HIDDEN_BY_MORE = 0.3  # how much of the words' way more than two rounds of products hide
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
 _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
@@ -166,7 +167,9 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
             hidden = _HIDDEN_BY_MORE
         gemm -= min(link / shots, gemm) * hidden
     shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
-    return link, gemm + link + _hops(problem, shots) * machine.exchange_us
+    one_group = config.num_warps == 4 and config.block_m >= 64 and not problem.fp8
+    words = _ONE_GROUP_US * config.block_m / 64 if one_group else 0.0
+    return link, gemm + link + words + _hops(problem, shots) * machine.exchange_us
 
 
 def _exchanged_with_roles(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:

@@ -5,9 +5,9 @@ program streams the weights of some outputs once, as `iris_ops/few_rows.py` does
 multiplies them as outputs x rows, so that the tensor cores' rows are full however few rows the input has. Four fifths
 of a multiprocessor's shared memory are always on their way from memory.
 
-Every program reads all rows of the input. What limits it is then what shared memory is written and read in a
-multiprocessor: 128 bytes a cycle, which is why one warp group multiplies, and not two that would both read the rows. So
-torch's product, cut along K, is the faster one of many rows and few outputs: see `most_rows`.
+What limits it beyond 16 rows is less the memory than what shared memory is written and read in a multiprocessor, 128
+bytes a cycle. So one warp group multiplies, and not two that would both read the rows, and where outputs are too few
+for programs on all multiprocessors the rows are divided into blocks: the weights are then read once more, from L2.
 
 Weights in eight bits have a kernel of their own (`step_product_fp8.py`).
 
@@ -23,7 +23,7 @@ from iris.device import arch
 from iris.device.function import device_function
 from iris_ops import fp8_rows
 from iris_ops.operands import in_whole_vectors, operand, rows_operand
-from iris_ops.tiles import Matrix, add_bias, rows_from
+from iris_ops.tiles import Matrix, add_bias, first_row, rows_from
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
@@ -32,7 +32,8 @@ import triton.language as tl
 
 from . import fp8, step_product_fp8
 
-MOST_ROWS, _NARROW_ROWS, _LEAST_ROWS = 64, 32, 16
+MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16
+_BLOCKS = 16, 32, 64  # of rows
 BLOCK_N = 64
 _WARPS = 4
 # By rows of a block and whether it is gated, the fastest on an H200: elements along K, stages of the ring of blocks.
@@ -48,7 +49,7 @@ def step_product_kernel(
     BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TMA_A: tl.constexpr, TMA_B: tl.constexpr,
     SPANS: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = a [M, K] @ b [N, K].T + bias [N]; M is at most BLOCK_M. One program computes BLOCK_N columns.
+    """out [M, N] = a [M, K] @ b [N, K].T + bias [N]. A program computes BLOCK_M rows of BLOCK_N columns.
 
     `GATED`: b and bias have N rows for the gate, then N more; out is silu(gate) times the others.
     squares [spans, M]: a is the first half of a norm, of which the product's rows get the factors (`norm_ahead.py`).
@@ -57,15 +58,16 @@ def step_product_kernel(
     FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
     A = Matrix(a, M, K, stride_am, 1, TMA_A)
     B = Matrix(b, K, 2 * N if GATED else N, 1, stride_bn, TMA_B, True)
-    col = tl.program_id(0) * BLOCK_N
-    r, own = rows_from(0, 0, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+    row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    first = first_row(row, M, BLOCK_M)
+    r, own = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if squares is not None:  # they come while weights do
         s = tl.arange(0, SPANS)
         sums = tl.load(squares + s[:, None] * M + r[None, :], mask=(s < spans)[:, None] & (r < M)[None, :], other=0.0)
     for k in range(0, K, BLOCK_K):
-        rows = A.load(0, k, BLOCK_M, BLOCK_K).T
+        rows = A.load(first, k, BLOCK_M, BLOCK_K).T
         acc = arch.dot(B.load(k, col, BLOCK_K, BLOCK_N).T, rows, acc)
         if GATED:
             up = arch.dot(B.load(k, N + col, BLOCK_K, BLOCK_N).T, rows, up)
@@ -131,18 +133,26 @@ def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, ga
 def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
     """Of how many rows, at most, a product of so many outputs is served, with a weight that is not in eight bits.
 
-    As measured on an H200: beyond 32 if more than half of the multiprocessors have a program, beyond 16 if a quarter.
-    One step further in `compiled` code, where norms become part of such products.
+    As measured on an H200: up to 64 rows; where half of the multiprocessors at most have a program for each block of
+    rows, two blocks' worth; where less than a quarter have one, 32 in `compiled` code, of whose products norms become
+    part, else 16.
     """
     if device.type != "cuda":
         return 0
     programs, room = (outputs + BLOCK_N - 1) // BLOCK_N, _multiprocessors(device)
-    half, quarter = (statically_known_true(part * programs > room) for part in (2, 4))
-    if compiled:
-        rows = MOST_ROWS if quarter else _NARROW_ROWS
+    if statically_known_true(2 * programs > room):
+        rows = _WIDE_ROWS
+    elif statically_known_true(4 * programs > room):
+        rows = MOST_ROWS
     else:
-        rows = MOST_ROWS if half else _NARROW_ROWS if quarter else _LEAST_ROWS
-    return rows if _has_room(rows, gated, device) else _LEAST_ROWS
+        rows = _FEW_ROWS if compiled else _LEAST_ROWS
+    return rows if _has_room(min(rows, _BLOCKS[-1]), gated, device) else _LEAST_ROWS
+
+
+def block_of(rows: int, programs: int, room: int) -> int:
+    """Into blocks of how many rows they are divided, if each takes so many programs and `room` run at once."""
+    whole = min(max(_LEAST_ROWS, triton.next_power_of_2(rows)), _BLOCKS[-1])
+    return next(block for block in _BLOCKS if block == whole or -(-rows // block) * programs <= room)
 
 
 @torch.compiler.assume_constant_result
@@ -200,14 +210,15 @@ def step_product(
         step_product_fp8.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)
         return out
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
-    block_m = max(_LEAST_ROWS, triton.next_power_of_2(M))
+    programs = triton.cdiv(N, BLOCK_N)
+    block_m = block_of(M, programs, platform.num_programs(x.device))
     block_k, stages = depth(platform.shared_bytes(x.device), gated, block_m)
     # by TMA fewer rows take as long or longer
-    a, tma_a = rows_operand(rows, (block_m, block_k)) if block_m == MOST_ROWS else (rows, False)
+    a, tma_a = rows_operand(rows, (block_m, block_k)) if block_m == _BLOCKS[-1] else (rows, False)
     b, tma_b = operand(weight, (BLOCK_N, block_k))
-    programs = triton.cdiv(N, BLOCK_N) if launched else 0
+    grid = (triton.cdiv(M, block_m) if launched else 0, programs)  # blocks that share weights follow each other
     spans = 1 if squares is None else squares.shape[0]
-    step_product_kernel[(programs,)](
+    step_product_kernel[grid](
         a, b, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=block_m,
         BLOCK_N=BLOCK_N, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_A=tma_a, TMA_B=tma_b,
         SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.beside(x.device),

@@ -42,9 +42,14 @@ def reference(x, weight, bias, gated: bool, dtype: torch.dtype) -> torch.Tensor:
         ((32,), 70, 520, False),
         ((3, 11), 10, 300, True),
         ((64, 1), 100, 264, False),
+        ((5, 13), 70, 136, True),
+        ((127,), 130, 264, False),
     ],
 )
-def test_few_rows(rows: tuple, outputs: int, depth: int, bias: bool, gated: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("room", [1, 9, 132])
+def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room: int, gated: bool, dtype) -> None:
+    """`room`: for programs, as if on so many multiprocessors, which decides how rows are divided."""
+    monkeypatch.setattr(step_product.platform, "num_programs", lambda device: room)
     torch.manual_seed(outputs)
     like = {"device": DEVICE, "dtype": dtype}
     x = torch.randn(*rows, 2 * depth, **like)[..., :depth]  # rows lie apart
@@ -65,7 +70,7 @@ def test_few_rows(rows: tuple, outputs: int, depth: int, bias: bool, gated: bool
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(
     "rows, outputs, depth",
-    [((1,), 64, 256), ((3, 1), 70, 136), ((16,), 20, 320), ((29, 1), 70, 136), ((64,), 20, 4160)],
+    [((1,), 64, 256), ((3, 1), 70, 136), ((16,), 20, 320), ((29, 1), 70, 136), ((64,), 20, 4160), ((70,), 20, 136)],
 )
 def test_rows_scaled_by_the_second_half_of_a_norm(rows: tuple, outputs: int, depth: int, gated: bool) -> None:
     torch.manual_seed(depth)
@@ -188,7 +193,7 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
     capturing.append(True)
     out = step_product.linear(x, weight, added)
     (loaded, *kinds), (launched, *same) = kernel.seen
-    assert (loaded, launched) == ((0,), (2,)) and kinds == same
+    assert (loaded, launched) == ((0, 2), (1, 2)) and kinds == same
     assert torch.allclose(out, F.linear(x, weight, added), rtol=2e-2, atol=2e-2)
 
 
@@ -209,17 +214,33 @@ def test_blocks_fit_in_shared_memory(gated: bool, rows: int) -> None:
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="has functions of its process exchanged")
-def test_more_rows_are_served_where_outputs_are_many(monkeypatch) -> None:
+def test_how_many_rows_are_served(monkeypatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(step_product.platform, "num_programs", lambda device: 132)
-    for kib, served in (
-        (227, {4288: (64, 64), 4224: (64, 32), 2176: (64, 32), 2112: (32, 16)}),
-        (99, {4288: (16, 16)}),
-    ):
-        monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device, kib=kib: kib << 10)
-        for outputs, rows in served.items():
-            for gated in (False, True):
-                assert tuple(step_product.most_rows(outputs, gated, c, device) for c in (True, False)) == rows
+
+    def served(outputs: int) -> set[tuple[int, int]]:
+        """Compiled and not."""
+        return {
+            tuple(step_product.most_rows(outputs, gated, each, device) for each in (True, False)) for gated in (0, 1)
+        }
+
+    monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device: 227 << 10)
+    assert served(4288) == {(64, 64)}
+    assert served(4224) == served(2176) == {(128, 128)}
+    assert served(2112) == {(32, 16)}
+    monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device: 99 << 10)
+    assert served(4288) == served(4224) == {(16, 16)}
+
+
+@pytest.mark.parametrize(
+    "rows, programs, block",
+    [
+        (1, 64, 16), (16, 64, 16), (17, 64, 16), (17, 67, 32), (32, 66, 16), (33, 44, 16), (33, 64, 32), (48, 128, 64),
+        (64, 64, 32), (64, 24, 16), (65, 64, 64), (128, 66, 64), (128, 33, 32), (128, 1, 16), (128, 100, 64),
+    ],
+)  # fmt: skip
+def test_rows_are_divided_where_multiprocessors_are_left(rows: int, programs: int, block: int) -> None:
+    assert step_product.block_of(rows, programs, 132) == block
 
 
 def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, list, int]:
