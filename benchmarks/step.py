@@ -196,12 +196,20 @@ def render(written: dict) -> str:
         ]
         lines += [f"#### {title}", "", markdown([HEADS[kind], "ours", "GB/s", *rivals], table)]
         for name in rivals:
-            both = [row["us"][name] / row["us"]["ours"] for row in rows if {name, "ours"} <= row["us"].keys()]
+            both = [row for row in rows if {name, "ours"} <= row["us"].keys()]
+            taken = [row for row in both if row["used"]]
             if both:
-                mean = math.exp(sum(map(math.log, both)) / len(both))
-                lines += ["", f"{name}: {mean:.2f} times ours in the geometric mean, {min(both):.2f} at least."]
+                lines += ["", f"{name}: {mean_and_least(both, name)}."]
+            if taken and len(taken) < len(both):
+                lines += [f"Where layers take ours {mean_and_least(taken, name)}."]
         lines += [""]
     return "\n".join([*lines, *report.left_out(written)])
+
+
+def mean_and_least(rows: list[dict], name: str) -> str:
+    ratios = [row["us"][name] / row["us"]["ours"] for row in rows]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.2f} times ours in the geometric mean, {min(ratios):.2f} at least"
 
 
 def gb_s(row: dict, name: str) -> float:

@@ -134,7 +134,7 @@ def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -
     """Of how many rows, at most, a product of so many outputs is served, with a weight that is not in eight bits.
 
     As measured on an H200: up to 64 rows; where half of the multiprocessors at most have a program for each block of
-    rows, two blocks' worth; where less than a quarter have one, 32 in `compiled` code, of whose products norms become
+    rows, two blocks' worth; where less than a sixth have one, 32 in `compiled` code, of whose products norms become
     part, else 16.
     """
     if device.type != "cuda":
@@ -142,7 +142,7 @@ def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -
     programs, room = (outputs + BLOCK_N - 1) // BLOCK_N, _multiprocessors(device)
     if statically_known_true(2 * programs > room):
         rows = _WIDE_ROWS
-    elif statically_known_true(4 * programs > room):
+    elif statically_known_true(6 * programs > room):
         rows = MOST_ROWS
     else:
         rows = _FEW_ROWS if compiled else _LEAST_ROWS

@@ -226,8 +226,8 @@ def test_how_many_rows_are_served(monkeypatch) -> None:
 
     monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device: 227 << 10)
     assert served(4288) == {(64, 64)}
-    assert served(4224) == served(2176) == {(128, 128)}
-    assert served(2112) == {(32, 16)}
+    assert served(4224) == served(1472) == {(128, 128)}
+    assert served(1408) == {(32, 16)}
     monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device: 99 << 10)
     assert served(4288) == served(4224) == {(16, 16)}
 
