@@ -85,8 +85,8 @@ class Agreement:
         self.lost, before = (peer, number), self._key(members, number - 1, peer)
         made = self._store.check([before])
         last = f"its last was {json.loads(self._store.get(before))[0]}" if made else "it made none"
-        here = [each for each in members if self._store.check([self._key(members, number, each)])]
-        self._part(here, members, number, time.monotonic() + _GRACE_S)
+        others = [each for each in members if each != peer]  # who are not here yet are about to be, or have ended
+        self._part(others, members, number, time.monotonic() + _GRACE_S)
         raise PeerLostError(
             f"rank {self._rank} lost rank {peer}: it made no call number {number} until it ended or"
             f" {self._timeout_s:g} s (IRIS_TIMEOUT) had passed, {call} here; {last}. "
@@ -104,10 +104,10 @@ class Agreement:
             pause = min(2 * pause, 10e-3)
         return True
 
-    def _part(self, here: Sequence[int], members: tuple[int, ...], number: int, end: float) -> None:
-        """Before an error: rank 0, which may end by it, and the store with it, waits until all `here` have read."""
+    def _part(self, others: Sequence[int], members: tuple[int, ...], number: int, end: float) -> None:
+        """Before an error: rank 0, which may end by it, and the store with it, waits until `others` have read."""
         self._store.set(self._key(members, number, self._rank) + "/read", "")
-        for peer in here if self._rank == 0 else ():
+        for peer in others if self._rank == 0 else ():
             self._comes(self._key(members, number, peer) + "/read", peer, end)
 
     def _key(self, members: tuple[int, ...], number: int, whose: int | str) -> str:
