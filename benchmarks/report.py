@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import datetime
 import importlib.metadata
 import json
+import math
 from pathlib import Path
 import platform
 import re
@@ -45,7 +46,7 @@ def at_least(least: float, most: float | None = None) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         value = type(least)(text)
-        if not value >= least or most is not None and value > most:
+        if not least <= value < math.inf or most is not None and value > most:
             raise ValueError
         return value
 
