@@ -14,6 +14,8 @@ import sys
 import tempfile
 
 from iris.tracing import MOST_EVENTS
+from iris_ops import FusedConfig
+from iris_ops.unfused import UNFUSED
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -48,9 +50,13 @@ def run(team: Team, args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     rows = shapes.select("given", args.op, team.world, args.rows)
     heap, _ = rivals.heaps(team, rows, dtype, args.heap_gib)
-    measured = {**report.describe_run(team, args), "rows": []}
+    measured = {**report.describe_run(team, args), "rows": [], "left_out": []}
     trace: dict = {"traceEvents": []}
     for row in rows:
+        if not is_recorded(config := heap.config(row)):
+            team.say(f"{row}: left out, for {config.algorithm!r} has a product apart, which records nothing")
+            measured["left_out"].append(str(row))
+            continue
         size = "x".join(map(str, (row.M, row.N, row.K)))
         name = f"timeline_{row.op}_{size}_{report.slug(measured['gpu'])}_x{team.world}"
         found, events = record(row, team, heap, dtype, args.max_events)
@@ -64,6 +70,11 @@ def run(team: Team, args: argparse.Namespace) -> None:
                 json.dump(trace, file)
             report.write(measured, args)
     heap.close()
+
+
+def is_recorded(config: FusedConfig) -> bool:
+    """Whether calls of this configuration leave events (docs/timelines.md)."""
+    return config.warp_roles or config.algorithm not in UNFUSED
 
 
 def record(row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_events: int) -> tuple[dict, list[dict]]:

@@ -7,6 +7,7 @@ import sys
 from xml.etree import ElementTree
 
 from iris import tracing
+from iris_ops import FusedConfig
 import numpy as np
 import pytest
 
@@ -89,3 +90,12 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
     pictures = timeline_plot.draw_all(tmp_path / "timeline_cpu_x2.json", tmp_path)
     assert [picture.name for picture in pictures] == [f"timeline_{op}_32x32x32_cpu_x2.svg" for op in ("rs", "ga")]
     assert "rank 1" in pictures[0].read_text()
+
+
+@pytest.mark.parametrize(
+    "algorithm, warp_roles, recorded",
+    [("overlapped", False, True), ("one_shot", False, True), ("copy_engines", True, True),
+     ("copy_engines", False, False), ("sequential", False, False), ("shard_sums", False, False)],
+)  # fmt: skip
+def test_rows_of_a_product_apart_are_left_out(algorithm: str, warp_roles: bool, recorded: bool) -> None:
+    assert timeline.is_recorded(FusedConfig(algorithm=algorithm, warp_roles=warp_roles)) == recorded
