@@ -309,6 +309,22 @@ def test_a_rank_that_ended_is_lost_at_once_and_once() -> None:
     run(3, dead)
 
 
+def dead_before_the_last_comes(rank: int, world: int) -> None:
+    """Rank 0, where the store is, sees that rank 1 has ended before rank 2 comes to the call."""
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    if rank == 1:
+        os._exit(0)
+    time.sleep(rank / 4)
+    with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 1: it made no call number 2"):
+        ctx.zeros(5)
+    os._exit(0)
+
+
+def test_who_comes_after_the_others_gave_up_names_the_same_rank() -> None:
+    run(3, dead_before_the_last_comes)
+
+
 def late(rank: int, world: int) -> None:
     """Rank 0 came first, gives up first, and ends: those that came a little later have lost rank 2 all the same."""
     ctx = iris.iris(1 << 20)
