@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator
 import contextlib
 import os
 
+from iris import platform
 import torch
 from torch import distributed, multiprocessing
 from torch.distributed import TCPStore
 
 
 def default_ranks(most: int = 4, on_cpu: int = 3) -> int:
-    """As many ranks as there are GPUs, up to `most`; without a GPU, `on_cpu`."""
+    """As many ranks as there are GPUs, up to `most`; without a GPU, and where ranks share GPUs, `on_cpu`."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    return min(torch.cuda.device_count(), most) if torch.cuda.is_available() else on_cpu
+    each_its_own = torch.cuda.is_available() and not platform.sharing_gpus()
+    return min(torch.cuda.device_count(), most) if each_its_own else on_cpu
 
 
 def check_ranks(ranks: int) -> None:
@@ -25,10 +27,10 @@ def check_ranks(ranks: int) -> None:
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: at least 1 is needed")
     gpus = torch.cuda.device_count()
-    if torch.cuda.is_available() and gpus < ranks:
+    if torch.cuda.is_available() and gpus < ranks and not platform.sharing_gpus():
         raise ValueError(
-            f"{ranks} ranks need {ranks} GPUs and this machine shows {gpus}: ask for at most {gpus}, "
-            "or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
+            f"{ranks} ranks need {ranks} GPUs and this machine shows {gpus}: ask for at most {gpus}, let them take "
+            f"turns with {platform.ENV_SHARE_GPUS}=1, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
 
 

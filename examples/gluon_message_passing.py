@@ -7,6 +7,7 @@ GPUs; without, it says so and ends.
     python -m examples.gluon_message_passing
 """
 
+from iris import platform
 from iris.device import sync
 import iris.experimental.iris_gluon as iris_gl
 import torch
@@ -51,7 +52,7 @@ def rank_main(passes: int = 6, n: int = 1000) -> None:
 
 
 def main() -> None:
-    if torch.cuda.device_count() < 2:
+    if torch.cuda.device_count() < (1 if platform.sharing_gpus() else 2):
         print("skipped: Gluon kernels need a GPU, and this example two; examples.message_passing runs anywhere")
         return
     _launch.run(rank_main, 2)

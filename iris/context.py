@@ -66,6 +66,11 @@ class Iris(tensors.TensorMethods):
         asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0"
         told = self._ranks.all_gather(_Told(os.getpid(), self._device_name(), *asked, refusal))
         _agree(told)
+        gpus = [rank.gpu for rank in told if rank.gpu]
+        if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
+            self._log.warning(
+                f"{len(gpus)} ranks take turns on {len(set(gpus))} GPUs: right, but all times are the turns'"
+            )
         self._segment = map_segment(allocator, heap_size, self.device, self._ranks)
         self._heap = Heap(self._segment)
         self.heap_size = heap_size
@@ -359,5 +364,8 @@ def _agree(told: list[_Told]) -> None:
         if len(set(values)) > 1:
             raise ArgumentError(f"{name} differs between ranks: {', '.join(values)}; expected the same on all")
     gpus = [rank.gpu for rank in told if rank.gpu]
-    if len(set(gpus)) < len(gpus):
-        raise PlatformError(f"two ranks use the same GPU: {gpus}; start one rank a GPU (torchrun sets LOCAL_RANK)")
+    if len(set(gpus)) < len(gpus) and not platform.sharing_gpus():
+        raise PlatformError(
+            f"two ranks use the same GPU: {gpus}; start one rank a GPU (torchrun sets LOCAL_RANK), or let them take "
+            f"turns on it with {platform.ENV_SHARE_GPUS}=1, which is slow"
+        )

@@ -15,6 +15,7 @@ from .errors import PlatformError
 
 ENV_INTERPRET = "TRITON_INTERPRET"
 ENV_TIMEOUT = "IRIS_TIMEOUT"
+ENV_SHARE_GPUS = "IRIS_SHARE_GPUS"
 _ENV_BUFFER_OPS = "AMDGCN_USE_BUFFER_OPS"
 
 # A kernel's wait ends after this long. Ranks drift apart while they compile; in the interpreter they are slow,
@@ -71,23 +72,41 @@ def name() -> str:
     return "hip" if torch.version.hip else "cuda"
 
 
+def sharing_gpus() -> bool:
+    """Whether several ranks may have the same GPU (environment variable IRIS_SHARE_GPUS).
+
+    To develop and to test with fewer GPUs than ranks. The driver gives the ranks' processes a GPU in turn, some
+    milliseconds each, so a kernel that waits for a peer waits for its turn: right, but slow.
+    """
+    asked = os.environ.get(ENV_SHARE_GPUS) or "0"
+    if asked not in ("0", "1"):
+        raise PlatformError(f"{ENV_SHARE_GPUS} is {asked!r}: expected 0 or 1")
+    return asked == "1"
+
+
 def device(rank: int, num_ranks: int) -> torch.device:
-    """The device of this rank. Raises `PlatformError` when there are fewer GPUs than ranks on this host."""
+    """The device of this rank.
+
+    Raises `PlatformError` when there are fewer GPUs than ranks on this host, unless ranks share them.
+    """
     if name() == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_RANK", rank))
+    if count and sharing_gpus():
+        return torch.device("cuda", local % count)
     if local >= count or num_ranks > count:
         raise PlatformError(
             f"{num_ranks} ranks on this host but {count} GPUs are visible (local rank {local}); start at most "
-            f"{count} ranks, or set TRITON_INTERPRET=1 to run on the CPU."
+            f"{count} ranks, let them take turns on the GPUs with {ENV_SHARE_GPUS}=1, which is slow, or set "
+            "TRITON_INTERPRET=1 to run on the CPU."
         )
     return torch.device("cuda", local)
 
 
 def backend() -> str:
-    """The torch.distributed backend that goes with the platform."""
-    return "gloo" if name() == "cpu" else "nccl"
+    """The torch.distributed backend that goes with the platform; NCCL refuses two ranks on one GPU."""
+    return "gloo" if name() == "cpu" or sharing_gpus() else "nccl"
 
 
 @functools.cache

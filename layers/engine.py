@@ -222,7 +222,8 @@ class Engine:
         if self._keeps_any:
             end = torch.full((1,), length, device=prompts.device)
             longer = common_length(batch, length, self._layer_weights)
-            longer = max(length, min(longer, self.max_length - 1))  # those that fill the cache are compiled apart
+            most = self.max_length - 1  # those that fill the cache are compiled apart
+            longer = max(length, min(longer, most - most % self._step(batch)))
             if batch * longer <= _GRAPH_TOKENS:
                 prompts, mask = padded_behind(prompts, mask, longer)
         prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
@@ -272,9 +273,12 @@ class Engine:
         """The next length at which ranks can share the tokens, if the model does and there are enough."""
         if self._sharing is None or not self._sharing.suits(batch * length):
             return length
-        step = self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
-        longer = -(-length // step) * step
+        longer = -(-length // self._step(batch)) * self._step(batch)
         return longer if longer <= self.max_length else length
+
+    def _step(self, batch: int) -> int:
+        """Between lengths at which ranks that share tokens have as many each."""
+        return 1 if self._sharing is None else self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
 
     @torch.no_grad()
     def accept(self, logits: torch.Tensor) -> None:

@@ -235,7 +235,7 @@ def _control() -> Any:
         os.environ.setdefault("IRIS_TIMEOUT", "60")
         if not dist.is_initialized():
             if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+                torch.cuda.set_device(iris.platform.device(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
             dist.init_process_group(iris.platform.backend())
         _session["control"] = dist.new_group(backend="gloo")
     return _session["control"]

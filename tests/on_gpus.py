@@ -86,7 +86,8 @@ def main() -> int:
     args = parse()
     heap = _MOST_HEAP
     if torch.cuda.is_available():  # half of the memory, for models and what is not on heaps takes some too
-        heap = min(heap, torch.cuda.get_device_properties(0).total_memory // (2 * args.jobs))
+        ranks = -(-args.ranks // torch.cuda.device_count())  # of a GPU
+        heap = min(heap, torch.cuda.get_device_properties(0).total_memory // (2 * args.jobs * ranks))
     logs = Path(tempfile.mkdtemp(prefix="iris-gpu-tests-"))
     todo, wrong = shares(args), 0
     where = "" if torch.cuda.is_available() else ", on CPUs, for no GPU is here"

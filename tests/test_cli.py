@@ -267,3 +267,5 @@ def test_doctor_sees_gpus_that_do_not_see_each_other(monkeypatch: pytest.MonkeyP
     assert finding.level == "FIX" and finding.what.endswith(": 0 to 2, 1 to 2, 2 to 0, 2 to 1")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
     assert [finding.level for finding in doctor.peers()] == ["ok"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "IRIS_SHARE_GPUS=1" in next(doctor.peers()).what

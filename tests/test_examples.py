@@ -138,6 +138,9 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     assert _launch.default_ranks() == 2
     with pytest.raises(ValueError, match="3 ranks need 3 GPUs and this machine shows 2"):
         _launch.check_ranks(3)
+    monkeypatch.setenv("IRIS_SHARE_GPUS", "1")
+    _launch.check_ranks(3)
+    assert _launch.default_ranks() == 3
 
 
 def test_no_ranks_is_an_error() -> None:

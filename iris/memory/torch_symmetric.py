@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from .. import platform
 from ..errors import PlatformError
 from ..group import Ranks
 from .base import ALIGNMENT, FixedSegment, agree_on_success
+
+# torch refuses to map a GPU's memory for two ranks that have it both, unless it is told that this is meant.
+_ENV_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class TorchSymmetricSegment(FixedSegment):
@@ -22,6 +28,8 @@ class TorchSymmetricSegment(FixedSegment):
         else:
             import torch.distributed._symmetric_memory as symm_mem
 
+            if platform.sharing_gpus():
+                os.environ[_ENV_OVERLAPPING] = "1"
             self._handle = symm_mem.rendezvous(self.local, ranks.group.group_name)
             self.bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
         if any(base % ALIGNMENT for base in self.bases):

@@ -212,7 +212,22 @@ def test_fewer_gpus_than_ranks_is_an_error(monkeypatch):
             platform.device(rank, world_size)
 
 
-def test_two_ranks_on_one_gpu_are_refused():
+def test_two_ranks_on_one_gpu_are_refused_unless_that_is_meant(monkeypatch):
     told = [context._Told(pid, "gpu-a", "1", "torch", "0", None) for pid in (1, 2)]
-    with pytest.raises(errors.PlatformError, match="two ranks use the same GPU"):
+    with pytest.raises(errors.PlatformError, match="two ranks use the same GPU.*IRIS_SHARE_GPUS=1"):
         context._agree(told)
+    monkeypatch.setenv("IRIS_SHARE_GPUS", "1")
+    context._agree(told)
+
+
+def test_ranks_that_share_gpus_take_the_next_one(monkeypatch):
+    monkeypatch.setattr(platform, "name", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert platform.backend() == "nccl"
+    monkeypatch.setenv("IRIS_SHARE_GPUS", "1")
+    assert [platform.device(rank, 4).index for rank in range(4)] == [0, 1, 0, 1]
+    assert platform.backend() == "gloo", "NCCL refuses two ranks on a GPU"
+    monkeypatch.setenv("IRIS_SHARE_GPUS", "yes")
+    with pytest.raises(errors.PlatformError, match="IRIS_SHARE_GPUS is 'yes': expected 0 or 1"):
+        platform.device(0, 4)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import iris
 from iris_ops import FusedConfig, operands, roles_operands
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER
 from iris_ops.tiles import first_row, rows_from
 import pytest
 import torch
@@ -48,9 +48,11 @@ def folds_of(ctx: iris.Iris, cases: list[Case]) -> tuple[list[str], set[int]]:
 def calls_of(op: str, form: str, config: FusedConfig, world_size: int) -> list[Case]:
     n, k = (72 * world_size, 40) if not ON_GPU else (192 * world_size, 328)
     parts = world_size if op != ALL_REDUCE and form == "rows" else 1  # of a gather by rows, each rank has so many
+    sizes = [rows * parts - (parts > 1 and turn % 2) for turn, rows in enumerate(ROWS)]  # the last part a row shorter
+    if op != MATMUL_GATHER and parts > 1:  # others multiply the rows of all: a tile's half and more of those
+        sizes += [32, 47]
     found = []
-    for turn, rows in enumerate(ROWS):
-        rows = rows * parts - (parts > 1 and turn % 2)  # the last part a row shorter
+    for turn, rows in enumerate(sizes):
         changes = dict(bias=turn % 2 == 0, transposed=turn % 3 > 0, pad=8 * (turn % 2), seed=turn)
         found.append(Case(op, form, rows, n, k * (world_size if form == "k" else 1), config=config, **changes))
     return found
