@@ -74,7 +74,7 @@ class Contender:
 class NcclOps:
     """The ops of `ctx.ops` as torch and NCCL (on CPUs gloo) give them."""
 
-    def plan(self, *_: object) -> None:
+    def plan(self, *_: object, **options: object) -> None:
         """Nothing to choose."""
 
     def matmul_all_reduce(self, out, A, B, bias=None, config=None) -> None:

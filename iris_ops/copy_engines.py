@@ -100,7 +100,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[fl
     for rank in range(w):
         steps = [_rows_of(problem, rank, step) for step in _steps(problem, config)]
         rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
-        products = torch_product.expected_in_turn(rows, problem.N, problem.K, machine)
+        products = torch_product.expected_in_turn(rows, problem.N, problem.K, machine, in_fp8=problem.fp8)
         us, sent, done = barrier + products[0], barrier, 1
         for step, there in zip(_steps(problem, config), steps, strict=True):
             sent += len(step) * copy
@@ -117,12 +117,14 @@ def staged_elements(problem: Problem) -> int:
     return max(1, problem.M * problem.K)
 
 
-def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias) -> Callable[[], bool]:
+def prepare(
+    workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, scale=None
+) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
     ways = _at_once if _serves_at_once(problem, config, out, A, B, gathered) else _in_steps
-    first, rest = ways(workspace, problem, config, out, A, B, bias, gathered)
+    first, rest = ways(workspace, problem, config, out, A, B, bias, scale, gathered)
     (copies, _), (entered, sent, *_) = workspace.lanes, workspace.marks
     count = workspace.barrier.passed
 
@@ -149,7 +151,7 @@ def _serves_at_once(problem: Problem, config: FusedConfig, out, A, B, gathered) 
 
     Rows of A that stand apart are copied by a kernel, which may find no room beside one that waits for peers' copies.
     """
-    loads = roles_operands.serve(config, A, B, out) and of_whole_vectors(gathered)
+    loads = not problem.fp8 and roles_operands.serve(config, A, B, out) and of_whole_vectors(gathered)
     return loads and A.is_contiguous() and (not problem.gated or as_stored(B) is not B)
 
 
@@ -157,7 +159,7 @@ def _serves_at_once(problem: Problem, config: FusedConfig, out, A, B, gathered) 
 _Ways = tuple[Callable[[], None], Callable[[object], None]]
 
 
-def _at_once(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, gathered) -> _Ways:
+def _at_once(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, _scale, gathered) -> _Ways:
     launch = all_gather_matmul_roles.product(
         workspace.ctx, workspace.products, workspace.kernels, problem, config, out, A, gathered, B, bias,
         workspace.arrivals, workspace.barrier.passed,
@@ -165,12 +167,12 @@ def _at_once(workspace: Workspace, problem: Problem, config: FusedConfig, out, A
     return launch, lambda stream: None
 
 
-def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, gathered) -> _Ways:
+def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, scale, gathered) -> _Ways:
     rank = workspace.ctx.cur_rank
     multiply = gating.multiply if problem.gated else torch_product.multiply
 
     def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
-        return partial(multiply, out[begin:end], rows, B, bias)
+        return partial(multiply, out[begin:end], rows, B, bias, scale)
 
     begin = min(problem.M, rank * problem.part_rows)
     own = product(begin, begin + A.shape[0], A) if A.shape[0] else None

@@ -11,7 +11,8 @@ most 1/16 of itself or, if that is more, 2**-10 of its column's scale.
     else, bf16        `torch._scaled_mm` on GPUs with fp8 tensor cores                 rounded likewise
     else              by the weight that B8 and scale stand for, made in each call     as it is
 
-All-reduces of rounded rows have the kernels of 16 bits, in which scales end a tile (`few_rows.py`, `warp_roles.py`).
+All-reduces and reduce-scatters of rounded rows have the kernels of 16 bits, in which scales end a tile (`few_rows.py`,
+`warp_roles.py`). Rows that are gathered travel as they are.
 """
 
 from __future__ import annotations

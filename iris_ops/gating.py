@@ -64,8 +64,10 @@ def gate_us(problem: Problem, machine: Machine) -> float:
     return nbytes / (_SHARE * machine.hbm_gbs * 1e3) + _BEHIND_US
 
 
-def multiply(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """`out` = silu(A @ first + ...) * (A @ second + ...), with torch's product."""
+def multiply(
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+) -> None:
+    """`out` = silu(A @ first + ...) * (A @ second + ...), with torch's product; `scale` as there."""
     both = A.new_empty(A.shape[0], B.shape[1])
-    torch_product.multiply(both, A, B, bias)
+    torch_product.multiply(both, A, B, bias, scale)
     gate(out, both)

@@ -22,7 +22,7 @@ from .few_rows_gather import few_rows_gather_kernel
 from .norm_ahead import AHEAD_NAMES, SPAN, Ahead
 from .operands import in_whole_vectors
 from .predict import words_with_roles
-from .problem import ALL_REDUCE, MATMUL_GATHER, NORM, Problem, owned_part
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM, Problem, owned_part
 from .unfused import UNFUSED
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ def ends_ahead(problem: Problem, config: FusedConfig) -> bool:
 
 def _eight_bits(problem: Problem, config: FusedConfig, out, A, B) -> torch.Tensor | None:
     """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
-    multiplied = problem.M > fp8_rows.MOST_ROWS and fp8.multiplies_in_fp8(B.shape, B.device, A.dtype)
-    if not multiplied or max(config.block_m, config.block_n) * config.depth(True) > MOST_ELEMENTS:
+    rounds = problem.op != GATHER_MATMUL and problem.M > fp8_rows.MOST_ROWS
+    if not rounds or not fp8.multiplies_in_fp8(B.shape, B.device, A.dtype):
+        return None
+    if max(config.block_m, config.block_n) * config.depth(True) > MOST_ELEMENTS:
         return None
     B = in_whole_vectors(B.t()).t()
     if config.algorithm == "overlapped" or words_with_roles(problem, config):
@@ -78,7 +80,7 @@ def launch(
     What takes torch's product is prepared to be repeated only where it `came_before`. `ahead`: see `ends_ahead`.
     """
     out, A, B, bias, scale = tensors
-    streams = problem.fp8 and config.algorithm == "one_shot" and fp8_rows.serves(A, B)
+    streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot" and fp8_rows.serves(A, B)
     rounding = a_scales = None
     if not problem.fp8:
         tensors = tensors[:-1]

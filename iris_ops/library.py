@@ -11,7 +11,7 @@ shape of this rank's result, `group` the name of the context (`ctx.group_name`).
 is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts differ in size. An op
 plans by the sizes that it sees; ranks that saw different ones could choose different tiles and wait for signals that
 are never sent. So they all plan by this size in place of K (in `all_gather_matmul`, gated or not, of N, the columns of
-B). `scale`: of a B in eight bits, which the all-reduces take.
+B). `scale`: of a B in eight bits, which all take but `matmul_all_gather`.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 
@@ -74,7 +74,7 @@ def _config(op: str, ctx: Iris, A, B, size, mean_part) -> FusedConfig | None:
     if mean_part is None or op == MATMUL_GATHER:
         return None
     if op in (GATHER_MATMUL, GATED):
-        return ctx.ops.plan(op, size[0], mean_part, B.shape[0], A.dtype, explained=False)
+        return ctx.ops.plan(op, size[0], mean_part, B.shape[0], A.dtype, explained=False, fp8=B.dtype == FP8)
     return ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False, fp8=B.dtype == FP8)
 
 

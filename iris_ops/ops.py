@@ -106,17 +106,23 @@ class Ops:
         ahead = residual, weight, scaled, squares
         return self._call(norm_ahead.OP, out, A, B, bias, False, config, workspace, ahead, scale)
 
-    def all_gather_matmul(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
-        """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K."""
-        return self._call(GATHER_MATMUL, out, A, B, bias, async_op, config, workspace)
+    def all_gather_matmul(
+        self, out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None
+    ) -> Workspace:
+        """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K.
 
-    def all_gather_matmul_gated(self, out, A, B, bias=None, config=None, workspace=None) -> Workspace:
+        With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`. Gathered rows of bf16 are
+        rounded to eight bits, too, where the GPU multiplies those; else B is converted in each call.
+        """
+        return self._call(GATHER_MATMUL, out, A, B, bias, async_op, config, workspace, scale=scale)
+
+    def all_gather_matmul_gated(self, out, A, B, bias=None, config=None, workspace=None, scale=None) -> Workspace:
         """`out [M,N/2] = silu(C[:,:N/2]) * C[:,N/2:]` of `C [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K].
 
         The first half of a gated MLP whose tokens the ranks share. Where programs with roles multiply (`FusedConfig`),
-        neither half is ever written.
+        neither half is ever written. `scale`: as in `all_gather_matmul`.
         """
-        return self._call(GATED, out, A, B, bias, False, config, workspace)
+        return self._call(GATED, out, A, B, bias, False, config, workspace, scale=scale)
 
     def matmul_all_gather(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
         """`out [M,N] = gather(A @ B + bias)`: A [M/w,K], B [K,N], by rows, or A [M,K], B [K,N/w], by columns.
@@ -125,9 +131,14 @@ class Ops:
         """
         return self._call(MATMUL_GATHER, out, A, B, bias, async_op, config, workspace)
 
-    def matmul_reduce_scatter(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
-        """This rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w]."""
-        return self._call(REDUCE_SCATTER, out, A, B, bias, async_op, config, workspace)
+    def matmul_reduce_scatter(
+        self, out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None
+    ) -> Workspace:
+        """This rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w].
+
+        `scale`: as in `all_gather_matmul`; each rank has its own.
+        """
+        return self._call(REDUCE_SCATTER, out, A, B, bias, async_op, config, workspace, scale=scale)
 
     def plan(
         self,

@@ -44,6 +44,9 @@ def plan(problem: Problem, machine: Machine, explained: bool = True) -> FusedCon
 
 @lru_cache(maxsize=4096)
 def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
+    if why := _converting(problem, machine):
+        found = _plan(replace(problem, fp8=False), machine, explained)
+        return replace(found, reasons=(*found.reasons[:1], why, *found.reasons[1:])) if explained else found
     reasons, scored = [], []
     for candidate in _candidates(problem, machine):
         if objection := _objection(problem, candidate):
@@ -131,17 +134,36 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     return found
 
 
+def _converting(problem: Problem, machine: Machine) -> str | None:
+    """Why a B in eight bits is converted in each call and the plan is that of what it becomes, if so.
+
+    Of an all-reduce it never is: there `sequential` serves everywhere.
+    """
+    if not problem.fp8 or problem.op == ALL_REDUCE:
+        return None
+    if not machine.warp_roles or problem.dtype != torch.bfloat16:
+        return f"B is converted in each call: {problem.dtype} by eight bits is not multiplied on {machine.name}"
+    if problem.form != "rows" or problem.K % fp8.MULTIPLE or problem.N % fp8.MULTIPLE:
+        return f"B is converted in each call: by rows, K and N multiples of {fp8.MULTIPLE}, it would be multiplied"
+    return None
+
+
 def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
-    """Of an all-reduce with B in eight bits: a stream of few rows as they are, else rows that are rounded, too."""
-    found = [FusedConfig(algorithm="sequential")]
+    """With B in eight bits: a stream of few rows as they are, else rows that are rounded, too."""
+    unfused = _unfused(problem.op, problem.world_size)
+    if problem.op == GATHER_MATMUL:  # rows travel as they are, and are rounded where they are multiplied
+        return list(unfused)
+    found = [each for each in unfused if each.algorithm == "sequential" or problem.op == REDUCE_SCATTER]
     if not machine.warp_roles or problem.dtype != torch.bfloat16:
         return found
     if problem.M <= fp8_rows.MOST_ROWS:
-        return [FP8_STREAM] if fp8_rows.fits(problem.M, problem.K) else found
+        streams = problem.op == ALL_REDUCE and fp8_rows.fits(problem.M, problem.K)
+        return [FP8_STREAM] if streams else found
     if problem.K % fp8.MULTIPLE or problem.N % fp8.MULTIPLE:
         return found
     few = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
-    found += [*_tiled(few, ("one_shot", "two_shot"), (), FusedConfig.comm_programs), *_roles(problem, machine)]
+    shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
+    found += [*_tiled(few, shots, (), FusedConfig.comm_programs), *_roles(problem, machine)]
     return [*found, *_words_with_roles(problem)]
 
 
@@ -243,8 +265,8 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
             return f"a rank has {problem.part_rows} rows, fewer than a tile"
         if config.algorithm == "shard_sums" and problem.M < _LEAST_SHARDED:
             return "few rows: shards of them hide too little for what stands between them"
-        if problem.fp8 and config.algorithm == "sequential":  # which serves everywhere
-            return None
+        if problem.fp8 and (config.algorithm == "sequential" or problem.op == GATHER_MATMUL):  # of few rows, too
+            return UNFUSED[config.algorithm].objection(problem)
         if problem.world_size == 1:
             return "one rank: no collective to follow"
         few = "few rows: a stream of weights needs no library" if m <= 64 else None

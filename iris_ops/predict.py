@@ -121,7 +121,8 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     if config.algorithm in UNFUSED and not config.warp_roles:
         gemm, link, total = UNFUSED[config.algorithm].predict(problem, config, machine)
         return Prediction(gemm, link, total + behind)
-    streams = problem.fp8 and config.algorithm == "one_shot" and fp8_rows.fits(problem.M, problem.K)
+    streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot"
+    streams = streams and fp8_rows.fits(problem.M, problem.K)
     gemm = fp8_rows.expected_us(problem, machine) if streams else gemm_us(problem, config, machine)
     if brought:
         way = _brought

@@ -26,7 +26,7 @@ NORM = "matmul_all_reduce_norm"
 # `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
 GATED = "all_gather_matmul_gated"
 # Those that take B in eight bits, with scales (`fp8.py`).
-SCALED = (ALL_REDUCE, NORM)
+SCALED = (ALL_REDUCE, NORM, GATHER_MATMUL, GATED, REDUCE_SCATTER)
 _KINDS = {NORM: {"op": ALL_REDUCE}, GATED: {"op": GATHER_MATMUL, "gated": True}}
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -124,7 +124,7 @@ def problem_asked(
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
     if fp8 and op not in SCALED:
-        raise ArgumentError(f"fp8 is True for {op}; expected {ALL_REDUCE}, or False")
+        raise ArgumentError(f"fp8 is True for {op}; expected False, or one of {', '.join(SCALED)}")
     return _planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8))
 
 

@@ -20,7 +20,7 @@ from iris.ccl.problem import ALL_REDUCE as REDUCE
 from iris.ccl.problem import REDUCE_SCATTER as SCATTER
 from iris.ccl.problem import Problem as Collective
 
-from . import fp8, torch_product
+from . import torch_product
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[fl
     link = collectives.Machine(machine.num_programs, resident=2)
     share = machine.link_gbs / 380.0  # of an H200's
     link = replace(link, **{name: share * getattr(link, name) for name in ("link_gbs", "words_gbs", "two_hops_gbs")})
-    gemm = torch_product.expected_us(*problem.gemm, machine)
-    if problem.fp8:
-        gemm = fp8.torch_us(gemm) + fp8.rounding_us(problem.M, problem.K, machine)
+    gemm = torch_product.expected_us(*problem.gemm, machine, in_fp8=problem.fp8)
     moved = collectives.plan(_collective(problem), Config(), link).expected_us
     return gemm, moved, gemm + moved + _BETWEEN_US
 
@@ -81,13 +79,13 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A,
         product, collective = (out, A, B, once, scale), (REDUCE, out, out)
     elif problem.op == GATHER_MATMUL:
         gathered = between.view(problem.M, problem.K)
-        product, collective = (out, gathered, B, bias), (ALL_GATHER, gathered, A)
+        product, collective = (out, gathered, B, bias, scale), (ALL_GATHER, gathered, A)
     elif problem.op == MATMUL_GATHER:
         part = out[ctx.cur_rank * problem.part_rows : (ctx.cur_rank + 1) * problem.part_rows]
         product, collective = (part, A, B, bias), (ALL_GATHER, out, part)
     else:
         partial_sums = between.view(problem.M, problem.N)
-        product, collective = (partial_sums, A, B, once), (SCATTER, out, partial_sums)
+        product, collective = (partial_sums, A, B, once, scale), (SCATTER, out, partial_sums)
     halves = [partial(torch_product.multiply, *product), ctx.ccl._ready(*collective, workspace.collective)]
     if problem.op == GATHER_MATMUL:
         halves.reverse()

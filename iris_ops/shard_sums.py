@@ -49,7 +49,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[fl
     """Microseconds of the products, of the copies, and of all: what each stream has done by when."""
     w, rows = problem.world_size, problem.part_rows
     nbytes = rows * problem.N * problem.dtype.itemsize
-    products = torch_product.expected_in_turn([rows] * w, problem.N, problem.K, machine)
+    products = torch_product.expected_in_turn([rows] * w, problem.N, problem.K, machine, in_fp8=problem.fp8)
     copy = nbytes / (machine.link_gbs * 1e3) + _COPY_US
     stream, side = 0.0, _BARRIER_US
     for product in products[1:]:
@@ -64,7 +64,9 @@ def staged_elements(problem: Problem) -> int:
     return 2 * (problem.world_size - 1) * problem.part_rows * problem.N
 
 
-def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias) -> Callable[[], bool]:
+def prepare(
+    workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, scale=None
+) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
     arriving, shards = workspace.views.get(problem) or _views(workspace, problem)
@@ -81,7 +83,7 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A,
             workspace.meet()
         for rows, leaving, _, multiplied in others:
             if leaving.numel():
-                torch_product.multiply(leaving, rows, B, None)
+                torch_product.multiply(leaving, rows, B, None, scale)
             multiplied.set(stream)
         with copies.instead_of(stream) as lane:
             for _, leaving, place, multiplied in others:
@@ -91,7 +93,7 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A,
             workspace.meet()
             arrived.set(lane)
         if add is not None:
-            torch_product.multiply(out, own, B, None)
+            torch_product.multiply(out, own, B, None, scale)
         arrived.wait(stream)
         if add is not None:
             add()

@@ -39,20 +39,26 @@ _STREAMED = 0.9  # of the memory's rate
 _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its end
 
 
-def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3) -> float:
+def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, in_fp8: bool = False) -> float:
     """Microseconds of a product [m, k] @ [k, n] in 16 bits: rounds of the tiles that suit it best, or its stream.
 
-    Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on.
+    Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on. `in_fp8`: of weights in
+    eight bits, and rows that are rounded first (`fp8.py`).
     """
-    return expected_in_turn([m], n, k, machine, most_splits)[0] - _HIDDEN * machine.launch_us
+    return expected_in_turn([m], n, k, machine, most_splits, in_fp8)[0] - _HIDDEN * machine.launch_us
 
 
-def expected_in_turn(rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2) -> list[float]:
+def expected_in_turn(
+    rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2, in_fp8: bool = False
+) -> list[float]:
     """Microseconds of each of several products after each other, of so many rows: they warm the chip together."""
     rounds = [_rounds_us(m, n, k, machine, most_splits) for m in rows]
     warm = _heated(sum(rounds)) / max(sum(rounds), 1e-9)
     streams = ((m * k + k * n + m * n) * 2 / (_STREAMED * machine.hbm_gbs * 1e3) for m in rows)
-    return [max(us * warm, stream) + machine.launch_us for us, stream in zip(rounds, streams, strict=True)]
+    found = [max(us * warm, stream) + machine.launch_us for us, stream in zip(rounds, streams, strict=True)]
+    if not in_fp8:
+        return found
+    return [fp8.torch_us(us) + fp8.rounding_us(m, k, machine) for us, m in zip(found, rows, strict=True)]
 
 
 @lru_cache(maxsize=4096)

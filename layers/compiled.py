@@ -113,9 +113,10 @@ class CompiledLayers:
         if self._norms:
             following = self._norms[(index + 1) % len(self.layers)]  # after the last of no use, but all are alike so
             normed = self._normed(index, length, args[0])
-        if 1 < length < self._slots[index][0].shape[2]:  # one that fills the cache is compiled apart
-            shared = args[0].dim() == 2  # this rank's rows of all tokens, see `sequence`
-            for each in (args[0], normed) if shared and len(args[0]) > 1 else ():  # torch holds a size of 1 for fixed
+        shared = args[0].dim() == 2  # this rank's rows of all tokens, see `sequence`
+        alone = shared and len(args[0]) == 1  # torch holds a size of 1 for fixed, and with it the length
+        if 1 < length < self._slots[index][0].shape[2] and not alone:  # one that fills the cache is compiled apart
+            for each in (args[0], normed) if shared else ():
                 torch._dynamo.mark_dynamic(each, 0)
             for each in tree_leaves((args[shared:], given, None if shared else normed)):
                 for dim in _length_dims(each) if isinstance(each, torch.Tensor) else ():

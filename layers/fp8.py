@@ -3,10 +3,11 @@
     linear                              what runs, by rows of its input
     column-parallel, not gathered       few: `step_product_fp8`; else the input is rounded, too
     row-parallel, summed over ranks     `matmul_all_reduce` with scales
+    either, where tokens are shared     `all_gather_matmul`, `matmul_reduce_scatter` with scales
 
 Row-parallel weights have a scale for each output channel and rank, for each rank rounds the columns that it holds.
-Gathered products (the head) and sequence-parallel ones keep their dtype. The report shows which are which. A saved
-model holds what the product used.
+Gathered products (the head) keep their dtype. The report shows which are which. A saved model holds what the product
+used.
 """
 
 from __future__ import annotations

@@ -29,9 +29,10 @@ from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParalle
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
-from .sharded import LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
+from .sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
 
-_FP8 = {"fp8": (LOCAL,), "fp8_all": (LOCAL, REDUCED)}  # the ops of linears whose weights are stored so
+# the ops of linears whose weights are stored so
+_FP8 = {"fp8": (LOCAL, GATHERED), "fp8_all": (LOCAL, GATHERED, REDUCED)}
 
 
 def parallelize(
@@ -49,11 +50,11 @@ def parallelize(
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
     product where the model's forward allows it (see `fused`), plain norms one kernel (see `norms`), and gates part of
-    the product before them (see `gated`). `weights="fp8"` keeps the weights of linears without an exchange in eight
-    bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks share the tokens
-    between the products (see `sequence`) where a call has 2048 or more, or another number if one is given. "auto" is
-    for the families that are tested with it, split by their own plan, with `fuse` and without `weights`; there it takes
-    more tokens unless an engine replays them from a graph. Every rank calls this with the same model.
+    the product before them (see `gated`). `weights="fp8"` keeps the weights of column-parallel linears, but the head's,
+    in eight bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks share the
+    tokens between the products (see `sequence`) where a call has 2048 or more, or another number if one is given.
+    "auto" is for the families that are tested with it, split by their own plan, with `fuse` and without `weights`;
+    there it takes more tokens unless an engine replays them from a graph. Every rank calls this with the same model.
 
     Raises `ArgumentError` for bad arguments, and `StyleError`, with the names of module and style, for what the plan
     asks and no layer serves; the model is then as it was. Warns, on rank 0, where the model's own plan splits none of
@@ -75,10 +76,9 @@ def parallelize(
     only_head = plan == "auto" and filter_fn is None and styles_of.leaves_layers_whole(model, linears)
     if weights == "fp8_all":
         served |= styles_of.ROW | styles_of.ROW_SPLIT
-    if weights and (sequence_parallel or not set(linears.values()) & served):
-        why = "sequence_parallel" if sequence_parallel else f"{type(model).__name__}'s plan"
+    if weights and not set(linears.values()) & served:
         wanted = "product" if weights == "fp8_all" else "colwise product without an exchange"
-        raise ArgumentError(f"weights is {weights!r}, but {why} leaves no {wanted}")
+        raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {wanted}")
     heads = _split_heads(model, linears, ctx)
     by_head = [of for name, split in heads.items() for of in head_parameters(name, model, styles, split)]
     empty = any(parameter.is_meta for parameter in model.parameters())

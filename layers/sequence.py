@@ -31,7 +31,7 @@ from torch import nn
 from .fused import Product, families_of, sole_use
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .shard import chunk
-from .sharded import LOCAL
+from .sharded import GATHERED, LOCAL, SCATTERED
 
 LEAST = 2048  # tokens; from there on prompts that are replayed gain, on two H200s and on four, and 1024 lose
 # A gather by copy engines costs the host some 150 us until it has come often enough to be a graph. What is launched
@@ -75,11 +75,11 @@ class GatheringColumn(ColumnParallelLinear):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.op = "all_gather_matmul"
+        self.op = GATHERED
 
     @property
     def served_by(self) -> str:
-        return f"{LOCAL}, of shared tokens {self.op}"
+        return f"{self.named(LOCAL)}, of shared tokens {self.op}"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() != 2:
@@ -87,7 +87,7 @@ class GatheringColumn(ColumnParallelLinear):
             return self.local_product(input, self.bias)
         x = self.rows(input, self.in_features)
         size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0])
-        return library.product("all_gather_matmul", self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
+        return self.exchanged(GATHERED, x, size)
 
     def gated(self, input: torch.Tensor) -> torch.Tensor:
         """Likewise of all tokens, be they all here or this rank's, [rows, K]."""
@@ -95,7 +95,7 @@ class GatheringColumn(ColumnParallelLinear):
             return super().gated(input)
         x = self.rows(input, self.in_features)
         size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0] // 2)
-        return library.product(GATED, self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
+        return self.exchanged(GATED, x, size)
 
 
 class ScatteringRow(RowParallelLinear):
@@ -105,14 +105,14 @@ class ScatteringRow(RowParallelLinear):
 
     @property
     def served_by(self) -> str:
-        return f"{self.op}, of shared tokens matmul_reduce_scatter"
+        return f"{self.op}, of shared tokens {self.named(SCATTERED)}"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.sharing.now:
             return super().forward(input)
         x = self.rows(input, self.weight.shape[1])
         size = (x.shape[0] // self.ctx.num_ranks, self.out_features)
-        return library.product("matmul_reduce_scatter", self.ctx, x, self.weight.t(), self.bias, size, self._mean_part)
+        return self.exchanged(SCATTERED, x, size)
 
 
 class SequenceProduct(Product):

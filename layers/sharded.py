@@ -25,11 +25,11 @@ from . import fp8, step_product
 from .shard import Shard, concat, fill, plain
 
 LOCAL = "matmul (local)"
-REDUCED = "matmul_all_reduce"
+REDUCED, SCATTERED, GATHERED = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
 # What is said of an op once the weight is stored in fp8: multiplied as it is, or converted.
 WITH_FP8 = {
     LOCAL: ("fp8 matmul (local)", "matmul (local, weight converted from fp8)"),
-    REDUCED: ("fp8 matmul_all_reduce", "matmul_all_reduce (weight converted from fp8)"),
+    **{op: (f"fp8 {op}", f"{op} (weight converted from fp8)") for op in (REDUCED, SCATTERED, GATHERED)},
 }
 
 
@@ -169,8 +169,16 @@ class ShardedLinear(nn.Module):
 
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
         """What `op` makes of `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
-        op = self.op if self.weight_scale is None else REDUCED
+        op = self.op if self.weight_scale is None else self._op_in_fp8
+        return self.exchanged(op, x, size)
+
+    def exchanged(self, op: str, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+        """What an op makes of `x` [rows, K] and the weight, however it is stored."""
         return library.product(op, self.ctx, x, self.weight.t(), self.bias, size, self._mean_part, self.weight_scale)
+
+    def named(self, op: str) -> str:
+        """For reports: an op, and how it takes the weight if that is stored in fp8."""
+        return op if self.weight_scale is None else WITH_FP8[op][self._converts]
 
     def local_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x` [..., K] times the weight here, however it is stored, plus `bias`, without an exchange."""
@@ -185,8 +193,8 @@ class ShardedLinear(nn.Module):
         """Rounds the weight to fp8 (see `fp8`), or, while the layer is empty, each weight that will be loaded."""
         if self.op not in WITH_FP8 or (self.dim == 1 and len(self.parts) > 1):
             raise ArgumentError(
-                f"the layer is served by {self.op}: expected a product without exchange, or {REDUCED} of one part, for"
-                " fp8 weights"
+                f"the layer is served by {self.op}, with {len(self.parts)} parts: expected {', '.join(WITH_FP8)}, and"
+                " one part where inputs are split, for fp8 weights"
             )
         self._exact = self.weight.dtype
         if self.weight.is_meta:
@@ -195,15 +203,16 @@ class ShardedLinear(nn.Module):
             weight, scale = quantised(self.weight)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self._served = WITH_FP8[self.op]
+        self._op_in_fp8 = self.op
         self._choose_fp8()
 
     def _choose_fp8(self) -> None:
         shape, device = self.weight.shape, self.ctx.device
         streamed = self.dtype == torch.bfloat16 and step_product.streams(shape, device)
-        self.op = self._served[0 if streamed or multiplies_in_fp8(shape, device, self.dtype) else 1]
+        self._converts = not (streamed or multiplies_in_fp8(shape, device, self.dtype))
+        self.op = self.named(self._op_in_fp8)
         # what is summed over ranks has no steps of its own, and its depth may differ between them
-        self.own_steps = type(self).own_steps and (streamed or self._served is WITH_FP8[REDUCED])
+        self.own_steps = type(self).own_steps and (streamed or self._op_in_fp8 == REDUCED)
 
     def _apply(self, fn, recurse=True):
         """As torch's, but a change of dtype is one of `dtype`: fp8 weights and their scales stay what they are."""

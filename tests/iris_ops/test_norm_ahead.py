@@ -178,7 +178,7 @@ def test_empty_sizes(world_size: int) -> None:
 @torch.no_grad()
 def uneven_body(ctx: iris.Iris, off_heap: bool) -> list[torch.Tensor]:
     """Ranks whose depth differs, one of them without any, as layers call it; `out` anywhere, with any strides."""
-    M, N, depths = 3, 200, (40, 0, 7, 16)[: ctx.num_ranks]
+    M, N, depths = 3, 200, (40, 0, 7, 16, 24, 1, 8, 33)[: ctx.num_ranks]
     draw = torch.Generator().manual_seed(1)
     A, B, residual, weight = (
         torch.randn(*size, generator=draw).bfloat16().to(ctx.device)

@@ -264,7 +264,7 @@ class Counting:
 
 def contexts_body(ctx) -> None:
     """Compiled layers call the ops of the context that they have now, whatever they were compiled with."""
-    model, prompts = models.build("plain"), models.prompt()
+    model, prompts = models.build("nine_heads"), models.prompt()
     layers.parallelize(model, ctx)
     ours, nccl = Counting(ctx.ops), Counting(engines.NcclOps())
     ctx._ops = ours

@@ -144,9 +144,9 @@ def test_ranks_take_norms_apart_alike(world_size: int) -> None:
 
 
 def unserved_body(ctx) -> None:
-    row = layers.RowParallelLinear(32, 16, sequence_parallel=True, ctx=ctx)
-    with pytest.raises(ArgumentError, match="served by matmul_reduce_scatter: expected a product without exchange"):
-        row.store_as_fp8()
+    head = layers.ColumnParallelLinear(32, 16, gather_output=True, ctx=ctx)
+    with pytest.raises(ArgumentError, match="served by matmul_all_gather, with 1 parts: expected .*, for fp8 weights"):
+        head.store_as_fp8()
     partial = layers.RowParallelLinear(32, 16, reduce_results=False, ctx=ctx)
     x = torch.randn(3, partial.weight.shape[1], device=ctx.device)
     before = partial(x)
@@ -155,7 +155,7 @@ def unserved_body(ctx) -> None:
 
 
 @two_ranks
-def test_what_is_scattered_keeps_its_dtype_and_what_is_not_summed_does_not(world_size: int) -> None:
+def test_a_head_keeps_its_dtype_and_what_is_not_summed_does_not(world_size: int) -> None:
     run_ranks(world_size, unserved_body)
 
 
@@ -174,19 +174,17 @@ def rounded_twin(name: str, weights: str, world_size: int) -> nn.Module:
     return model
 
 
-def model_body(ctx, folder: str, name: str, weights: str) -> torch.Tensor:
+def model_body(ctx, folder: str, name: str, weights: str, shared: bool | int) -> torch.Tensor:
     model = models.build(name)
     with pytest.raises(ArgumentError, match="weights is 'int4': expected None, 'fp8' or 'fp8_all'"):
         parallelize(model, ctx, weights="int4")
-    with pytest.raises(ArgumentError, match="sequence_parallel leaves no colwise product without an exchange"):
-        parallelize(model, ctx, weights="fp8", sequence_parallel=True)
     with pytest.raises(ArgumentError, match="Phi3ForCausalLM's plan leaves no colwise product"):
         parallelize(models.build("fused"), ctx, weights="fp8")
-    report = parallelize(model, ctx, weights=weights)
+    report = parallelize(model, ctx, weights=weights, sequence_parallel=shared)
     # float32: never multiplied in fp8
     assert sum("converted from fp8" in row.op for row in report.rows) == (4 if weights == "fp8" else 8)
     model.save_pretrained(f"{folder}/{name}")
-    again = layers.from_pretrained(f"{folder}/{name}", ctx, weights=weights)
+    again = layers.from_pretrained(f"{folder}/{name}", ctx, weights=weights, sequence_parallel=shared)
     state, loaded = model.state_dict(), again.state_dict()
     for key, value in loaded.items():
         assert value.dtype == state[key].dtype, key
@@ -196,25 +194,32 @@ def model_body(ctx, folder: str, name: str, weights: str) -> torch.Tensor:
         elif not key.endswith("weight_scale"):
             assert torch.equal(value, state[key]), key
     assert again.parallel_report.bytes == report.bytes
-    return models.logits(again, ctx.device)
+    seen = []
+    again.model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].dim()))
+    logits = again(models.prompt(ctx.num_ranks).to(ctx.device)).logits
+    assert seen == [2 if shared and ctx.num_ranks > 1 else 3], "whether ranks share tokens"
+    return logits
 
 
 @two_ranks
-@pytest.mark.parametrize("name, weights", [("plain", "fp8"), ("bias", "fp8_all")])
+@pytest.mark.parametrize(
+    "name, weights, shared", [("plain", "fp8", False), ("bias", "fp8_all", False), ("bias", "fp8_all", 6)]
+)
 def test_a_split_model_uses_the_rounded_weights_and_saves_them(
-    world_size: int, tmp_path: Path, name: str, weights: str
+    world_size: int, tmp_path: Path, name: str, weights: str, shared: bool | int
 ) -> None:
     import transformers
 
     folder = agreed(tmp_path)
-    results = run_ranks(world_size, model_body, str(folder), name, weights)
+    results = run_ranks(world_size, model_body, str(folder), name, weights, shared)
     twin = rounded_twin(name, weights, world_size)
     state = transformers.AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
     for key, value in twin.state_dict().items():
         assert torch.equal(state[key], value), key
-    single, double = models.logits(twin), models.logits(twin.double())
+    prompts = models.prompt(world_size)
+    single, double = twin(prompts).logits, twin.double()(prompts).logits
     own = (single - double).abs().max()
     for result in results:
         assert (result.cpu() - double).abs().max() <= 4 * own
-    exact = models.expected(name)[0]
+    exact = models.build(name).double()(prompts).logits
     assert 0.01 < ((double - exact).norm() / exact.norm()) < 0.25, "what rounding costs a model of two layers"
