@@ -116,7 +116,8 @@ def variants(target: GPUTarget):
         yield from with_roles()
         yield from in_eight_bits()
         for (m, n, k, warps), (stages, _) in FP8_TILES.items():
-            constants = dict(few, BLOCK_M=m, BLOCK_N=n, BLOCK_K=2 * k, TMA_A=True, EXCHANGE="all", BY_COLS=False)
+            constants = dict(few, BLOCK_M=m, BLOCK_N=n, BLOCK_K=2 * k, TMA_A=True, BY_COLS=False)
+            constants["EXCHANGE"] = "all" if m == 64 else "scatter"
             options = dict(num_warps=warps, num_stages=stages)
             yield f"few_rows_rounded_{m}", few_rows_kernel, options, constants if m == 64 else constants | no_norm
         for (m, n, k, warps), stages in fp8_tiles.TILES.values():
@@ -172,6 +173,8 @@ def with_roles():
             yield "all_reduce_roles_folded", reduce_scatter_roles_kernel, options, folded
         eight = known | choice | dict(FOLDED=n == 256, BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, n, 1))
         yield f"all_reduce_roles_{n}_fp8", reduce_scatter_roles_kernel, options, eight
+        scattered = eight | dict(ALL_REDUCE=False, HAS_BIAS=n == 256)
+        yield f"reduce_scatter_roles_{n}_fp8", reduce_scatter_roles_kernel, options, scattered
         gated = n == 256
         choice = dict(HAS_BIAS=True, MOVE=in_rows(MOVING, n // 2 if gated else n), GATED=gated)
         yield f"all_gather_matmul_roles_{n}", all_gather_matmul_roles_kernel, options, known | choice
