@@ -2,7 +2,8 @@
 
     ours            the layers as they are: fused ops, ranks sharing the tokens of long prompts between the products
     ours-unshared   those with `sequence_parallel=False`
-    ours-fp8        our layers with weights in fp8, column- and row-parallel (`layers/fp8.py`)
+    ours-fp8        our layers with weights in fp8, column- and row-parallel (`layers/fp8.py`), tokens not shared
+    fp8-shared      those with shared tokens
     nccl            the layers of ours-unshared, their ops exchanged for torch's product and NCCL's collective
     sequence-nccl   those of ours, likewise
     transformers    transformers' own tensor parallelism by the same plan, on the same weights
@@ -46,11 +47,13 @@ SHAPES: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
-FP8, UNSHARED, SEQUENCE_NCCL = "ours-fp8", "ours-unshared", "sequence-nccl"
+UNSHARED, SEQUENCE_NCCL = "ours-unshared", "sequence-nccl"
+FP8, FP8_SHARED = IN_FP8 = "ours-fp8", "fp8-shared"
 NAMES = {
     OURS: "ours",
     UNSHARED: "ours, tokens not shared",
     FP8: "ours, fp8",
+    FP8_SHARED: "ours, fp8, shared tokens",
     NCCL: "cuBLAS + NCCL",
     SEQUENCE_NCCL: "cuBLAS + NCCL, sequence parallel",
     TRANSFORMERS: "transformers",
@@ -132,6 +135,9 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
         SEQUENCE_NCCL: lambda: Contender(SEQUENCE_NCCL, shared(), lambda: serve(shared(), nccl), nccl),
         ASYNC_TP: lambda: Contender(ASYNC_TP, on_gpus(shared, ctx), lambda: serve(shared(), async_tp), async_tp),
         FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: ctx._heap.used),
+        FP8_SHARED: lambda: Contender(
+            FP8_SHARED, in_fp8(model, ctx, shared=True), lambda: None, ctx, lambda: ctx._heap.used
+        ),
         NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
     }
@@ -173,6 +179,9 @@ class _Context:
         self.group_name = names.add(self, name)
 
 
+_FEW = 4  # tokens from which on ranks share them on CPUs, where prompts are short
+
+
 def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
     """The same model split as it is by default; it shares its weights with `split`."""
     import layers
@@ -180,8 +189,7 @@ def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
 
     model = empty_model(copy.deepcopy(split.config), split.dtype)
     known = model.config.model_type in layers.sequence.KNOWN
-    least = 4 if ctx.device.type == "cpu" and known else "auto"  # on CPUs prompts are a few tokens
-    layers.parallelize(model, ctx, sequence_parallel=least)
+    layers.parallelize(model, ctx, sequence_parallel=_FEW if ctx.device.type == "cpu" and known else "auto")
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         parent, _, key = name.rpartition(".")
         setattr(model.get_submodule(parent), key, split.get_parameter(name))
@@ -189,14 +197,15 @@ def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
     return model.eval()
 
 
-def in_fp8(split: nn.Module, ctx) -> nn.Module:
+def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
     """The same model with the weights that can be in fp8 rounded to it; it shares the others with `split`."""
     from iris_ops import fp8
     import layers
     from layers.pretrained import _compute_buffers
 
     model = empty_model(copy.deepcopy(split.config), split.dtype)
-    layers.parallelize(model, ctx, weights="fp8_all")
+    least = _FEW if shared and ctx.device.type == "cpu" else shared
+    layers.parallelize(model, ctx, weights="fp8_all", sequence_parallel=least)
     for name, module in model.named_modules():
         whole = split.get_submodule(name)
         for key in list(module._parameters):

@@ -139,7 +139,7 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
         result = {"key": contender.key, "name": contender.name, "status": "ok", "notes": []}
         if contender.key in args.contenders:
             row["results"].append(result)
-        fp8 = contender.key == engines.FP8
+        fp8 = contender.key in engines.IN_FP8
         if fp8:
             rounded, expected = find_truth(team, ordered[0], tokens, length, engines.as_in_fp8)
             row["truth_s"] += rounded["truth_s"]
@@ -353,7 +353,7 @@ def render(measured: dict) -> str:
         for note in result["notes"]
     ]
     keys = {result["key"] for row in measured["rows"] for result in row["results"]}
-    rounded = f", in fp8 {truth.FP8} times as much beside the rounded weights" if engines.FP8 in keys else ""
+    rounded = f", in fp8 {truth.FP8} times as much beside the rounded weights" if keys & {*engines.IN_FP8} else ""
     allowed, wide = measured["allowed"], "float64" if measured["dtype"] == "float32" else "float32"
     title = (
         f"{measured['model']}, {depth}. {report.headline(measured)} Medians, slowest rank; in brackets how many times"

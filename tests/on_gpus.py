@@ -1,8 +1,9 @@
 """All tests that run on GPUs, in shares beside each other: `python -m tests.on_gpus --ranks 2` (or `make test-gpu`).
 
 Most of their time is compilation on CPU cores, so several torchruns share the GPUs, each with a share of one file's
-tests. Their kernels take turns on the GPUs, which also shows what only goes wrong when a rank is late. One line a
-share as it ends, and what failed; the logs stay in a folder that is named at the end if anything did.
+tests. Their kernels take turns on the GPUs, which also shows what only goes wrong when a rank is late. With
+IRIS_SHARE_GPUS=1 there may be more ranks than GPUs. One line a share as it ends, and what failed; the logs stay in a
+folder that is named at the end if anything did.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 
+from iris import platform
 import torch
 
 # Seconds that a test takes there, about, most of them for compilation; and what a share should take.
@@ -29,7 +31,9 @@ _GRACE_S = 60.0  # for torchrun, which kills ranks that do not end in 30
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="default: all GPUs")
+    gpus = torch.cuda.device_count()
+    ranks = max(2, gpus) if platform.sharing_gpus() else gpus or 2
+    parser.add_argument("--ranks", type=int, default=ranks, help="default: all GPUs, or two that share one")
     parser.add_argument("--jobs", type=int, help="shares at a time; default: by CPU cores, at most 12")
     parser.add_argument("--time-limit", type=float, default=900.0, help="seconds that a share may take")
     parser.add_argument("paths", nargs="*", default=["tests"], help="files or folders; default: all")

@@ -14,7 +14,7 @@ from tests.test_benchmarks import alone  # noqa: F401  (a fixture)
 
 
 def test_every_contender_from_end_to_end(tmp_path):
-    keys = ["ours", "nccl", "transformers", "ours-unshared", "sequence-nccl", "ours-fp8"]
+    keys = ["ours", "nccl", "transformers", "ours-unshared", "sequence-nccl", "ours-fp8", "fp8-shared"]
     asked = ["--model", "tiny", "--contenders", ",".join(keys), "--rounds", "2", "--batches", "2", "--prompts", "3"]
     printed = run_benchmark("llm", 2, *asked, "--out", str(tmp_path), "--name", "tiny")
     report = json.loads((tmp_path / "tiny.json").read_text())

@@ -210,7 +210,7 @@ def shared_tokens_body(ctx) -> None:
     """Of layers that share out the tokens, too, one compilation serves prompts of any length, and one the steps."""
     model, rows = models.build("kv2"), models.prompt().tolist()
     layers.parallelize(model, ctx, sequence_parallel=4)
-    batches = [[row[:4] for row in rows], [row + row[1:] + row[:3] for row in rows]]
+    batches = [[row[:6] for row in rows], [row + row[1:] + row[:3] for row in rows]]
     expected = [layers.Engine(model, ctx, 2, 24).generate(batch, 2) for batch in batches]
     engine = layers.Engine(model, ctx, 2, 24, compile=backend(ctx), step_attention=True)
     before = compilations()
