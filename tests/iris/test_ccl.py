@@ -145,8 +145,8 @@ def small(config: Config) -> Config:
 CASES = [
     # every op by both protocols, and as the plan has it
     *(Case("all_reduce", (9, 37), config) for config in (None, ONE, TWO, FLAGS)),
-    *(Case(op, (10, 37), config) for op in ("all_gather", "reduce_scatter") for config in (None, WORDS, FLAGS)),
-    *(Case("all_to_all", (9, 60), config) for config in (None, WORDS, FLAGS)),
+    *(Case(op, (15, 37), config) for op in ("all_gather", "reduce_scatter") for config in (None, WORDS, FLAGS)),
+    *(Case("all_to_all", (9, 120), config) for config in (None, WORDS, FLAGS)),
     *(Case("all_reduce", (9, 37), config) for config in OTHERS),
     # several units, fewer than a vector, one element, one dimension, three
     *(Case("all_reduce", (700,), small(config)) for config in (ONE, TWO, FLAGS)),
@@ -154,7 +154,7 @@ CASES = [
     *(Case("all_reduce", (3, 5, 7), replace(small(config), all_reduce_distribution=0)) for config in (TWO, FLAGS)),
     *(Case("all_gather", (1,), config) for config in (WORDS, FLAGS)),
     *(Case("reduce_scatter", (5, 2, 3), config) for config in (None, FLAGS)),  # with four ranks, one has no rows
-    *(Case("all_to_all", (1, 12), config) for config in (WORDS, FLAGS)),
+    *(Case("all_to_all", (1, 24), config) for config in (WORDS, FLAGS)),
     *(Case("all_reduce", (700,), small(config)) for config in OTHERS),
     Case("all_reduce", (700,), replace(small(OTHERS[0]), all_reduce_num_rings=3, all_reduce_distribution=0)),
     *(Case("all_reduce", (3,), config, dtype) for config in OTHERS for dtype in (torch.int64, torch.float32)),
@@ -162,7 +162,7 @@ CASES = [
     *(Case("all_reduce", (6, 40), small(config), pad=3, in_place=True) for config in OTHERS),
     *(Case("all_reduce", (6, 40), small(config), pad=3) for config in (ONE, TWO, FLAGS)),
     *(Case(op, (6, 24), small(config), pad=8) for op in ("all_gather", "all_to_all") for config in (WORDS, FLAGS)),
-    *(Case("reduce_scatter", (12, 20), small(config), pad=4) for config in (WORDS, FLAGS)),
+    *(Case("reduce_scatter", (24, 20), small(config), pad=4) for config in (WORDS, FLAGS)),
     # dtypes: sums of floats and integers, any bits where nothing is summed
     *(
         Case("all_reduce", (130,), config, dtype)
@@ -176,7 +176,7 @@ CASES = [
         for dtype in (torch.int8, torch.int16, torch.float32)
         for config in (WORDS, FLAGS)
     ),
-    *(Case(op, (12, 12), None, torch.int64) for op in ("all_gather", "all_to_all")),
+    *(Case(op, (12, 24), None, torch.int64) for op in ("all_gather", "all_to_all")),
     # out elsewhere; in place
     *(Case("all_reduce", (5, 16), config, on_heap=False) for config in (ONE, FLAGS)),
     *(Case("all_gather", (5, 16), config, on_heap=False) for config in (WORDS, FLAGS)),
