@@ -16,6 +16,7 @@ import faulthandler
 import os
 import re
 import socket
+import sys
 import time
 from typing import TypeVar
 
@@ -89,7 +90,8 @@ def launch(worker: Callable[[Team, argparse.Namespace], None], args: argparse.Na
         _run(worker, args)
         return 0
     if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
-        raise SystemExit(f"--ranks {args.ranks} asks for more GPUs than there are: {torch.cuda.device_count()}")
+        print(f"--ranks {args.ranks}: expected at most {torch.cuda.device_count()}, a GPU each", file=sys.stderr)
+        return 2
     context = mp.spawn(_start, (worker, args, _free_port()), nprocs=args.ranks, join=False)
     deadline = time.monotonic() + limit_s
     try:

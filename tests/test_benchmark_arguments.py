@@ -2,6 +2,7 @@
 
 from pathlib import Path
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
-from benchmarks import all_scatter, ccl, fp8, litmus, ops, rma, stress, timeline  # noqa: E402
+from benchmarks import all_scatter, ccl, fp8, launch, litmus, ops, rma, stress, timeline  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,12 @@ def test_a_gpu_that_is_not_there_is_refused(capsys):
     with pytest.raises(SystemExit) as end:
         ops.parse(["--device", "cuda"])
     assert end.value.code == 2 and "--device: cuda; expected cpu, for torch finds no GPU" in capsys.readouterr().err
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = SimpleNamespace(device="cuda", ranks=3)
+    assert launch.launch(pytest.fail, args, limit_s=1) == 2
+    assert "--ranks 3: expected at most 2, a GPU each" in capsys.readouterr().err
