@@ -68,9 +68,7 @@ class Iris(tensors.TensorMethods):
         _agree(told)
         gpus = [rank.gpu for rank in told if rank.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
-            self._log.warning(
-                f"{len(gpus)} ranks take turns on {len(set(gpus))} GPUs: right, but all times are the turns'"
-            )
+            self._log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
         self._segment = map_segment(allocator, heap_size, self.device, self._ranks)
         self._heap = Heap(self._segment)
         self.heap_size = heap_size

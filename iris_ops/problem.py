@@ -124,7 +124,8 @@ def problem_asked(
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
     if fp8 and op not in SCALED:
-        raise ArgumentError(f"fp8 is True for {op}; expected False, or one of {', '.join(SCALED)}")
+        served = ", ".join(each for each in (*OPS, GATED) if each in SCALED)
+        raise ArgumentError(f"fp8 is True for {op}; expected False, or one of {served}")
     return _planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8))
 
 

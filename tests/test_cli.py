@@ -59,14 +59,16 @@ def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.Ca
     assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0
     said = capsys.readouterr().out
     assert "torch.bfloat16, B in eight bits on NVIDIA H200" in said and way in said.partition("chosen")[2]
+    assert cli.main(["plan", "all_gather_matmul", str(rows), "4096", "1000", "--gpu", "h200", "--fp8"]) == 0
+    assert "B is converted in each call: by rows, K and N multiples of 16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "arguments, error",
     [
         (
-            ("all_gather_matmul", "1", "2", "3", "--fp8"),
-            "fp8 is True for all_gather_matmul; expected matmul_all_reduce",
+            ("matmul_all_gather", "1", "2", "3", "--fp8"),
+            "fp8 is True for matmul_all_gather; expected False, or one of matmul_all_reduce, all_gather_matmul, ",
         ),
         (("matmul", "1", "2", "3"), "op is 'matmul'; expected one of matmul_all_reduce"),
         (("matmul_all_reduce", "-1", "2", "3"), "M is -1; expected an integer"),
