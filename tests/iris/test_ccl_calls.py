@@ -37,7 +37,7 @@ CASES = [
     Case("all_gather", (70,), small(FLAGS)),
     Case("all_gather", (5, 4), WORDS, torch.int8),
     Case("all_to_all", (3, 24), small(FLAGS)),
-    Case("all_to_all", (3, 36), WORDS),
+    Case("all_to_all", (3, 48), WORDS),
     *(Case("all_reduce", (130,), small(config), torch.int32) for config in OTHERS),
 ]
 

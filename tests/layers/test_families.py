@@ -56,7 +56,7 @@ SMALL_GEMMA4 = {
     "hidden_size_per_layer_input": 8,
 }
 
-TOKENS = (2, 6)  # which two, three and four ranks can share
+TOKENS = (4, 6)  # which two, three, four and eight ranks can share
 
 # model_type in transformers: what differs from TINY
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -201,6 +201,7 @@ def test_parts_of_stored_tensors_are_theirs_and_nothing_more_is_read(tmp_path: P
 # --- host memory -----------------------------------------------------------------------------------------------------
 
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 4000, "head_dim": 128}
+LARGE |= {"num_attention_heads": 8, "num_key_value_heads": 8}  # a rank without one would hold padding
 MIB = 1 << 20
 
 

@@ -66,8 +66,8 @@ def loaded_body(ctx, path: str) -> tuple[torch.Tensor, torch.Tensor, Counter]:
 
 @pytest.mark.parametrize("name", ["width130", "tied"])  # biases; a head tied to the embedding, 121 rows
 def test_a_model_loaded_by_transformers_runs_by_our_ops(world_size: int, name: str, tmp_path: Path) -> None:
-    if world_size == 1:
-        pytest.skip("transformers splits over two ranks or more")
+    if world_size not in (2, 4):
+        pytest.skip("transformers splits four heads over two ranks or four")
     models.build(name).save_pretrained(tmp_path)  # of the ranks of torchrun, rank 0 alone writes
     _, _, tokens = models.expected(name)
     for result, generated, calls in run_ranks(world_size, loaded_body, str(agreed(tmp_path))):
