@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers.models import transformers_is
 
 pytest.importorskip("transformers")
 pytestmark = both
@@ -80,10 +81,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 4},  # q, k and v of a head side by side in one weight
     "hrm_text": {"num_key_value_heads": 4},  # a gate beside q, k and v
     "qwen3_5_text": LINEAR_THEN_FULL,
-    "internlm3": {"bias": True, "qkv_bias": True},
-    "iquestcoder": {},
     "gemma4_text": SMALL_GEMMA4,
 }
+if transformers_is(5, 23):
+    FAMILIES |= {"internlm3": {"bias": True, "qkv_bias": True}, "iquestcoder": {}}
 # At three ranks: query heads that do not divide, kv heads that do not, and one kv head copied to all.
 THREE_RANKS: dict[str, dict[str, Any]] = {
     "llama": {},
