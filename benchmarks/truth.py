@@ -59,7 +59,7 @@ def true_logits(
         logits = model(
             input_ids=tokens,
             position_ids=torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape),
-            past_key_values=static_cache(model.config, length),
+            past_key_values=static_cache(model, 1, length),
             use_cache=True,
             logits_to_keep=2,
         ).logits

@@ -29,7 +29,8 @@ def head_split(name: str, module: nn.Module, styles: dict[str, str], world: int,
     column = {child for child, style in styles.items() if style in COLUMN | PACKED}
     row = [child for child, style in styles.items() if style in ROW]
     head_dim = getattr(module, "head_dim", getattr(module, "head_size", None))
-    known = {"q_proj", "k_proj"} <= column or column == {_FUSED}
+    projections = {child for child in ("q_proj", "k_proj", "v_proj") if child != "v_proj" or hasattr(module, child)}
+    known = projections <= column or column == {_FUSED}
     if not known or len(row) != 1 or not isinstance(head_dim, int) or set(styles.values()) & PACKED:
         raise StyleError(
             f"{name} is a {type(module).__name__} with {dict(sorted(styles.items()))}: heads stay whole only in an"

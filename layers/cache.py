@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from iris.errors import ArgumentError
+from torch import nn
 
 
 def has_windows(config) -> bool:
@@ -15,22 +16,35 @@ def has_windows(config) -> bool:
     return any(StaticCache(config, 1).is_sliding)
 
 
-def static_cache(config, max_length: int):
-    """A cache of `max_length` tokens in every layer, allocated at first use with the heads that are here then."""
+def shape_of(model: nn.Module, ranks: int) -> tuple:
+    """What two models that are split over so many `ranks` must have alike to share a cache."""
+    text = model.config.get_text_config()
+    sizes = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
+    return (*(getattr(text, size, None) for size in sizes), model.dtype, ranks)
+
+
+def static_cache(model: nn.Module, ranks: int, max_length: int):
+    """A cache of `max_length` tokens in every layer, allocated at first use with the heads that are here then.
+
+    Whose batch it holds says its `holder`.
+    """
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-    cache = StaticCache(config, max_length)
+    cache = StaticCache(model.config, max_length)
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
             raise ArgumentError(f"model has a cache layer of {type(layer).__name__}: expected attention layers only")
         cache.layers[index] = StaticLayer(max_length)
+    cache.shape, cache.holder = shape_of(model, ranks), None
     return cache
 
 
-def fits(cache, batch_size: int, max_length: int) -> bool:
+def fits(cache, shape: tuple, batch_size: int, max_length: int) -> bool:
     """Whether `cache` is another engine's, of these sizes. It has a batch size once it is filled."""
-    layers = getattr(cache, "layers", [])
+    if getattr(cache, "shape", None) != shape:
+        return False
+    layers = cache.layers
     wide = [each for each in layers if each.is_initialized and each.keys.shape[0] != batch_size]
     return {each.max_cache_len for each in layers} == {max_length} and not wide
 

@@ -34,11 +34,11 @@ from iris.errors import ArgumentError
 import torch
 from torch import nn
 
-from .cache import fits, has_windows, known_empty, static_cache
+from .cache import fits, has_windows, known_empty, shape_of, static_cache
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
 from .positions import count_from_zero, positions_known
-from .prompts import common_length, padded_behind, stops, tokens_of
+from .prompts import common_length, padded_before, padded_behind, stops, tokens_of
 from .sequence import sharing_of
 from .sharded import check_context, flags, positive
 from .step_attention import NAME
@@ -50,10 +50,16 @@ _COLDEST, _HOTTEST = 1e-30, 1e30  # by less, logits overflow; by more, all token
 _PARTS = 256  # of the vocabulary, at most, whose likeliest tokens are found at the same time
 
 
+def _untracked(method: Callable) -> Callable:
+    """`method` without gradients, nor in inference mode: tensors made there could not be changed outside."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
+
+
 class Engine:
     """Generates with `model`, split over the ranks of `ctx`: up to `batch_size` rows of up to `max_length` tokens.
 
-    `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share.
+    `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share:
+    it holds the batch of one of them at a time.
     `step_attention`: whether a model that uses torch's attention attends by `step_attention`, and in prompts by
     `prompt_attention` (by default on GPUs). `compile`: whether its decoder layers are compiled when they are first
     used, which takes seconds and saves kernels in each step; by inductor, or by the backend of torch.compile that it
@@ -63,6 +69,7 @@ class Engine:
     exchanged needs a new engine.
     """
 
+    @_untracked
     def __init__(
         self,
         model: nn.Module,
@@ -87,8 +94,12 @@ class Engine:
             )
         if isinstance(prompt_graphs, bool) or not isinstance(prompt_graphs, int) or prompt_graphs < 0:
             raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")
-        if cache is not None and not fits(cache, batch_size, max_length):
-            raise ArgumentError(f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ArgumentError(f"model is a {type(model).__name__}: expected a decoder without an encoder")
+        if cache is not None and not fits(cache, shape_of(model, ctx.num_ranks), batch_size, max_length):
+            raise ArgumentError(
+                f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with a like model"
+            )
         if not isinstance(compile, (bool, str)) or compile == "":
             raise ArgumentError(f"compile is {compile!r}: expected a bool, or the name of a backend of torch.compile")
         device = torch.device(ctx.device)
@@ -107,7 +118,7 @@ class Engine:
         # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
         capturable = wanted and use_step_attention(model) and self.graphs
         self._sharing = sharing_of(model)
-        self.cache = static_cache(model.config, max_length) if cache is None else cache
+        self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
         like = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
         self.positions = torch.zeros(batch_size, 1, **like)
@@ -126,13 +137,12 @@ class Engine:
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
         self.steps = Graphs(2 if self.graphs else 0)
         self.prompts = Graphs(prompt_graphs if capturable else 0)
-        self._holds_batch = False
         self._shape: torch.Size | None = None  # of logits, once prompts are read
         self._compiled: CompiledLayers | None = None
         if compile:
             self._compile("inductor" if compile is True else compile)
 
-    @torch.no_grad()
+    @_untracked
     def generate(
         self,
         prompts: torch.Tensor | Sequence[Sequence[int]],
@@ -161,7 +171,8 @@ class Engine:
             raise ArgumentError(f"seed is {seed!r}: expected None or an integer of 64 bits")
         ends = stops(stop)
         prompts = tokens_of(prompts, self.model.get_input_embeddings().weight.shape[0])
-        rows, mask = self._padded(prompts, max_new_tokens)
+        rows, mask = padded_before(prompts, max_new_tokens, self.batch_size, self.max_length)
+        rows, mask = (None if each is None else each.to(self.tokens.device) for each in (rows, mask))
         asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
         self.ctx.compare("Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=_checksum(prompts))
         self._greedy = temperature == 0
@@ -185,23 +196,23 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets the batch."""
-        self._holds_batch, self._shape = False, None
+        self.cache.holder = self._shape = None
         self.cache.reset()
         self.count.zero_()
         self.mask.fill_(False)
 
-    @torch.no_grad()
+    @_untracked
     def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded.
+        """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded, in front.
 
         The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape, or of
         the length that they are padded to.
-        Raises `ArgumentError` where it is not, and for tensors of another kind; that tokens are of the vocabulary is
-        not checked.
+        Raises `ArgumentError` where it is not, for tensors of another kind, and for a mask that ends with padding; that
+        tokens are of the vocabulary is not checked.
         """
         return self._first(self._replayed, prompts, mask)
 
-    @torch.no_grad()
+    @_untracked
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """What `prefill` does, eagerly and without padding to a length that others have: so it may round elsewhere."""
         return self._first(self._read, prompts, mask)
@@ -209,7 +220,7 @@ class Engine:
     def _first(self, read: Callable, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """What `read` makes of a batch's prompts."""
         self._check_prompts(prompts, mask)
-        self._holds_batch = True  # be it half of them, where reading fails
+        self.cache.holder = self.tokens  # be it half of them, where reading fails
         logits = read(prompts, mask)
         self._shape = logits.shape
         return logits
@@ -253,8 +264,8 @@ class Engine:
         return logits
 
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
-        if self._holds_batch:
-            raise ArgumentError("prompts come behind others that the engine holds: expected reset() before them")
+        if self.cache.holder is not None:
+            raise ArgumentError("prompts come behind others in the engine's cache: expected reset() before them")
         rows, device, whole = self.batch_size, self.tokens.device, (torch.long, torch.int)
         for name, given, dtypes in (("prompts", prompts, whole), ("mask", mask, (torch.bool, *whole))):
             if given is None and name == "mask":
@@ -268,6 +279,8 @@ class Engine:
                     f"{name} is {list(given.shape)} of {given.dtype} on {given.device}: expected [{rows}, {length}] of"
                     f" {dtypes[0]} on {device}"
                 )
+        if mask is not None and not mask[:, -1].all():  # whose logits would be those of padding
+            raise ArgumentError("mask is False at the end of a row: expected padding in front of the prompts")
 
     def _sharable(self, batch: int, length: int) -> int:
         """The next length at which ranks can share the tokens, if the model does and there are enough."""
@@ -280,7 +293,7 @@ class Engine:
         """Between lengths at which ranks that share tokens have as many each."""
         return 1 if self._sharing is None else self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
 
-    @torch.no_grad()
+    @_untracked
     def accept(self, logits: torch.Tensor) -> None:
         """Chooses the next token of each row by its `logits`, those of `prefill` or others of their shape.
 
@@ -298,7 +311,7 @@ class Engine:
         self.output.index_copy_(1, self.count, self.tokens)
         self.count += 1
 
-    @torch.no_grad()
+    @_untracked
     def decode(self, steps: int = 1) -> None:
         """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
 
@@ -310,7 +323,7 @@ class Engine:
         for _ in range(steps):
             self.logits = self.steps.run(self._greedy, self.step, random=None if self._greedy else self._random)
 
-    @torch.no_grad()
+    @_untracked
     def step(self) -> torch.Tensor:
         """One token a row, eagerly, on the engine's own tensors; the logits that they were chosen from."""
         self._expect_prompts()
@@ -323,6 +336,8 @@ class Engine:
     def _expect_prompts(self) -> None:
         if self._shape is None:
             raise ArgumentError("the engine holds no prompts: expected prefill() or read() since the last reset()")
+        if self.cache.holder is not self.tokens:
+            raise ArgumentError("another engine has used the cache that both share: expected reset(), and prompts anew")
 
     def _logits(self, tokens, mask, positions, keep: torch.Tensor | int = 1) -> torch.Tensor:
         """Of one token a row, so many from the end or at `keep` [1]: the head's product is the largest there is."""
@@ -337,7 +352,7 @@ class Engine:
             )
         return result.logits[:, 0 if isinstance(keep, torch.Tensor) else -keep]  # some make all of them
 
-    @torch.no_grad()
+    @_untracked
     def _compile(self, backend: str) -> None:
         layers = decoder_layers(self.model, len(self.cache.layers))
         if not all(each.is_initialized for each in self.cache.layers):
@@ -355,25 +370,6 @@ class Engine:
         # Of independent exponential arrivals with these rates, each is first with the probability of its rate.
         arrivals = torch.empty_like(kept).exponential_(generator=self._random)
         return order.gather(-1, (kept / arrivals).argmax(-1, keepdim=True))
-
-    def _padded(self, prompts: list[list[int]], new: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The prompts as one tensor of `batch_size` rows, and where they are no padding (None: everywhere)."""
-        rows = list(prompts)
-        lengths = [len(row) for row in rows] or [0]
-        longest = max(lengths)
-        if not 0 < len(rows) <= self.batch_size or not min(lengths):
-            raise ArgumentError(
-                f"prompts are {len(rows)} of {lengths} tokens: expected 1 to {self.batch_size}, none empty"
-            )
-        if longest + new > self.max_length:
-            raise ArgumentError(
-                f"prompts of {longest} tokens and max_new_tokens of {new} need {longest + new}: expected at most"
-                f" {self.max_length}, the engine's max_length"
-            )
-        rows += rows[:1] * (self.batch_size - len(rows))
-        padded = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-        mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
-        return padded.to(self.ctx.device), None if mask.all() else mask.to(self.ctx.device)
 
     def _ended(self, made: int, ends: set[int], rows: int) -> bool:
         return all(ends.intersection(row) for row in self.output[:rows, :made].tolist())

@@ -104,7 +104,7 @@ def _is_merged(module: nn.Module) -> bool:
 
 def is_silu(activation: object) -> bool:
     """Whether it is silu, seen by trying."""
-    x = torch.linspace(-100, 100, 401)
+    x = torch.linspace(-100, 100, 401, device="cpu")
     try:
         return torch.allclose(activation(x), nn.functional.silu(x))
     except Exception:  # whatever it is

@@ -110,10 +110,10 @@ def parallelize(
                 module.store_as_fp8()
     model.requires_grad_(False)
     _keep_in_eval_mode(model)
+    _keep_tied(model)
     retie(model)
     if not empty:
         model.to(ctx.device)
-        retie(model)  # a move copies a view
     if plan == "auto" and filter_fn is None and hasattr(model, "tp_plan"):
         model._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
     agree_on_samples(model, ctx)
@@ -157,6 +157,15 @@ def _keep_in_eval_mode(model: nn.Module) -> None:
 
     model.train = MethodType(train, model)
     model.eval()
+
+
+def _keep_tied(model: nn.Module) -> None:
+    def _apply(self, *args, **kwargs):
+        type(self)._apply(self, *args, **kwargs)
+        retie(self)  # a move or a conversion copies a view
+        return self
+
+    model._apply = MethodType(_apply, model)
 
 
 def _split_heads(model: nn.Module, styles: dict[str, str], ctx) -> dict:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import product
 import re
 import sys
 
@@ -93,7 +94,7 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
         _check(name, styles, modules)
     styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
     _check_places(model, styles, modules)
-    _check_halves(styles, modules)
+    _check_halves(styles, modules, automatic)
     return styles
 
 
@@ -151,24 +152,35 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, n
             raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
 
 
-def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
-    """Raises where one linear leaves or takes a split activation and no other of the same parent goes with it."""
+def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module], automatic: bool) -> None:
+    """Raises where one linear leaves or takes a split activation and no other of the same parent goes with it.
+
+    In a user's plan also where a linear stays whole beside a split one of its sizes, as up beside gate.
+    """
     linked: dict[str, list[str]] = {}
     for name, style in styles.items():
         if style in LINKED and name in modules:
             linked.setdefault(name.rpartition(".")[0], []).append(name)
     for parent, names in linked.items():
-        if is_attention(modules[parent]) or len({styles[name] in ROW for name in names}) == 2:
+        if is_attention(modules[parent]):
             continue
         before = f"{parent}." if parent else ""
         linears = [before + key for key, child in modules[parent].named_children() if isinstance(child, nn.Linear)]
         whole = [name for name in linears if styles.get(name, "replicate") in WHOLE]
-        if whole:  # else what goes with it may stand elsewhere
-            expected = "colwise" if styles[names[0]] in ROW else "rowwise"
-            raise StyleError(
-                f"{names[0]} has style {styles[names[0]]!r} and {', '.join(whole)} stays whole: a split activation"
-                f" passes between two linears, so expected a {expected} one beside it"
-            )
+        if len({styles[name] in ROW for name in names}) == 1:
+            if whole:  # else what goes with it may stand elsewhere
+                expected = "colwise" if styles[names[0]] in ROW else "rowwise"
+                raise StyleError(
+                    f"{names[0]} has style {styles[names[0]]!r} and {', '.join(whole)} stays whole: a split activation"
+                    f" passes between two linears, so expected a {expected} one beside it"
+                )
+        elif not automatic:
+            for name, other in product(names, whole):
+                if styles[name] in COLUMN and modules[name].weight.shape == modules[other].weight.shape:
+                    raise StyleError(
+                        f"{name} has style {styles[name]!r} and {other}, of the same sizes, stays whole: expected"
+                        " both split, for their outputs meet"
+                    )
 
 
 def _filtered(styles: dict[str, str], modules: dict[str, nn.Module], filter_fn) -> dict[str, str]:

@@ -62,6 +62,7 @@ def from_pretrained(
         try:
             for name, stored in _progress({name: checkpoint[source] for name, source in sources.items()}, ctx):
                 _load(model, name, stored, ctx.device)
+            _tie(model, {name: checkpoint[source] for name, source in sources.items()}, ctx.device)
         except (OSError, RuntimeError) as error:  # a file, or memory of the device
             problems = [f"rank {ctx.cur_rank}: {error}"]
         raise_together(problems, f"{path_or_id} cannot be read", ctx)
@@ -70,6 +71,9 @@ def from_pretrained(
             checkpoint.close()
     _compute_buffers(model, ctx.device)
     retie(model)
+    held = (*model.named_parameters(), *model.named_buffers())
+    empty = [f"{name} has nowhere to come from" for name, tensor in held if tensor.is_meta]
+    raise_together(empty, f"{path_or_id} cannot be loaded", ctx)
     model.parallel_report = report
     return model.eval()
 
@@ -155,8 +159,7 @@ def raise_together(problems: list[str], what: str, ctx) -> None:
 
 
 def _load(model: nn.Module, name: str, source: StoredTensor, device: torch.device) -> None:
-    parent, _, key = name.rpartition(".")
-    module = model.get_submodule(parent)
+    module, key = _owner(model, name)
     if hasattr(module, "load_shard"):
         module.load_shard(key, source)
         return
@@ -166,6 +169,27 @@ def _load(model: nn.Module, name: str, source: StoredTensor, device: torch.devic
     else:
         fill(local, source)
     setattr(module, key, nn.Parameter(local, requires_grad=False) if key in module._parameters else local)
+
+
+def _tie(model: nn.Module, stored: dict[str, StoredTensor], device: torch.device) -> None:
+    """Gives each tied parameter that is not `stored` by itself what it is tied to, or if split its part of that.
+
+    Heads that are split by rows are for `retie`.
+    """
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        (module, key), (other, of) = (_owner(model, name) for name in (target, source))
+        if target in stored or getattr(module, "tied_to", None):
+            continue
+        if hasattr(module, "load_shard") or hasattr(other, "load_shard"):
+            _load(model, target, stored[source], device)
+        else:
+            setattr(module, key, getattr(other, of))
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has the parameter or buffer `name`, and as what."""
+    parent, _, key = name.rpartition(".")
+    return model.get_submodule(parent), key
 
 
 def _compute_buffers(model: nn.Module, device: torch.device) -> None:

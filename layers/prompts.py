@@ -24,7 +24,7 @@ def tokens_of(prompts: Any, words: int) -> list[list[int]]:
     try:
         rows = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
         rows = [row.tolist() if isinstance(row, torch.Tensor) else list(row) for row in rows]
-        tokens = torch.tensor([token for row in rows for token in row])
+        tokens = torch.tensor([token for row in rows for token in row], device="cpu")
     except (TypeError, ValueError, RuntimeError):
         tokens = torch.tensor(0.0)
     if tokens.dim() != 1 or (tokens.numel() and tokens.dtype != torch.long):
@@ -39,10 +39,30 @@ def tokens_of(prompts: Any, words: int) -> list[list[int]]:
     return rows
 
 
+def padded_before(
+    prompts: list[list[int]], new: int, batch_size: int, max_length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As one tensor of `batch_size` rows, and where there is no padding (None: everywhere), if `new` more fit."""
+    lengths = [len(row) for row in prompts] or [0]
+    longest = max(lengths)
+    if not 0 < len(prompts) <= batch_size or not min(lengths):
+        raise ArgumentError(f"prompts are {len(prompts)} of {lengths} tokens: expected 1 to {batch_size}, none empty")
+    if longest + new > max_length:
+        raise ArgumentError(
+            f"prompts of {longest} tokens and max_new_tokens of {new} need {longest + new}: expected at most"
+            f" {max_length}, the engine's max_length"
+        )
+    rows = [*prompts, *prompts[:1] * (batch_size - len(prompts))]
+    padded = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device="cpu")
+    mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows], device="cpu")
+    return padded, None if mask.all() else mask
+
+
 def stops(stop: int | Iterable[int] | None) -> set[int]:
     """The tokens after which a row ends."""
     try:
-        several = stop if isinstance(stop, Iterable) else () if stop is None else (stop,)
+        one = not isinstance(stop, Iterable) or (isinstance(stop, torch.Tensor) and stop.dim() == 0)
+        several = () if stop is None else (stop,) if one else stop
         return {index(token) for token in several}
     except TypeError:
         raise ArgumentError(f"stop is {stop!r}: expected None, a token, or several") from None

@@ -9,6 +9,7 @@ so a failure leaves no file that looks like a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 import copy
 from dataclasses import dataclass
 import json
@@ -16,10 +17,11 @@ import math
 import os
 from pathlib import Path
 import re
+from tempfile import TemporaryDirectory
 from types import MethodType
 from typing import Any
 
-from iris.errors import ArgumentError
+from iris.errors import ArgumentError, CheckpointError
 from iris_ops.fp8 import restored
 import torch
 from torch import nn
@@ -86,13 +88,20 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size
     folder, held = Path(folder), dict(_held(model))
     files = _files(held, max_shard_size)
     staging = Staging(ctx.device)
-    for step in (_lay_out, _write, _finish):
-        problems = []
-        try:
-            step(model, folder, held, files, ctx, staging)
-        except Exception as error:  # whatever it is, the other ranks are waiting for a word
-            problems = [f"rank {ctx.cur_rank}: {error}"]
-        raise_together(problems, f"{folder} cannot be written", ctx)
+    try:
+        for step in (_lay_out, _write, _finish):
+            problems = []
+            try:
+                step(model, folder, held, files, ctx, staging)
+            except Exception as error:  # whatever it is, the other ranks are waiting for a word
+                problems = [f"rank {ctx.cur_rank}: {error}"]
+            raise_together(problems, f"{folder} cannot be written", ctx)
+    except CheckpointError:
+        if ctx.cur_rank == 0 and step is not _finish:  # behind that they may be all there is
+            for file in files:
+                with suppress(OSError):
+                    (folder / (file + _PARTIAL)).unlink(missing_ok=True)
+        raise
 
 
 def _check_size(size: Any) -> None:
@@ -179,6 +188,8 @@ def _places(held: dict[str, _Held], names: list[str]) -> tuple[bytes, dict[str, 
 def _lay_out(model, folder: Path, held, files, ctx, staging) -> None:
     if ctx.cur_rank:
         return
+    with TemporaryDirectory() as trial:  # transformers refuses some configurations
+        _save_configurations(model, Path(trial))
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in files.items():
         header, _, size = _places(held, names)
@@ -202,7 +213,7 @@ def _write(model, folder: Path, held, files, ctx, staging) -> None:
 def _finish(model, folder: Path, held, files, ctx, staging) -> None:
     if ctx.cur_rank:
         return
-    _save_configurations(model, folder)  # first, for transformers refuses some
+    _save_configurations(model, folder)
     index = folder / "model.safetensors.index.json"
     for path in folder.iterdir():
         if path == index or re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name):

@@ -137,6 +137,8 @@ class ShardedLinear(nn.Module):
             raise ArgumentError(
                 f"linear is a list of {len(linears)}: expected one, or one for each of {len(self.parts)}"
             )
+        if any(linear.weight.dtype != linears[0].weight.dtype for linear in linears):
+            raise ArgumentError("linear is a list of which some have weights of another dtype: expected one dtype")
         for part, linear in enumerate(linears):
             if (linear.bias is None) != (self.bias is None):
                 raise ArgumentError("linear is a list of which some have a bias: expected all or none")

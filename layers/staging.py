@@ -59,12 +59,12 @@ class Staging:
         """The buffer whose turn it is, of at least `size` bytes, once what it last held has gone."""
         self._turn = (self._turn + 1) % 2
         while len(self._buffers) < 2:
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+            self._buffers.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
             self._sent += [torch.cuda.Event()] if self._on_gpu else []
         if self._on_gpu:
             self._sent[self._turn].synchronize()
         if self._buffers[self._turn].numel() < size:
-            self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
+            self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._on_gpu)
         return self._buffers[self._turn]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from iris.errors import ArgumentError
 import layers
 from layers.engine import _likeliest as likeliest
@@ -158,6 +160,7 @@ def refused_body(ctx) -> None:
         (lambda: engine.read(two.float()), "prompts is .* of torch.float32"),
         (lambda: engine.prefill(two, two[:, :2] > 0), r"mask is \[2, 2\] .* expected \[2, 3\] of torch.bool"),
         (lambda: engine.prefill(two, two.float()), "mask is .* of torch.float32"),
+        (lambda: engine.read(two, two.cumsum(1) < 3), "mask is False at the end of a row: expected padding in front"),
         (lambda: engine.decode(-1), "steps is -1"),
         (lambda: engine.decode("2"), "steps is '2'"),
         (lambda: engine.decode(), "the engine holds no prompts: expected prefill"),
@@ -180,7 +183,7 @@ def refused_body(ctx) -> None:
         assert not engine.count.item(), "nothing was accepted"
         for call in (engine.prefill, engine.read):
             with pytest.raises(
-                ArgumentError, match=r"prompts come behind others that the engine holds: expected reset"
+                ArgumentError, match=r"prompts come behind others in the engine's cache: expected reset"
             ):
                 call(two)
         engine.reset()
@@ -200,6 +203,7 @@ def refused_body(ctx) -> None:
     with pytest.raises(ArgumentError, match="cache is a StaticCache"):  # filled, by two rows
         layers.Engine(model, ctx, 1, 8, cache=engine.cache)
     ended = engine.generate([[1]], 7, stop=torch.tensor(whole[0][2:3]))[0]
+    assert engine.generate([[1]], 7, stop=torch.tensor(whole[0][2]))[0] == ended, "so does one without a dimension"
     assert ended == whole[0][: whole[0].index(ended[-1]) + 1] and ended[-1] == whole[0][2], "a tensor of tokens stops"
     assert engine.generate([[1]], 7, temperature=1e-40) == whole, "logits that overflow would draw token 0"
     assert len(engine.generate([[1]], 7, temperature=1e300)[0]) == 7
@@ -243,3 +247,50 @@ def test_a_model_that_counts_positions_from_one_is_refused(world_size: int) -> N
 @on(3)
 def test_bad_arguments(world_size: int) -> None:
     run_ranks(world_size, refused_body)
+
+
+def shared_cache_body(ctx) -> None:
+    model, prompt = models.build("plain"), models.prompt().to(ctx.device)
+    layers.parallelize(model, ctx)
+    first = layers.Engine(model, ctx, 2, 16)
+    other = layers.Engine(model, ctx, 2, 16, cache=first.cache)
+    first.accept(first.prefill(prompt))
+    with pytest.raises(ArgumentError, match="prompts come behind others in the engine's cache"):
+        other.prefill(prompt.flip(0))
+    tokens = other.generate(prompt.flip(0), 3)
+    for call in (first.decode, first.step, lambda: first.accept(first._shape and torch.zeros(first._shape))):
+        with pytest.raises(ArgumentError, match="another engine has used the cache that both share: expected reset"):
+            call()
+    assert first.generate(prompt.flip(0), 3) == tokens
+    for name, dtype in (("kv1", torch.float32), ("plain", torch.float16)):
+        unlike = models.build(name).to(dtype)
+        layers.parallelize(unlike, ctx)
+        with pytest.raises(ArgumentError, match="cache is a StaticCache: expected that .* with a like model"):
+            layers.Engine(unlike, ctx, 2, 16, cache=first.cache)
+    encoder = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=50)
+    with pytest.raises(ArgumentError, match="model is a T5ForConditionalGeneration: expected a decoder"):
+        layers.Engine(transformers.T5ForConditionalGeneration(encoder).to(ctx.device), ctx)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_a_shared_cache_holds_the_batch_of_one_engine(world_size: int) -> None:
+    run_ranks(world_size, shared_cache_body)
+
+
+def inference_body(ctx) -> None:
+    model, prompt = models.build("plain"), models.prompt().to(ctx.device)
+    layers.parallelize(model, ctx)
+    expected = layers.Engine(model, ctx, 2, 16).generate(prompt, 4)
+    with torch.inference_mode():
+        engine = layers.Engine(model, ctx, 2, 16)
+    for context in (nullcontext, torch.inference_mode, nullcontext, torch.inference_mode):
+        with context():
+            assert engine.generate(prompt.clone(), 4) == expected
+            engine.reset()
+            engine.accept(engine.read(prompt.clone()))
+            engine.decode(2)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_an_engine_serves_in_and_out_of_inference_mode(world_size: int) -> None:
+    run_ranks(world_size, inference_body)

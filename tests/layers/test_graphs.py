@@ -192,6 +192,12 @@ def alike(ctx, result: torch.Tensor, eager: torch.Tensor) -> bool:
     return close(ctx, result, eager)
 
 
+def padded(rows: list[list[int]], new: int, engine: layers.Engine) -> tuple:
+    """As `generate` has them read."""
+    given = prompts.padded_before(rows, new, engine.batch_size, engine.max_length)
+    return tuple(None if each is None else each.to(engine.tokens.device) for each in given)
+
+
 def exact_lengths(engine: layers.Engine) -> layers.Engine:
     """With it no prompt is so short that the host is the limit."""
     engine._layer_weights = float("inf")
@@ -209,7 +215,7 @@ def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> 
     held = []
     for seed, (length, padding) in enumerate(turns):
         rows = drawn(seed, length).tolist()
-        prompts, mask = eager._padded([rows[0], rows[1][padding:]], 2)
+        prompts, mask = padded([rows[0], rows[1][padding:]], 2, eager)
         if seed == 3:  # what the ops work in moves to other memory
             work = ctx.ops._workspace
             assert work.reserve(*(2 * each.nbytes + 4096 for each in (work.flags, work.staging, work.exchange)))
@@ -260,7 +266,7 @@ def common_body(ctx, name: str, options: dict, compile: bool) -> None:
         patch.setattr(prompts, "length_on_grid", lambda length, least_step: -(-length // 8) * 8)
         for seed, (length, padding) in enumerate(LENGTHS):
             rows = drawn(seed, length).tolist()
-            given = eager._padded([rows[0], rows[1][padding:]], 6)
+            given = padded([rows[0], rows[1][padding:]], 6, eager)
             made = []
             for each in (engine, eager):
                 each.reset()

@@ -231,6 +231,14 @@ REFUSED = {
         {LAYER + "mlp.down_proj": "replicate", LAYER + "mlp.up_proj": "replicate"},
         "gate_proj has style 'colwise' and model.layers.0.mlp",
     ),
+    "gate without up": (
+        {LAYER + "mlp.up_proj": "replicate"},
+        "gate_proj has style 'colwise' and model.layers.0.mlp.up_proj, of the same sizes, stays whole",
+    ),
+    "no values": (
+        {LAYER + f"self_attn.{p}_proj": "rowwise" if p == "o" else "colwise" for p in "qko"},
+        "model.layers.0.self_attn is a LlamaAttention with .* colwise q_proj, k_proj",
+    ),
     "half of the words": (
         {"lm_head": "colwise"},
         "lm_head has style 'colwise', by which each rank has",

@@ -172,6 +172,27 @@ def test_a_stored_head_is_not_replaced_by_the_embedding(world_size: int, saved, 
     assert torch.equal(rows, head)
 
 
+def whole_head_body(ctx, folder: str, options: dict, split: bool) -> torch.Tensor:
+    options = options | ({"filter_fn": lambda name, _: name != "lm_head"} if not options else {})
+    model = layers.from_pretrained(folder, ctx, **options)
+    head, embedding = model.lm_head.weight, model.get_input_embeddings().weight
+    assert (head is embedding) != split and not any(p.is_meta for p in model.parameters())
+    return models.logits(model, ctx.device)
+
+
+PLAN = {f"model.layers.*.mlp.{child}_proj": style for child, style in
+        (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))}  # fmt: skip
+HEADS = {"filtered": {}, "not in the plan": {"plan": PLAN}, "by rows": {"plan": PLAN | {"lm_head": "rowwise_rep"}}}
+
+
+@two_ranks
+@pytest.mark.parametrize("case", HEADS)
+def test_a_tied_head_that_is_not_split_like_the_embedding_is_loaded(world_size: int, saved, case: str) -> None:
+    folder, split = str(saved("tied")), case == "by rows"
+    for result in run_ranks(world_size, whole_head_body, folder, HEADS[case], split):
+        models.assert_logits(result, "tied")
+
+
 # --- bad checkpoints -------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 import re
+from unittest.mock import Mock
 
 from iris.errors import ArgumentError, CheckpointError
 import layers
@@ -87,6 +88,10 @@ def again_body(ctx, folder: str, blocked: str) -> None:
         model.save_pretrained(None)
     with pytest.raises(CheckpointError, match=r"cannot be written, 1 problem\(s\):\n  rank 0: "):
         model.save_pretrained(blocked)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staging, "write", Mock(side_effect=OSError("no room")))
+        with pytest.raises(CheckpointError, match="rank 0: no room"):
+            model.save_pretrained(folder)  # what was saved before stays, and nothing else
 
 
 @two_ranks
