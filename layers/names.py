@@ -37,7 +37,7 @@ def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> 
             own = torch.empty_like(model.get_parameter(target))
             setattr(model.get_submodule(parent), key, nn.Parameter(own))
             continue
-        shapes.pop(target)
+        shapes.pop(target, None)
         if target in found:
             found[source] = found.pop(target)
     for name, shape in shapes.items():
