@@ -61,7 +61,7 @@ class Ranks:
         if group is None:
             return list(range(self.size))
         if isinstance(group, (list, tuple)):
-            ranks = [rank if isinstance(rank, int) else -1 for rank in group]
+            ranks = [rank if type(rank) is int else -1 for rank in group]  # bool is one too
         else:
             inside = {self._global(rank): rank for rank in range(self.size)}
             ranks = [inside.get(rank, -1) for rank in dist.get_process_group_ranks(_resolve(group))]

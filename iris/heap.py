@@ -76,13 +76,14 @@ class Heap:
         return _first_byte(tensor) - self.base if tensor.layout is torch.strided else -1
 
     def free(self, *tensors: torch.Tensor) -> None:
-        """Frees the blocks that begin where these do. Raises `ArgumentError` where none begins, and frees nothing."""
+        """Frees the blocks that these fill. Raises `ArgumentError` where one fills none, and frees nothing."""
         offsets = [self.offset(tensor) for tensor in tensors]
         for number, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
-            allocated = offset in self._offsets and offset not in self.lent
+            length = 0 if offset in self.lent else self._offsets.length(offset)
+            allocated = length and length == rounded(max(span(tensor), 1), GRANULE)
             if not (allocated or self._segment.imported(offset)) or offset in offsets[:number]:
                 raise ArgumentError(
-                    f"no allocation of this heap begins where the tensor {tuple(tensor.shape)} of {tensor.dtype} does; "
+                    f"no allocation of this heap lies where the tensor {tuple(tensor.shape)} of {tensor.dtype} does; "
                     f"expected a tensor as ctx.empty(...) or ctx.as_symmetric(...) returned it, not freed before. What "
                     f"memory_pool() gave returns when it dies."
                 )

@@ -122,6 +122,8 @@ def prepare(
 ) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
+    # as rows: where one row is at most one wide, parts along K fit, too, and those without rows are (1, 0)
+    A = A.view(part_of(problem.M, ctx.num_ranks, ctx.cur_rank), problem.K)
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
     ways = _at_once if _serves_at_once(problem, config, out, A, B, gathered) else _in_steps
     first, rest = ways(workspace, problem, config, out, A, B, bias, scale, gathered)

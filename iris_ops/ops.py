@@ -157,6 +157,7 @@ class Ops:
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
         longer than the choice. `fp8`: whether B is in eight bits.
         """
+        self._ctx.check()
         return self._plan(problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8), explained)
 
     def forget_repeats(self) -> None:

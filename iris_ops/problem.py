@@ -118,6 +118,8 @@ def problem_asked(
             raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
     if not isinstance(world_size, int) or world_size < 1:
         raise ArgumentError(f"world_size is {world_size!r}; expected an integer from 1")
+    if op == GATED and N % 2:
+        raise ArgumentError(f"N is {N} for {op}; expected an even number, the columns of gate and up together")
     forms = {ALL_REDUCE: ("",), GATHER_MATMUL: ("rows", "k"), GATED: ("rows",)}.get(op, ("rows", "cols"))
     form = forms[0] if form is None else form
     if form not in forms:

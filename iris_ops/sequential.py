@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 
 from iris.ccl import Config
 from iris.ccl import plan as collectives
-from iris.ccl.problem import ALL_GATHER
-from iris.ccl.problem import ALL_REDUCE as REDUCE
-from iris.ccl.problem import REDUCE_SCATTER as SCATTER
-from iris.ccl.problem import Problem as Collective
+from iris.ccl import problem as ccl
 
 from . import torch_product
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 
 if TYPE_CHECKING:
+    import torch
+
     from .config import FusedConfig
     from .machine import Machine
     from .workspace import Workspace
@@ -39,6 +38,10 @@ def objection(problem: Problem) -> str | None:
         return f"the collectives of whole tensors gather and scatter rows, not {problem.form}"
     if problem.op in (GATHER_MATMUL, MATMUL_GATHER) and problem.M % problem.world_size:
         return f"{problem.M} rows to gather do not split evenly over {problem.world_size} ranks"
+    width = problem.K if problem.op == GATHER_MATMUL else problem.N
+    elements, most = (1 if problem.op == ALL_REDUCE else problem.M) * width, ccl.MAX_ELEMENTS
+    if elements > most:
+        return f"a collective moves at most {most} elements in a call, not {elements}"
     return None
 
 
@@ -52,15 +55,15 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[fl
     return gemm, moved, gemm + moved + _BETWEEN_US
 
 
-def _collective(problem: Problem) -> Collective:
+def _collective(problem: Problem) -> ccl.Problem:
     w, dtype = problem.world_size, problem.dtype
     width = problem.K if problem.op == GATHER_MATMUL else problem.N
     n, part = problem.M * width, problem.part_rows * width
     if problem.op == ALL_REDUCE:
-        return Collective(REDUCE, n, 0, 0, dtype, w)
+        return ccl.Problem(ccl.ALL_REDUCE, n, 0, 0, dtype, w)
     if problem.op in (GATHER_MATMUL, MATMUL_GATHER):
-        return Collective(ALL_GATHER, part, part, 0, dtype, w)
-    return Collective(SCATTER, n, part, 0, dtype, w)
+        return ccl.Problem(ccl.ALL_GATHER, part, part, 0, dtype, w)
+    return ccl.Problem(ccl.REDUCE_SCATTER, n, part, 0, dtype, w)
 
 
 def staged_elements(problem: Problem) -> int:
@@ -71,28 +74,34 @@ def staged_elements(problem: Problem) -> int:
 
 
 def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, scale=None) -> Callable:
-    """A function that launches both halves on tensors at these addresses, in the current stream."""
+    """A function that launches product and collectives on tensors at these addresses, in the current stream."""
     ctx = workspace.ctx
     between = workspace.staging[: staged_elements(problem) * problem.dtype.itemsize].view(problem.dtype)
     once = bias if ctx.cur_rank == 0 else None
     if problem.op == ALL_REDUCE:
-        product, collective = (out, A, B, once, scale), (REDUCE, out, out)
+        product, moved = (out, A, B, once, scale), [(ccl.ALL_REDUCE, rows, rows) for rows in _pieces(out)]
     elif problem.op == GATHER_MATMUL:
         gathered = between.view(problem.M, problem.K)
-        product, collective = (out, gathered, B, bias, scale), (ALL_GATHER, gathered, A)
+        product, moved = (out, gathered, B, bias, scale), [(ccl.ALL_GATHER, gathered, A)]
     elif problem.op == MATMUL_GATHER:
         part = out[ctx.cur_rank * problem.part_rows : (ctx.cur_rank + 1) * problem.part_rows]
-        product, collective = (part, A, B, bias), (ALL_GATHER, out, part)
+        product, moved = (part, A, B, bias), [(ccl.ALL_GATHER, out, part)]
     else:
         partial_sums = between.view(problem.M, problem.N)
-        product, collective = (partial_sums, A, B, once, scale), (SCATTER, out, partial_sums)
-    halves = [partial(torch_product.multiply, *product), ctx.ccl._ready(*collective, workspace.collective)]
+        product, moved = (partial_sums, A, B, once, scale), [(ccl.REDUCE_SCATTER, out, partial_sums)]
+    multiply = partial(torch_product.multiply, *product)
+    parts = [multiply, *(ctx.ccl._ready(*each, workspace.collective) for each in moved)]
     if problem.op == GATHER_MATMUL:
-        halves.reverse()
+        parts.reverse()
 
     def again() -> bool:
-        for half in halves:
-            half()
+        for part in parts:
+            part()
         return True
 
     return again
+
+
+def _pieces(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`out` by rows, as many together as a collective takes."""
+    return out.split(max(1, ccl.MAX_ELEMENTS // max(1, out.shape[1])))

@@ -109,10 +109,12 @@ class Collectives:
 
     def new_workspace(self, group=None) -> Workspace:
         """An empty workspace, for calls that may run beside others of the group."""
+        self._ctx.check()
         return Workspace(self._group(group))
 
     def plan(self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, group=None) -> Plan:
         """What a call would do, and the time that it should take; launches nothing."""
+        self._ctx.check()
         if op not in OPS:
             raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")
         return self._checked(op, out, inp, None, group, config).plan

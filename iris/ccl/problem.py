@@ -27,8 +27,8 @@ OPS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Signed types of 1 to 8 bytes: what is only copied travels as these, and unsigned sums are the signed ones' bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements; offsets fit into 32 bits, with room for the last units.
-_MAX_ELEMENTS = 2**31 - 2**20
+# Elements of a tensor in one call; offsets fit into 32 bits, with room for the last units.
+MAX_ELEMENTS = 2**31 - 2**20
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def describe(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int, world_siz
     if not fits:
         raise ShapeError(f"{op}: inp is {given}, out is {got} on rank {rank} of w = {w}; expected {wanted}")
     for name, t in (("inp", inp), ("out", out)):
-        if t.numel() > _MAX_ELEMENTS:
-            raise ShapeError(f"{op}: {name} has {t.numel()} elements; expected at most {_MAX_ELEMENTS}, in a call")
+        if t.numel() > MAX_ELEMENTS:
+            raise ShapeError(f"{op}: {name} has {t.numel()} elements; expected at most {MAX_ELEMENTS}, in a call")
     summed = op in (ALL_REDUCE, REDUCE_SCATTER)
     dtype = inp.dtype if summed and inp.dtype != torch.uint8 else _BITS[inp.dtype.itemsize]
     return Problem(op, inp.numel(), part, cols, dtype, w)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import platform
-from ..errors import CaptureError
+from ..errors import CaptureError, HeapExhausted
 
 if TYPE_CHECKING:
     from .group import Group
@@ -46,12 +46,19 @@ class Workspace:
             _refuse_capture(device)
             nothing = torch.empty(0, dtype=torch.int32, device=device)
             area = self.areas[name] = Area(torch.zeros(2, dtype=torch.int32, device=device), nothing, nothing)
-        if num_flags > area.flags.numel():
+        flags, staging = area.flags, area.staging
+        if num_flags > flags.numel():
             _refuse_capture(device)
-            area.flags, grown = self.group.allocate(4 * _grown(num_flags)).view(torch.int32).zero_(), True
-        if nbytes > area.staging.nbytes:
+            flags, grown = self.group.allocate(4 * _grown(num_flags)).view(torch.int32).zero_(), True
+        if nbytes > staging.nbytes:
             _refuse_capture(device)
-            area.staging, grown = self.group.allocate(_grown(nbytes)).fill_(fill), True
+            try:
+                staging, grown = self.group.allocate(_grown(nbytes)).fill_(fill), True
+            except HeapExhausted:  # new flags that peers do not know to be zero must not stay
+                if flags is not area.flags:
+                    self.group.ctx._heap.free(flags)
+                raise
+        area.flags, area.staging = flags, staging
         if grown:
             self.group.barrier()  # no peer stores here before this rank's memory is as it must be
         return grown

@@ -34,9 +34,9 @@ class Offsets:
         """[begin, end) of each block taken, ascending."""
         return sorted(self._blocks.items())
 
-    def __contains__(self, offset: int) -> bool:
-        """Whether a block begins at `offset`."""
-        return offset in self._blocks
+    def length(self, offset: int) -> int:
+        """Bytes of the block that begins at `offset`; 0 if none does."""
+        return self._blocks.get(offset, offset) - offset
 
     def take(self, nbytes: int, alignment: int) -> int | None:
         """The offset of `nbytes` > 0 that are free, or None."""

@@ -270,6 +270,29 @@ def test_bad_input_is_refused(world_size: int) -> None:
     run_ranks(world_size, refuse)
 
 
+def outgrow_the_heap(ctx: iris.Iris) -> None:
+    """There is room for the new flags of a call but not for what it stages: the flags from before stay."""
+    config = Config(protocol="flags", all_reduce_variant="two_shot")
+    with iris.iris(16 << 20) as small:
+        call = Call(small, Case("all_reduce", (64,), config))
+        workspace = call.run()
+        used = small._heap.used
+        large = torch.empty(64 << 20, device=small.device)
+        if ctx.cur_rank:
+            time.sleep(1)  # then a peer's signals would come before the new flags are zero
+        with pytest.raises(HeapExhausted):
+            small.ccl.all_reduce(large, large, config=config, workspace=workspace)
+        assert small._heap.used == used
+        call.run(workspace=workspace)
+        call.check()
+        ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_call_too_large_for_the_heap_leaves_the_others_as_they_were(world_size: int) -> None:
+    run_ranks(world_size, outgrow_the_heap)
+
+
 def prepared(ctx: iris.Iris) -> None:
     """A preamble makes room: the call that follows takes nothing from the heap. Workspaces are independent."""
     case = Case("all_reduce", (3000,), FLAGS)

@@ -109,6 +109,7 @@ def _barrier_in_pairs(ctx):
         ([rank, rank], "distinct ranks"),
         ([], "this rank"),
         (["0"], "distinct"),
+        ([bool(rank)], "distinct"),
         ("tp", "str"),
     ):
         with pytest.raises(errors.ArgumentError, match=text):
@@ -304,6 +305,7 @@ def test_log_lines_carry_rank_and_world(world_size):
 def _end(ctx):
     with iris.iris(heap_size=1 << 20) as inner:
         kept = inner.full((4,), 3.0)
+        ops, ccl = inner.ops, inner.ccl
         inner.barrier()
     assert kept.sum().item() == 12
     for use in (
@@ -315,6 +317,9 @@ def _end(ctx):
         lambda: inner.get_device_context(),
         lambda: inner.is_symmetric(kept),
         lambda: inner.ops,
+        lambda: ops.plan("matmul_all_reduce", 8, 16, 16, torch.float16),
+        lambda: ccl.plan("all_reduce", kept, kept),
+        lambda: ccl.new_workspace(),
         lambda: inner.__enter__(),
     ):
         with pytest.raises(errors.ClosedError, match="closed"):

@@ -256,8 +256,9 @@ def test_a_full_heap_is_an_error_and_the_context_still_works(world_size):
 def _free_all_or_nothing(ctx):
     first, second = ctx.ones(300), ctx.ones(300)
     used, free = ctx._heap.used, ctx._heap._offsets.free
-    for wrong in ((first, torch.ones(3, device=ctx.device)), (first, second, first), (first, second[1:])):
-        with pytest.raises(errors.ArgumentError, match="no allocation of this heap begins where the tensor"):
+    outside, part = torch.ones(3, device=ctx.device), second[:2]
+    for wrong in ((first, outside), (first, second, first), (first, second[1:]), (first, part), (first, second[:0])):
+        with pytest.raises(errors.ArgumentError, match="no allocation of this heap lies where the tensor"):
             ctx.free(*wrong)
         assert (ctx._heap.used, ctx._heap._offsets.free) == (used, free)
     ctx.free(first, second)

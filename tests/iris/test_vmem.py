@@ -92,9 +92,9 @@ def _grow_and_trim(ctx):
             assert free_before - torch.cuda.mem_get_info()[0] >= whole
         heap.barrier()
         heap.free(large)
-        with pytest.raises(errors.ArgumentError, match="no allocation of this heap begins"):
+        with pytest.raises(errors.ArgumentError, match="no allocation of this heap lies"):
             heap.free(large)
-        with pytest.raises(errors.ArgumentError, match="no allocation of this heap begins"):
+        with pytest.raises(errors.ArgumentError, match="no allocation of this heap lies"):
             heap.free(small[1:])
         returned = heap.trim()
         assert returned == 2 * CHUNK and mapped(heap) == whole - returned  # those between `small` and `behind`

@@ -129,6 +129,23 @@ def test_rows_without_columns_arrive_too(world_size: int) -> None:
     run_ranks(world_size, without_depth)
 
 
+def one_row_along_k(ctx: iris.Iris) -> None:
+    """Parts of a single row that is at most one wide: those along K are taken as rows, of which one rank has one."""
+    like = dict(dtype=torch.bfloat16, device=ctx.device)
+    bias = torch.arange(16, **like)
+    for K, chosen in ((1, config()), (0, config()), (1, ROLES), (1, None), (0, None)):
+        wide = torch.full((3, 16), torch.nan, **like)
+        A = torch.full((1, part_of(K, ctx.num_ranks, ctx.cur_rank)), 2.0, **like)
+        ctx.ops.all_gather_matmul(wide[1:2], A, torch.ones(K, 16, **like), bias, config=chosen)
+        assert torch.equal(wide[1], bias + 2 * K), K
+        assert wide[::2].isnan().all(), "written beyond out"
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_one_row_that_is_split_along_k(world_size: int) -> None:
+    run_ranks(world_size, one_row_along_k)
+
+
 def counts_wrap(ctx: iris.Iris, config: FusedConfig) -> None:
     """Flags are awaited as their count goes from the largest number to the smallest."""
     rows, like = part_of(300, ctx.num_ranks, ctx.cur_rank), dict(dtype=torch.bfloat16, device=ctx.device)

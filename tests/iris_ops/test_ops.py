@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import iris
+from iris.ccl import problem as ccl_problem
 from iris_ops import FusedConfig
 from iris_ops.config import ALGORITHMS
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
@@ -212,3 +214,16 @@ def test_bits_tell_results_apart(world_size: int) -> None:
                 assert_same_bits([case], [["a"], ["b"]])
         else:
             assert_same_bits([case], [["a"], ["b"]])
+
+
+def in_pieces(ctx: iris.Iris, called: list[Case]) -> list[str]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ccl_problem, "MAX_ELEMENTS", 7 * 40 + 1)
+        return check_cases(ctx, called)
+
+
+def test_large_sums_are_all_reduced_in_pieces(world_size: int) -> None:
+    """More elements than a collective takes: as many rows together as it does."""
+    case = Case(ALL_REDUCE, "", 17, 40, 24, config=FusedConfig(algorithm="sequential"))
+    called = [case, replace(case, pad=8, bias=False, on_heap=False), replace(case, M=7)]
+    assert_same_bits(called, run_ranks(world_size, in_pieces, called))

@@ -8,7 +8,9 @@ from pathlib import Path
 from statistics import median
 
 import iris
-from iris_ops import FusedConfig, rounds, torch_product
+from iris.ccl import problem as collectives
+from iris.errors import ArgumentError
+from iris_ops import FusedConfig, rounds, sequential, torch_product
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import fitting, plan
 from iris_ops.predict import exchanges, predict, spread_us, tile_us
@@ -147,6 +149,24 @@ def test_warps_have_roles_where_hopper_pushes_many_rows() -> None:
         shape = problem(op, form, 8192, 8192, 7168)
         chosen = [plan(shape, machine) for machine in MACHINES[1:]] + [plan(replace(shape, dtype=torch.float32), H200)]
         assert not any(each.warp_roles or said in each.explain() for each in chosen)
+
+
+@pytest.mark.parametrize("op, rows", [(ALL_REDUCE, 4), (MATMUL_GATHER, 3), (GATHER_MATMUL, 3), (REDUCE_SCATTER, 3)])
+def test_collectives_have_a_most_that_they_move(op: str, rows: int) -> None:
+    """An all-reduce is cut by rows, what others move is not."""
+    width = collectives.MAX_ELEMENTS // 3
+    sizes = (1 << 11, width) if op == GATHER_MATMUL else (width, 1 << 11)
+    form = "" if op == ALL_REDUCE else "rows"
+    few, many = (sequential.objection(problem(op, form, M, *sizes, w=1)) for M in (rows, 4))
+    assert few is None
+    assert many is None if op == ALL_REDUCE else many.startswith("a collective moves at most")
+    wide = collectives.MAX_ELEMENTS + 1
+    assert sequential.objection(problem(ALL_REDUCE, "", 1, wide, 16)).endswith(f"in a call, not {wide}")
+
+
+def test_an_odd_number_of_gates_and_ups_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="N is 7 for all_gather_matmul_gated; expected an even number"):
+        problem_asked("all_gather_matmul_gated", 2048, 7, 64, 2, torch.bfloat16)
 
 
 def test_splits_of_other_ways_are_passed_over() -> None:
