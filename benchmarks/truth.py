@@ -51,7 +51,7 @@ def true_logits(
 
     `convert` makes a wider parameter of each.
     """
-    from layers.cache import static_cache
+    from layers.cache import cache_name, static_cache
 
     torch.backends.cuda.matmul.allow_tf32 = False
     wide = torch.float64 if model.dtype == torch.float32 else torch.float32
@@ -59,7 +59,7 @@ def true_logits(
         logits = model(
             input_ids=tokens,
             position_ids=torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape),
-            past_key_values=static_cache(model, 1, length),
+            **{cache_name(model): static_cache(model, 1, length)},
             use_cache=True,
             logits_to_keep=2,
         ).logits

@@ -21,9 +21,10 @@ from .device import bounded
 from .device.context import HEADER, pack
 from .errors import ArgumentError, CaptureError, ClosedError, IrisError, NotSymmetricError, PeerLostError, PlatformError
 from .group import Ranks
-from .heap import Heap
+from .heap import GRANULE, Heap
 from .log import rank_logger
 from .memory import map_segment
+from .memory.offsets import rounded
 from .streams import SideStream
 from .tracing import Tracing
 
@@ -33,11 +34,11 @@ _MAX_HEAP = 1 << 46
 def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> Iris:
     """Makes the symmetric heap and returns this rank's handle on it. Collective: every rank calls it.
 
-    `heap_size`: bytes on each rank, the same on all. `allocator_type`: "torch" (PyTorch symmetric memory on GPUs,
-    shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is mapped when it is needed,
-    outside tensors can be imported); the environment variable IRIS_ALLOCATOR overrides it. `group`: a process group
-    or one dimension of a DeviceMesh, whose ranks are then the world; by default the default process group, else the
-    one that torchrun's environment describes, else a world of one.
+    `heap_size`: bytes on each rank, the same on all, rounded up to whole 256. `allocator_type`: "torch" (PyTorch
+    symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is
+    mapped when it is needed, outside tensors can be imported); the environment variable IRIS_ALLOCATOR overrides it.
+    `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
+    process group, else the one that torchrun's environment describes, else a world of one.
 
     Raises `ArgumentError` for bad arguments, `PlatformError` where the machine cannot serve (fewer GPUs than ranks,
     say), `HeapExhausted` when the memory cannot be had; on every rank alike.
@@ -69,9 +70,9 @@ class Iris(tensors.TensorMethods):
         gpus = [rank.gpu for rank in told if rank.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self._log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
-        self._segment = map_segment(allocator, heap_size, self.device, self._ranks)
+        self.heap_size = rounded(heap_size, GRANULE)
+        self._segment = map_segment(allocator, self.heap_size, self.device, self._ranks)
         self._heap = Heap(self._segment)
-        self.heap_size = heap_size
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._record = torch.zeros(bounded.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._record_view = memoryview(self._record.numpy())

@@ -74,7 +74,8 @@ def _config(op: str, ctx: Iris, A, B, size, mean_part) -> FusedConfig | None:
     if mean_part is None or op == MATMUL_GATHER:
         return None
     if op in (GATHER_MATMUL, GATED):
-        return ctx.ops.plan(op, size[0], mean_part, B.shape[0], A.dtype, explained=False, fp8=B.dtype == FP8)
+        columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
+        return ctx.ops.plan(op, size[0], columns, B.shape[0], A.dtype, explained=False, fp8=B.dtype == FP8)
     return ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False, fp8=B.dtype == FP8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 
 from iris.errors import ArgumentError
 from torch import nn
@@ -38,6 +39,12 @@ def static_cache(model: nn.Module, ranks: int, max_length: int):
         cache.layers[index] = StaticLayer(max_length)
     cache.shape, cache.holder = shape_of(model, ranks), None
     return cache
+
+
+def cache_name(model: nn.Module) -> str:
+    """What the forward of `model`, or the one it passes on to, calls its cache: transformers 5.24 has renamed it."""
+    of_classes = (signature(each.forward).parameters for each in type(model).__mro__ if "forward" in vars(each))
+    return next((name for had in of_classes for name in ("cache", "past_key_values") if name in had), "past_key_values")
 
 
 def fits(cache, shape: tuple, batch_size: int, max_length: int) -> bool:

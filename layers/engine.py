@@ -34,7 +34,7 @@ from iris.errors import ArgumentError
 import torch
 from torch import nn
 
-from .cache import fits, has_windows, known_empty, shape_of, static_cache
+from .cache import cache_name, fits, has_windows, known_empty, shape_of, static_cache
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
 from .positions import count_from_zero, positions_known
@@ -119,6 +119,7 @@ class Engine:
         capturable = wanted and use_step_attention(model) and self.graphs
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
+        self._cache_name = cache_name(model)
         like = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
         self.positions = torch.zeros(batch_size, 1, **like)
@@ -346,7 +347,7 @@ class Engine:
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=self.cache,
+                **{self._cache_name: self.cache},
                 use_cache=True,
                 logits_to_keep=keep,
             )

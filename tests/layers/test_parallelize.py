@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from iris.errors import ArgumentError, StyleError
 import layers
+from layers.cache import cache_name
 from layers.parallelize import parallelize
 import pytest
 import torch
@@ -80,7 +81,7 @@ def static_body(ctx, name: str, options: dict) -> tuple[torch.Tensor, set]:
     caches = set()
 
     def look(module, args, kwargs):
-        caches.add(type(kwargs["past_key_values"]).__name__)
+        caches.add(type(kwargs[cache_name(model.model)]).__name__)
 
     model.model.register_forward_pre_hook(look, with_kwargs=True)
     return models.generate(model, ctx.device, cache_implementation="static", **options), caches
