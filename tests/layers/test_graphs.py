@@ -252,7 +252,7 @@ def test_replayed_prompts_are_those_of_an_eager_engine(world_size: int, case: st
     run_ranks(world_size, replayed_body, *CASES[case])
 
 
-LENGTHS = [(5, 0), (7, 0), (8, 0), (6, 2), (7, 3), (5, 0), (6, 0), (8, 4), (1, 0), (5, 2)]
+LENGTHS = [(5, 0), (8, 0), (7, 3), (5, 0), (1, 0), (8, 4)]
 
 
 def common_body(ctx, name: str, options: dict, compile: bool) -> None:
@@ -272,9 +272,9 @@ def common_body(ctx, name: str, options: dict, compile: bool) -> None:
                 each.reset()
                 logits = each.prefill(*given)
                 each.accept(logits)
-                each.decode(5)
-                made.append((logits, each.output[:, :6].tolist(), each.mask.clone(), int(each.filled)))
-                assert {int(layer.cumulative_length) for layer in each.cache.layers} == {length + 5}
+                each.decode(2)
+                made.append((logits, each.output[:, :3].tolist(), each.mask.clone(), int(each.filled)))
+                assert {int(layer.cumulative_length) for layer in each.cache.layers} == {length + 2}
             assert made[0][1] == made[1][1] and made[0][3] == made[1][3] and torch.equal(made[0][2], made[1][2])
             room = (2e-2 if ctx.device.type == "cuda" else 1e-5) * float(made[1][0].abs().max())
             assert (made[0][0] - made[1][0]).abs().max() <= room, "rounded elsewhere, for it is longer"
@@ -289,7 +289,7 @@ COMMON = {
 }
 
 
-@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [3])
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
 @pytest.mark.parametrize("case", COMMON)
 def test_prompts_of_several_lengths_share_a_graph(world_size: int, case: str) -> None:
     run_ranks(world_size, common_body, *COMMON[case])
