@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+import warnings
 
 from iris.errors import ArgumentError
 import layers
+from layers.cache import cache_name
 from layers.engine import _likeliest as likeliest
 import pytest
 import torch
@@ -56,6 +58,41 @@ def test_greedy_tokens_are_those_of_the_unsplit_model(world_size: int, name: str
         for row, expected in zip(stopped, whole, strict=True):
             end = expected.index(7) + 1 if 7 in expected else 4
             assert row == expected[: min(end, 4)]
+
+
+class PassesOn(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class OfBefore(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+        raise NotImplementedError
+
+
+class OfNow(OfBefore):
+    def forward(self, input_ids=None, cache=None, **kwargs):
+        raise NotImplementedError
+
+
+def named_body(ctx) -> None:
+    model = PassesOn(transformers.LlamaConfig(**models.PLAIN)).to(ctx.device).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*past_key_values", category=FutureWarning)
+        layers.Engine(model, ctx, 2, 16, graphs=False).generate(models.prompt(), 2)
+
+
+def test_the_cache_has_the_name_that_the_model_gives_it() -> None:
+    """And so no warning that the name is of before."""
+    config = transformers.LlamaConfig(**models.PLAIN)
+    assert cache_name(OfBefore(config)) == "past_key_values"
+    assert cache_name(OfNow(config)) == "cache"
+    assert cache_name(PassesOn(config)) == cache_name(transformers.LlamaForCausalLM(config))
+
+
+@on(1)
+def test_a_model_that_passes_its_cache_on_is_called_by_the_name_of_now(world_size: int) -> None:
+    run_ranks(world_size, named_body)
 
 
 def sampled_body(ctx) -> list:

@@ -289,7 +289,7 @@ COMMON = {
 }
 
 
-@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [3])
 @pytest.mark.parametrize("case", COMMON)
 def test_prompts_of_several_lengths_share_a_graph(world_size: int, case: str) -> None:
     run_ranks(world_size, common_body, *COMMON[case])
