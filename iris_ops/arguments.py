@@ -148,7 +148,8 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     w, by_cols, gather = problem.world_size, problem.form == "cols", problem.op == MATMUL_GATHER
     rows, cols = exchanged_part(problem, config)
     tile_rows, tile_cols = (rows, cols) if gather else (problem.M, problem.N)
-    grid = _grid(ctx.device, config, tiles_of(tile_rows, tile_cols, config))
+    tiles = tiles_of(tile_rows, tile_cols, config)
+    grid = _grid(ctx.device, config, tiles)
     args = dict(
         **_NO_SCALES,
         **_exchange(workspace, problem, cols),
@@ -167,13 +168,15 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
             return swap_roles.swap_roles_kernel, grid, args
         args |= exchange_roles.layouts(config.block_m, config.block_n, w)
         return exchange_roles.exchange_roles_kernel, grid, args
+    exchange = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gather"}[problem.op]
+    if config.algorithm == "two_shot":
+        exchange = "owners"
     args |= dict(
         whole=problem.N if by_cols else problem.M,
         part_cols=cols,
         stagger=platform.ticks(config.stagger_us * 1e-6),
-        EXCHANGE={ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gather"}[problem.op]
-        if config.algorithm == "one_shot"
-        else "owners",
+        EXCHANGE=exchange,
+        ONE_TILE=tiles == grid[0],
         BY_COLS=by_cols,
         **dict.fromkeys(AHEAD_NAMES),
         **_product(out, A, B, bias, config),

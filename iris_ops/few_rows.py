@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from iris.device import arch
 from iris.device.context import DeviceContext
-from iris.device.exchange import load_bases, put, seal, settled, take
+from iris.device.exchange import load_bases, put, seal, settled, take, unwrapped
 from iris.device.function import device_function
 from iris.device.tracing import PRODUCT, PUSH, SUM, device_tracing, tile_bytes
 import triton
@@ -70,6 +70,7 @@ def few_rows_kernel(
     BLOCK_K: tl.constexpr,
     EXCHANGE: tl.constexpr,
     BY_COLS: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TMA_A: tl.constexpr,
@@ -79,12 +80,14 @@ def few_rows_kernel(
     TRACING: tl.constexpr = False,
 ):
     # M, N: of this rank's product. `whole`: rows, or columns, that are divided into the ranks' parts.
+    # ONE_TILE: each program has one; then there are no loops, and of "all" this rank's own tile stays in registers.
     # a_scales [M], b_scales [N]: where both are in eight bits, else None.
     # residual, weight, scaled, squares: of all-reduces that end as `norm_ahead.py` says.
     # staging: [2 slots], each [source rank, part_rows, ld] words, then [M, ld] sums ("owners") or [source rank] a word
     # ("scatter", "gather"); sync: [epoch, finished]
     arch.follow()
     SUMS: tl.constexpr = EXCHANGE == "scatter" or EXCHANGE == "owners"
+    KEEPS_OWN: tl.constexpr = EXCHANGE == "all" and ONE_TILE
     FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
@@ -97,10 +100,13 @@ def few_rows_kernel(
     own = (tl.load(words), tl.load(sync))
     all_bases = load_bases(words, WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has a tile and learns them there
+    kept = tl.zeros((BLOCK_M, BLOCK_N), staging.dtype.element_ty) if KEEPS_OWN else None
     start_in_turn(stagger)
     tracing = device_tracing(words, TRACING)
 
-    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    count = 1 if ONE_TILE else tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    for turn in range(count):
+        t = tl.program_id(0) + turn * tl.num_programs(0)
         row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
         span = tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
         first = first_row(row, M, BLOCK_M)
@@ -124,7 +130,9 @@ def few_rows_kernel(
             C = Matrix(out, above + M, before + N, stride_om, stride_on, False)
             target, mask = C.places(above + r, before + c)
             tl.store(target, arch.round_to(product, dtype), mask=mask & own_row[:, None])
-        partial = seal(product, dtype)  # our own too: every rank sums the same numbers
+        partial = seal(product, dtype)
+        if KEEPS_OWN:
+            kept = partial
         nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, dtype) // (WORLD_SIZE if SUMS else 1)
         span = tracing.record_event_start(PUSH, -1, staging, t % num_m, t // num_m, nbytes=nbytes)
         if SUMS:
@@ -141,7 +149,7 @@ def few_rows_kernel(
         else:
             mask = own_row[:, None] & (c < tl.where(N > 0, ld, 0))[None, :]
             place = mine + (r.to(tl.int64) * ld)[:, None] + c[None, :]
-            for i in tl.static_range(1, WORLD_SIZE if EXCHANGE == "gather" else WORLD_SIZE + 1):
+            for i in tl.static_range(1, WORLD_SIZE if EXCHANGE == "gather" or KEEPS_OWN else WORLD_SIZE + 1):
                 put(ctx, place, partial, mask, bases, (rank + i) % WORLD_SIZE)
         tracing.record_event_end(span)
 
@@ -195,9 +203,13 @@ def few_rows_kernel(
                 tl.store(target, arch.round_to(total, dtype), mask=inside)
 
     if EXCHANGE != "scatter":
-        for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        for turn in range(count):
+            t = tl.program_id(0) + turn * tl.num_programs(0)
             row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
             r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+            if KEEPS_OWN:  # whose rows stand as they were loaded; those that are nobody's are beyond the end
+                r, own_row = rows_from(first_row(row, M, BLOCK_M), row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+                r = tl.where(own_row, r, M)
             place = (r.to(tl.int64) * ld)[:, None] + c[None, :]
             if EXCHANGE == "gather":
                 for i in tl.static_range(1, WORLD_SIZE):
@@ -221,14 +233,21 @@ def few_rows_kernel(
                     total, _ = take(ctx, behind + place, source_step, mask, owner, epoch, WAITER, dtype, 1, patience=2)
                 else:
                     span = tracing.record_event_start(SUM, rank, staging, t % num_m, t // num_m, nbytes=0)
-                    total, _ = take(ctx, slot + place, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE)
+                    total = unwrapped(kept, dtype) if KEEPS_OWN else None  # rounded: every rank sums the same numbers
+                    if KEEPS_OWN and WORLD_SIZE == 2:  # a sum of two is the same in either order
+                        words_of_peer = slot + (1 - rank) * source_step + place
+                        theirs, _ = take(ctx, words_of_peer, 0, mask, 1 - rank, epoch, WAITER, dtype, 1)
+                        total += theirs
+                    else:
+                        first_words = slot + place
+                        total, _ = take(ctx, first_words, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, total)
                     tracing.record_event_end(span)
                     if HAS_BIAS:
                         total = add_bias(total, bias, col, N, BLOCK_N)
                 if scaled is not None:
                     total = norm_ahead(total, ahead, scaled, squares, r, c, col, M, N, BLOCK_N)
                 C = Matrix(out, M, N, stride_om, stride_on, False)
-                target, inside = C.pointers(row, col, BLOCK_M, BLOCK_N)
+                target, inside = C.places(r, c)
                 tl.store(target, arch.round_to(total, dtype), mask=inside)
     if EXCHANGE == "scatter" or EXCHANGE == "gather":
         if tl.program_id(0) == 0:

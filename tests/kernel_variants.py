@@ -87,6 +87,7 @@ def variants(target: GPUTarget):
     few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
     for exchange, (m, k, warps) in FEW_ROWS.items():
         constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}
+        constants["ONE_TILE"] = exchange != "owners"
         stages = few_stages[m, few["BLOCK_N"], k, warps]
         options, constants = dict(num_warps=warps, num_stages=stages), constants | no_scales
         yield f"few_rows_{exchange}", few_rows_kernel, options, constants | no_norm
@@ -118,6 +119,7 @@ def variants(target: GPUTarget):
         for (m, n, k, warps), (stages, _) in FP8_TILES.items():
             constants = dict(few, BLOCK_M=m, BLOCK_N=n, BLOCK_K=2 * k, TMA_A=True, BY_COLS=False)
             constants["EXCHANGE"] = "all" if m == 64 else "scatter"
+            constants["ONE_TILE"] = m == 64
             options = dict(num_warps=warps, num_stages=stages)
             yield f"few_rows_rounded_{m}", few_rows_kernel, options, constants if m == 64 else constants | no_norm
         for (m, n, k, warps), stages in fp8_tiles.TILES.values():

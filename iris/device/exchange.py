@@ -41,7 +41,7 @@ def widen(x):
 
 
 @device_function
-def _unwrapped(words, dtype: tl.constexpr):
+def unwrapped(words, dtype: tl.constexpr):
     """What `seal`ed or `widen`ed words of `dtype` mean, in the type that sums are kept in."""
     if words.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
         return words.to(dtype, bitcast=True).to(sum_type(dtype))
@@ -94,7 +94,7 @@ def take_found(ctx, found, words, mask, source, epoch, waiter: tl.constexpr, dty
 
     Returns (what they mean, whether any had to be waited for).
     """
-    total, missing = _unwrapped(found, dtype), tl.max((found == EMPTY).to(tl.int32)) != 0
+    total, missing = unwrapped(found, dtype), tl.max((found == EMPTY).to(tl.int32)) != 0
     waited = missing
     if missing:
         total, missing = _poll(ctx, total, words, 0, mask, source, epoch, waiter, dtype, 1, None, 1, False)
@@ -131,9 +131,9 @@ def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own,
 @device_function
 def _value(ctx, words, dtype: tl.constexpr, i, own):
     if own is None:
-        return _unwrapped(words, dtype)
+        return unwrapped(words, dtype)
     else:
-        return tl.where(i == ctx.rank, own, _unwrapped(words, dtype))
+        return tl.where(i == ctx.rank, own, unwrapped(words, dtype))
 
 
 @device_function
