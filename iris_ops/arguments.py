@@ -164,7 +164,8 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
             **roles_operands.arguments(A, B, bias, config),
         )
         if swaps(problem, config):
-            args |= dict(GROUP_M=config.group_m, PLACES=swap_roles.PLACES)
+            stagger = platform.ticks(config.stagger_us * 1e-6)
+            args |= dict(GROUP_M=config.group_m, PLACES=swap_roles.PLACES, stagger=stagger)
             return swap_roles.swap_roles_kernel, grid, args
         args |= exchange_roles.layouts(config.block_m, config.block_n, w)
         return exchange_roles.exchange_roles_kernel, grid, args

@@ -19,7 +19,7 @@ from iris.device.tracing import PUSH, SUM, tile_bytes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .tiles import PartTiles
+from .tiles import PartTiles, start_in_turn
 from .units import Units
 from .warp_roles import NOWHERE, allocate, await_tile, multiply_tiles, pace, part_of, places_of, rows_of
 
@@ -119,15 +119,17 @@ def _move_tiles(
     advance(sync, epoch)  # which all warps have read
 
 
-@gluon.jit(do_not_specialize=["M", "part_rows", "spread"])
+@gluon.jit(do_not_specialize=["M", "part_rows", "spread", "stagger"])
 def swap_roles_kernel(
     a, b, a_scales, b_scales, bias, out, staging, sync, words, M, N, K, stride_om, part_rows, ld, slot_words, spread,
+    stagger,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
     PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr,
     MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in `few_rows_kernel`."""
+    start_in_turn(stagger)
     ctx = own_context(words, WORLD_SIZE, TRACING)
     epoch = gl.load(sync) + 1
     slot = staging + (epoch & 1).to(gl.int64) * slot_words

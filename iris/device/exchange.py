@@ -22,6 +22,7 @@ from .rma import moved
 from .tracing import WAIT
 
 EMPTY = tl.constexpr(-1)
+_THREADS = tl.constexpr(1024)  # of a program, at most
 
 
 @device_function
@@ -121,10 +122,10 @@ def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own,
         missing |= (words == EMPTY).to(tl.int32)
         total += _value(ctx, words, dtype, i, own)
     any_missing = tl.max(missing)
-    if LANES:
+    if LANES and total.numel < _THREADS:
         # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than
         # there are threads makes one answer of all their answers.
-        any_missing = tl.max(tl.zeros((2048,), tl.int32) + any_missing)
+        any_missing = tl.max(tl.zeros((2 * _THREADS,), tl.int32) + any_missing)
     return total, any_missing != 0
 
 
