@@ -288,9 +288,13 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
 
     Best is, by measurement, about the time that all of them take to push a tile at once; a third more where tiles go to
     everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each
-    gain nothing.
+    gain nothing. Where two ranks swap words, two fifths of what those of a round take, from three rounds on.
     """
     programs = programs_of(config, machine)
+    if swaps(problem, config) and not problem.fp8:
+        rounds = -(-gemm_tiles(problem, config) // programs)
+        round_us = problem.link_bytes / (machine.link_gbs * 1e3) / max(1, rounds)
+        return round(0.4 * round_us) if rounds > 2 else 0
     if problem.op == GATHER_MATMUL or config.algorithm != "overlapped":
         return 0
     if config.warp_roles and (problem.op == REDUCE_SCATTER or config.splits == 1 or config.block_n < 256):

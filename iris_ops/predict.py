@@ -38,7 +38,7 @@ BROUGHT_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99
 # What sends words (`exchange_roles.py`).
 WORDS_ROLES_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
 # What swaps words with the one peer (`swap_roles.py`).
-SWAP_TILES: Tiles = {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.8)}
+SWAP_TILES: Tiles = {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)}
 # For few rows: enough weights under way for the memory's full rate; measured on H200s. What bounds tiles 64 wide if not
 # memory is shared memory, written and read at 128 bytes a cycle: a second warp group reads A once more, but puts and
 # takes words sooner.
@@ -47,9 +47,8 @@ EXCHANGE_TILES: Tiles = {
     (16, 64, 128, 4): (8, 0.25),
     (32, 64, 256, 4): (4, 0.43),
     (64, 64, 128, 8): (6, 0.58),
-    (64, 64, 128, 4): (7, 0.68),
-    (128, 64, 128, 8): (4, 0.74),
-    (128, 64, 128, 4): (4, 0.83),
+    (64, 64, 128, 4): (7, 0.74),
+    (128, 64, 128, 8): (4, 0.73),
     (128, 128, 64, 8): (6, 0.86),
 }
 # The same of operands in eight bits, twice as deep (`FusedConfig.depth`).
@@ -60,7 +59,8 @@ FP8_TILES: Tiles = {
 }
 _FP8_RATE = 1.85  # of products in eight bits, over those in 16
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
-_READ_AGAIN = 0.15  # of the time that weights take, what each further block of few rows adds
+_READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
+_ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES: Tiles = {
     (64, 128, 32, 8): (2, 1.0),
@@ -79,6 +79,7 @@ _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 # Of the link's rate, what words get that are polled, emptied and stored once more.
 _WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
 _WORDS_TWICE = 0.8  # in two shots
+_KEPT_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
 _ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the words of 64 x 64
 _HIDDEN_BY_MORE = 0.3  # how much of the words' way more than two rounds of products hide
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
@@ -101,9 +102,10 @@ _BETWEEN_US = 5.0
 # Of words from programs with roles, for each 64 x 128 of a tile: while the link rests between two rounds, and behind
 # the last. Programs drift apart: each round adds to the rest by that part.
 _WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
-# Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above; the part of
-# a product in 16 bits that each round beyond so many adds, since programs drift apart; in eight bits none was seen.
-_SWAPPED, _SWAPPED_LAST_US, _SWAPPED_ROUNDS, _SWAPPED_DRIFT = 0.9, 1.5, 4, 0.014
+# Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above; in a single
+# round, of which nothing came before; the part of a product in 16 bits that each round beyond so many adds, since
+# programs drift apart; in eight bits none was seen.
+_SWAPPED, _SWAPPED_LAST_US, _SWAPPED_ALONE_US, _SWAPPED_ROUNDS, _SWAPPED_DRIFT = 0.9, 1.5, 1.0, 4, 0.014
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
 # What a hop takes less where tiles are small.
@@ -159,7 +161,9 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     # each word's way: in one shot of an all-reduce everyone gets everything
     shots = 2 if config.algorithm == "two_shot" else 1
     nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
-    link = nbytes / (machine.link_gbs * (_WORDS_TWICE if shots == 2 else _WORDS[problem.op]) * 1e3)
+    kept = keeps_own(problem, config, machine)
+    rate = _WORDS_TWICE if shots == 2 else _SWAPPED if kept and problem.world_size == 2 else _WORDS[problem.op]
+    link = nbytes / (machine.link_gbs * rate * 1e3)
     if problem.op in (ALL_REDUCE, REDUCE_SCATTER) and config.block_m >= 64:  # else there is little to hide
         # sums, which are the second shot, begin behind all products
         rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
@@ -170,6 +174,8 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
     one_group = config.num_warps == 4 and config.block_m >= 64 and not problem.fp8
     words = _ONE_GROUP_US * config.block_m / 64 if one_group else 0.0
+    if kept:
+        words -= _KEPT_US
     return link, gemm + link + words + _hops(problem, shots) * machine.exchange_us
 
 
@@ -195,7 +201,8 @@ def _swapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: floa
     full = tile_us(problem, config, machine) + link / _SWAPPED
     area = config.block_m * config.block_n / (64 * 128)
     # the last round has as many words as each, full or not: programs without a tile there do not hold back theirs
-    return link, max(gemm + link / rounds, full) + area * _SWAPPED_LAST_US
+    alone = _SWAPPED_ALONE_US if rounds == 1 else 0.0
+    return link, max(gemm + link / rounds, full) + area * _SWAPPED_LAST_US + alone
 
 
 def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -309,6 +316,8 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
     few_rows = exchanges(config)
+    if few_rows and bm == bn == 64 and tiles > programs:
+        compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not swaps(problem, config) else 1
     itemsize = 1 if problem.fp8 else problem.dtype.itemsize
@@ -348,6 +357,12 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
 def exchanges(config: FusedConfig) -> bool:
     """Whether it is for few rows, by words that say themselves that they have arrived."""
     return config.algorithm in ("one_shot", "two_shot")
+
+
+def keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:
+    """Whether it is an all-reduce in one shot by programs of one tile each, which keep their own part in registers."""
+    one_shot = problem.op == ALL_REDUCE and config.algorithm == "one_shot" and not config.warp_roles
+    return one_shot and gemm_tiles(problem, config) <= programs_of(config, machine)
 
 
 def sums_with_roles(problem: Problem, config: FusedConfig) -> bool:

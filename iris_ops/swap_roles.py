@@ -64,7 +64,7 @@ def _sum(
     """Tile number `done` and the peer's, of which was `found` so much before, to `out`."""
     for part in range(shared.PARTS):
         words, mask = _words(shared, theirs, part, row, col, M, ld, MOVE)
-        total, waited = take_found(ctx, found[0], words, mask, peer, epoch, WAITER, shared.product.dtype)
+        total, waited = take_found(ctx, found[0], words, mask, peer, epoch, WAITER, shared.product.dtype, LANES=False)
         if shared.PARTS > 1:
             ahead = found[1]
             if waited:  # then what was found of the next is old, too

@@ -90,15 +90,17 @@ def take(
 
 
 @device_function
-def take_found(ctx, found, words, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr):
-    """As `take` of one block of words in Gluon, of which `found` was loaded before, by `arch.load_fresh`.
+def take_found(
+    ctx, found, words, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
+):
+    """As `take` of one block of words, of which `found` was loaded before, by `arch.load_fresh`.
 
     Returns (what they mean, whether any had to be waited for).
     """
-    total, missing = unwrapped(found, dtype), tl.max((found == EMPTY).to(tl.int32)) != 0
+    total, missing = unwrapped(found, dtype), _any((found == EMPTY).to(tl.int32), LANES)
     waited = missing
     if missing:
-        total, missing = _poll(ctx, total, words, 0, mask, source, epoch, waiter, dtype, 1, None, 1, False)
+        total, missing = _poll(ctx, total, words, 0, mask, source, epoch, waiter, dtype, 1, None, 1, LANES)
     tl.store(words, EMPTY, mask=mask)
     return total, waited
 
@@ -121,12 +123,18 @@ def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own,
         words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
         missing |= (words == EMPTY).to(tl.int32)
         total += _value(ctx, words, dtype, i, own)
-    any_missing = tl.max(missing)
-    if LANES and total.numel < _THREADS:
+    return total, _any(missing, LANES)
+
+
+@device_function
+def _any(missing, LANES: tl.constexpr):
+    """Whether any of these is not zero; the same answer for all threads."""
+    found = tl.max(missing)
+    if LANES and missing.numel < _THREADS:
         # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than
         # there are threads makes one answer of all their answers.
-        any_missing = tl.max(tl.zeros((2 * _THREADS,), tl.int32) + any_missing)
-    return total, any_missing != 0
+        found = tl.max(tl.zeros((2 * _THREADS,), tl.int32) + found)
+    return found != 0
 
 
 @device_function
