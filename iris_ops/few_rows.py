@@ -26,7 +26,16 @@ import triton
 import triton.language as tl
 
 from .norm_ahead import add_ahead, norm_ahead
-from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed, start_in_turn
+from .tiles import (
+    Matrix,
+    add_bias,
+    first_row,
+    multiply,
+    multiply_transposed,
+    rows_from,
+    scale_transposed,
+    start_in_turn,
+)
 
 
 @device_function
@@ -110,7 +119,11 @@ def few_rows_kernel(
         row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
         span = tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
         first = first_row(row, M, BLOCK_M)
-        product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        if BLOCK_N < 64:  # columns that do not fill the tensor cores' rows, as A's then do
+            start = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            product = multiply(A, B, first, col, 0, 0, K, start, BLOCK_M, BLOCK_N, BLOCK_K).T
+        else:
+            product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
         r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
         own_row &= r < M
         if b_scales is not None:

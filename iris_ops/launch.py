@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from iris import platform, repeat
-from iris.device.bounded import WAITERS
 from iris.errors import ArgumentError
 import torch
 import triton
@@ -19,10 +18,10 @@ from .config import MOST_ELEMENTS, FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_fp8 import few_rows_fp8_kernel
 from .few_rows_gather import few_rows_gather_kernel
-from .norm_ahead import AHEAD_NAMES, SPAN, Ahead
+from .norm_ahead import AHEAD_NAMES, Ahead
 from .operands import in_whole_vectors
 from .predict import words_with_roles
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM, Problem, owned_part
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part
 from .unfused import UNFUSED
 
 if TYPE_CHECKING:
@@ -41,12 +40,6 @@ def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
 def gates(config: FusedConfig) -> bool:
     """Whether a gated product is gated where it is multiplied."""
     return config.algorithm == "copy_engines"
-
-
-def ends_ahead(problem: Problem, config: FusedConfig) -> bool:
-    """Whether the kernel can end as `norm_ahead.py` says."""
-    few_rows = problem.op == ALL_REDUCE and config.algorithm in ("one_shot", "two_shot")
-    return few_rows and not words_with_roles(problem, config) and config.block_n % SPAN.value == 0
 
 
 def _eight_bits(problem: Problem, config: FusedConfig, out, A, B) -> torch.Tensor | None:
@@ -77,7 +70,8 @@ def launch(
 ) -> repeat.Launch | None:
     """Launches what serves `problem` on `tensors` (out, A, B, bias, scale) in the current stream; see `repeat.launch`.
 
-    What takes torch's product is prepared to be repeated only where it `came_before`. `ahead`: see `ends_ahead`.
+    What takes torch's product is prepared to be repeated only where it `came_before`. `ahead`: where the kernel ends
+    as `norm_ahead.py` says (`predict.ends_ahead`).
     """
     out, A, B, bias, scale = tensors
     streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot" and fp8_rows.serves(A, B)
@@ -112,7 +106,7 @@ def launch(
     if a_scales is not None:
         args |= dict(a_scales=a_scales, b_scales=scale)
     if ahead is not None:
-        args |= dict(zip(AHEAD_NAMES, ahead, strict=True), WAITER=WAITERS.index(NORM))
+        args |= dict(zip(AHEAD_NAMES, ahead, strict=True))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     if kernel in _FOLLOWING:
         options |= platform.beside(ctx.device)

@@ -21,6 +21,7 @@ from .config import FusedConfig
 from .machine import machine_of
 from .norm_ahead import Ahead
 from .plan import plan
+from .predict import ends_ahead
 from .problem import (
     ALL_REDUCE,
     GATED,
@@ -221,7 +222,7 @@ class Ops:
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:
                 self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
-        inside = ahead if ahead and launch.ends_ahead(problem, prepared.config) else None
+        inside = ahead if ahead and ends_ahead(problem, prepared.config) else None
         halves = problem.gated and not launch.gates(prepared.config)  # both are written, and gated behind the product
         if ahead is not inside or halves:
             key = None  # a launch alone would not be the whole call

@@ -113,6 +113,7 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     else:
         tiles = tuple(tritonblas.tiles(problem, machine.name)) or fitting(problem.dtype.itemsize, machine, few=False)
         few_rows, comm = fitting(problem.dtype.itemsize, machine, few=True), FusedConfig.comm_programs
+        few_rows = tuple(tile for tile in few_rows if tile[1] >= 64 or _narrow(problem, *tile[:2], machine))
         if problem.op == GATHER_MATMUL and problem.part_rows <= 128:
             comm *= 2  # little to move, and soon needed
     shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
@@ -132,6 +133,15 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
         found += _unfused(problem.op, problem.world_size)
     return found
+
+
+def _narrow(problem: Problem, block_m: int, block_n: int, machine: Machine) -> bool:
+    """Whether tiles of so few columns may serve, by measurement: of an all-reduce, whole ones, one for a program.
+
+    Lower ones come folded, and the tensor cores would take them from registers, where they are the rows.
+    """
+    whole = problem.M % block_m == 0 and problem.M // block_m * -(-problem.N // block_n) <= machine.num_programs
+    return problem.op == ALL_REDUCE and problem.world_size <= 2 and whole
 
 
 def _converting(problem: Problem, machine: Machine) -> str | None:

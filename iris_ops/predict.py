@@ -14,6 +14,7 @@ from . import copy_engines, fp8, fp8_rows
 from .config import FusedConfig, Prediction
 from .gating import gate_us
 from .machine import INTERPRETER, Machine
+from .norm_ahead import SPAN
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
 from .unfused import UNFUSED
@@ -46,6 +47,7 @@ EXCHANGE_TILES: Tiles = {
     (16, 64, 256, 4): (5, 0.25),
     (16, 64, 128, 4): (8, 0.25),
     (32, 64, 256, 4): (4, 0.43),
+    (64, 32, 128, 4): (8, 0.5),
     (64, 64, 128, 8): (6, 0.58),
     (64, 64, 128, 4): (7, 0.74),
     (128, 64, 128, 8): (4, 0.73),
@@ -80,6 +82,7 @@ _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 _WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
 _WORDS_TWICE = 0.8  # in two shots
 _KEPT_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
+_NORM_US = 2.5  # a residual sum and a norm of few rows, by a kernel of their own
 _ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the words of 64 x 64
 _HIDDEN_BY_MORE = 0.3  # how much of the words' way more than two rounds of products hide
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
@@ -120,6 +123,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     """The time that `config` should take."""
     brought = config.algorithm == "copy_engines" and config.warp_roles
     behind = gate_us(problem, machine) if problem.gated and not brought else 0.0
+    behind += _NORM_US if problem.normed and not ends_ahead(problem, config) else 0.0
     if config.algorithm in UNFUSED and not config.warp_roles:
         gemm, link, total = UNFUSED[config.algorithm].predict(problem, config, machine)
         return Prediction(gemm, link, total + behind)
@@ -363,6 +367,12 @@ def keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:
     """Whether it is an all-reduce in one shot by programs of one tile each, which keep their own part in registers."""
     one_shot = problem.op == ALL_REDUCE and config.algorithm == "one_shot" and not config.warp_roles
     return one_shot and gemm_tiles(problem, config) <= programs_of(config, machine)
+
+
+def ends_ahead(problem: Problem, config: FusedConfig) -> bool:
+    """Whether the kernel can end as `norm_ahead.py` says."""
+    few_rows = problem.op == ALL_REDUCE and exchanges(config) and not words_with_roles(problem, config)
+    return few_rows and config.block_n % SPAN.value == 0
 
 
 def sums_with_roles(problem: Problem, config: FusedConfig) -> bool:

@@ -27,7 +27,7 @@ NORM = "matmul_all_reduce_norm"
 GATED = "all_gather_matmul_gated"
 # Those that take B in eight bits, with scales (`fp8.py`).
 SCALED = (ALL_REDUCE, NORM, GATHER_MATMUL, GATED, REDUCE_SCATTER)
-_KINDS = {NORM: {"op": ALL_REDUCE}, GATED: {"op": GATHER_MATMUL, "gated": True}}
+_KINDS = {NORM: {"op": ALL_REDUCE, "normed": True}, GATED: {"op": GATHER_MATMUL, "gated": True}}
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn  # of B, where there are scales
@@ -66,11 +66,13 @@ class Problem:
     gated: bool = False
     fp8: bool = False
     """Whether B is in eight bits; `dtype` is that of everything else."""
+    normed: bool = False
+    """Whether a residual sum and the first half of a norm follow."""
 
     @property
     def asked(self) -> str:
         """The op that was called."""
-        return GATED if self.gated else self.op
+        return GATED if self.gated else NORM if self.normed else self.op
 
     @property
     def empty(self) -> bool:
@@ -109,8 +111,8 @@ def problem_asked(
     op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None, fp8: bool = False
 ) -> Problem:
     """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
-    if op not in (*OPS, GATED):
-        raise ArgumentError(f"op is {op!r}; expected one of {', '.join((*OPS, GATED))}")
+    if op not in (*OPS, *_KINDS):
+        raise ArgumentError(f"op is {op!r}; expected one of {', '.join((*OPS, *_KINDS))}")
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
     for name, size in (("M", M), ("N", N), ("K", K)):
@@ -120,13 +122,13 @@ def problem_asked(
         raise ArgumentError(f"world_size is {world_size!r}; expected an integer from 1")
     if op == GATED and N % 2:
         raise ArgumentError(f"N is {N} for {op}; expected an even number, the columns of gate and up together")
-    forms = {ALL_REDUCE: ("",), GATHER_MATMUL: ("rows", "k"), GATED: ("rows",)}.get(op, ("rows", "cols"))
+    forms = {ALL_REDUCE: ("",), NORM: ("",), GATHER_MATMUL: ("rows", "k"), GATED: ("rows",)}.get(op, ("rows", "cols"))
     form = forms[0] if form is None else form
     if form not in forms:
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
     if fp8 and op not in SCALED:
-        served = ", ".join(each for each in (*OPS, GATED) if each in SCALED)
+        served = ", ".join(each for each in (*OPS, *_KINDS) if each in SCALED)
         raise ArgumentError(f"fp8 is True for {op}; expected False, or one of {served}")
     return _planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8))
 
