@@ -24,8 +24,10 @@ CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 UNTRACED = "sm_90 without tracing"
 FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
 # Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
-REDUCTIONS = ("few_rows_all", "few_rows_all_norm", "few_rows_owners", "few_rows_owners_norm", "few_rows_scatter")
-EXCHANGES = (*REDUCTIONS, "few_rows_gather", "few_rows_gather_first")
+REDUCTIONS = ("few_rows_all_turns", "few_rows_owners", "few_rows_owners_norm", "few_rows_scatter")
+KEPT = ("few_rows_all", "few_rows_all_norm")  # reductions whose own part stays in registers
+OF_TWO = "few_rows_narrow_of_two"
+EXCHANGES = (*REDUCTIONS, *KEPT, OF_TWO, "few_rows_gather", "few_rows_gather_first")
 WORLD_SIZE = 4  # of kernel_variants.py
 
 

@@ -95,9 +95,12 @@ def variants(target: GPUTarget):
             yield f"few_rows_{exchange}_folded", few_rows_kernel, options, constants | no_norm | dict(FOLDED=True)
         if exchange in ("all", "owners"):
             yield f"few_rows_{exchange}_norm", few_rows_kernel, options, constants
+        if exchange == "all":
+            yield "few_rows_all_turns", few_rows_kernel, options, constants | no_norm | dict(ONE_TILE=False)
     narrow = dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=128, TMA_A=cuda, EXCHANGE="all", BY_COLS=False, ONE_TILE=True)
     options = dict(num_warps=4, num_stages=few_stages.get((64, 32, 128, 4), 2))
-    yield "few_rows_narrow", few_rows_kernel, options, {**few, **narrow, **no_scales, **no_norm}
+    of_two = {**few, **narrow, **no_scales, **no_norm, "WORLD_SIZE": 2}
+    yield "few_rows_narrow_of_two", few_rows_kernel, options, of_two
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
     gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
     yield "few_rows_gather_first", few_rows_gather_kernel, gathering, {**few, **flags}
