@@ -11,6 +11,7 @@ themselves whether they have arrived (`iris/device/exchange.py`).
     "scatter"  its owners         they sum it: reduce-scatter
     "gather"   every rank         each puts it in its place: all-gather
 
+Where each program has one tile, a rank's own part of "all" stays in registers, and its words are not sent to itself.
 Programs start over `stagger` ticks, so that the first send while the last still stream. Larger results take the kernels
 of `matmul_reduce_scatter.py` and `matmul_all_gather.py`.
 """

@@ -141,7 +141,7 @@ def _narrow(problem: Problem, block_m: int, block_n: int, machine: Machine) -> b
     Lower ones come folded, and the tensor cores would take them from registers, where they are the rows.
     """
     whole = problem.M % block_m == 0 and problem.M // block_m * -(-problem.N // block_n) <= machine.num_programs
-    return problem.op == ALL_REDUCE and problem.world_size <= 2 and whole
+    return problem.op == ALL_REDUCE and problem.world_size <= 2 and whole and machine.name.startswith("NVIDIA")
 
 
 def _converting(problem: Problem, machine: Machine) -> str | None:
