@@ -247,14 +247,9 @@ def few_rows_kernel(
                     total, _ = take(ctx, behind + place, source_step, mask, owner, epoch, WAITER, dtype, 1, patience=2)
                 else:
                     span = tracing.record_event_start(SUM, rank, staging, t % num_m, t // num_m, nbytes=0)
-                    total = unwrapped(kept, dtype) if KEEPS_OWN else None  # rounded: every rank sums the same numbers
-                    if KEEPS_OWN and WORLD_SIZE == 2:  # a sum of two is the same in either order
-                        words_of_peer = slot + (1 - rank) * source_step + place
-                        theirs, _ = take(ctx, words_of_peer, 0, mask, 1 - rank, epoch, WAITER, dtype, 1)
-                        total += theirs
-                    else:
-                        first_words = slot + place
-                        total, _ = take(ctx, first_words, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, total)
+                    kept_part = unwrapped(kept, dtype) if KEEPS_OWN else None  # rounded: all sum the same numbers
+                    first_words = slot + place
+                    total, _ = take(ctx, first_words, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, kept_part)
                     tracing.record_event_end(span)
                     if HAS_BIAS:
                         total = add_bias(total, bias, col, N, BLOCK_N)

@@ -80,13 +80,22 @@ def take(
     `LANES` is off in Gluon, as in `sync`; its blocks must have no fewer words than threads. Returns (the blocks' sum in
     `sum_type(dtype)`, in order; whether all came in time).
     """
-    total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
-    if missing:
-        total, missing = _poll(ctx, total, first, step, mask, source, epoch, waiter, dtype, COUNT, own, patience, LANES)
-    # `_look` ends with a barrier: no thread still looks
-    for i in tl.static_range(COUNT):
-        tl.store(first + i * step, EMPTY, mask=_sent(ctx, mask, i, own))
-    return total, not missing
+    if own is not None and COUNT == 2:  # then only the peer's is looked at: two add up to the same in either order
+        peer = 1 - ctx.rank
+        theirs, came = take(
+            ctx, first + peer * step, 0, mask, source + peer, epoch, waiter, dtype, 1, None, patience, LANES
+        )
+        return own + theirs, came
+    else:
+        total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
+        if missing:
+            total, missing = _poll(
+                ctx, total, first, step, mask, source, epoch, waiter, dtype, COUNT, own, patience, LANES
+            )
+        # `_look` ends with a barrier: no thread still looks
+        for i in tl.static_range(COUNT):
+            tl.store(first + i * step, EMPTY, mask=_sent(ctx, mask, i, own))
+        return total, not missing
 
 
 @device_function
