@@ -83,10 +83,13 @@ class FusedConfig:
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(f"FusedConfig.algorithm is {self.algorithm!r}; expected one of {ALGORITHMS}")
         tile = min(self.block_m, self.block_n), max(self.block_m, self.block_n)
-        if self.warp_roles and (tile[0] < 64 or tile[1] > 256 or self.num_warps != 8 or self.num_stages < 2):
+        # a lower tile of words that are swapped by one warp group (`swap_roles.py`)
+        warps = (4, 8) if self.algorithm == "one_shot" and tile[0] * tile[1] <= 64 * 128 else (8,)
+        if self.warp_roles and (tile[0] < 64 or tile[1] > 256 or self.num_warps not in warps or self.num_stages < 2):
             raise ArgumentError(
                 f"FusedConfig.warp_roles is True with tiles of {self.block_m} x {self.block_n}, {self.num_warps} warps"
-                f", {self.num_stages} stages; expected tiles of 64 to 256 rows and columns, 8 warps, 2 stages or more"
+                f", {self.num_stages} stages; expected tiles of 64 to 256 rows and columns, "
+                f"{' or '.join(map(str, warps))} warps, 2 stages or more"
             )
         ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
         places = 2 if self.algorithm == "one_shot" else 1  # of finished tiles (`swap_roles.py`)

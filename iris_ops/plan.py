@@ -18,6 +18,7 @@ from .machine import INTERPRETER, Machine
 from .predict import (
     BROUGHT_TILES,
     EXCHANGE_TILES,
+    FP8_SWAP_TILES,
     FP8_TILES,
     FP32_TILES,
     GPU_TILES,
@@ -182,8 +183,8 @@ def _words_with_roles(problem: Problem) -> tuple[FusedConfig, ...]:
     if problem.op != ALL_REDUCE or problem.world_size < 2:
         return ()
     if problem.world_size == 2:
-        return _in_words("one_shot") if problem.M > 64 else ()
-    return _in_words("two_shot") if problem.M > 128 else ()
+        return _in_words("one_shot", problem.fp8) if problem.M > 64 else ()
+    return _in_words("two_shot", problem.fp8) if problem.M > 128 else ()
 
 
 def _roles(problem: Problem, machine: Machine) -> list[FusedConfig]:
@@ -227,9 +228,10 @@ def _with_roles(group_m: int) -> tuple[FusedConfig, ...]:
     )
 
 
-@lru_cache(maxsize=2)
-def _in_words(algorithm: str) -> tuple[FusedConfig, ...]:
-    tiles = SWAP_TILES if algorithm == "one_shot" else WORDS_ROLES_TILES
+@lru_cache(maxsize=4)
+def _in_words(algorithm: str, of_fp8: bool) -> tuple[FusedConfig, ...]:
+    swapped = FP8_SWAP_TILES if of_fp8 else SWAP_TILES
+    tiles = swapped if algorithm == "one_shot" else WORDS_ROLES_TILES
     return tuple(
         FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm=algorithm)
         for (m, n, k, w), (s, _) in tiles.items()

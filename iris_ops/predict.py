@@ -38,8 +38,9 @@ ROLES_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
 BROUGHT_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)}
 # What sends words (`exchange_roles.py`).
 WORDS_ROLES_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
-# What swaps words with the one peer (`swap_roles.py`).
-SWAP_TILES: Tiles = {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)}
+# What swaps words with the one peer (`swap_roles.py`); the same of operands in eight bits, as they were measured.
+SWAP_TILES: Tiles = {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 4): (8, 0.80)}
+FP8_SWAP_TILES: Tiles = {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)}
 # For few rows: enough weights under way for the memory's full rate; measured on H200s. What bounds tiles 64 wide if not
 # memory is shared memory, written and read at 128 bytes a cycle: a second warp group reads A once more, but puts and
 # takes words sooner.
@@ -108,7 +109,7 @@ _WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
 # Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above; in a single
 # round, of which nothing came before; the part of a product in 16 bits that each round beyond so many adds, since
 # programs drift apart; in eight bits none was seen.
-_SWAPPED, _SWAPPED_LAST_US, _SWAPPED_ALONE_US, _SWAPPED_ROUNDS, _SWAPPED_DRIFT = 0.9, 1.5, 1.0, 4, 0.014
+_SWAPPED, _SWAPPED_LAST_US, _SWAPPED_ALONE_US, _SWAPPED_ROUNDS, _SWAPPED_DRIFT = 0.9, 1.5, 1.3, 4, 0.014
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
 # What a hop takes less where tiles are small.
@@ -344,7 +345,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if fp32:
         shares = FP32_TILES
     elif few_rows:
-        of_words = SWAP_TILES if swaps(problem, config) else WORDS_ROLES_TILES
+        swapped = FP8_SWAP_TILES if problem.fp8 else SWAP_TILES
+        of_words = swapped if swaps(problem, config) else WORDS_ROLES_TILES
         shares = of_words if config.warp_roles else FP8_TILES if problem.fp8 else EXCHANGE_TILES
     else:
         roles = BROUGHT_TILES if problem.op == GATHER_MATMUL else ROLES_TILES

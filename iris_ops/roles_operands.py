@@ -13,9 +13,9 @@ from .config import FusedConfig
 from .operands import as_stored, folded, of_whole_vectors
 from .problem import FP8
 
-MULTIPLYING, MOVING = 8, 4
-# A thread's; as many are left for each thread of the multiplying warps: twelve warps share 64 Ki.
-_MOVING_REGISTERS = 168
+MULTIPLYING, MOVING = 8, 4  # warps; those that multiply may be four, too
+# A thread's, by how many warps multiply; as many are left for each of their threads: all warps share 64 Ki.
+_MOVING_REGISTERS = {8: 168, 4: 232}
 # Elements of a tile that each thread of the moving warps holds at a time.
 _HELD = 32
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
@@ -48,17 +48,17 @@ def arguments(
         HAS_BIAS=bias is not None,
         B_TRANSPOSED=transposed,
         STAGES=config.num_stages,
-        **layouts(config.block_m, config.block_n, A.element_size()),
+        **layouts(config.block_m, config.block_n, A.element_size(), config.num_warps),
     )
 
 
-def layouts(block_m: int, block_n: int, itemsize: int = 2) -> dict:
+def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MULTIPLYING) -> dict:
     """How a tile lies in the multiplying warps' registers, in shared memory and in the moving warps' registers.
 
-    `itemsize`: bytes of an operand's element.
+    `itemsize`: bytes of an operand's element; `warps`: how many multiply.
     """
-    high = min(MULTIPLYING, block_m // 16)
-    wide = MULTIPLYING // high
+    high = min(warps, block_m // 16)
+    wide = warps // high
     return dict(
         ACC=gl.NVMMADistributedLayout(
             version=[3, 0], warps_per_cta=[high, wide], instr_shape=[16, block_n // wide, 32 // itemsize]
@@ -67,7 +67,7 @@ def layouts(block_m: int, block_n: int, itemsize: int = 2) -> dict:
         MOVE=in_rows(MOVING, block_n),
         ROWS=MOVING * 32 * _HELD // block_n,
         MOVING=MOVING,
-        MOVING_REGISTERS=_MOVING_REGISTERS,
+        MOVING_REGISTERS=_MOVING_REGISTERS[warps],
     )
 
 

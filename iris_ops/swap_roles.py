@@ -97,11 +97,12 @@ def _move_tiles(
     for i in range(count + 1):
         # carried from tile to tile they would not be known to be multiples of a block
         before_row, before_col, _bias = tiles.place(gl.program_id(0) + gl.maximum(i - 1, 0) * programs)
-        # now, since loads wait behind stores to peers
+        if i < count:
+            await_tile(shared, i)
+        # now: the later the more has come, but loads wait behind stores to peers
         found = _look(shared, theirs, before_row, before_col, M, ld, i > 0, MOVE)
         if i < count:
             row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
-            await_tile(shared, i)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, slot, tile_m, tile_n, nbytes=nbytes)

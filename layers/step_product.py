@@ -8,6 +8,7 @@ of a multiprocessor's shared memory are always on their way from memory.
 What limits it beyond 16 rows is less the memory than what shared memory is written and read in a multiprocessor, 128
 bytes a cycle. So one warp group multiplies, and not two that would both read the rows, and where outputs are too few
 for programs on all multiprocessors the rows are divided into blocks: the weights are then read once more, from L2.
+Where each program would have 32 of 64 rows, it has half as many outputs instead, and the rows are the tensor cores'.
 
 Weights in eight bits have a kernel of their own (`step_product_fp8.py`).
 
@@ -23,7 +24,7 @@ from iris.device import arch
 from iris.device.function import device_function
 from iris_ops import fp8_rows
 from iris_ops.operands import in_whole_vectors, operand, rows_operand
-from iris_ops.tiles import Matrix, add_bias, first_row, rows_from
+from iris_ops.tiles import Matrix, add_bias, first_row, multiply, rows_from
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
@@ -34,12 +35,12 @@ from . import fp8, step_product_fp8
 
 MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16
 _BLOCKS = 16, 32, 64  # of rows
-BLOCK_N = 64
+BLOCK_N, NARROW_N = 64, 32
 _WARPS = 4
-# By rows of a block and whether it is gated, the fastest on an H200: elements along K, stages of the ring of blocks.
-_RINGS = {
-    (16, False): (256, 5), (32, False): (256, 4), (64, False): (128, 7),
-    (16, True): (128, 5), (32, True): (128, 5), (64, True): (128, 4),
+# By rows and outputs of a block and whether it is gated, the fastest on an H200: elements along K, stages of the ring.
+RINGS = {
+    (16, 64, False): (256, 5), (32, 64, False): (256, 4), (64, 64, False): (128, 7), (64, 32, False): (128, 8),
+    (16, 64, True): (128, 5), (32, 64, True): (128, 5), (64, 64, True): (128, 4),
 }  # fmt: skip
 
 
@@ -66,11 +67,15 @@ def step_product_kernel(
     if squares is not None:  # they come while weights do
         s = tl.arange(0, SPANS)
         sums = tl.load(squares + s[:, None] * M + r[None, :], mask=(s < spans)[:, None] & (r < M)[None, :], other=0.0)
-    for k in range(0, K, BLOCK_K):
-        rows = A.load(first, k, BLOCK_M, BLOCK_K).T
-        acc = arch.dot(B.load(k, col, BLOCK_K, BLOCK_N).T, rows, acc)
-        if GATED:
-            up = arch.dot(B.load(k, N + col, BLOCK_K, BLOCK_N).T, rows, up)
+    if BLOCK_N < 64:  # outputs that do not fill the tensor cores' rows, as A's then do
+        start = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc = multiply(A, B, first, col, 0, 0, K, start, BLOCK_M, BLOCK_N, BLOCK_K).T
+    else:
+        for k in range(0, K, BLOCK_K):
+            rows = A.load(first, k, BLOCK_M, BLOCK_K).T
+            acc = arch.dot(B.load(k, col, BLOCK_K, BLOCK_N).T, rows, acc)
+            if GATED:
+                up = arch.dot(B.load(k, N + col, BLOCK_K, BLOCK_N).T, rows, up)
     if squares is not None:
         factors = 1.0 / tl.sqrt(tl.sum(sums, 0) / K + eps)[None, :]
         acc, up = acc * factors, up * factors
@@ -155,6 +160,13 @@ def block_of(rows: int, programs: int, room: int) -> int:
     return next(block for block in _BLOCKS if block == whole or -(-rows // block) * programs <= room)
 
 
+def tile_of(rows: int, outputs: int, gated: bool, room: int) -> tuple[int, int]:
+    """(rows, outputs) of a program's block, if `room` programs run at once."""
+    block = block_of(rows, triton.cdiv(outputs, BLOCK_N), room)
+    narrow = block == 32 and rows % 64 == 0 and not gated  # as many programs, and each weight is read half as often
+    return (64, NARROW_N) if narrow else (block, BLOCK_N)
+
+
 @torch.compiler.assume_constant_result
 def _multiprocessors(device: torch.device) -> int:
     return platform.num_programs(device)
@@ -163,7 +175,7 @@ def _multiprocessors(device: torch.device) -> int:
 @torch.compiler.assume_constant_result
 def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
     """Whether the ring of blocks that was measured fits into shared memory."""
-    return depth(platform.shared_bytes(device), gated, rows) == _RINGS[rows, gated]
+    return depth(platform.shared_bytes(device), gated, rows) == RINGS[rows, BLOCK_N, gated]
 
 
 def streams(shape: torch.Size, device: torch.device) -> bool:
@@ -210,17 +222,17 @@ def step_product(
         step_product_fp8.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)
         return out
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
-    programs = triton.cdiv(N, BLOCK_N)
-    block_m = block_of(M, programs, platform.num_programs(x.device))
-    block_k, stages = depth(platform.shared_bytes(x.device), gated, block_m)
+    block_m, block_n = tile_of(M, N, gated, platform.num_programs(x.device))
+    block_k, stages = depth(platform.shared_bytes(x.device), gated, block_m, block_n)
     # by TMA fewer rows take as long or longer
     a, tma_a = rows_operand(rows, (block_m, block_k)) if block_m == _BLOCKS[-1] else (rows, False)
-    b, tma_b = operand(weight, (BLOCK_N, block_k))
-    grid = (triton.cdiv(M, block_m) if launched else 0, programs)  # blocks that share weights follow each other
+    b, tma_b = operand(weight, (block_n, block_k))
+    # blocks that share weights follow each other
+    grid = (triton.cdiv(M, block_m) if launched else 0, triton.cdiv(N, block_n))
     spans = 1 if squares is None else squares.shape[0]
     step_product_kernel[grid](
         a, b, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_A=tma_a, TMA_B=tma_b,
+        BLOCK_N=block_n, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_A=tma_a, TMA_B=tma_b,
         SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.beside(x.device),
     )  # fmt: skip
     return out
@@ -252,10 +264,10 @@ def _called(x, weight, bias, scale, gated: bool) -> torch.Tensor:
 
 
 @cache
-def depth(shared_bytes: int, gated: bool, rows: int) -> tuple[int, int]:
+def depth(shared_bytes: int, gated: bool, rows: int, outputs: int = BLOCK_N) -> tuple[int, int]:
     """(elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
-    block_k, stages = _RINGS[rows, gated]
-    room, width = shared_bytes - 1024, (1 + gated) * BLOCK_N + rows  # some is for barriers
+    block_k, stages = RINGS[rows, outputs, gated]
+    room, width = shared_bytes - 1024, (1 + gated) * outputs + rows  # some is for barriers
     while block_k > 32 and room < 2 * width * block_k * 2:
         block_k //= 2
     return block_k, max(2, min(stages, room // (width * block_k * 2)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from iris.ccl.accumulate import accumulate_kernel
 from iris.ccl.by_flags import flags_kernel
 from iris.ccl.by_words import words_kernel
@@ -132,15 +130,16 @@ def variants(target: GPUTarget):
             constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, HAS_BIAS=m == 64)
             options = dict(num_warps=warps, num_stages=stages)
             yield f"fp8_tiles_{m}_{n}", fp8_tiles.fp8_tiles_kernel, options, constants | dict(FOLDED=m == 64)
-    for gated, m in itertools.product((False, True), (16, 32, 64)):
-        k, stages = step_product.depth(machine.shared_bytes, gated, m)
-        rows = dict(BLOCK_M=m, BLOCK_N=step_product.BLOCK_N, BLOCK_K=k)
+    for m, n, gated in step_product.RINGS:
+        k, stages = step_product.depth(machine.shared_bytes, gated, m, n)
+        rows = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k)
         name = ("step_product_gated" if gated else "step_product") + (f"_{m}" if m > 16 else "")
+        name += "_narrow" if n == step_product.NARROW_N else ""
         constants = dict(HAS_BIAS=True, GATED=gated, TMA_A=cuda and m == 64, TMA_B=cuda, SPANS=128, **rows)
         options = dict(num_warps=4, num_stages=stages)
         yield name, step_product.step_product_kernel, options, {**constants, "squares": None}
         yield f"{name}_norm", step_product.step_product_kernel, options, constants
-        if constants["TMA_A"]:
+        if constants["TMA_A"] and n == step_product.BLOCK_N:
             yield f"{name}_folded", step_product.step_product_kernel, options, constants | dict(FOLDED=True)
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=256, COLUMNS=32)
     yield from collectives()
@@ -195,6 +194,8 @@ def with_roles():
     yield "swap_roles_128_fp8", swap_roles.swap_roles_kernel, options, eight
     low = swapped | no_scales | dict(BLOCK_M=64, STAGES=8, **layouts(64, 128))
     yield "swap_roles_64", swap_roles.swap_roles_kernel, options, low
+    one_group = low | layouts(64, 128, warps=4)
+    yield "swap_roles_64_of_four", swap_roles.swap_roles_kernel, dict(num_warps=4), one_group
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
     yield "exchange_roles", exchange_roles.exchange_roles_kernel, options, words | no_scales

@@ -269,6 +269,13 @@ def test_config_refuses_what_warps_with_roles_cannot_do(value: dict[str, int]) -
     FusedConfig(**value)
 
 
+def test_config_has_one_warp_group_multiply_tiles_of_words_up_to_64_x_128() -> None:
+    low = FusedConfig(64, 128, 64, num_warps=4, num_stages=8, warp_roles=True, algorithm="one_shot")
+    for changes in (dict(block_m=128, num_stages=5), dict(algorithm="two_shot"), dict(algorithm="overlapped")):
+        with pytest.raises(ArgumentError, match="FusedConfig.warp_roles is True .*, 4 warps, .*; expected .*, 8 warps"):
+            replace(low, **changes)
+
+
 @pytest.mark.parametrize("blocks", [(256, 256, 64, 2), (64, 256, 128, 3), (128, 256, 64, 4)], ids=str)
 def test_config_refuses_more_shared_memory_than_there_is(blocks: tuple[int, int, int, int]) -> None:
     m, n, k, stages = blocks

@@ -42,6 +42,8 @@ def reference(x, weight, bias, gated: bool, dtype: torch.dtype) -> torch.Tensor:
         ((32,), 70, 520, False),
         ((3, 11), 10, 300, True),
         ((64, 1), 100, 264, False),
+        ((64,), 200, 264, True),
+        ((2, 64), 100, 136, False),
         ((5, 13), 70, 136, True),
         ((127,), 130, 264, False),
     ],
@@ -70,9 +72,18 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(
     "rows, outputs, depth",
-    [((1,), 64, 256), ((3, 1), 70, 136), ((16,), 20, 320), ((29, 1), 70, 136), ((64,), 20, 4160), ((70,), 20, 136)],
+    [
+        ((1,), 64, 256),
+        ((3, 1), 70, 136),
+        ((16,), 20, 320),
+        ((29, 1), 70, 136),
+        ((64,), 20, 4160),
+        ((64,), 200, 136),
+        ((70,), 20, 136),
+    ],
 )
-def test_rows_scaled_by_the_second_half_of_a_norm(rows: tuple, outputs: int, depth: int, gated: bool) -> None:
+def test_rows_scaled_by_the_second_half_of_a_norm(monkeypatch, rows, outputs: int, depth: int, gated: bool) -> None:
+    monkeypatch.setattr(step_product.platform, "num_programs", lambda device: 9)  # so that 64 x 200 has narrow tiles
     torch.manual_seed(depth)
     like = {"device": DEVICE, "dtype": torch.bfloat16}
     h, norm = torch.randn(*rows, depth, **like) * 30, torch.randn(depth, **like)
@@ -197,20 +208,14 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
     assert torch.allclose(out, F.linear(x, weight, added), rtol=2e-2, atol=2e-2)
 
 
-MEASURED = {16: [(256, 5), (128, 5)], 32: [(256, 4), (128, 5)], 64: [(128, 7), (128, 4)]}
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", MEASURED)
-def test_blocks_fit_in_shared_memory(gated: bool, rows: int) -> None:
+@pytest.mark.parametrize("rows, outputs, gated", step_product.RINGS)
+def test_blocks_fit_in_shared_memory(rows: int, outputs: int, gated: bool) -> None:
     """As deep as measured on an H200, where there is room. What they take, compiled: see test_codegen.py."""
-    for kib, measured in ((227, MEASURED[rows][gated]), (160, None), (99, None), (64, None), (48, None)):
-        block_k, stages = step_product.depth(kib << 10, gated, rows)
-        assert (
-            measured in (None, (block_k, stages))
-            and stages >= 2
-            and stages * (step_product.BLOCK_N * (1 + gated) + rows) * block_k * 2 <= kib << 10
-        )
+    measured = step_product.RINGS[rows, outputs, gated]
+    for kib, expected in ((227, measured), (160, None), (99, None), (64, None), (48, None)):
+        block_k, stages = step_product.depth(kib << 10, gated, rows, outputs)
+        assert expected in (None, (block_k, stages)) and stages >= 2
+        assert stages * (outputs * (1 + gated) + rows) * block_k * 2 <= kib << 10
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="has functions of its process exchanged")
@@ -241,6 +246,10 @@ def test_how_many_rows_are_served(monkeypatch) -> None:
 )  # fmt: skip
 def test_rows_are_divided_where_multiprocessors_are_left(rows: int, programs: int, block: int) -> None:
     assert step_product.block_of(rows, programs, 132) == block
+    narrow = block == 32 and rows in (64, 128)
+    for gated in (False, True):
+        tile = (64, 32) if narrow and not gated else (block, 64)
+        assert step_product.tile_of(rows, 64 * programs, gated, 132) == tile
 
 
 def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, list, int]:
