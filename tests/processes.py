@@ -38,7 +38,8 @@ def forkserver() -> Any:
         os.environ.setdefault(name, value)
     context = mp.get_context("forkserver")
     models = ["transformers.models.llama.modeling_llama"] if "tests.layers" in sys.modules else []  # takes seconds
-    context.set_forkserver_preload(["tests.harness", "iris.device", "torch.distributed", *models])
+    # `torch.testing` asks of all that it compares whether it is a DTensor
+    context.set_forkserver_preload(["tests.harness", "iris.device", "torch.distributed.tensor", *models])
     return context
 
 

@@ -2,8 +2,9 @@
 
 The first is most of the time of kernels on small tensors, and nothing that they compute or check changes. Triton 3.6,
 at each launch and each call of a jit function inside a kernel, looks through the whole language for functions to put
-its own in place of; computes whether an int32 overflows, though without its debug option it drops the answer; and
-writes down a table of numpy's dtypes, and the names of the types of its sizes, for each value made.
+its own in place of; computes whether an int32 overflows, though without its debug option it drops the answer; writes
+down a table of numpy's dtypes, and what a value's type and shape are called, for each value made; and takes bfloat16
+apart into sign, exponent and significand to make the upper half of a float32 of it.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,10 @@ def spare_repetition() -> None:
 
     interpreter._patch_lang = _once_a_module(interpreter._patch_lang)
     interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
-    core._type_for_tuple_values = _once_a_shape(core._type_for_tuple_values)
+    core.block_type.__init__ = _once_a_type(core.block_type.__init__, core)
+    core.block_type.with_element_ty = _once_an_element(core.block_type.with_element_ty)
+    core.tensor.__init__ = _once_a_kind(core.tensor.__init__)
+    interpreter._convert_float = _by_halves(interpreter._convert_float, core)
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
 
@@ -92,15 +96,55 @@ def _once_a_name(np_dtype: Callable) -> Callable:
     return found
 
 
-def _once_a_shape(type_of: Callable) -> Callable:
+def _once_a_type(init: Callable, core) -> Callable:
     known = {}
 
-    def found(values, fields=None):
-        sizes = tuple(getattr(value, "value", None) for value in values)
-        if fields or any(type(size) is not int for size in sizes):
-            return type_of(values, fields)
-        if sizes not in known:
-            known[sizes] = type_of(values)
-        return known[sizes]
+    def made(self, element_ty, shape):
+        kind = element_ty.name, tuple(core._unwrap_shape(shape))
+        if kind not in known:
+            init(self, element_ty, shape)
+            known[kind] = dict(self.__dict__)
+        else:
+            self.__dict__.update(known[kind], element_ty=element_ty)
+
+    return made
+
+
+def _once_an_element(type_with: Callable) -> Callable:
+    known = {}
+
+    def found(self, element_ty):
+        kind = self.name, element_ty.name
+        if kind not in known:
+            known[kind] = type_with(self, element_ty)
+        return known[kind]
 
     return found
+
+
+def _once_a_kind(init: Callable) -> Callable:
+    """Of tensors, which know their shape in several forms."""
+    known = {}
+
+    def made(self, handle, type):
+        if type.name not in known:
+            init(self, handle, type)
+            known[type.name] = self.shape, self.numel, self.dtype
+        else:
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = known[type.name]
+
+    return made
+
+
+def _by_halves(convert: Callable, core) -> Callable:
+    """Between bfloat16 and float32, which it is the upper half of; downwards what is below is dropped, as there."""
+
+    def converted(data, from_dtype, to_dtype, rounding_mode):
+        if from_dtype == core.bfloat16 and to_dtype == core.float32:
+            return data.view(np.uint16).astype(np.uint32) << 16
+        if from_dtype == core.float32 and to_dtype == core.bfloat16 and rounding_mode is None:
+            return (data.view(np.uint32) >> 16).astype(np.uint16)
+        return convert(data, from_dtype, to_dtype, rounding_mode)
+
+    return converted
