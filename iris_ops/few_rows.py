@@ -31,7 +31,6 @@ from .tiles import (
     Matrix,
     add_bias,
     first_row,
-    multiply,
     multiply_transposed,
     rows_from,
     scale_transposed,
@@ -120,11 +119,7 @@ def few_rows_kernel(
         row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
         span = tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
         first = first_row(row, M, BLOCK_M)
-        if BLOCK_N < 64:  # columns that do not fill the tensor cores' rows, as A's then do
-            start = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            product = multiply(A, B, first, col, 0, 0, K, start, BLOCK_M, BLOCK_N, BLOCK_K).T
-        else:
-            product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
         r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
         own_row &= r < M
         if b_scales is not None:

@@ -18,7 +18,6 @@ from .machine import INTERPRETER, Machine
 from .predict import (
     BROUGHT_TILES,
     EXCHANGE_TILES,
-    FP8_SWAP_TILES,
     FP8_TILES,
     FP32_TILES,
     GPU_TILES,
@@ -230,8 +229,7 @@ def _with_roles(group_m: int) -> tuple[FusedConfig, ...]:
 
 @lru_cache(maxsize=4)
 def _in_words(algorithm: str, of_fp8: bool) -> tuple[FusedConfig, ...]:
-    swapped = FP8_SWAP_TILES if of_fp8 else SWAP_TILES
-    tiles = swapped if algorithm == "one_shot" else WORDS_ROLES_TILES
+    tiles = SWAP_TILES[of_fp8] if algorithm == "one_shot" else WORDS_ROLES_TILES
     return tuple(
         FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm=algorithm)
         for (m, n, k, w), (s, _) in tiles.items()

@@ -38,9 +38,11 @@ ROLES_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
 BROUGHT_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)}
 # What sends words (`exchange_roles.py`).
 WORDS_ROLES_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
-# What swaps words with the one peer (`swap_roles.py`); the same of operands in eight bits, as they were measured.
-SWAP_TILES: Tiles = {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 4): (8, 0.80)}
-FP8_SWAP_TILES: Tiles = {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)}
+# What swaps words with the one peer (`swap_roles.py`), by whether operands are in eight bits.
+SWAP_TILES: dict[bool, Tiles] = {
+    False: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 4): (8, 0.80)},
+    True: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)},
+}
 # For few rows: enough weights under way for the memory's full rate; measured on H200s. What bounds tiles 64 wide if not
 # memory is shared memory, written and read at 128 bytes a cycle: a second warp group reads A once more, but puts and
 # takes words sooner.
@@ -345,8 +347,7 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if fp32:
         shares = FP32_TILES
     elif few_rows:
-        swapped = FP8_SWAP_TILES if problem.fp8 else SWAP_TILES
-        of_words = swapped if swaps(problem, config) else WORDS_ROLES_TILES
+        of_words = SWAP_TILES[problem.fp8] if swaps(problem, config) else WORDS_ROLES_TILES
         shares = of_words if config.warp_roles else FP8_TILES if problem.fp8 else EXCHANGE_TILES
     else:
         roles = BROUGHT_TILES if problem.op == GATHER_MATMUL else ROLES_TILES

@@ -186,13 +186,20 @@ def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.conste
 
 @device_function
 def multiply_transposed(a, b, row, col, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`(a[row:] @ b[:, col:]).T` for one tile, in fp32: the tensor cores' rows are full however few rows A has."""
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x = a.load(row, k, BLOCK_M, BLOCK_K)
-        y = b.load(k, col, BLOCK_K, BLOCK_N)
-        acc = arch.dot(y.T, x.T, acc)
-    return acc
+    """`(a[row:] @ b[:, col:]).T` for one tile, in fp32: the tensor cores' rows are full however few rows A has.
+
+    Columns that do not fill them are not their rows: A's are.
+    """
+    if BLOCK_N < 64:
+        start = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        return multiply(a, b, row, col, 0, 0, K, start, BLOCK_M, BLOCK_N, BLOCK_K).T
+    else:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            x = a.load(row, k, BLOCK_M, BLOCK_K)
+            y = b.load(k, col, BLOCK_K, BLOCK_N)
+            acc = arch.dot(y.T, x.T, acc)
+        return acc
 
 
 @device_function

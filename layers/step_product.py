@@ -24,7 +24,7 @@ from iris.device import arch
 from iris.device.function import device_function
 from iris_ops import fp8_rows
 from iris_ops.operands import in_whole_vectors, operand, rows_operand
-from iris_ops.tiles import Matrix, add_bias, first_row, multiply, rows_from
+from iris_ops.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
@@ -62,20 +62,18 @@ def step_product_kernel(
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     first = first_row(row, M, BLOCK_M)
     r, own = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if squares is not None:  # they come while weights do
         s = tl.arange(0, SPANS)
         sums = tl.load(squares + s[:, None] * M + r[None, :], mask=(s < spans)[:, None] & (r < M)[None, :], other=0.0)
-    if BLOCK_N < 64:  # outputs that do not fill the tensor cores' rows, as A's then do
-        start = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        acc = multiply(A, B, first, col, 0, 0, K, start, BLOCK_M, BLOCK_N, BLOCK_K).T
-    else:
+    if GATED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, K, BLOCK_K):
             rows = A.load(first, k, BLOCK_M, BLOCK_K).T
             acc = arch.dot(B.load(k, col, BLOCK_K, BLOCK_N).T, rows, acc)
-            if GATED:
-                up = arch.dot(B.load(k, N + col, BLOCK_K, BLOCK_N).T, rows, up)
+            up = arch.dot(B.load(k, N + col, BLOCK_K, BLOCK_N).T, rows, up)
+    else:
+        acc = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
     if squares is not None:
         factors = 1.0 / tl.sqrt(tl.sum(sums, 0) / K + eps)[None, :]
         acc, up = acc * factors, up * factors

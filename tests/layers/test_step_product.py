@@ -83,7 +83,8 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
     ],
 )
 def test_rows_scaled_by_the_second_half_of_a_norm(monkeypatch, rows, outputs: int, depth: int, gated: bool) -> None:
-    monkeypatch.setattr(step_product.platform, "num_programs", lambda device: 9)  # so that 64 x 200 has narrow tiles
+    if outputs == 200:  # in narrow tiles
+        monkeypatch.setattr(step_product.platform, "num_programs", lambda device: 9)
     torch.manual_seed(depth)
     like = {"device": DEVICE, "dtype": torch.bfloat16}
     h, norm = torch.randn(*rows, depth, **like) * 30, torch.randn(depth, **like)
@@ -208,10 +209,16 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
     assert torch.allclose(out, F.linear(x, weight, added), rtol=2e-2, atol=2e-2)
 
 
+MEASURED = {
+    (16, 64): [(256, 5), (128, 5)], (32, 64): [(256, 4), (128, 5)],
+    (64, 64): [(128, 7), (128, 4)], (64, 32): [(128, 8)],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("rows, outputs, gated", step_product.RINGS)
 def test_blocks_fit_in_shared_memory(rows: int, outputs: int, gated: bool) -> None:
     """As deep as measured on an H200, where there is room. What they take, compiled: see test_codegen.py."""
-    measured = step_product.RINGS[rows, outputs, gated]
+    measured = MEASURED[rows, outputs][gated]
     for kib, expected in ((227, measured), (160, None), (99, None), (64, None), (48, None)):
         block_k, stages = step_product.depth(kib << 10, gated, rows, outputs)
         assert expected in (None, (block_k, stages)) and stages >= 2
