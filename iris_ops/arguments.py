@@ -10,7 +10,7 @@ from iris.device.bounded import WAITERS
 import torch
 import triton
 
-from . import exchange_roles, few_rows_fp8, fp8_rows, roles_operands, swap_roles
+from . import exchange_roles, few_rows_fp8, fp8_rows, roles_operands, scatter_roles, swap_roles
 from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
 from .few_rows import few_rows_kernel
@@ -22,10 +22,10 @@ from .matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES
 from .operands import as_stored, operand, rows_operand
-from .predict import spread_us, swaps, tile_us, words_with_roles
+from .predict import scatters, spread_us, swaps, tile_us, words_with_roles
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
-from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
+from .rounds import columns_together, cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
 from .staging import exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
 
 if TYPE_CHECKING:
@@ -167,6 +167,9 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
             stagger = platform.ticks(config.stagger_us * 1e-6)
             args |= dict(GROUP_M=config.group_m, PLACES=swap_roles.PLACES, stagger=stagger)
             return swap_roles.swap_roles_kernel, grid, args
+        if scatters(problem, config):
+            args |= dict(PLACES=swap_roles.PLACES, group=columns_together(problem, config, grid[0]))
+            return scatter_roles.scatter_roles_kernel, grid, args
         args |= exchange_roles.layouts(config.block_m, config.block_n, w)
         return exchange_roles.exchange_roles_kernel, grid, args
     exchange = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gather"}[problem.op]

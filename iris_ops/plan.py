@@ -28,6 +28,7 @@ from .predict import (
     predict,
     programs_of,
     push_us,
+    sums_with_roles,
     swaps,
     tile_us,
     words_with_roles,
@@ -179,6 +180,8 @@ def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
 
 def _words_with_roles(problem: Problem) -> tuple[FusedConfig, ...]:
     """Where words that warps with roles move may be faster than all else: between two ranks in one shot."""
+    if problem.op == REDUCE_SCATTER and problem.form == "rows" and problem.world_size == 2 and not problem.fp8:
+        return _in_words("one_shot", False) if problem.M > 64 else ()
     if problem.op != ALL_REDUCE or problem.world_size < 2:
         return ()
     if problem.world_size == 2:
@@ -287,7 +290,7 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     # in eight bits a product hides less
     most = 1 << 20 if problem.fp8 else 1 << 22
     if words_with_roles(problem, config):
-        most = 1 << 24 if swaps(problem, config) else 1 << 23
+        most = 1 << 23 if sums_with_roles(problem, config) else 1 << 24
     if config.algorithm != "overlapped" and largest > most:
         return "nothing would hide the exchange of so large a result"
     return None

@@ -137,6 +137,8 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         way = _brought
     elif swaps(problem, config):
         way = _swapped
+    elif scatters(problem, config):
+        way = _scattered
     elif config.algorithm != "overlapped":
         way = _exchanged_with_roles if sums_with_roles(problem, config) else _exchanged
     elif config.warp_roles:
@@ -210,6 +212,17 @@ def _swapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: floa
     # the last round has as many words as each, full or not: programs without a tile there do not hold back theirs
     alone = _SWAPPED_ALONE_US if rounds == 1 else 0.0
     return link, max(gemm + link / rounds, full) + area * _SWAPPED_LAST_US + alone
+
+
+def _scattered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): the peer's words travel while own tiles are multiplied, as far as those are other rounds' work."""
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine)
+    rounds = max(1, -(-tiles // programs))
+    sending = max(1, -(-tiles // 2 // programs))
+    area = config.block_m * config.block_n / (64 * 128)
+    sent = gemm * sending / rounds + link / _SWAPPED / sending
+    return link, max(gemm, sent) + area * _SWAPPED_LAST_US
 
 
 def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -326,7 +339,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if few_rows and bm == bn == 64 and tiles > programs:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
-    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not swaps(problem, config) else 1
+    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not config.warp_roles else 1
     itemsize = 1 if problem.fp8 else problem.dtype.itemsize
     stream = (m * k + k * n * again) * itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
@@ -347,7 +360,7 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if fp32:
         shares = FP32_TILES
     elif few_rows:
-        of_words = SWAP_TILES[problem.fp8] if swaps(problem, config) else WORDS_ROLES_TILES
+        of_words = WORDS_ROLES_TILES if sums_with_roles(problem, config) else SWAP_TILES[problem.fp8]
         shares = of_words if config.warp_roles else FP8_TILES if problem.fp8 else EXCHANGE_TILES
     else:
         roles = BROUGHT_TILES if problem.op == GATHER_MATMUL else ROLES_TILES
@@ -389,9 +402,16 @@ def swaps(problem: Problem, config: FusedConfig) -> bool:
     return one_shot and problem.op == ALL_REDUCE and problem.world_size == 2
 
 
+def scatters(problem: Problem, config: FusedConfig) -> bool:
+    """Whether it is words of its rows that programs with roles send to the one peer (`scatter_roles.py`)."""
+    one_shot = config.algorithm == "one_shot" and config.warp_roles
+    by_rows = problem.op == REDUCE_SCATTER and problem.form == "rows"
+    return one_shot and by_rows and problem.world_size == 2 and not problem.fp8
+
+
 def words_with_roles(problem: Problem, config: FusedConfig) -> bool:
     """Whether it is words that programs with roles send."""
-    return sums_with_roles(problem, config) or swaps(problem, config)
+    return sums_with_roles(problem, config) or swaps(problem, config) or scatters(problem, config)
 
 
 def programs_of(config: FusedConfig, machine: Machine) -> int:

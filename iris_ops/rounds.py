@@ -91,5 +91,16 @@ def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     return early if owned <= 2 * programs or operands <= _L2_BYTES else owned
 
 
+def columns_together(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """Of how many columns of tiles `scatter_roles.py` first computes the peer's: all, or a round's.
+
+    The same of B is read for own tiles behind them, best from L2; then tiles are sent behind the last round, too.
+    """
+    num_m, num_n = -(-problem.M // config.block_m), -(-problem.N // config.block_n)
+    if problem.K * problem.N * problem.dtype.itemsize <= _L2_BYTES:
+        return num_n
+    return min(num_n, -(-programs // num_m))
+
+
 def _count(rows: int, cols: int, config: FusedConfig) -> int:
     return -(-rows // config.block_m) * -(-cols // config.block_n)

@@ -28,57 +28,65 @@ PLACES = 2
 
 
 @gluon.jit
-def _words(shared, source, part, row, col, M, ld, MOVE: gl.constexpr):
-    """(where the words of a part of the tile stand among those of `source`, which of them there are)."""
+def _places(shared, part, row, col, first, rows, M, MOVE: gl.constexpr):
+    """(which of `rows` rows from `first` on a part of a tile has, which columns, and which of the rows there are)."""
     r, c, own = places_of(shared, part, row, M, MOVE)
-    c = col + c
-    return source + (r.to(gl.int64) * ld)[:, None] + c[None, :], (own & (r < M))[:, None] & (c < ld)[None, :]
+    r -= first
+    return r, col + c, own & (r >= 0) & (r < rows)
 
 
 @gluon.jit
-def _send(shared, done, there, row, col, M, ld, spread, MOVE: gl.constexpr):
+def _words(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.constexpr):
+    """(where the words of those rows of a part of the tile stand among those of `source`, which of them there are)."""
+    r, c, inside = _places(shared, part, row, col, first, rows, M, MOVE)
+    return source + (r.to(gl.int64) * ld)[:, None] + c[None, :], inside[:, None] & (c < ld)[None, :]
+
+
+# In what follows: of the tile at (`row`, `col`) the rows that are among `rows` from `first` on.
+
+
+@gluon.jit
+def send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.constexpr):
     """Tile number `done`, which stays where it is, to `there`, this rank's words at the peer."""
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
         words = seal(part_of(shared, done, part).load(MOVE).to(gl.float32), shared.product.dtype)
-        target, mask = _words(shared, there, part, row, col, M, ld, MOVE)
+        target, mask = _words(shared, there, part, row, col, first, rows, M, ld, MOVE)
         gl.store(target, words, mask=mask, cache_modifier=".wt")
 
 
 @gluon.jit
-def _look(shared, theirs, row, col, M, ld, exists, MOVE: gl.constexpr):
+def look(shared, theirs, row, col, first, rows, M, ld, exists, MOVE: gl.constexpr):
     """What there is now of all parts of a peer's tile, which may not exist."""
     found = ()
     for part in gl.static_range(shared.PARTS):
-        words, mask = _words(shared, theirs, part, row, col, M, ld, MOVE)
+        words, mask = _words(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
         found = found + (arch.load_fresh(words, mask & exists),)
     return found
 
 
 @gluon.jit
-def _sum(
-    ctx, shared, done, found, theirs, peer, out, bias, row, col, M, N, ld, stride_om, epoch, HAS_BIAS: gl.constexpr,
-    MOVE: gl.constexpr, WAITER: gl.constexpr,
+def add(
+    ctx, shared, done, found, theirs, peer, out, bias, row, col, first, rows, M, N, ld, stride_om, epoch,
+    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """Tile number `done` and the peer's, of which was `found` so much before, to `out`."""
     for part in range(shared.PARTS):
-        words, mask = _words(shared, theirs, part, row, col, M, ld, MOVE)
+        words, mask = _words(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
         total, waited = take_found(ctx, found[0], words, mask, peer, epoch, WAITER, shared.product.dtype, LANES=False)
         if shared.PARTS > 1:
             ahead = found[1]
             if waited:  # then what was found of the next is old, too
-                words, mask = _words(shared, theirs, part + 1, row, col, M, ld, MOVE)
+                words, mask = _words(shared, theirs, part + 1, row, col, first, rows, M, ld, MOVE)
                 ahead = arch.load_fresh(words, mask & (part + 1 < shared.PARTS))
             found = (ahead,) + found[2:] + found[:1]
         total += rows_of(shared, done, part, MOVE).to(gl.float32)
-        r, c, own = places_of(shared, part, row, M, MOVE)
-        c = col + c
+        r, c, inside = _places(shared, part, row, col, first, rows, M, MOVE)
         if HAS_BIAS:
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
         target = out + (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
-        mask = (own & (r < M))[:, None] & (c < N)[None, :]
-        gl.store(target, total.to(out.dtype.element_ty), mask=mask)
+        gl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & (c < N)[None, :])
 
 
 @gluon.jit
@@ -100,21 +108,21 @@ def _move_tiles(
         if i < count:
             await_tile(shared, i)
         # now: the later the more has come, but loads wait behind stores to peers
-        found = _look(shared, theirs, before_row, before_col, M, ld, i > 0, MOVE)
+        found = look(shared, theirs, before_row, before_col, 0, M, M, ld, i > 0, MOVE)
         if i < count:
             row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, slot, tile_m, tile_n, nbytes=nbytes)
             push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
-            _send(shared, i, there, row, col, M, ld, push, MOVE)
+            send(shared, i, there, row, col, 0, M, M, ld, push, MOVE)
             ctx.tracing.record_event_end(span)
         if i > 0:
             tile_m, tile_n = before_row // tiles.BLOCK_M, before_col // tiles.BLOCK_N
             span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=0)
-            _sum(
-                ctx, shared, i - 1, found, theirs, peer, out, bias, before_row, before_col, M, N, ld, stride_om, epoch,
-                HAS_BIAS, MOVE, WAITER,
+            add(
+                ctx, shared, i - 1, found, theirs, peer, out, bias, before_row, before_col, 0, M, M, N, ld, stride_om,
+                epoch, HAS_BIAS, MOVE, WAITER,
             )  # fmt: skip
             ctx.tracing.record_event_end(span)
     advance(sync, epoch)  # which all warps have read

@@ -162,7 +162,9 @@ def _place_of(acc, parts, number):
     ACC: gl.constexpr = acc.type.layout
     r = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC))
     c = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, ACC))
-    return parts + number.to(gl.int64) * (acc.shape[0] * acc.shape[1]) + r[:, None] * acc.shape[1] + c[None, :]
+    # by blocks of 8 x 8, which a warp's threads hold between them
+    place = (r // 8 * (8 * acc.shape[1]) + r % 8 * 8)[:, None] + (c // 8 * 64 + c % 8)[None, :]
+    return parts + number.to(gl.int64) * (acc.shape[0] * acc.shape[1]) + place
 
 
 @gluon.jit

@@ -43,6 +43,7 @@ _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
     ("exchange_roles_kernel", "staging"): "i16",
     ("swap_roles_kernel", "staging"): "i16",
+    ("scatter_roles_kernel", "staging"): "i16",
     ("few_rows_kernel", "staging"): "i16",
     ("few_rows_fp8_kernel", "staging"): "i16",
     ("few_rows_gather_kernel", "staging"): "i16",

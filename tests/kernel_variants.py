@@ -8,7 +8,7 @@ from iris.ccl.by_words import words_kernel
 from iris.ccl.ring import ring_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
-from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, fp8_tiles, gating, swap_roles
+from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, fp8_tiles, gating, scatter_roles, swap_roles
 from iris_ops.all_gather_matmul import all_gather_matmul_kernel
 from iris_ops.all_gather_matmul_roles import all_gather_matmul_roles_kernel
 from iris_ops.few_rows import few_rows_kernel
@@ -196,6 +196,10 @@ def with_roles():
     yield "swap_roles_64", swap_roles.swap_roles_kernel, options, low
     one_group = low | layouts(64, 128, warps=4)
     yield "swap_roles_64_of_four", swap_roles.swap_roles_kernel, dict(num_warps=4), one_group
+    scattered = {key: value for key, value in one_group.items() if key != "GROUP_M"}
+    yield "scatter_roles_64_of_four", scatter_roles.scatter_roles_kernel, dict(num_warps=4), scattered
+    scattered = {key: value for key, value in swapped.items() if key != "GROUP_M"} | no_scales
+    yield "scatter_roles_128", scatter_roles.scatter_roles_kernel, options, scattered
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
     yield "exchange_roles", exchange_roles.exchange_roles_kernel, options, words | no_scales

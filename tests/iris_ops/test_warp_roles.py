@@ -10,7 +10,7 @@ import random
 import iris
 from iris import platform
 from iris_ops import FusedConfig, roles_operands
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
 import pytest
 import torch
 
@@ -46,16 +46,24 @@ SWAPS += [
 DTYPES = [torch.bfloat16, torch.float16]
 
 
+ALGORITHMS = {
+    ALL_REDUCE: ["overlapped", "two_shot", "one_shot"],
+    REDUCE_SCATTER: ["overlapped", "one_shot"],
+    MATMUL_GATHER: ["overlapped"],
+}
+
+
 def case_of(op: str, form: str, turn: int = 0, **changes) -> Case:
     case = Case(op, form, M, COLS if form == "cols" else N, K, dtype=DTYPES[turn % 2], seed=turn)
     return replace(case, config=CONFIGS[turn % len(CONFIGS)], **changes)
 
 
 def in_words(cases: list[Case], world_size: int) -> list[Case]:
-    """The all-reduces among them, which words serve with as many configurations."""
+    """The all-reduces and, between two ranks, scattered rows among them, by words in as many configurations."""
     found = [case for case in cases if case.op == ALL_REDUCE]
-    ways = [WORDS, SWAPS] if world_size == 2 else [WORDS]
-    return [replace(case, config=way[turn % len(way)]) for way in ways for turn, case in enumerate(found)]
+    swapped = found + [case for case in cases if (case.op, case.form) == (REDUCE_SCATTER, "rows")]
+    ways = [(WORDS, found), (SWAPS, swapped)] if world_size == 2 else [(WORDS, found)]
+    return [replace(case, config=way[turn % len(way)]) for way, found in ways for turn, case in enumerate(found)]
 
 
 @contextmanager
@@ -109,7 +117,7 @@ def draw_case(rng: random.Random, world_size: int) -> Case:
         stagger_us=rng.choice([0, 3, 30]),
         splits=rng.choice([1, 2, 4, 9]),
         warp_roles=True,
-        algorithm=rng.choice(["overlapped", "two_shot", "one_shot"]) if op == ALL_REDUCE else "overlapped",
+        algorithm=rng.choice(ALGORITHMS[op]),
     )
     return Case(
         op,
