@@ -28,7 +28,7 @@ from .predict import (
     predict,
     programs_of,
     push_us,
-    sums_with_roles,
+    scatters,
     swaps,
     tile_us,
     words_with_roles,
@@ -83,6 +83,7 @@ _HANDICAPS = {"sequential": 1.02, "copy_engines": 1.01}
 
 
 _LEAST_SHARDED = 384  # rows, of all owners together
+_DEEPEST_SCATTERED = 8192  # along K, of products whose rows two ranks send each other in words
 # Into how many parts a tile is cut at most that programs share.
 _SHARES = 4
 # Row blocks, of all owners together, that a round of 132 programs works on: then it reads least of A and B together.
@@ -290,9 +291,11 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     # in eight bits a product hides less
     most = 1 << 20 if problem.fp8 else 1 << 22
     if words_with_roles(problem, config):
-        most = 1 << 23 if sums_with_roles(problem, config) else 1 << 24
+        most = 1 << 24 if swaps(problem, config) else 1 << 23
     if config.algorithm != "overlapped" and largest > most:
         return "nothing would hide the exchange of so large a result"
+    if scatters(problem, config) and problem.K > _DEEPEST_SCATTERED:
+        return "a product so deep hides all that follows it"
     return None
 
 

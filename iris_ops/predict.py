@@ -65,6 +65,7 @@ FP8_TILES: Tiles = {
 _FP8_RATE = 1.85  # of products in eight bits, over those in 16
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
+_SOONER = 0.3  # of a low tile, what is saved in an empty last round: where few multiply, each gets its operands sooner
 _ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES: Tiles = {
@@ -112,6 +113,8 @@ _WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
 # round, of which nothing came before; the part of a product in 16 bits that each round beyond so many adds, since
 # programs drift apart; in eight bits none was seen.
 _SWAPPED, _SWAPPED_LAST_US, _SWAPPED_ALONE_US, _SWAPPED_ROUNDS, _SWAPPED_DRIFT = 0.9, 1.5, 1.3, 4, 0.014
+# The same, behind the last and in a single round, for each 64 x 128 of a tile of which each rank sums its own rows.
+_SCATTERED_LAST_US, _SCATTERED_ALONE_US = 2.5, 1.5
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
 # What a hop takes less where tiles are small.
@@ -222,7 +225,8 @@ def _scattered(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     sending = max(1, -(-tiles // 2 // programs))
     area = config.block_m * config.block_n / (64 * 128)
     sent = gemm * sending / rounds + link / _SWAPPED / sending
-    return link, max(gemm, sent) + area * _SWAPPED_LAST_US
+    alone = _SCATTERED_ALONE_US if rounds == 1 else 0.0
+    return link, max(gemm, sent) + area * (_SCATTERED_LAST_US + alone)
 
 
 def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -323,7 +327,10 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     programs = programs_of(config, machine)
     whole_us = tile_us(problem, config, machine)
     cut = cut_tiles(problem, config, programs)
-    compute = -(-(tiles - cut) // programs) * whole_us
+    rounds = -(-(tiles - cut) // programs)
+    if bm == 64 and (swaps(problem, config) or scatters(problem, config)):
+        rounds -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
+    compute = rounds * whole_us
     shared, sharers = shared_tiles(problem, config, programs)
     if shared:
         join = _JOIN_US[problem.op] if tiles > programs else _JOIN_ALONE_US * bm * bn / (128 * 256)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .workspace import Workspace
 
 # Microseconds: a barrier of the ranks in a stream, what a copy takes beside its bytes, and a kernel behind another.
-_BARRIER_US, _COPY_US, _BEHIND_US = 5.0, 8.0, 3.0
+_BARRIER_US, _COPY_US, _BEHIND_US = 5.0, 8.0, 5.0
 # Of the memory's rate, what the sum reaches.
 _SUM_SHARE = 0.8
 # Rows and columns that a program sums: 16 bytes a thread; the interpreter is quicker with large blocks.
