@@ -29,8 +29,8 @@ def multiply(
 
 
 # Tiles that a library chooses from, each with the share of the full rate that it reaches.
-_TILES = {(128, 256): 1.0, (128, 192): 0.97, (128, 160): 0.95, (128, 128): 0.93, (64, 256): 0.85, (64, 192): 0.8,
-          (64, 128): 0.72, (192, 256): 1.0, (256, 160): 1.0}  # fmt: skip
+_TILES = {(128, 256): 1.0, (128, 192): 0.97, (128, 160): 0.95, (128, 128): 0.93, (64, 256): 0.82, (64, 192): 0.77,
+          (64, 128): 0.69, (192, 256): 1.0, (256, 160): 1.0}  # fmt: skip
 _SPLIT_US = {1: 0.0, 2: 1.8, 3: 4.8}  # by parts along K
 # The rate over the machine's, which is that of a millisecond's product: the chip slows as it comes to its power limit.
 _FASTEST, _SLOWEST = (150.0, 1.105), (1500.0, 0.93)

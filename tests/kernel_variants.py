@@ -49,6 +49,7 @@ TRACED = {
         "all_gather_matmul_roles_256",
         "exchange_roles",
         "swap_roles_128",
+        "scatter_roles_128",
     ),
     "gfx942": ("all_reduce_pointers",),
     "gfx950": ("all_reduce_pointers",),

@@ -154,8 +154,8 @@ def test_ptx_of_a_store_warp(compiled) -> None:
 
 def test_ptx_of_programs_whose_warps_have_roles(compiled) -> None:
     """Eight warps multiply asynchronously; four move tiles, to each rank 16 bytes of a thread at a time."""
-    of_words = re.compile("(exchange|swap)_roles")
-    kernels = {name: k for name, k in compiled("sm_90").items() if "_roles_" in name and not of_words.search(name)}
+    of_words = re.compile("^(traced_)?(exchange|swap|scatter)_roles")
+    kernels = {name: k for name, k in compiled("sm_90").items() if "_roles_" in name and not of_words.match(name)}
     assert len([name for name in kernels if not name.startswith("traced_")]) == 13 and len(kernels) > 13
     for name, kernel in kernels.items():
         for change in ("dec", "inc"):  # of those that multiply, of those that move
@@ -192,10 +192,12 @@ def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
     assert [kernel.count(r"%smid;") for kernel in kernels] == [0, 4 + 3]
 
 
-def test_ptx_of_words_that_two_ranks_swap(compiled) -> None:
+def test_ptx_of_words_that_two_ranks_send_each_other(compiled) -> None:
     """A tile goes out written through, 16 bytes of a thread at a time; the peer's is looked at before it is sent."""
-    names = ("swap_roles_128", "swap_roles_128_fp8", "swap_roles_64", "swap_roles_64_of_four", "swap_roles_folded")
-    kernels = {name: compiled("sm_90")[name] for name in (*names, "traced_swap_roles_128")}
+    names = [f"swap_roles_{name}" for name in ("128", "128_fp8", "64", "64_of_four", "folded")]
+    names += ["scatter_roles_128", "scatter_roles_64_of_four"]
+    traced = ["traced_swap_roles_128", "traced_scatter_roles_128"]
+    kernels = {name: compiled("sm_90")[name] for name in names + traced}
     for name, kernel in kernels.items():
         if name.endswith("four"):  # of eight warps each thread begins with more registers than it is to have
             assert kernel.count(r"setmaxnreg\.dec\S*\s+232;") == 1 and kernel.count("m64n128k16") == 4, name
@@ -211,12 +213,15 @@ def test_ptx_of_words_that_two_ranks_swap(compiled) -> None:
         sent = next(i for i, line in enumerate(kernel.lines) if "st.global.wt.v4.b32" in line)
         # later one part is polled, asked who did not send it, and the next looked at anew
         assert sum(i < sent for i in looks) == 4 * parts and len(looks) == 4 * (parts + 3), name
-        assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)|\bld\.volatile\.global\.(?!v4\.b32)"), name
+        narrow = [kernel.count(rf"\b{access}\.(?!v4\.b32)") for access in (r"st\.global\.wt", r"ld\.volatile\.global")]
+        # who scatters ends with a word that tells the peer: looked at, polled, asked who did not send it
+        assert narrow == ([1, 3] if "scatter" in name else [0, 0]), name
         released = [line for line in kernel.lines if "release" in line and ".sys" in line]
         assert len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (name, released)  # failure records
         assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), name
         assert kernel.count(r"%globaltimer;") >= 2 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 1, name
-    assert kernels["traced_swap_roles_128"].count(r"%smid;") == 4  # product, push, sum, wait
+    # product, push, sum, wait, of scattered words two
+    assert [kernels[name].count(r"%smid;") for name in traced] == [4, 5]
     assert not any(kernels[name].count(r"%smid;") for name in names)
 
 

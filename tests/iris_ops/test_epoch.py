@@ -52,6 +52,7 @@ CASES = [
 WORDS = FusedConfig(64, 64, 32, num_stages=2, num_programs=2, warp_roles=True, algorithm="two_shot")
 SWAP = replace(WORDS, algorithm="one_shot")  # between two ranks
 WORDS_CASES = [Case(ALL_REDUCE, "", m, 136, 24, config=config) for config in (WORDS, SWAP) for m in (2, 70)]
+WORDS_CASES += [Case(REDUCE_SCATTER, "rows", m, 136, 24, config=SWAP) for m in (2, 70)]
 CASES += WORDS_CASES
 
 

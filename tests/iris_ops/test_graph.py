@@ -29,7 +29,7 @@ WORDS = FusedConfig(64, 128, 64, num_stages=3, num_programs=7, warp_roles=True, 
 VARIANTS = [
     (ALL_REDUCE, "", TWO_SHOT),
     (ALL_REDUCE, "", WORDS),
-    (ALL_REDUCE, "", replace(WORDS, algorithm="one_shot")),
+    *((op, form, replace(WORDS, algorithm="one_shot")) for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "rows"))),
     *((op, form, ONE_SHOT) for op, form in FORMS),
     *((op, form, None) for op, form in FORMS),
     *((op, form, ROLES) for op, form in FORMS if op != GATHER_MATMUL),
