@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 # Microseconds from one kernel to the next that reads what it wrote.
-_BETWEEN_US = 2.2
+_BETWEEN_US = 2.3
 
 
 def objection(problem: Problem) -> str | None:
