@@ -72,6 +72,14 @@ class OthersFirst:
         return row * self.BLOCK_M, (before + t // high) * self.BLOCK_N, True
 
 
+@device_function
+def own_blocks(first, rows, M, BLOCK_M: tl.constexpr):
+    """(number of the first row block, how many) of those that have nothing but the `rows` rows from `first` on."""
+    begin, end = tl.cdiv(first, BLOCK_M), first + rows
+    behind = tl.where(end == M, tl.cdiv(M, BLOCK_M), end // BLOCK_M)
+    return begin, tl.maximum(behind - begin, 0)
+
+
 @gluon.jit
 def _move_tiles(
     ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread,
@@ -132,11 +140,8 @@ def scatter_roles_kernel(
     epoch = gl.load(sync) + 1
     slot = staging + (epoch & 1).to(gl.int64) * slot_words
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    first = ctx.rank * part_rows
-    end = first + part_at(M, part_rows, ctx.rank)
-    begin = gl.cdiv(first, BLOCK_M)
-    behind = gl.where(end == M, num_m, end // BLOCK_M)  # of the row blocks that are all this rank's
-    tiles = OthersFirst(num_m, num_n, begin, gl.maximum(behind - begin, 0), group, BLOCK_M, BLOCK_N)
+    begin, own = own_blocks(ctx.rank * part_rows, part_at(M, part_rows, ctx.rank), M, BLOCK_M)
+    tiles = OthersFirst(num_m, num_n, begin, own, group, BLOCK_M, BLOCK_N)
     units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT, PLACES)
     gl.warp_specialize(

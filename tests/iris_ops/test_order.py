@@ -13,6 +13,7 @@ from iris_ops.all_gather_matmul_roles import SourceTiles
 from iris_ops.owned_tiles import turn
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from iris_ops.rounds import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
+from iris_ops.scatter_roles import OthersFirst, own_blocks
 from iris_ops.staging import workspace_size
 from iris_ops.tiles import grouped
 from iris_ops.units import Units
@@ -51,6 +52,16 @@ def units_kernel(tiles, firsts, depths, completes, count, steps, shared, sharers
 def grouped_kernel(rows, columns, num_m, num_n, GROUP_M: tl.constexpr):
     tile = tl.arange(0, MOST)
     row, column = grouped(tile, num_m, num_n, GROUP_M)
+    tl.store(rows + tile, row)
+    tl.store(columns + tile, column)
+
+
+@triton.jit
+def others_first_kernel(rows, columns, first, own_rows, M, N, group, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    tile = tl.arange(0, MOST)
+    begin, own = own_blocks(first, own_rows, M, BLOCK_M)
+    tiles = OthersFirst(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), begin, own, group, BLOCK_M, BLOCK_N)
+    row, column, _ = tiles.place(tile)
     tl.store(rows + tile, row)
     tl.store(columns + tile, column)
 
@@ -233,6 +244,47 @@ def check_groups(ctx: iris.Iris) -> None:
         ]
         assert sum(heights) == num_m and max(heights) <= group_m, "groups follow each other"
         assert max(heights) - min(heights) < groups
+
+
+def check_others_first(ctx: iris.Iris) -> None:
+    block_m, block_n, N = 64, 128, 1000
+    for M, group in ((1, 1), (65, 8), (130, 3), (320, 1), (320, 3), (321, 8), (512, 3)):
+        part, blocks = -(-M // 2), -(-M // block_m)
+        owners = [range(min(M, rank * part), min(M, (rank + 1) * part)) for rank in range(2)]
+        count, orders = blocks * -(-N // block_n), []
+        for own in owners:
+            given = own.start, len(own), M, N, group
+            rows, cols = run(ctx, others_first_kernel, count, 2, *given, BLOCK_M=block_m, BLOCK_N=block_n)
+            order = list(zip(rows, cols, strict=True))
+            assert sorted(order) == [(r, c) for r in range(0, M, block_m) for c in range(0, N, block_n)]
+            alone = [set(range(row, min(M, row + block_m))) <= set(own) for row, _ in order]
+            for first in range(0, count, blocks * group):  # of some columns together, the peer's first
+                assert alone[first : first + blocks * group] == sorted(alone[first : first + blocks * group])
+            orders.append(order)
+        for programs in (1, 5, 132):
+            assert passes(orders, owners, block_m, programs), (M, group, programs)
+
+
+def passes(orders: list[list[tuple[int, int]]], owners: list[range], block_m: int, programs: int) -> bool:
+    """Whether all get through, side by side: each sends a tile, and waits for the peer's if any of its rows are own."""
+    done, sent = [[0] * programs for _ in orders], [set() for _ in orders]
+    going = True
+    while going:
+        going = False
+        for rank, p in product(range(2), range(programs)):
+            while (t := p + done[rank][p] * programs) < len(orders[rank]):
+                row, _ = tile = orders[rank][t]
+                sent[rank].add(tile)
+                own = owners[rank]
+                if row < own.stop and own.start < row + block_m and tile not in sent[1 - rank]:
+                    break
+                done[rank][p] += 1
+                going = True
+    return [sum(each) for each in done] == [len(order) for order in orders]
+
+
+def test_rows_that_two_ranks_send_each_other_come_in_an_order_without_circles() -> None:
+    run_ranks(1, check_others_first)
 
 
 def test_groups_of_row_blocks_are_about_equally_high() -> None:
