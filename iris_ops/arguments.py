@@ -16,17 +16,19 @@ from .config import FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_fp8 import few_rows_fp8_kernel
 from .few_rows_gather import few_rows_gather_kernel
+from .kinds import scatters, swaps, words_with_roles
 from .machine import machine_of
 from .matmul_all_gather import matmul_all_gather_kernel
 from .matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from .matmul_reduce_scatter import reduce_scatter_kernel
 from .norm_ahead import AHEAD_NAMES
 from .operands import as_stored, operand, rows_operand
-from .predict import scatters, spread_us, swaps, tile_us, words_with_roles
+from .predict import spread_us
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 from .reduce_scatter_roles import reduce_scatter_roles_kernel
 from .rounds import columns_together, cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
 from .staging import exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
+from .tile_times import tile_us
 
 if TYPE_CHECKING:
     from iris.context import Iris

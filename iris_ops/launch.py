@@ -18,9 +18,9 @@ from .config import MOST_ELEMENTS, FusedConfig
 from .few_rows import few_rows_kernel
 from .few_rows_fp8 import few_rows_fp8_kernel
 from .few_rows_gather import few_rows_gather_kernel
+from .kinds import words_with_roles
 from .norm_ahead import AHEAD_NAMES, Ahead
 from .operands import in_whole_vectors
-from .predict import words_with_roles
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part
 from .unfused import UNFUSED
 
@@ -71,7 +71,7 @@ def launch(
     """Launches what serves `problem` on `tensors` (out, A, B, bias, scale) in the current stream; see `repeat.launch`.
 
     What takes torch's product is prepared to be repeated only where it `came_before`. `ahead`: where the kernel ends
-    as `norm_ahead.py` says (`predict.ends_ahead`).
+    as `norm_ahead.py` says (`kinds.ends_ahead`).
     """
     out, A, B, bias, scale = tensors
     streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot" and fp8_rows.serves(A, B)

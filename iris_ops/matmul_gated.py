@@ -15,8 +15,8 @@ from . import all_gather_matmul_roles, gating, roles_operands, torch_product
 from .machine import machine_of
 from .operands import as_stored
 from .plan import BROUGHT
-from .predict import gemm_us
 from .problem import DTYPES, GATHER_MATMUL, Problem, check_bias, check_gradient
+from .tile_times import gemm_us
 
 if TYPE_CHECKING:
     from iris.context import Iris

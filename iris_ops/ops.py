@@ -18,10 +18,10 @@ import torch
 
 from . import gating, launch, norm_ahead
 from .config import FusedConfig
+from .kinds import ends_ahead
 from .machine import machine_of
 from .norm_ahead import Ahead
 from .plan import plan
-from .predict import ends_ahead
 from .problem import (
     ALL_REDUCE,
     GATED,

@@ -14,8 +14,12 @@ import torch
 
 from . import fp8, fp8_rows, tritonblas
 from .config import FusedConfig
+from .kinds import programs_of, scatters, swaps, words_with_roles
 from .machine import INTERPRETER, Machine
-from .predict import (
+from .predict import predict, push_us
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
+from .rounds import cut_tiles, gemm_tiles, shared_tiles
+from .tile_times import (
     BROUGHT_TILES,
     EXCHANGE_TILES,
     FP8_TILES,
@@ -25,16 +29,8 @@ from .predict import (
     SWAP_TILES,
     WORDS_ROLES_TILES,
     gemm_us,
-    predict,
-    programs_of,
-    push_us,
-    scatters,
-    swaps,
     tile_us,
-    words_with_roles,
 )
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
-from .rounds import cut_tiles, gemm_tiles, shared_tiles
 from .unfused import UNFUSED
 
 

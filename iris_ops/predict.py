@@ -1,84 +1,20 @@
 """How long a configuration should take: an analytical model in the manner of tritonBLAS.
 
-(https://github.com/ROCm/tritonBLAS): rounds of tiles over multiprocessors for the product, bytes over the link's rate
-for the collective, fixed latencies for hops, and how much of one the other hides, by measurement on H200s.
+(https://github.com/ROCm/tritonBLAS): rounds of tiles for the product (`tile_times.py`), bytes over the link's rate for
+the collective, fixed latencies for hops, and how much of one the other hides, by measurement on H200s.
 """
 
 from __future__ import annotations
 
-from math import log
-
-import torch
-
 from . import copy_engines, fp8, fp8_rows
 from .config import FusedConfig, Prediction
 from .gating import gate_us
-from .machine import INTERPRETER, Machine
-from .norm_ahead import SPAN
+from .kinds import ends_ahead, keeps_own, programs_of, scatters, sums_with_roles, swaps
+from .machine import Machine
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
-from .rounds import cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
+from .rounds import early_tiles, gemm_tiles, skew_steps
+from .tile_times import gemm_us, tile_us
 from .unfused import UNFUSED
-
-# (block_m, block_n, block_k, warps): (stages, fewer where shared memory has no room for them; share of the chip's rate
-# that a full wave of such tiles reaches, bf16).
-Tiles = dict[tuple[int, int, int, int], tuple[int, float]]
-GPU_TILES: Tiles = {
-    (128, 256, 64, 8): (3, 1.0),
-    (128, 128, 64, 8): (4, 0.86),
-    (64, 256, 64, 8): (4, 0.72),
-    (64, 128, 64, 4): (4, 0.60),
-    (64, 64, 128, 4): (4, 0.40),
-    (32, 64, 128, 4): (4, 0.22),
-    (16, 64, 128, 4): (5, 0.12),
-    (16, 128, 128, 4): (4, 0.14),
-}
-# The same for programs whose warps have roles, which multiply while tiles are moved.
-ROLES_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
-# Of those, what only stores its tiles, for copy engines move the rows that it multiplies.
-BROUGHT_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)}
-# What sends words (`exchange_roles.py`).
-WORDS_ROLES_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
-# What swaps words with the one peer (`swap_roles.py`), by whether operands are in eight bits.
-SWAP_TILES: dict[bool, Tiles] = {
-    False: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 4): (8, 0.80)},
-    True: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)},
-}
-# For few rows: enough weights under way for the memory's full rate; measured on H200s. What bounds tiles 64 wide if not
-# memory is shared memory, written and read at 128 bytes a cycle: a second warp group reads A once more, but puts and
-# takes words sooner.
-EXCHANGE_TILES: Tiles = {
-    (16, 64, 256, 4): (5, 0.25),
-    (16, 64, 128, 4): (8, 0.25),
-    (32, 64, 256, 4): (4, 0.43),
-    (64, 32, 128, 4): (8, 0.5),
-    (64, 64, 128, 8): (6, 0.58),
-    (64, 64, 128, 4): (7, 0.74),
-    (128, 64, 128, 8): (4, 0.73),
-    (128, 128, 64, 8): (6, 0.86),
-}
-# The same of operands in eight bits, twice as deep (`FusedConfig.depth`).
-FP8_TILES: Tiles = {
-    (32, 64, 128, 4): (8, 0.36),
-    (64, 64, 128, 4): (6, 0.58),
-    (128, 64, 128, 4): (4, 0.75),
-}
-_FP8_RATE = 1.85  # of products in eight bits, over those in 16
-_EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
-_READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
-_SOONER = 0.3  # of a low tile, what is saved in an empty last round: where few multiply, each gets its operands sooner
-_ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each
-# Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
-FP32_TILES: Tiles = {
-    (64, 128, 32, 8): (2, 1.0),
-    (64, 64, 32, 4): (3, 0.9),
-    (32, 64, 32, 4): (3, 0.7),
-    (16, 64, 64, 4): (3, 0.4),
-}
-_FP32_SHARE = 0.05
-_COOLEST_US = 125.0  # of products, which are a fourteenth faster than those of 500
-# What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
-_POINTERS = 0.15, 0.38
-
 
 # Hops that nothing hides: the entry, then what the last tiles wait for.
 _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
@@ -91,18 +27,10 @@ _ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the words o
 _HIDDEN_BY_MORE = 0.3  # how much of the words' way more than two rounds of products hide
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
 _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
-# What one program stores or loads of the parts of tiles, GB/s.
-_PARTS_GBS = 28.0
 # What one program stores to its peers, GB/s, while few others do.
 _PUSH_GBS = 43.0
 # Of the link's rate, what programs get that push tiles to everyone and then multiply the next.
 _PUSHED = 0.75
-# Until the parts of shared tiles are joined, before other tiles; of 128 x 256 where there are no others.
-_JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
-_JOIN_ALONE_US = 25.0
-# What it takes more in all-reduces of less than three rounds of 128 x 256: 128 x 128, for each thousand along K, and
-# 128 x 256.
-_FEW_ROUNDS, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
 # Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a program.
 _LAST_SUM_US = 10.0
 _BETWEEN_US = 5.0
@@ -311,116 +239,3 @@ def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     together = push_us(problem, config, machine, copies * programs_of(config, machine))
     most = _SPREAD / 2 if sums_with_roles(problem, config) else _SPREAD  # there, a tile and sums take turns
     return min(together, most * tile_us(problem, config, machine))
-
-
-def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
-    """One rank's product, all of it."""
-    m, n, k = problem.gemm
-    bm, bn, bk = config.block_m, config.block_n, config.block_k
-    tiles = gemm_tiles(problem, config)
-    if not tiles:
-        return 0.0
-    steps = -(-k // bk)
-    if machine.name == INTERPRETER:
-        elements = bm * bk + bk * bn
-        return tiles * (4000.0 + steps * (1500.0 + elements * 0.02 + bm * bn * bk * 2e-5))
-    programs = programs_of(config, machine)
-    whole_us = tile_us(problem, config, machine)
-    cut = cut_tiles(problem, config, programs)
-    rounds = -(-(tiles - cut) // programs)
-    if bm == 64 and (swaps(problem, config) or scatters(problem, config)):
-        rounds -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
-    compute = rounds * whole_us
-    shared, sharers = shared_tiles(problem, config, programs)
-    if shared:
-        join = _JOIN_US[problem.op] if tiles > programs else _JOIN_ALONE_US * bm * bn / (128 * 256)
-        if problem.op == ALL_REDUCE and tiles > programs and tiles * bm * bn < _FEW_ROUNDS * programs * 128 * 256:
-            join += _JOIN_WIDE_US if bn == 256 else _JOIN_DEEP_US * max(0.0, k - 2560) / 1e3
-        compute = (tiles // programs + shared / sharers) * whole_us + join
-    elif cut:
-        # each part of a tile is stored, and the last one loads the others
-        store_us = bm * bn * 4 / _PARTS_GBS / 1e3
-        units = -(-cut * config.splits // programs)
-        compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
-    few_rows = exchanges(config)
-    if few_rows and bm == bn == 64 and tiles > programs:
-        compute *= _ANEW
-    # most of what is read again comes from L2, all of it where row blocks are multiplied at once
-    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not config.warp_roles else 1
-    itemsize = 1 if problem.fp8 else problem.dtype.itemsize
-    stream = (m * k + k * n * again) * itemsize / (machine.hbm_gbs * 1e3)
-    # a program alone cannot draw its share of HBM when few of them run
-    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if few_rows else 0.9 * programs
-    stream *= max(1.0, enough / max(1, min(tiles, programs)))
-    # as the chip comes to its power limit, below which two rounds of tiles leave it
-    cool = config.warp_roles and problem.op == ALL_REDUCE and tiles <= 2 * programs and not shared
-    coolest = _COOLEST_US if cool else 500.0
-    warmth = log(min(max(compute, coolest), 2000.0) / 500.0) / log(4.0)
-    return max(compute * (1 + 0.07 * warmth), stream)
-
-
-def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
-    """The product of one tile in one program."""
-    fp32 = problem.dtype == torch.float32
-    bm, bn, bk = config.block_m, config.block_n, config.block_k
-    few_rows = exchanges(config)
-    if fp32:
-        shares = FP32_TILES
-    elif few_rows:
-        of_words = WORDS_ROLES_TILES if sums_with_roles(problem, config) else SWAP_TILES[problem.fp8]
-        shares = of_words if config.warp_roles else FP8_TILES if problem.fp8 else EXCHANGE_TILES
-    else:
-        roles = BROUGHT_TILES if problem.op == GATHER_MATMUL else ROLES_TILES
-        shares = roles if config.warp_roles else GPU_TILES
-    unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
-    _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
-    if not (problem.whole_vectors(problem.K) or few_rows) and machine.name.startswith("NVIDIA"):
-        share *= _POINTERS[bm * bn < 128 * 256]
-    kind = _FP32_SHARE if fp32 else _FP8_RATE if problem.fp8 else 1.0
-    rate = machine.tflops * share * kind / machine.num_programs  # TFLOP/s of one program
-    return 2.0 * bm * bn * max(problem.gemm[2], config.depth(problem.fp8)) / (rate * 1e6) + 1.5
-
-
-def exchanges(config: FusedConfig) -> bool:
-    """Whether it is for few rows, by words that say themselves that they have arrived."""
-    return config.algorithm in ("one_shot", "two_shot")
-
-
-def keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:
-    """Whether it is an all-reduce in one shot by programs of one tile each, which keep their own part in registers."""
-    one_shot = problem.op == ALL_REDUCE and config.algorithm == "one_shot" and not config.warp_roles
-    return one_shot and gemm_tiles(problem, config) <= programs_of(config, machine)
-
-
-def ends_ahead(problem: Problem, config: FusedConfig) -> bool:
-    """Whether the kernel can end as `norm_ahead.py` says."""
-    few_rows = problem.op == ALL_REDUCE and exchanges(config) and not words_with_roles(problem, config)
-    return few_rows and config.block_n % SPAN.value == 0
-
-
-def sums_with_roles(problem: Problem, config: FusedConfig) -> bool:
-    """Whether it is words that programs with roles send to the owners of rows, who sum them (`exchange_roles.py`)."""
-    return problem.op == ALL_REDUCE and config.algorithm == "two_shot" and config.warp_roles
-
-
-def swaps(problem: Problem, config: FusedConfig) -> bool:
-    """Whether it is words that programs with roles send to the one peer, who does alike (`swap_roles.py`)."""
-    one_shot = config.algorithm == "one_shot" and config.warp_roles
-    return one_shot and problem.op == ALL_REDUCE and problem.world_size == 2
-
-
-def scatters(problem: Problem, config: FusedConfig) -> bool:
-    """Whether it is words of its rows that programs with roles send to the one peer (`scatter_roles.py`)."""
-    one_shot = config.algorithm == "one_shot" and config.warp_roles
-    by_rows = problem.op == REDUCE_SCATTER and problem.form == "rows"
-    return one_shot and by_rows and problem.world_size == 2 and not problem.fp8
-
-
-def words_with_roles(problem: Problem, config: FusedConfig) -> bool:
-    """Whether it is words that programs with roles send."""
-    return sums_with_roles(problem, config) or swaps(problem, config) or scatters(problem, config)
-
-
-def programs_of(config: FusedConfig, machine: Machine) -> int:
-    """Programs of the persistent grid."""
-    return min(config.num_programs or machine.num_programs, machine.num_programs)

@@ -19,10 +19,10 @@ from iris_ops.matmul_all_gather import matmul_all_gather_kernel
 from iris_ops.matmul_all_gather_roles import matmul_all_gather_roles_kernel
 from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel
 from iris_ops.plan import fitting
-from iris_ops.predict import FP8_TILES
 from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel
 from iris_ops.roles_operands import MOVING, MULTIPLYING, in_rows, layouts
 from iris_ops.sum_parts import sum_parts_kernel
+from iris_ops.tile_times import FP8_TILES
 from layers import step_product, step_product_fp8
 from layers.step_attention import pipeline_of, stretch_kernel, weigh_kernel
 from triton.backends.compiler import GPUTarget

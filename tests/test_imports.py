@@ -53,9 +53,10 @@ def test_arrows_point_one_way(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    "module", ["iris/heap.py", "iris_ops/problem.py", "iris_ops/plan.py", "iris_ops/predict.py", "layers/shard.py"]
-)
+ARITHMETIC = ("problem", "plan", "predict", "tile_times", "kinds")
+
+
+@pytest.mark.parametrize("module", ["iris/heap.py", *(f"iris_ops/{name}.py" for name in ARITHMETIC), "layers/shard.py"])
 def test_pure_modules_know_no_triton(module: str) -> None:
     names = {name.split(".")[0] for _, name in imports_of(ROOT / module, functions=True)}
     assert "triton" not in names

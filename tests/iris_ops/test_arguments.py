@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 from iris import platform
 from iris_ops import FusedConfig, arguments, fp8_rows, roles_operands
+from iris_ops.kinds import words_with_roles
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import plan
-from iris_ops.predict import words_with_roles
 from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
 from iris_ops.staging import workspace_size
 from iris_ops.unfused import UNFUSED

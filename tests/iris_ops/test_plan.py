@@ -11,11 +11,13 @@ import iris
 from iris.ccl import problem as collectives
 from iris.errors import ArgumentError
 from iris_ops import FusedConfig, rounds, sequential, torch_product
+from iris_ops.kinds import exchanges
 from iris_ops.machine import Machine, machine_named
 from iris_ops.plan import fitting, plan
-from iris_ops.predict import exchanges, predict, spread_us, tile_us
+from iris_ops.predict import predict, spread_us
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
 from iris_ops.staging import workspace_size
+from iris_ops.tile_times import tile_us
 from iris_ops.unfused import UNFUSED
 import pytest
 import torch
