@@ -58,8 +58,9 @@ def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
                 f"{_label(problem, candidate)}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
                 f"together {prediction.total_us:.1f} us"
             )
-        handicap = 1.0 if candidate.warp_roles else _HANDICAPS.get(candidate.algorithm, 1.0)
-        scored.append((prediction.total_us * handicap, len(scored), candidate, prediction))
+        lead, most = (0.0, 0.0) if candidate.warp_roles else _LEADS.get(candidate.algorithm, (0.0, 0.0))
+        weighed = prediction.total_us + min(lead * prediction.total_us, most)
+        scored.append((weighed, len(scored), candidate, prediction))
     *_, chosen, prediction = min(scored)
     if explained:
         asked = f"{problem.asked} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype}"
@@ -73,9 +74,10 @@ def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
     return replace(chosen, prediction=prediction, reasons=tuple(reasons))
 
 
-# Our kernel, one launch, is taken unless several are this much faster in CUDA graphs, where no host time counts.
-# `shard_sums` needs no lead, for its prediction errs by some 3 % either way.
-_HANDICAPS = {"sequential": 1.02, "copy_engines": 1.01}
+# Our kernel, one launch, is taken unless several are this much faster in CUDA graphs, where no host time counts: a part
+# of the time, and at most so many microseconds. `shard_sums` needs no lead, for its prediction errs by some 3 % either
+# way.
+_LEADS = {"sequential": (0.02, 7.0), "copy_engines": (0.01, float("inf"))}
 
 
 _LEAST_SHARDED = 384  # rows, of all owners together
