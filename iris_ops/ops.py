@@ -209,6 +209,9 @@ class Ops:
             norm_ahead.check_places((*_NAMES, *norm_ahead.AHEAD_NAMES), addresses, prepared.spans)
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
+        if op == MATMUL_GATHER and problem.form == "rows" and B.shape[1] < problem.N:
+            # one element in all, gathered by columns and taken as by rows (`describe`): this rank has none of those
+            A, B, bias, key = A[:0], A.t(), None, None
         direct = not prepared.writes_to_peers or ctx._heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         if ctx.agreement is not None:
             self._compare(op, prepared, out if direct else None, async_op)

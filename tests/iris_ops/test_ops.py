@@ -114,6 +114,28 @@ def test_a_product_of_depth_zero_is_the_bias(world_size: int, op: str, form: str
     assert_same_bits(called, run_ranks(world_size, check_cases, called, RUNS))
 
 
+@pytest.mark.parametrize("op, form", FORMS)
+def test_one_element_in_all(world_size: int, op: str, form: str) -> None:
+    """Rank 0 cannot tell one form from the other, and parts of the others are empty, of B and of the bias, too."""
+    ours = ("one_shot", "two_shot", "overlapped")
+    algorithms = [None, *(algorithm for *known, algorithm in VARIANTS if known == [op, form] and algorithm in ours)]
+    called = [
+        Case(
+            op,
+            form,
+            1,
+            1,
+            k,
+            dtype=torch.float32,
+            bias=bias,
+            config=algorithm and replace(SMALL[0], algorithm=algorithm),
+            seed=turn,
+        )
+        for turn, (algorithm, k, bias) in enumerate(product(algorithms, (0, 1, 5), (True, False)))
+    ]
+    assert_same_bits(called, run_ranks(world_size, check_cases, called, RUNS))
+
+
 def test_what_nobody_multiplies_does_not_come_late(world_size: int) -> None:
     """Gathers of which no rank, or of short last parts no block, is multiplied; the next call uses the same memory."""
     config = replace(SMALL[0], block_m=128, block_n=128, num_programs=2, splits=2)
