@@ -58,7 +58,7 @@ def test_column_results_are_chunks(world_size: int, n_out: int, shape: tuple[int
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("n_out, shape", [(130, (5, 17)), (2, (2, 3, 17)), (257, (0, 17))])
+@pytest.mark.parametrize("n_out, shape", [(130, (5, 17)), (2, (2, 3, 17)), (257, (0, 17)), (1, (17,)), (1, (2, 17))])
 def test_column_gathered_is_whole_and_the_same_bits_everywhere(
     world_size: int, n_out: int, shape: tuple[int, ...], bias: bool
 ) -> None:
