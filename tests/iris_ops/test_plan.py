@@ -267,7 +267,7 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
             assert len(seen) == 1 and (seen == [given]) == (config is not None)
 
 
-# Ops that were measured before warps had roles in them, and rows before torch's narrow products were known better.
+# Ops measured before warps had roles in them, and rows whose plan changed with what is known of torch's products.
 OLDER = {
     "ops_between_h200_x2": ((ALL_REDUCE, 200, 8192, 14336), (ALL_REDUCE, 1100, 8192, 14336)),
     "ops_float16_h200_x2": OPS,
