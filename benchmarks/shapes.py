@@ -250,6 +250,8 @@ def stress(world: int) -> list[Row]:
         *_rows("rs ag ga", *parts),
         *_rows("rs ga", (3, 128 * world, 512), (130, 512 * world, 256), form="cols"),
         *_rows("ag", (3, 1024, 64 * world), (130, 512, 256 * world), form="k"),
+        Row("ar", 128, 5120, 4096),  # torch's product and a collective
+        Row("rs", 320, 8192, 4096),
     ]
 
 

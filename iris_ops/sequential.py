@@ -49,7 +49,9 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[fl
     """Microseconds of the product, of the collective, and of both."""
     link = collectives.Machine(machine.num_programs, resident=2)
     share = machine.link_gbs / 380.0  # of an H200's
-    link = replace(link, **{name: share * getattr(link, name) for name in ("link_gbs", "words_gbs", "two_hops_gbs")})
+    link = replace(
+        link, **{name: share * getattr(link, name) for name in ("link_gbs", "words_gbs", "pair_gbs", "two_hops_gbs")}
+    )
     gemm = torch_product.expected_us(*problem.gemm, machine, in_fp8=problem.fp8)
     moved = collectives.plan(_collective(problem), Config(), link).expected_us
     return gemm, moved, gemm + moved + _BETWEEN_US

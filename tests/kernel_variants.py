@@ -242,6 +242,9 @@ def collectives():
     }
     for form, layout in (("one_shot", flat), ("two_shot", rows)):
         yield f"ccl_words_{form}", words_kernel, dict(num_warps=4), common | forms[form] | layout | dict(BLOCK=1024)
+    for form in ("one_shot", "scatter"):
+        known = common | forms[form] | flat | dict(BLOCK=2048, WORLD_SIZE=2)
+        yield f"ccl_words_{form}_of_two", words_kernel, dict(num_warps=8), known
     for form, layout in (("two_shot", rows), ("scatter", flat), ("gather", flat), ("exchange", rows)):
         known = common | forms[form] | layout
         yield f"ccl_flags_{form}", flags_kernel, dict(num_warps=8), known | dict(BLOCK=8192)

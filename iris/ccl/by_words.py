@@ -1,9 +1,11 @@
-"""Any collective of a small tensor: words that say themselves whether they have arrived (`iris/device/exchange.py`).
+"""Any collective of a small tensor, between two ranks also of a large one: words that say whether they have arrived.
 
 Every rank sends its words into the others' staging memory, then takes those that came from each of them: one hop,
 without fence, flag or hand-shake. With GATHER, whoever has summed a part sends the sums in a second hop.
 
-All sends of a program come before its first wait, and the second hop's before the last waits: no wait is circular.
+No wait is circular: all sends of a program come before its first wait, and the second hop's before the last waits.
+Between two ranks a program sends one unit, then another before it takes each: what is taken in a turn was sent in an
+earlier one, by the program of the same number, and sums and stores go on beside what is under way.
 """
 
 from __future__ import annotations
@@ -34,6 +36,89 @@ def rounded(x, dtype: tl.constexpr):
         return arch.round_to(x, dtype)
     else:
         return x.to(dtype)
+
+
+@triton.constexpr_function
+def others_of(world_size):
+    """Ranks that words go to, 1 at least."""
+    return max(1, world_size - 1)
+
+
+@device_function
+def _place(area, source, unit, units, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Where the words of a rank's unit stand. Of two ranks only the peer's come, so there is one block."""
+    first = unit if WORLD_SIZE == 2 else tl.cast(source, tl.int64) * units + unit
+    return area + first * BLOCK + tl.arange(0, BLOCK)
+
+
+@device_function
+def _send(
+    ctx, bases, source, target, slot, item, units,
+    BLOCK: tl.constexpr, SCATTER: tl.constexpr, REDUCE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """With SCATTER a unit of one other rank's part to that rank, else a unit to all of them."""
+    dtype: tl.constexpr = source.data.dtype.element_ty
+    OTHERS: tl.constexpr = others_of(WORLD_SIZE)
+    unit, part = item, 0
+    if SCATTER:
+        unit, part = item // OTHERS, (ctx.rank + 1 + item % OTHERS) % WORLD_SIZE
+    pointers, mask = source.place(part, unit, BLOCK, WORLD_SIZE)
+    value = tl.load(pointers, mask=mask, other=0)
+    if not (SCATTER or REDUCE):
+        places, _ = target.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
+        tl.store(places, value, mask=mask)
+    sealed, place = _words(value, dtype, REDUCE), _place(slot, ctx.rank, unit, units, BLOCK, WORLD_SIZE)
+    if SCATTER:
+        put(ctx, place, sealed, mask, bases, part)
+    else:
+        for i in tl.static_range(1, WORLD_SIZE):
+            put(ctx, place, sealed, mask, bases, (ctx.rank + i) % WORLD_SIZE)
+
+
+@device_function
+def _keep(ctx, source, target, unit, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """A unit of this rank's own part from `inp` to `out`."""
+    pointers, mask = source.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
+    places, _ = target.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
+    tl.store(places, tl.load(pointers, mask=mask, other=0), mask=mask)
+
+
+@device_function
+def _sum(
+    ctx, bases, source, target, slot, sums, unit, units, epoch,
+    BLOCK: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ONE_OUT: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
+):  # fmt: skip
+    """The sum of all ranks' words of a unit, once they are here, into `out`; with GATHER to everyone, too."""
+    dtype: tl.constexpr = source.data.dtype.element_ty
+    mine = ctx.rank if SCATTER else 0
+    pointers, mask = source.place(mine, unit, BLOCK, WORLD_SIZE)
+    own = tl.load(pointers, mask=mask, other=0).to(sum_type(dtype))
+    first = _place(slot, 0, unit, units, BLOCK, WORLD_SIZE)
+    step = 0 if WORLD_SIZE == 2 else tl.cast(units, tl.int64) * BLOCK
+    total, ok = take(ctx, first, step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, own)
+    if GATHER:
+        if ok:
+            value, place = _words(total, dtype, True), _place(sums, ctx.rank, unit, units, BLOCK, WORLD_SIZE)
+            for i in tl.static_range(1, WORLD_SIZE):
+                put(ctx, place, value, mask, bases, (ctx.rank + i) % WORLD_SIZE)
+    places, _ = target.place(0 if ONE_OUT else mine, unit, BLOCK, WORLD_SIZE)
+    tl.store(places, rounded(total, dtype), mask=mask)
+
+
+@device_function
+def _receive(
+    ctx, target, words, item, units, epoch,
+    BLOCK: tl.constexpr, PATIENCE: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
+):  # fmt: skip
+    """A unit of another rank's part into `out`, once it is here."""
+    dtype: tl.constexpr = target.data.dtype.element_ty
+    OTHERS: tl.constexpr = others_of(WORLD_SIZE)
+    unit, part = item // OTHERS, (ctx.rank + 1 + item % OTHERS) % WORLD_SIZE
+    places, mask = target.place(part, unit, BLOCK, WORLD_SIZE)
+    place = _place(words, part, unit, units, BLOCK, WORLD_SIZE)
+    value, _ = take(ctx, place, 0, mask, part, epoch, WAITER, dtype, 1, patience=PATIENCE)
+    tl.store(places, rounded(value, dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -72,8 +157,10 @@ def words_kernel(
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    # staging: [2 slots], each [source rank, unit, BLOCK] words, then with GATHER the sums [owner, unit, BLOCK].
-    dtype: tl.constexpr = inp.dtype.element_ty
+    # staging: [2 slots], each [source rank, unit, BLOCK] words, then with GATHER the sums [owner, unit, BLOCK]; between
+    # two ranks [unit, BLOCK].
+    OTHERS: tl.constexpr = WORLD_SIZE - 1
+    SOURCES: tl.constexpr = 1 if WORLD_SIZE == 2 else WORLD_SIZE
     source, target = views(
         (inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step),
         (out, out_n, out_cols, stride_om, stride_on, out_share, out_limit, out_step),
@@ -87,58 +174,31 @@ def words_kernel(
     epoch = next_epoch(sync)
     bases = load_bases(words, WORLD_SIZE)
     ctx = DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
-    rank = ctx.rank
-    lane = tl.arange(0, BLOCK)
     slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
-    source_step = tl.cast(units, tl.int64) * BLOCK
-    sums = slot + WORLD_SIZE * source_step
+    sums = slot + SOURCES * tl.cast(units, tl.int64) * BLOCK
 
-    # Unit t of this program's is, here and at the end, a unit of the same part: in place, it has been sent before it
-    # is overwritten. A rank's own words go nowhere: what they say is read, or written, where it belongs.
-    if SCATTER:
-        for t in range(tl.program_id(0), WORLD_SIZE * units, tl.num_programs(0)):
-            part, unit = (rank + 1 + t % WORLD_SIZE) % WORLD_SIZE, t // WORLD_SIZE
-            pointers, mask = source.place(part, unit, BLOCK, WORLD_SIZE)
-            if part != rank:
-                value = _words(tl.load(pointers, mask=mask, other=0), dtype, REDUCE)
-                put(ctx, slot + rank * source_step + unit * BLOCK + lane, value, mask, bases, part)
-            elif not REDUCE:
-                places, _ = target.place(part, unit, BLOCK, WORLD_SIZE)
-                tl.store(places, tl.load(pointers, mask=mask, other=0), mask=mask)
-    else:
-        for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-            pointers, mask = source.place(0, unit, BLOCK, WORLD_SIZE)
-            value = tl.load(pointers, mask=mask, other=0)
-            if not REDUCE:
-                places, _ = target.place(rank, unit, BLOCK, WORLD_SIZE)
-                tl.store(places, value, mask=mask)
-            sealed = _words(value, dtype, REDUCE)
-            place = slot + rank * source_step + unit * BLOCK + lane
-            for i in tl.static_range(1, WORLD_SIZE):
-                put(ctx, place, sealed, mask, bases, (rank + i) % WORLD_SIZE)
+    # Item t of this program's is, here and at the end, a unit of the same part: in place, it has been sent before it is
+    # overwritten. A rank's own words go nowhere: what they say is read, or written, where it belongs.
+    first, step = tl.program_id(0), tl.num_programs(0)
+    sends, takes = units * (OTHERS if SCATTER else 1), units * (1 if REDUCE else OTHERS)
+    ahead = min(first + step, sends) if WORLD_SIZE == 2 else sends
+    for item in range(first, ahead, step):
+        _send(ctx, bases, source, target, slot, item, units, BLOCK, SCATTER, REDUCE, WORLD_SIZE)
+    if SCATTER and not REDUCE:
+        for unit in range(first, units, step):
+            _keep(ctx, source, target, unit, BLOCK, WORLD_SIZE)
     advance(sync, epoch)  # while the words are under way
-
-    if REDUCE:
-        mine = rank if SCATTER else 0
-        for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-            pointers, mask = source.place(mine, unit, BLOCK, WORLD_SIZE)
-            own = tl.load(pointers, mask=mask, other=0).to(sum_type(dtype))
-            place = slot + unit * BLOCK + lane
-            total, ok = take(ctx, place, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, own)
-            if GATHER:
-                if ok:
-                    value = _words(total, dtype, REDUCE)
-                    place = sums + rank * source_step + unit * BLOCK + lane
-                    for i in tl.static_range(1, WORLD_SIZE):
-                        put(ctx, place, value, mask, bases, (rank + i) % WORLD_SIZE)
-            pointers, _ = target.place(0 if ONE_OUT else mine, unit, BLOCK, WORLD_SIZE)
-            tl.store(pointers, rounded(total, dtype), mask=mask)
-    if GATHER or not REDUCE:
-        for t in range(tl.program_id(0), WORLD_SIZE * units, tl.num_programs(0)):
-            part, unit = (rank + 1 + t % WORLD_SIZE) % WORLD_SIZE, t // WORLD_SIZE
-            if part != rank:
-                pointers, mask = target.place(part, unit, BLOCK, WORLD_SIZE)
-                place = (sums if GATHER else slot) + part * source_step + unit * BLOCK + lane
-                # sums come behind a wait of their owner's
-                total, _ = take(ctx, place, 0, mask, part, epoch, WAITER, dtype, 1, patience=1 + GATHER * REDUCE)
-                tl.store(pointers, rounded(total, dtype), mask=mask)
+    for item in range(first, takes, step):
+        if WORLD_SIZE == 2:
+            if item + step < sends:
+                _send(ctx, bases, source, target, slot, item + step, units, BLOCK, SCATTER, REDUCE, WORLD_SIZE)
+        if REDUCE:
+            _sum(
+                ctx, bases, source, target, slot, sums, item, units, epoch,
+                BLOCK, SCATTER, GATHER, ONE_OUT, WORLD_SIZE, WAITER,
+            )  # fmt: skip
+        else:
+            _receive(ctx, target, slot, item, units, epoch, BLOCK, 1, WORLD_SIZE, WAITER)
+    if GATHER:  # the sums come behind a wait of their owner's
+        for item in range(first, units * OTHERS, step):
+            _receive(ctx, target, sums, item, units, epoch, BLOCK, 2, WORLD_SIZE, WAITER)

@@ -32,8 +32,8 @@ def room(problem: Problem, plan: Plan) -> Room:
     w, units = problem.world_size, _units(problem, plan)
     elements = units * plan.block
     if plan.protocol == "words":
-        shots = 2 if _gathers(problem, plan) else 1
-        return Room("words", 0, 2 * shots * w * elements * _word(problem).itemsize, 255)
+        blocks = (1 if w == 2 else w) * (2 if _gathers(problem, plan) else 1)
+        return Room("words", 0, 2 * blocks * elements * _word(problem).itemsize, 255)
     if plan.variant == "ring":
         return Room("ring", plan.rings * 2 * w * LANES.value, w * elements * _wide(problem).itemsize)
     if plan.variant in ("atomic", "spinlock"):

@@ -25,6 +25,8 @@ class Machine:
     """Stores to all peers together, each way."""
     words_gbs: float = 240.0
     """The same for words, which are polled, read and emptied again."""
+    pair_gbs: float = 340.0
+    """For words between two ranks."""
     two_hops_gbs: float = 335.0
     """For words in two hops between several peers, where one goes on beside the other."""
     words_mb: float = 100.0
@@ -37,7 +39,7 @@ class Machine:
     enter_us: float = 1.4
     """A signal with nothing to drain."""
     resident: int = 1
-    """Programs of the kernels here that fit on a multiprocessor at once."""
+    """Programs of the kernels here that share a multiprocessor, where one is to go on while another waits."""
     interpreted: bool = False
 
 
@@ -74,18 +76,18 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
         raise ArgumentError(_refusal(problem, config))
     us, _, variant, protocol = min(candidates)
     programs = min(config.comm_sms or machine.num_programs, machine.num_programs)
-    if _sums_beside_stores(problem, protocol) and not config.comm_sms:
-        programs *= machine.resident
+    shared = machine.resident if _shares_multiprocessors(problem, protocol) and not config.comm_sms else 1
     tile_m, tile_n = config.tile
     if problem.cols:
         block = tile_m * tile_n
     else:
         block, tile_n = config.block or _block(problem, variant, protocol, programs, machine), 0
+    programs *= shared
     units = units_of(problem, variant, block, tile_n)
     per_lane, unit_bytes = -(-units // programs), block * problem.dtype.itemsize
     least, most = (max(1, nbytes // unit_bytes) for nbytes in _CHUNK_BYTES)
     chunk = min(max(-(-per_lane // _CHUNKS.get(problem.op, 1)), least), most, per_lane)
-    work = units * (problem.world_size if variant not in WHOLE else 1)
+    work = units * (max(1, problem.world_size - 1) if variant not in WHOLE else 1)
     lanes = units if protocol == "flags" else work
     return Plan(
         variant=variant,
@@ -102,6 +104,9 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
     )
 
 
+# Of an all-reduce, the most that travels in words between two ranks unasked: their staging memory is twice as large,
+# and flags are within a twentieth.
+_MOST_WORDS = 64 << 20
 # Variants of all_reduce in which nobody owns a part.
 WHOLE = ("one_shot", "atomic", "spinlock")
 # Into how many chunks a lane cuts its units, so that sums begin while others are pushed, and what it pushes to an owner
@@ -121,6 +126,9 @@ def _candidates(problem: Problem, config: Config) -> list[tuple[str, str]]:
         found, wanted = [("two_shot", "words"), ("two_shot", "flags")], None
     if problem.dtype.itemsize > 4 and not problem.dtype.is_floating_point:
         found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]  # no wider words
+    asked = config.protocol or config.all_reduce_variant
+    if problem.op == ALL_REDUCE and problem.world_size == 2 and problem.nbytes > _MOST_WORDS and not asked:
+        found = [("two_shot", "flags")]
     if problem.op == REDUCE_SCATTER and not _everyone_owns(problem):
         found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]
     return [
@@ -163,9 +171,12 @@ def _expected_us(problem: Problem, variant: str, protocol: str, machine: Machine
         sums = others * problem.n * 4
         return machine.launch_us + machine.signal_us + sums / (machine.link_gbs * 1e3)
     if protocol == "words":
-        wide = 1 if problem.reduces and problem.dtype.is_floating_point else 2
-        words_gbs = machine.words_gbs if hops == 1 or others == 1 else machine.two_hops_gbs
-        moved = wide * sent * (1 + wide * sent / (machine.words_mb * 1e6))
+        moved = sent * (1 if problem.reduces and problem.dtype.is_floating_point else 2)
+        words_gbs = machine.words_gbs if hops == 1 else machine.two_hops_gbs
+        if others == 1:
+            words_gbs = machine.pair_gbs
+        else:
+            moved *= 1 + moved / (machine.words_mb * 1e6)
         return machine.launch_us + hops * machine.hop_us + moved / (words_gbs * 1e3)
     enter = 0.0 if problem.reduces else machine.enter_us
     # the sums of a reduce-scatter hide less behind the stores
@@ -173,12 +184,14 @@ def _expected_us(problem: Problem, variant: str, protocol: str, machine: Machine
     return machine.launch_us + enter + hops * machine.signal_us + sent / (link_gbs * 1e3)
 
 
-def _sums_beside_stores(problem: Problem, protocol: str) -> bool:
-    """Whether two programs share a multiprocessor, so that one sums while the other stores: in large reduce-scatters.
+def _shares_multiprocessors(problem: Problem, protocol: str) -> bool:
+    """Whether two programs share a multiprocessor, so that one sums while the other stores.
 
-    In an all-reduce the sums are stored to everyone, and the links are busy all the time as it is.
+    Not in an all-reduce by flags: its sums are stored to everyone, and the links are busy all the time as it is.
     """
-    return problem.op == REDUCE_SCATTER and protocol == "flags" and problem.nbytes >= problem.world_size << 22
+    if protocol == "words":
+        return problem.world_size == 2
+    return problem.op == REDUCE_SCATTER and problem.nbytes >= problem.world_size << 22
 
 
 def _has_owners(problem: Problem, variant: str) -> bool:
@@ -231,6 +244,6 @@ def machine_of(device: torch.device, num_programs: int) -> Machine:
         # hops are a switch of processes, and each operation of a kernel costs more than its data
         return Machine(
             num_programs=1, link_gbs=1.0, words_gbs=0.8, two_hops_gbs=0.8, launch_us=2000.0, hop_us=2000.0,
-            signal_us=4000.0, enter_us=2000.0, interpreted=True,
+            pair_gbs=0.8, signal_us=4000.0, enter_us=2000.0, interpreted=True,
         )  # fmt: skip
     return Machine(num_programs, resident=1 if torch.version.hip else 2)

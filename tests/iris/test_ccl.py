@@ -193,7 +193,7 @@ CASES = [
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_collectives(world_size: int) -> None:
-    run_ranks(world_size, check_cases, CASES[:: 1 if UNDER_TORCHRUN or world_size == 4 else 3])
+    run_ranks(world_size, check_cases, CASES[:: 1 if UNDER_TORCHRUN or world_size in (2, 4) else 3])
 
 
 def check_lanes(ctx: iris.Iris, programs: int) -> None:
@@ -207,7 +207,10 @@ def check_lanes(ctx: iris.Iris, programs: int) -> None:
         assert plan.programs == programs and plan.chunk < plan_units(plan, case, ctx.num_ranks), "too few chunks"
     # four units on three lanes: the last has none
     copies = [Case("all_gather", (3500,), config), Case("all_to_all", (4, 2700), config)]
-    check_cases(ctx, [*several, *copies, *[case for case in CASES if case.config and by_lanes(case.config)][::2]])
+    if ctx.num_ranks == 2:  # so do words
+        several += [replace(case, config=replace(config, protocol="words")) for case in several + copies]
+    alike = [case for case in CASES if case.config and (ctx.num_ranks == 2 or by_lanes(case.config))]
+    check_cases(ctx, [*several, *copies, *alike[::2]])
 
 
 def by_lanes(config: Config) -> bool:
@@ -220,6 +223,6 @@ def plan_units(plan, case: Case, world_size: int) -> int:
     return elements // plan.block // plan.programs
 
 
-@pytest.mark.parametrize("world_size", [3] if not UNDER_TORCHRUN else [])
+@pytest.mark.parametrize("world_size", [2, 3] if not UNDER_TORCHRUN else [])
 def test_lanes(world_size: int) -> None:
     run_ranks(world_size, check_lanes, 3)
