@@ -29,6 +29,7 @@ LONGEST_DELAY_S = 0.010
 PAUSE_S = 200e-6  # inside a graph, once on each rank
 CYCLES_A_SECOND = 1.8e9
 REPORTS = 20
+TOLD = 8  # cases between two words about how far they are
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -150,7 +151,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     rows = shapes.select(args.shapes, args.ops, team.world)
     heap = rivals.Heap(team, rows, dtype, int(args.heap_gib * 2**30))
-    cases, reason = team.attempt(lambda: [Case(row, team, dtype, heap.ctx) for row in rows])
+    cases, reason = team.attempt(lambda: record(team, rows, dtype, heap.ctx))
     if reason:
         raise RuntimeError(reason)
     team.say(f"{len(cases)} cases recorded, {VARIANTS} inputs each")
@@ -182,6 +183,15 @@ def run(team: Team, args: argparse.Namespace) -> None:
         team.say(f"MISMATCH: {deviating}")
         sys.exit(1)
     team.say("no mismatch")
+
+
+def record(team: Team, rows: list[Row], dtype: torch.dtype, ctx) -> list[Case]:
+    cases = []
+    for row in rows:
+        if len(cases) % TOLD == 0:
+            team.say(f"{len(cases)}/{len(rows)} cases recorded, whose kernels are compiled first")
+        cases.append(Case(row, team, dtype, ctx))
+    return cases
 
 
 def repeat(team: Team, cases: list[Case], step: Callable[[int], None], number: int, what: str, limit_s: float) -> dict:

@@ -26,7 +26,7 @@ class Machine:
     words_gbs: float = 240.0
     """The same for words, which are polled, read and emptied again."""
     pair_gbs: float = 340.0
-    """For words between two ranks."""
+    """For words between two ranks, where sends and sums take turns."""
     two_hops_gbs: float = 335.0
     """For words in two hops between several peers, where one goes on beside the other."""
     words_mb: float = 100.0
@@ -104,9 +104,6 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
     )
 
 
-# Of an all-reduce, the most that travels in words between two ranks unasked: their staging memory is twice as large,
-# and flags are within a twentieth.
-_MOST_WORDS = 64 << 20
 # Variants of all_reduce in which nobody owns a part.
 WHOLE = ("one_shot", "atomic", "spinlock")
 # Into how many chunks a lane cuts its units, so that sums begin while others are pushed, and what it pushes to an owner
@@ -126,9 +123,6 @@ def _candidates(problem: Problem, config: Config) -> list[tuple[str, str]]:
         found, wanted = [("two_shot", "words"), ("two_shot", "flags")], None
     if problem.dtype.itemsize > 4 and not problem.dtype.is_floating_point:
         found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]  # no wider words
-    asked = config.protocol or config.all_reduce_variant
-    if problem.op == ALL_REDUCE and problem.world_size == 2 and problem.nbytes > _MOST_WORDS and not asked:
-        found = [("two_shot", "flags")]
     if problem.op == REDUCE_SCATTER and not _everyone_owns(problem):
         found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]
     return [
