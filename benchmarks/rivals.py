@@ -78,9 +78,13 @@ class Heap:
         return self.buffer[: rows * columns].view(rows, columns)
 
     def config(self, row: Row, **changes):
-        """What is planned for a row, with `changes` to its fields; where those are impossible, the error says why."""
-        form = None if row.op == "ar" else row.form
-        return replace(self.ctx.ops.plan(CALLS[row.op], row.M, row.N, row.K, self.dtype, form), **changes)
+        """What is planned for a row, with `changes` to its fields; where those are impossible, the error says why.
+
+        Of another algorithm it is the best of that one.
+        """
+        form, algorithm = None if row.op == "ar" else row.form, changes.get("algorithm")
+        planned = self.ctx.ops.plan(CALLS[row.op], row.M, row.N, row.K, self.dtype, form, algorithm=algorithm)
+        return replace(planned, **changes)
 
     def plan(self, row: Row, **changes) -> dict:
         """For the record; a prediction is for what is planned, not for what is changed."""

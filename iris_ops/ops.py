@@ -151,15 +151,18 @@ class Ops:
         form: str | None = None,
         explained: bool = True,
         fp8: bool = False,
+        algorithm: str | None = None,
     ) -> FusedConfig:
         """The configuration that a call would use, with its reasons and predicted time; launches nothing.
 
         `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows",
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
-        longer than the choice. `fp8`: whether B is in eight bits.
+        longer than the choice. `fp8`: whether B is in eight bits. `algorithm`: the best of that one (`FusedConfig`), to
+        compare; raises `ArgumentError` where it cannot serve the call.
         """
         self._ctx.check()
-        return self._plan(problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8), explained)
+        asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8)
+        return self._plan(asked, explained, algorithm)
 
     def forget_repeats(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
@@ -170,8 +173,8 @@ class Ops:
         """Makes the current stream wait for calls with `async_op=True`."""
         self._ctx._side.join()
 
-    def _plan(self, problem: Problem, explained: bool = False) -> FusedConfig:
-        return plan(problem, machine_of(self._ctx.device), explained)
+    def _plan(self, problem: Problem, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
+        return plan(problem, machine_of(self._ctx.device), explained, algorithm)
 
     def _call(
         self, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None = None, scale=None

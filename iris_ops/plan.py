@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
+from iris.errors import ArgumentError
 import torch
 
 from . import fp8, fp8_rows, tritonblas
@@ -34,21 +35,27 @@ from .tile_times import (
 from .unfused import UNFUSED
 
 
-def plan(problem: Problem, machine: Machine, explained: bool = True) -> FusedConfig:
-    """The fastest candidate by the model, with its prediction and, if `explained`, the reasons."""
-    return _plan(problem, machine, explained)
+def plan(problem: Problem, machine: Machine, explained: bool = True, algorithm: str | None = None) -> FusedConfig:
+    """The fastest candidate by the model, with its prediction and, if `explained`, the reasons.
+
+    `algorithm`: among those only. Raises `ArgumentError` where none of them serves the problem.
+    """
+    return _plan(problem, machine, explained, algorithm)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
+def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | None) -> FusedConfig:
     if why := _converting(problem, machine):
-        found = _plan(replace(problem, fp8=False), machine, explained)
+        found = _plan(replace(problem, fp8=False), machine, explained, algorithm)
         return replace(found, reasons=(*found.reasons[:1], why, *found.reasons[1:])) if explained else found
-    reasons, scored = [], []
+    reasons, scored, others = [], [], set()
     for candidate in _candidates(problem, machine):
         if objection := _objection(problem, candidate):
             if explained:
                 reasons.append(f"rejected {_label(problem, candidate)}: {objection}")
+            continue
+        if algorithm not in (None, candidate.algorithm):
+            others.add(candidate.algorithm)
             continue
         if stagger_us := _stagger_us(problem, candidate, machine):
             candidate = replace(candidate, stagger_us=stagger_us)
@@ -61,6 +68,11 @@ def _plan(problem: Problem, machine: Machine, explained: bool) -> FusedConfig:
         lead, most = (0.0, 0.0) if candidate.warp_roles else _LEADS.get(candidate.algorithm, (0.0, 0.0))
         weighed = prediction.total_us + min(lead * prediction.total_us, most)
         scored.append((weighed, len(scored), candidate, prediction))
+    if not scored:
+        raise ArgumentError(
+            f"{problem.asked}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks, "
+            f"{', '.join(sorted(others))}"
+        )
     *_, chosen, prediction = min(scored)
     if explained:
         asked = f"{problem.asked} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype}"

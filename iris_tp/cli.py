@@ -64,6 +64,7 @@ def _parser(lists_benchmarks: bool) -> argparse.ArgumentParser:
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     plan.add_argument("--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it")
     plan.add_argument("--fp8", action="store_true", help="B in eight bits, with a scale for each column")
+    plan.add_argument("--algorithm", help="the best of this one, as one_shot or sequential (FusedConfig.algorithm)")
     return parser
 
 
@@ -81,10 +82,10 @@ def _plan(args: argparse.Namespace) -> int:
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
         problem = problem_asked(args.op, *sizes, dtype, args.form, args.fp8)
+        chosen = plan(problem, machine_named(name, programs), algorithm=args.algorithm)
     except ArgumentError as error:
         print(f"iris-tp plan: {error}", file=sys.stderr)
         return 2
-    chosen = plan(problem, machine_named(name, programs))
     print(f"{args.world} ranks, {name}\n{chosen.explain()}\n{chosen}")
     return 0
 

@@ -63,9 +63,16 @@ def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.Ca
     assert "B is converted in each call: by rows, K and N multiples of 16" in capsys.readouterr().out
 
 
+def test_plan_has_the_best_of_one_algorithm(capsys: pytest.CaptureFixture) -> None:
+    asked = "plan", "matmul_all_reduce", "512", "8192", "2048", "--ranks", "2", "--gpu", "h200"
+    assert cli.main([*asked, "--algorithm", "sequential"]) == 0
+    assert "chosen sequential, torch's product" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, error",
     [
+        (("matmul_all_reduce", "1", "8", "8", "--algorithm", "shard_sums"), "algorithm is 'shard_sums'; expected one "),
         (
             ("matmul_all_gather", "1", "2", "3", "--fp8"),
             "fp8 is True for matmul_all_gather; expected False, or one of matmul_all_reduce, all_gather_matmul, ",

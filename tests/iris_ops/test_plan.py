@@ -97,6 +97,20 @@ def test_the_fastest_candidate_is_chosen(op: str, form: str) -> None:
         assert len(scores) > 1 and chosen.prediction.total_us == pytest.approx(min(scores), abs=0.1)
 
 
+@pytest.mark.parametrize("op, form", FORMS)
+def test_the_best_of_one_algorithm_can_be_asked_for(op: str, form: str) -> None:
+    asked = problem(op, form, 512, 8192, 2048)
+    found = {name: plan(asked, H200, algorithm=name) for name in ("one_shot", "overlapped")}
+    if form in ("", "rows"):
+        found["sequential"] = plan(asked, H200, algorithm="sequential")
+    assert all(chosen.algorithm == name for name, chosen in found.items())
+    best = plan(asked, H200)
+    assert plan(asked, H200, algorithm=best.algorithm) == best
+    unfit = "copy_engines" if op != GATHER_MATMUL else "shard_sums"
+    with pytest.raises(ArgumentError, match=f"{op}: algorithm is '{unfit}'; expected one that serves .*, one_shot"):
+        plan(asked, H200, algorithm=unfit)
+
+
 def test_rejections_are_listed_with_their_reasons() -> None:
     chosen = plan(problem(ALL_REDUCE, "", 8192, 8192, 7168), H200)
     rejected = [line for line in chosen.reasons if line.startswith("rejected ")]
