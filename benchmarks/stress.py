@@ -186,6 +186,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def record(team: Team, rows: list[Row], dtype: torch.dtype, ctx) -> list[Case]:
+    """The cases of `rows`; most of the time goes to compiling their kernels, so tells about it now and then."""
     cases = []
     for row in rows:
         if len(cases) % TOLD == 0:

@@ -39,9 +39,15 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.constexpr_function
-def others_of(world_size):
-    """Ranks that words go to, 1 at least."""
-    return max(1, world_size - 1)
+def _divisor(world_size):
+    return max(1, world_size - 1)  # a rank alone has no items, but is compiled
+
+
+@device_function
+def _unit_and_part(ctx, item, WORLD_SIZE: tl.constexpr):
+    """Items take turns among the parts of the other ranks, a unit each."""
+    OTHERS: tl.constexpr = _divisor(WORLD_SIZE)
+    return item // OTHERS, (ctx.rank + 1 + item % OTHERS) % WORLD_SIZE
 
 
 @device_function
@@ -58,10 +64,10 @@ def _send(
 ):  # fmt: skip
     """With SCATTER a unit of one other rank's part to that rank, else a unit to all of them."""
     dtype: tl.constexpr = source.data.dtype.element_ty
-    OTHERS: tl.constexpr = others_of(WORLD_SIZE)
-    unit, part = item, 0
     if SCATTER:
-        unit, part = item // OTHERS, (ctx.rank + 1 + item % OTHERS) % WORLD_SIZE
+        unit, part = _unit_and_part(ctx, item, WORLD_SIZE)
+    else:
+        unit, part = item, 0
     pointers, mask = source.place(part, unit, BLOCK, WORLD_SIZE)
     value = tl.load(pointers, mask=mask, other=0)
     if not (SCATTER or REDUCE):
@@ -113,8 +119,7 @@ def _receive(
 ):  # fmt: skip
     """A unit of another rank's part into `out`, once it is here."""
     dtype: tl.constexpr = target.data.dtype.element_ty
-    OTHERS: tl.constexpr = others_of(WORLD_SIZE)
-    unit, part = item // OTHERS, (ctx.rank + 1 + item % OTHERS) % WORLD_SIZE
+    unit, part = _unit_and_part(ctx, item, WORLD_SIZE)
     places, mask = target.place(part, unit, BLOCK, WORLD_SIZE)
     place = _place(words, part, unit, units, BLOCK, WORLD_SIZE)
     value, _ = take(ctx, place, 0, mask, part, epoch, WAITER, dtype, 1, patience=PATIENCE)

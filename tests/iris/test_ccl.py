@@ -208,7 +208,10 @@ def check_lanes(ctx: iris.Iris, programs: int) -> None:
     # four units on three lanes: the last has none
     copies = [Case("all_gather", (3500,), config), Case("all_to_all", (4, 2700), config)]
     if ctx.num_ranks == 2:  # so do words
-        several += [replace(case, config=replace(config, protocol="words")) for case in several + copies]
+        words = [replace(case, config=replace(config, protocol="words")) for case in several + copies]
+        plans = [ctx.ccl.plan(case.op, (call := Call(ctx, case)).out, call.inp, case.config) for case in words]
+        assert all((plan.protocol, plan.programs) == ("words", programs) for plan in plans), plans
+        several += words
     alike = [case for case in CASES if case.config and (ctx.num_ranks == 2 or by_lanes(case.config))]
     check_cases(ctx, [*several, *copies, *alike[::2]])
 
