@@ -130,13 +130,13 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
     nccl, async_tp = (_Context(ctx, name, ops) for name, ops in ((NCCL, NcclOps()), (ASYNC_TP, AsyncTpOps())))
     shared = functools.cache(lambda: with_shared_tokens(model, ctx))
     makers = {
-        OURS: lambda: Contender(OURS, shared(), lambda: serve(shared(), ctx), ctx, lambda: ctx._heap.used),
-        UNSHARED: lambda: Contender(UNSHARED, model, lambda: serve(model, ctx), ctx, lambda: ctx._heap.used),
+        OURS: lambda: Contender(OURS, shared(), lambda: serve(shared(), ctx), ctx, lambda: sum(ctx._heap.used)),
+        UNSHARED: lambda: Contender(UNSHARED, model, lambda: serve(model, ctx), ctx, lambda: sum(ctx._heap.used)),
         SEQUENCE_NCCL: lambda: Contender(SEQUENCE_NCCL, shared(), lambda: serve(shared(), nccl), nccl),
         ASYNC_TP: lambda: Contender(ASYNC_TP, on_gpus(shared, ctx), lambda: serve(shared(), async_tp), async_tp),
-        FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: ctx._heap.used),
+        FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: sum(ctx._heap.used)),
         FP8_SHARED: lambda: Contender(
-            FP8_SHARED, in_fp8(model, ctx, shared=True), lambda: None, ctx, lambda: ctx._heap.used
+            FP8_SHARED, in_fp8(model, ctx, shared=True), lambda: None, ctx, lambda: sum(ctx._heap.used)
         ),
         NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),

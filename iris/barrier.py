@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .context import Iris
 
 
+_NO_DIGEST = 1 << 61  # as wide as those of a heap, so that one compiled kernel serves both
+
+
 class DeviceBarrier:
     """Barriers that count for themselves: two of them may be under way in two streams. Making one is collective.
 
@@ -24,21 +27,22 @@ class DeviceBarrier:
 
     def __init__(self, ctx: Iris) -> None:
         self._ctx = ctx
-        self.counts = ctx._heap.allocate((3, ctx.num_ranks), torch.int32).zero_()
+        self.counts = ctx._heap.reserve((3, ctx.num_ranks), torch.int32).zero_()
         self.passed = self.counts[2, :1]  # of barriers that this rank came through, the count
-        self._known: dict[tuple[int, ...], tuple[torch.Tensor, Callable[[], bool] | None]] = {}
+        self._digests = ctx._heap.reserve((2, ctx.num_ranks), torch.int64)
+        self._known: dict[tuple[int, ...], tuple[torch.Tensor, int, Callable[[], bool] | None]] = {}
 
-    def __call__(self, members: tuple[int, ...]) -> None:
-        """Of the ranks `members`, in the current stream."""
+    def __call__(self, members: tuple[int, ...], digest: int = _NO_DIGEST) -> None:
+        """Of the ranks `members`, in the current stream. Where their `digest`s differ, it fails on all of them."""
         ctx = self._ctx
-        table, again = self._known.get(members, (None, None))
+        table, before, again = self._known.get(members, (None, digest, None))
         if table is None:
             if platform.is_capturing(ctx.device):
                 raise CaptureError("call device_barrier() for this group once before capturing it")
             table = torch.tensor(members, dtype=torch.int32, device=ctx.device)
-        if again is None or not again():
+        if again is None or digest != before or not again():
             sent, arrived, _ = self.counts
             args = dict(words=ctx._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
-                        passed=self.passed, WORLD_SIZE=ctx.num_ranks)  # fmt: skip
+                        passed=self.passed, digests=self._digests, digest=digest, WORLD_SIZE=ctx.num_ranks)  # fmt: skip
             found = repeat.launch({}, ctx.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
-            self._known[members] = table, found and found.again
+            self._known[members] = table, digest, found and found.again

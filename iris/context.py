@@ -8,9 +8,10 @@ through which a failed wait reaches the host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 import os
+import threading
 from typing import Any
 
 import torch
@@ -19,9 +20,18 @@ from . import agreement, graphed, names, platform, repeat, tensors
 from .barrier import DeviceBarrier
 from .device import bounded
 from .device.context import HEADER, pack
-from .errors import ArgumentError, CaptureError, ClosedError, IrisError, NotSymmetricError, PeerLostError, PlatformError
+from .errors import (
+    ArgumentError,
+    CaptureError,
+    ClosedError,
+    IrisError,
+    NotSymmetricError,
+    PeerLostError,
+    PlatformError,
+    ThreadError,
+)
 from .group import Ranks
-from .heap import GRANULE, Heap
+from .heap import GRANULE, Heap, first_difference
 from .log import rank_logger
 from .memory import map_segment
 from .memory.offsets import rounded
@@ -29,6 +39,7 @@ from .streams import SideStream
 from .tracing import Tracing
 
 _MAX_HEAP = 1 << 46
+_READ_S, _SAID_S = 1.0, 10.0  # for a peer that has found a difference, too, to say what it has allocated
 
 
 def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> Iris:
@@ -60,6 +71,7 @@ class Iris(tensors.TensorMethods):
         self.device = platform.device(self.cur_rank, self.num_ranks)
         self.gpu_id = self.device.index or 0
         self._log = rank_logger(self.cur_rank, self.num_ranks)
+        self._thread = threading.get_ident()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         allocator = os.environ.get("IRIS_ALLOCATOR", allocator_type)
@@ -87,6 +99,7 @@ class Iris(tensors.TensorMethods):
         self._words = torch.tensor(words, dtype=torch.int64, device=self.device)
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._barrier = DeviceBarrier(self)
+        self._difference = ""  # between heaps, once it is known
         self.agreement: agreement.Agreement | None = None
         if agreement.wanted() and self.num_ranks > 1:
             pids = [rank.pid for rank in told] if self.device.type == "cpu" else []
@@ -154,7 +167,7 @@ class Iris(tensors.TensorMethods):
         members = tuple(self._ranks.members(group))
         self.compare("a barrier", members)
         self._side.join()
-        self._barrier(members)
+        self._barrier(members, self._heap.digest)
         self.check()
 
     def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -263,22 +276,78 @@ class Iris(tensors.TensorMethods):
             raise
 
     def check(self) -> None:
-        """Raises `ClosedError` after `close()`, `PeerLostError` once a wait in a kernel has failed. No device sync."""
+        """Raises where the context cannot be used, or not here. Costs no device synchronisation.
+
+        `ClosedError` after `close()`; `ThreadError` in another thread than the context's; `PeerLostError` once a wait
+        in a kernel has failed; `NotSymmetricError` once kernels have found that the ranks' heaps differ.
+        """
+        if self._closed or self._record_view[0] or threading.get_ident() != self._thread:
+            self._refuse()
+
+    def take_over(self) -> None:
+        """Makes the calling thread the one that uses the context; the thread before must have ended its last call.
+
+        Ranks make the same calls in the same order, which two threads of a rank would not: so a context belongs to one
+        thread, at first to the one that made it, and calls from any other raise `ThreadError`.
+        """
+        if self._closed:
+            self._refuse()
+        self._thread = threading.get_ident()
+
+    def _refuse(self) -> None:
         if self._closed:
             raise ClosedError("this context was closed; make a new one with iris.iris()")
-        if self._record_view[0]:
-            _, waiter, rank, peer, expected, seen = self._record_view
-            whom = f"rank {peer}" if peer != rank else "a rank that another of its own programs waits for"
-            raise PeerLostError(
-                f"rank {rank} lost {whom}: {bounded.WAITERS[waiter]} waited for its signal {expected} and saw "
-                f"{seen} until the process ended or {platform.timeout_s(self.device):g} s (IRIS_TIMEOUT) had passed. "
-                f"Results since then are void; end all ranks and start again."
+        self._check_thread()
+        kind, waiter, rank, peer, expected, seen = self._record_view
+        if kind != bounded.LOST.value:
+            self._difference = self._difference or self._heaps_differ(kind, bounded.WAITERS[waiter], peer, expected)
+            raise NotSymmetricError(self._difference)
+        whom = f"rank {peer}" if peer != rank else "a rank that another of its own programs waits for"
+        raise PeerLostError(
+            f"rank {rank} lost {whom}: {bounded.WAITERS[waiter]} waited for its signal {expected} and saw "
+            f"{seen} until the process ended or {platform.timeout_s(self.device):g} s (IRIS_TIMEOUT) had passed. "
+            f"Results since then are void; end all ranks and start again."
+        )
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise ThreadError(
+                f"thread {threading.current_thread().name!r} uses a context that belongs to another thread; expected "
+                f"calls from one thread, so that all ranks make them in the same order. To hand the context over, call "
+                f"ctx.take_over() in the thread that goes on, when the other has ended its last call."
             )
+
+    def _heaps_differ(self, kind: int, call: str, peer: int, place: int) -> str:
+        """What to say after a barrier, or an op whose peers write `out`, has found that heaps differ.
+
+        `peer` comes here too, for it has compared itself with this rank, and tells its allocations.
+        """
+        topic = f"allocations of context {self.group_name}"
+        self._ranks.tell(topic, self._heap.allocations())
+        try:
+            theirs = self._ranks.ask(topic, peer, min(_SAID_S, platform.timeout_s(self.device)))
+            blame = first_difference({self.cur_rank: self._heap.allocations(), peer: theirs})
+            self._ranks.tell(f"{topic}, read", None)
+            with suppress(PeerLostError):
+                if self.cur_rank == 0:  # which may end by the error, and the store with it
+                    self._ranks.ask(f"{topic}, read", peer, _READ_S)
+        except PeerLostError as error:
+            blame = f"rank {peer} differs from rank {self.cur_rank}; which allocation does is not known: {error}"
+        if kind == bounded.OUT_DIFFERS.value:
+            found = (
+                f"{call}: out lies {place} bytes from the beginning of the heap on rank {self.cur_rank} and elsewhere "
+                f"on rank {peer}, and peers write it; expected the same allocation on all ranks"
+            )
+        else:
+            found = "the ranks' heaps differ; expected the same allocations and frees on all ranks"
+        remedy = "For parts whose sizes differ by rank use ctx.empty_ragged(...). End all ranks and start again."
+        return f"{found}. {f'{blame[0].upper()}{blame[1:]}. ' if blame else ''}{remedy}"
 
     def close(self) -> None:
         """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless."""
         if self._closed:
             return
+        self._check_thread()
         try:
             if not self._record_view[0]:
                 self.barrier()  # no peer may still be writing here

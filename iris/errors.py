@@ -37,6 +37,10 @@ class ClosedError(IrisError, RuntimeError):
     """The context was used after `close()`."""
 
 
+class ThreadError(IrisError, RuntimeError):
+    """A thread used a context that belongs to another thread."""
+
+
 class PeerLostError(IrisError, RuntimeError):
     """A wait on another rank failed: the process ended, or did not signal in time."""
 

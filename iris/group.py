@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 import io
 import os
 import pickle
@@ -55,6 +56,21 @@ class Ranks:
             return pickle.loads(data)
         except Exception as error:  # what another process lacks: a module, a device
             raise ArgumentError(f"what rank {src} sent cannot be made here: {error!r}") from error
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Leaves `value` in the group's store for whoever asks for it; waits for nobody."""
+        if self.group is not None:
+            self.group.get_group_store().set(f"iris/{topic}/{self.rank}", pickle.dumps(value))
+
+    def ask(self, topic: str, rank: int, timeout_s: float) -> Any:
+        """What `rank` has left, or leaves in time, about `topic`. Raises `PeerLostError` where it does not."""
+        try:
+            store = self.group.get_group_store()
+            key = f"iris/{topic}/{rank}"
+            store.wait([key], timedelta(seconds=timeout_s))
+            return pickle.loads(store.get(key))
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {rank} said nothing of {topic}: {str(error).splitlines()[0]}") from None
 
     def members(self, group: Any) -> list[int]:
         """The ranks, counted in this context, of a subgroup: a process group, a DeviceMesh or a list of ranks."""

@@ -4,16 +4,23 @@ The same calls give the same offsets on every rank, without a word between them,
 tensor dies (Python frees cycles at times that differ by rank). So an allocation lives until `free`, which every rank
 calls alike, or until the context closes: allocate once, then write into it with `out=`. The heap never asks which
 kind of memory it cuts.
+
+Users' tensors are cut from the heap's low end, the library's workspaces from its high end. So a user's allocation that
+differs between ranks shifts later tensors of users only, never a workspace. `digest` sums up what lies where; barriers
+exchange it (`iris/barrier.py`), and `first_difference` then says which allocation is to blame.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+import hashlib
 import math
 
 import torch
 
-from .errors import ArgumentError, DeviceError, HeapExhausted
+from . import platform
+from .errors import ArgumentError, CaptureError, DeviceError, HeapExhausted
 from .memory import Segment
 from .memory.offsets import Offsets, rounded
 
@@ -21,14 +28,34 @@ from .memory.offsets import Offsets, rounded
 GRANULE = 256
 
 
+@dataclass(frozen=True)
+class Allocation:
+    """A block that was taken: the how many-th of its end, where, how many bytes were asked for, and for what."""
+
+    number: int
+    library: bool
+    offset: int
+    nbytes: int
+    what: str
+    filled: int
+    """How many of the bytes are this rank's tensor: fewer where the block is as long as the largest rank's needs."""
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.nbytes} bytes at offset {self.offset})"
+
+
 class Heap:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self.size = segment.local.numel()
         self.base = segment.local.data_ptr()
-        self._offsets = Offsets(self.size)
+        self._ends = Offsets(self.size), Offsets(self.size)  # users', and the library's, counted down from the top
+        self._taken = [0, 0]
+        self._blocks: dict[int, Allocation] = {}
+        self.digest = _DIGEST
+        """A number of 62 bits that is the same on ranks with the same allocations, in whatever order they were made."""
         self.lent: set[int] = set()
-        """Blocks that torch's pool cuts and gives back itself."""
+        """Blocks that torch's pool cuts and gives back itself, at times that differ by rank: not in `digest`."""
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -36,40 +63,91 @@ class Heap:
         return self._segment.local
 
     @property
-    def used(self) -> int:
-        """Where the last allocation ends; set to an earlier value, all that begins from there on is freed."""
-        return self._offsets.used
+    def used(self) -> tuple[int, int]:
+        """Bytes up to the last allocation, from the low end and from the high end."""
+        return tuple(end.used for end in self._ends)
 
-    @used.setter
-    def used(self, value: int) -> None:
-        self._offsets.cut(value)
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no allocation has."""
+        return self.size - sum(end - begin for begin, end in self._live())
 
-    def allocate(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous tensor of `sizes`. Raises `HeapExhausted`, and then nothing was taken."""
-        nbytes = math.prod(sizes) * dtype.itemsize
-        offset = self.take(nbytes, f"a tensor {tuple(sizes)} of {dtype}")
-        return self._segment.local[offset : offset + nbytes].view(dtype).view(sizes)
+    def cut(self, used: tuple[int, int]) -> list[tuple[int, int]]:
+        """Frees what was taken beyond an earlier `used`. Returns the [begin, end) that this was."""
+        (low, high), (begin, top) = used, self.used
+        for offset, block in list(self._blocks.items()):
+            beyond = self.size - offset > high if block.library else offset >= low
+            if beyond:
+                self.give(offset)
+        return [span for span in ((low, begin), (self.size - top, self.size - high)) if span[0] < span[1]]
 
-    def take(self, nbytes: int, what: str, alignment: int = GRANULE) -> int:
-        """The offset of `nbytes` for `what`, with memory behind them."""
-        taken = rounded(max(nbytes, 1), GRANULE)
-        offset = self._offsets.take(taken, alignment)
+    def allocate(self, sizes: tuple[int, ...], dtype: torch.dtype, nbytes: int | None = None) -> torch.Tensor:
+        """An uninitialised contiguous tensor of `sizes` for a user, in a block of `nbytes`, by default just enough.
+
+        Raises `HeapExhausted`, and then nothing was taken.
+        """
+        filled = math.prod(sizes) * dtype.itemsize
+        what = f"a tensor {tuple(sizes)} of {dtype}"
+        offset = self.take(filled if nbytes is None else nbytes, what, filled=filled)
+        return self._tensor(offset, sizes, dtype)
+
+    def reserve(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The same for the library itself, from the high end of the heap."""
+        offset = self.take(math.prod(sizes) * dtype.itemsize, f"{tuple(sizes)} of {dtype} of a workspace", library=True)
+        return self._tensor(offset, sizes, dtype)
+
+    def _tensor(self, offset: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._segment.local[offset : offset + math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+
+    def take(self, nbytes: int, what: str, alignment: int = GRANULE, library: bool = False, lent: bool = False,
+        filled: int | None = None,
+    ) -> int:  # fmt: skip
+        """The offset of `nbytes` for `what`, with memory behind them; `library`: from the high end.
+
+        `lent`: to torch's pool. Raises `HeapExhausted`; `CaptureError` in a capture, whose replays would use memory
+        that may long be somebody else's.
+        """
+        if platform.is_capturing(self._segment.local.device):
+            raise CaptureError(f"{what} is to be allocated on the heap while a graph is captured; allocate it before")
+        taken, end = rounded(max(nbytes, 1), GRANULE), self._ends[library]
+        end.size = self.size - self._ends[not library].used
+        offset = end.take(taken, alignment)
         if offset is None:
             raise HeapExhausted(
-                f"{what} needs {taken} bytes in one piece; {self._offsets.free} of the heap's {self.size} are free, "
-                f"{self._offsets.longest} of them together. Make the heap larger (iris.iris(heap_size=...)), or "
+                f"{what} needs {taken} bytes in one piece; {end.free} of the heap's {self.size} are free, "
+                f"{end.longest} of them together. Make the heap larger (iris.iris(heap_size=...)), or "
                 f"allocate once and reuse with out=."
             )
+        begin = self.size - offset - taken if library else offset
         try:
-            self._segment.back(offset, offset + taken)
+            self._segment.back(begin, begin + taken)
         except BaseException:
-            self._offsets.give(offset)
+            end.give(offset)
             raise
-        return offset
+        self._taken[library] += 1
+        block = self._blocks[begin] = Allocation(
+            self._taken[library], library, begin, nbytes, what, nbytes if filled is None else filled
+        )
+        if lent:
+            self.lent.add(begin)
+        else:
+            self.digest ^= _mark(block)
+        return begin
 
     def give(self, offset: int) -> None:
-        """Frees what `take` gave."""
-        self._offsets.give(offset)
+        """Frees what `take` gave; `KeyError` if it gave nothing there."""
+        block = self._blocks.pop(offset)
+        taken = rounded(max(block.nbytes, 1), GRANULE)
+        self._ends[block.library].give(self.size - offset - taken if block.library else offset)
+        if offset in self.lent:
+            self.lent.discard(offset)
+        else:
+            self.digest ^= _mark(block)
+
+    def allocations(self) -> list[Allocation]:
+        """What is in `digest`: users' allocations first, in the order in which they were made."""
+        kept = (block for offset, block in self._blocks.items() if offset not in self.lent)
+        return sorted(kept, key=lambda block: (block.library, block.number))
 
     def offset(self, tensor: torch.Tensor) -> int:
         """Where `tensor` begins, counted from the heap's first byte; negative if it has no one place."""
@@ -77,11 +155,15 @@ class Heap:
 
     def free(self, *tensors: torch.Tensor) -> None:
         """Frees the blocks that these fill. Raises `ArgumentError` where one fills none, and frees nothing."""
+        if platform.is_capturing(self._segment.local.device):
+            raise CaptureError(
+                "free() is called while a graph is captured, whose replays use the memory; free it after"
+            )
         offsets = [self.offset(tensor) for tensor in tensors]
         for number, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
-            length = 0 if offset in self.lent else self._offsets.length(offset)
-            allocated = length and length == rounded(max(span(tensor), 1), GRANULE)
-            if not (allocated or self._segment.imported(offset)) or offset in offsets[:number]:
+            block = None if offset in self.lent else self._blocks.get(offset)
+            fills = block and rounded(max(block.filled, 1), GRANULE) == rounded(max(span(tensor), 1), GRANULE)
+            if not (fills or self._segment.imported(offset)) or offset in offsets[:number]:
                 raise ArgumentError(
                     f"no allocation of this heap lies where the tensor {tuple(tensor.shape)} of {tensor.dtype} does; "
                     f"expected a tensor as ctx.empty(...) or ctx.as_symmetric(...) returned it, not freed before. What "
@@ -99,7 +181,10 @@ class Heap:
 
     def trim(self) -> int:
         """Gives memory without allocations back to the system. Collective. Returns how many bytes."""
-        return self._segment.trim(self._offsets.blocks)
+        return self._segment.trim(self._live())
+
+    def _live(self) -> list[tuple[int, int]]:
+        return sorted((b, b + rounded(max(block.nbytes, 1), GRANULE)) for b, block in self._blocks.items())
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether every element of `tensor` lies in this heap, or in what was imported into it."""
@@ -108,6 +193,28 @@ class Heap:
     def holds(self, begin: int, end: int) -> bool:
         """The same of the elements between two addresses."""
         return self.base <= begin and end <= self.base + self._segment.span
+
+
+# Digests begin with it, so that they are numbers of more than 32 bits: a kernel takes them in one compiled form.
+_DIGEST = 1 << 61
+
+
+def _mark(block: Allocation) -> int:
+    digest = hashlib.blake2b(f"{block.offset} {block.nbytes}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
+def first_difference(said: dict[int, list[Allocation]]) -> str | None:
+    """By the `allocations` of some ranks, the first that is not the same on all of them; None if all are alike."""
+    places = {rank: {(block.offset, block.nbytes) for block in blocks} for rank, blocks in said.items()}
+    common = set.intersection(*places.values())
+    rest = [block for blocks in said.values() for block in blocks if (block.offset, block.nbytes) not in common]
+    if not rest:
+        return None
+    first = min((block.library, block.number) for block in rest)
+    found = {rank: [b for b in blocks if (b.library, b.number) == first] for rank, blocks in sorted(said.items())}
+    listed = ", ".join(f"{blocks[0] if blocks else 'none'} on rank {rank}" for rank, blocks in found.items())
+    return f"{'workspace' if first[0] else 'allocation'} number {first[1]} differs between ranks: {listed}"
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -13,10 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import ArgumentError, DeviceError, DtypeError, HeapExhausted, IrisError, NotSymmetricError, ShapeError
+from . import platform
+from .errors import (
+    ArgumentError,
+    CaptureError,
+    DeviceError,
+    DtypeError,
+    HeapExhausted,
+    IrisError,
+    NotSymmetricError,
+    ShapeError,
+)
 
 if TYPE_CHECKING:
     from .agreement import Agreement
+    from .group import Ranks
     from .heap import Heap
 
 _TORCH_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, OverflowError)
@@ -32,6 +43,7 @@ class TensorMethods:
 
     device: torch.device
     _heap: Heap
+    _ranks: Ranks
     agreement: Agreement | None
     check: Callable[[], None]
     compare: Callable[..., None]
@@ -47,6 +59,29 @@ class TensorMethods:
     def empty(self, *size: Any, **options: Any) -> torch.Tensor:
         """As `torch.empty`."""
         return self._construct(torch.empty, size, options, fill=lambda tensor: None)
+
+    def empty_ragged(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As `empty`, of sizes that may differ by rank: each rank's part of something uneven. Collective.
+
+        Every rank takes as much memory as the largest part, so the parts, and what is allocated later, begin at the
+        same offset on all ranks. Raises what `empty` raises, on all ranks alike.
+        """
+        self.check()
+        call = f"empty({', '.join(map(described, size))}, dtype={dtype})"
+        plan, refusal = None, None
+        try:
+            if platform.is_capturing(self.device):
+                raise CaptureError("empty_ragged() is collective and cannot be called while a graph is captured")
+            plan = _asked(torch.empty, size, {"device": "meta", "dtype": _checked_dtype(dtype)}, call)
+        except IrisError as error:
+            refusal = error
+        told = self._ranks.all_gather((refusal, plan is not None and plan.nbytes, plan is not None and plan.dtype))
+        for rank, (error, _, _) in enumerate(told):
+            if error is not None:
+                raise type(error)(f"rank {rank}: {error}")
+        if len({kind for _, _, kind in told}) > 1:
+            raise DtypeError(f"dtype differs between ranks: {[kind for _, _, kind in told]}; expected the same on all")
+        return self._heap.allocate(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in told))
 
     def full(self, *size_and_value: Any, **options: Any) -> torch.Tensor:
         """As `torch.full(size, fill_value)`."""
@@ -120,16 +155,12 @@ class TensorMethods:
             options.pop(name, None) for name in ("out", "requires_grad", "dtype", "generator")
         )
         self._check_place(options.pop("device", None), options.pop("layout", None), options.pop("pin_memory", None))
-        if dtype is not None and not isinstance(dtype, torch.dtype) and dtype not in (bool, int, float, complex):
-            raise DtypeError(f"dtype is {dtype!r}; expected a torch.dtype such as torch.float32")
+        _checked_dtype(dtype)
         given = options | ({} if dtype is None else {"dtype": dtype})
         call = f"{function.__name__}({', '.join([*map(described, args), *(f'{k}={v}' for k, v in given.items())])})"
 
         def ask(**more: Any) -> torch.Tensor:
-            try:
-                return function(*args, **options, **more)
-            except _TORCH_ERRORS as error:
-                raise _translated(error, call) from None
+            return _asked(function, args, options | more, call)
 
         for tensor in (each for each in args if isinstance(each, torch.Tensor)):
             _check_tensor(tensor)
@@ -186,6 +217,20 @@ class TensorMethods:
             raise ShapeError(f"out has sizes {tuple(out.shape)}; expected {tuple(plan.shape)} for {call}")
         if dtype is not None and out.dtype != plan.dtype:
             raise DtypeError(f"out is {out.dtype}; expected {plan.dtype}, the dtype asked for")
+
+
+def _asked(function: Callable[..., torch.Tensor], args: tuple, options: dict[str, Any], call: str) -> torch.Tensor:
+    """What torch answers to `call`; its complaints as ours."""
+    try:
+        return function(*args, **options)
+    except _TORCH_ERRORS as error:
+        raise _translated(error, call) from None
+
+
+def _checked_dtype(dtype: Any) -> Any:
+    if dtype is not None and not isinstance(dtype, torch.dtype) and dtype not in (bool, int, float, complex):
+        raise DtypeError(f"dtype is {dtype!r}; expected a torch.dtype such as torch.float32")
+    return dtype
 
 
 def _check_tensor(tensor: Any) -> None:

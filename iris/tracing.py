@@ -216,7 +216,7 @@ class Tracing:
 
     def _clock_memory(self) -> tuple[torch.Tensor, ...]:
         world, device = self._ctx.num_ranks, self._ctx.device
-        flags, times = (self._ctx._heap.allocate((world,), dtype).zero_() for dtype in (torch.int32, torch.int64))
+        flags, times = (self._ctx._heap.reserve((world,), dtype).zero_() for dtype in (torch.int32, torch.int64))
         count, step = (torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
         results = torch.zeros(world, 3, dtype=torch.int64, device=device)
         self._ctx.device_barrier()  # no peer signals before the flags are zero

@@ -61,7 +61,7 @@ def matmul_all_gather_kernel(
     # as many tiles on every rank, though its own part may be short
     num_m = tl.cdiv(max(M, row_step), BLOCK_M)
     num_n = tl.cdiv(max(N, col_step), BLOCK_N)
-    epoch = enter(ctx, sync)
+    epoch = enter(ctx, sync, out)
     start_in_turn(stagger)
 
     ok = True
@@ -83,7 +83,7 @@ def matmul_all_gather_kernel(
             mask &= own_row[:, None]
             tl.store(target, result, mask=mask)
             if not entered:
-                ok = await_entered(ctx, sync, epoch, WAITER)  # before that, a peer may still read its out
+                ok = await_entered(ctx, sync, epoch, WAITER, out)  # before that, a peer may still read its out
                 entered = True
             if ok:
                 nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, out.dtype.element_ty)
@@ -92,5 +92,5 @@ def matmul_all_gather_kernel(
                     tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
                 ctx.tracing.record_event_end(span)
     if not entered:
-        ok = await_entered(ctx, sync, epoch, WAITER)
+        ok = await_entered(ctx, sync, epoch, WAITER, out)
     leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True)

@@ -14,11 +14,11 @@ from .warp_roles import NOWHERE, allocate, await_tile, multiply_tiles, pace, pla
 
 @gluon.jit
 def _push_tiles(
-    ctx, shared, units, tiles, out, sync, M, N, stride_om, spread, MOVE: gl.constexpr, WAITER: gl.constexpr
+    ctx, shared, units, tiles, whole, out, sync, M, N, stride_om, spread, MOVE: gl.constexpr, WAITER: gl.constexpr
 ):  # fmt: skip
-    """The moving warps: each tile to `out` of every rank. `out`: where this rank's part, M by N, begins."""
-    epoch = enter(ctx, sync, LANES=False)
-    ok = await_entered(ctx, sync, epoch, WAITER, LANES=False)  # before that, a peer may still read its out
+    """The moving warps: each tile to every rank. `out`: where this rank's part, M by N, begins in the `whole`."""
+    epoch = enter(ctx, sync, whole, LANES=False)
+    ok = await_entered(ctx, sync, epoch, WAITER, whole, LANES=False)  # before that, a peer may still read its out
     targets = ()
     for i in gl.static_range(1, ctx.world_size):
         targets = targets + (ctx.remote(out, (ctx.rank + i) % ctx.world_size),)
@@ -77,7 +77,7 @@ def matmul_all_gather_roles_kernel(
                     B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
                 ),
             ),
-            (_push_tiles, (ctx, shared, units, tiles, part, sync, M, N, stride_om, spread, MOVE, WAITER)),
+            (_push_tiles, (ctx, shared, units, tiles, out, part, sync, M, N, stride_om, spread, MOVE, WAITER)),
         ],
         [MOVING],
         [MOVING_REGISTERS],

@@ -68,7 +68,7 @@ def reduce_scatter_kernel(
 
     tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
     owned = tiles.owned()
-    epoch = enter(ctx, sync)
+    epoch = enter(ctx, sync, out if ALL_REDUCE else None)
     start_in_turn(stagger)
 
     ok = True  # nothing has been missed so far
@@ -88,7 +88,8 @@ def reduce_scatter_kernel(
             c = tl.arange(0, BLOCK_N)
             ctx.tracing.record_event_end(span)
             if not entered:
-                ok = await_entered(ctx, sync, epoch, WAITER, LANES=False)  # lanes take registers that the tile needs
+                # lanes take registers that the tile needs
+                ok = await_entered(ctx, sync, epoch, WAITER, out if ALL_REDUCE else None, LANES=False)
                 entered = True
             if pending >= 0:
                 if ok:

@@ -217,14 +217,16 @@ class Ops:
             A, B, bias, key = A[:0], A.t(), None, None
         direct = not prepared.writes_to_peers or ctx._heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         if ctx.agreement is not None:
-            self._compare(op, prepared, out if direct else None, async_op)
+            self._compare(op, prepared, out if direct else None, bias, async_op, workspace)
         workspace = workspace or self._own_workspace()
         if problem.empty:
             return workspace
-        nbytes = prepared.nbytes + (0 if direct else problem.M * problem.N * problem.dtype.itemsize)
-        grown = True
+        grown, staged = True, None
         try:
-            grown = workspace.reserve(prepared.num_flags, nbytes, prepared.exchange)
+            grown = workspace.reserve(prepared.num_flags, prepared.nbytes, prepared.exchange)
+            if not direct:
+                nbytes = problem.M * problem.N * problem.dtype.itemsize
+                staged = workspace.results(nbytes).view(out.dtype).view(out.shape)
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:
                 self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
@@ -236,7 +238,7 @@ class Ops:
 
         def go() -> None:
             again, launched = calls.moved(key, direct), None
-            target = out if direct else workspace.staging[prepared.nbytes : nbytes].view(out.dtype).view(out.shape)
+            target = out if direct else staged
             if halves:
                 target = out.new_empty(problem.M, problem.N)
             if again is None or not again():
@@ -252,7 +254,7 @@ class Ops:
             if halves:
                 gating.gate(out, target)
             if again or not async_op:  # which leaves alone what is known of the call
-                calls.keep(key, again and (again, None if direct else target, workspace), launched, direct)
+                calls.keep(key, again and (again, staged, workspace), launched, direct)
 
         if async_op and ctx.device.type == "cuda":
             workspace._done = ctx._side.run(go, out, A, B, bias, scale)
@@ -262,10 +264,16 @@ class Ops:
         ctx.check()
         return workspace
 
-    def _compare(self, op: str, prepared: _Prepared, out: torch.Tensor | None, async_op: bool) -> None:
+    def _compare(
+        self, op: str, prepared: _Prepared, out: torch.Tensor | None, bias: torch.Tensor | None, async_op: bool,
+        workspace: Workspace | None,
+    ) -> None:  # fmt: skip
         """Where ranks compare their calls: raises where this one differs. `out`: if peers write there, or may."""
         problem, config = prepared.problem, replace(prepared.config, prediction=None)  # which is each rank's own
         facts = {"form": problem.form, "M": problem.M, "dtype": problem.dtype, "config": config, "async_op": async_op}
+        facts["bias"] = "none" if bias is None else "given"
+        own = workspace is None or workspace is self._workspace
+        facts["workspace"] = "the context's own" if own else f"at {self._ctx._heap.offset(workspace.sync)} of the heap"
         if problem.fp8:
             facts["B"] = "in eight bits"
         if problem.op != GATHER_MATMUL:  # where each rank has columns of its own

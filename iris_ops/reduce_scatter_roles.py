@@ -95,8 +95,9 @@ def _move_tiles(
     BLOCK_N: gl.constexpr = shared.BLOCK_N
     ELEMENTS: gl.constexpr = BLOCK_M * BLOCK_N
     owned = tiles.owned()
-    epoch = enter(ctx, sync, LANES=False)
-    ok = await_entered(ctx, sync, epoch, WAITER, LANES=False)
+    place = out if ALL_REDUCE else None
+    epoch = enter(ctx, sync, place, LANES=False)
+    ok = await_entered(ctx, sync, epoch, WAITER, place, LANES=False)
     done = 0
     programs = gl.num_programs(0)
     for unit in range(gl.program_id(0), units.count(programs), programs):

@@ -31,7 +31,7 @@ class Workspace:
     def __init__(self, ctx: Iris) -> None:
         _refuse_capture(ctx)
         self.ctx = ctx
-        self.sync = ctx._heap.allocate((sync_words(ctx.num_ranks),), torch.int32)
+        self.sync = ctx._heap.reserve((sync_words(ctx.num_ranks),), torch.int32)
         self.sync.zero_()
         self.flags = self.staging = self.exchange = torch.empty(0, dtype=torch.int32, device=ctx.device)
         # [epoch, programs that came so far, flag] of the calls that use the exchange area (`iris/device/exchange.py`)
@@ -42,15 +42,16 @@ class Workspace:
         self.lanes = Lane(ctx.device), Lane(ctx.device)
         self.marks = [Mark(ctx.device) for _ in range(ctx.num_ranks + 1)]  # two, and one a peer
         # what copy engines set behind a rank's rows: how many barriers it had come through
-        self.arrivals = ctx._heap.allocate((ctx.num_ranks,), torch.int32).zero_()
+        self.arrivals = ctx._heap.reserve((ctx.num_ranks,), torch.int32).zero_()
         self._rounded: list[torch.Tensor] = []
+        self._results: list[torch.Tensor] = []
         self._done: torch.cuda.Event | None = None
         self.barrier = DeviceBarrier(ctx)  # the ops' own, in their lanes
         self.kernels: dict = {}  # that follow torch's products ...
         self.sums = repeat.Calls(2)  # ... and their launches; gone with `views`
         self.products = repeat.Calls(4)  # likewise of products of rows that copy engines bring
         self.graphs = Graphs(ctx)  # of calls that are several launches
-        ctx.device_barrier()  # no peer signals here before this rank's words are zero
+        ctx.barrier()  # no peer signals here before this rank's words are zero, and heaps are alike
         self.meet()  # so that it is compiled before it is captured
 
     def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> bool:
@@ -61,21 +62,32 @@ class Workspace:
         grown = False
         if num_flags > self.flags.numel():
             _refuse_capture(self.ctx)
-            flags = self.ctx._heap.allocate((_grown(num_flags),), torch.int32)
+            flags = self.ctx._heap.reserve((_grown(num_flags),), torch.int32)
             # Epochs start at 1. Peers signal only once this rank has entered the call, in stream order after this.
             self.flags, grown = flags.zero_(), True
         if nbytes > self.staging.nbytes:
             _refuse_capture(self.ctx)
-            self.staging, grown = self.ctx._heap.allocate((_grown(nbytes),), torch.uint8), True
+            self.staging, grown = self.ctx._heap.reserve((_grown(nbytes),), torch.uint8), True
             self.views.clear()
             self.sums.forget()
             self.products.forget()
         if exchange > self.exchange.nbytes:
             _refuse_capture(self.ctx)
-            self.exchange = self.ctx._heap.allocate((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
-            self.ctx.device_barrier()  # on every rank, before a peer's words arrive
+            self.exchange = self.ctx._heap.reserve((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
             grown = True
+        if grown:
+            self.ctx.barrier()  # words are empty before a peer's arrive, and the new memory is where peers have theirs
         return grown
+
+    def results(self, nbytes: int) -> torch.Tensor:
+        """Memory in place of an `out` that peers write and that does not lie on the heap.
+
+        Ranks do not meet where it grows: kernels compare where it lies, as they do of any `out`, before they write.
+        """
+        if not self._results or nbytes > self._results[-1].nbytes:
+            _refuse_capture(self.ctx)
+            self._results.append(self.ctx._heap.reserve((_grown(nbytes),), torch.uint8))
+        return self._results[-1][:nbytes]
 
     def rounded(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for so many rows in eight bits and a scale of each: this rank's own, for calls that follow each other.

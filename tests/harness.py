@@ -73,10 +73,8 @@ class _Renewable:
     def renew(self) -> None:
         """The heap as it was at first. Every rank has ended its body, and none begins the next before all are here."""
         self.ctx._ops = self.ctx._ccl = self.ctx._tracing = None
-        begin, end = self._used, self.ctx._heap.used
-        if end > begin:
+        for begin, end in self.ctx._heap.cut(self._used):
             _zero(self.ctx._segment.local[begin:end])
-        self.ctx._heap.used = begin
 
 
 def _zero(memory: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ before it was read, because:
   GATHER: who stores for call e + 1 has had all done signals of call e, which come after the lane's waits and reads.
   REDUCE alone: two slots by parity. Who stores for e + 2 has finished e + 1, so it has everyone's chunks of e + 1;
   who sent those had finished e.
+  The places that are told before the first signal, of each lane or of the entry, are looked at behind the first wait.
   No REDUCE: an entry or done flag of e + 1 is set by who has had all done signals of e, which come after the entry
   waits; and the done flag after our entry into e + 1.
 """
@@ -27,7 +28,7 @@ import triton.language as tl
 from ..device.context import DeviceContext
 from ..device.exchange import load_bases, remote, sum_type
 from ..device.function import device_function
-from ..device.sync import advance, next_epoch, signal_others, wait_others
+from ..device.sync import advance, next_epoch, same_place, signal_others, tell_place, wait_others
 from .by_words import rounded
 from .view import views
 
@@ -102,6 +103,16 @@ def _copy(
         tl.store(remote(ctx, places, bases, (ctx.rank + i) % WORLD_SIZE), value, mask=mask)
 
 
+@device_function
+def _same_places(ctx, places, out, WAITER: tl.constexpr):
+    """Whether `out` lies at the same place on all ranks, as they told at `places` of [rank, LANES]."""
+    same = True
+    for i in tl.static_range(1, ctx.world_size):
+        peer = (ctx.rank + i) % ctx.world_size
+        same = same_place(ctx, places + peer * LANES, out, peer, WAITER) and same
+    return same
+
+
 @triton.jit(do_not_specialize=["units", "chunk_units", "slot_flags"])
 def flags_kernel(
     inp,
@@ -141,7 +152,8 @@ def flags_kernel(
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    # flags: entered [rank], done [rank, LANES], arrived [slot][source rank, lane, chunk];
+    # flags: places of `out` [rank, LANES] of int64, entered [rank], done [rank, LANES],
+    # arrived [slot][source rank, lane, chunk];
     # staging: [slot][source rank, unit, BLOCK].
     source, target = views(
         (inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step),
@@ -158,7 +170,9 @@ def flags_kernel(
     ctx = DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
     rank = ctx.rank
     lane, lanes = tl.program_id(0), tl.num_programs(0)
-    done = flags + WORLD_SIZE
+    places = flags.to(tl.pointer_type(tl.int64)) + lane
+    entered = flags + 2 * WORLD_SIZE * LANES
+    done = entered + WORLD_SIZE
     per_lane = tl.cdiv(units, lanes)
     begin = min(lane * per_lane, units)
     end = min(begin + per_lane, units)
@@ -169,6 +183,8 @@ def flags_kernel(
         staged = staging + tl.cast(slot, tl.int64) * slot_elements
         chunks = tl.cdiv(per_lane, chunk_units)
         arrived = done + WORLD_SIZE * LANES + slot * slot_flags + lane * chunks
+        if GATHER:
+            tell_place(ctx, places, LANES, out)
         for c in range(0, chunks + 1):
             first = begin + c * chunk_units
             if c < chunks:
@@ -177,6 +193,9 @@ def flags_kernel(
                     signal_others(ctx, arrived + rank * lanes * chunks + c, epoch)
             if c > 0:
                 ok = wait_others(ctx, arrived + c - 1, lanes * chunks, epoch, WAITER) and ok
+                if GATHER:
+                    if ok & (c == 1):
+                        ok = _same_places(ctx, places, out, WAITER)
                 if ok:
                     _sum(
                         ctx,
@@ -194,11 +213,14 @@ def flags_kernel(
                     )
     else:
         if lane == 0:
-            signal_others(ctx, flags + rank, epoch)
+            tell_place(ctx, places, LANES, out)
+            signal_others(ctx, entered + rank, epoch)
         # `inp` is this rank's to read: the first unit, if the lane has one, comes while the entries travel
         value = _load(ctx, source, 1, begin, BLOCK, WORLD_SIZE, SCATTER)
         advance(sync, epoch)
-        ok = wait_others(ctx, flags, 1, epoch, WAITER)
+        ok = wait_others(ctx, entered, 1, epoch, WAITER)
+        if ok:
+            ok = _same_places(ctx, places - lane, out, WAITER)  # told by lane 0
         if ok:
             _copy(ctx, bases, source, target, begin, value, BLOCK, WORLD_SIZE, SCATTER)
             for unit in range(begin + 1, end):

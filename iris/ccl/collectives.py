@@ -166,6 +166,8 @@ class Collectives:
             check_overlap(op, out, inp, prepared.members.rank)
         if ctx.agreement is not None:
             facts = {"shapes": prepared.problem, "plan": prepared.plan, "async_op": async_op}
+            own = workspace is None or workspace is self._workspaces.get(prepared.members)
+            facts["workspace"] = "the group's own" if own else "another"
             if given and launch.writes_to_peers(prepared.problem, prepared.plan):
                 inside = ctx._heap.holds(to, to + got)
                 facts["out"] = f"at {ctx._heap.offset(out)} of the heap" if inside else "outside the heap"
@@ -238,7 +240,8 @@ class Collectives:
             grown = workspace.reserve(room.area, room.flags, room.nbytes, room.fill)
             if launch.writes_to_peers(prepared.problem, prepared.plan) and not on_heap:
                 nbytes = out.numel() * out.element_size()
-                grown |= workspace.reserve("results", 0, nbytes)
+                # kernels compare where results lie before they write them
+                grown |= workspace.reserve("results", 0, nbytes, meet=False)
                 staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ..device.context import HEADER
 from ..errors import ArgumentError
@@ -22,10 +21,10 @@ _NAMES = 7  # of the context tensor: where to find what the members are called i
 
 
 class Group:
-    """All ranks of the context, or those in `members`, with the process group that they share."""
+    """All ranks of the context, or those in `members`."""
 
-    def __init__(self, ctx: Iris, members: list[int] | None = None, processes: Any = None) -> None:
-        self.ctx, self._processes = ctx, processes
+    def __init__(self, ctx: Iris, members: list[int] | None = None) -> None:
+        self.ctx = ctx
         self.rank, self.size = ctx.cur_rank, ctx.num_ranks
         self.words = ctx.get_device_context()
         self._group: Any = None
@@ -40,22 +39,13 @@ class Group:
         """The members, counted in the context."""
         return tuple(self._group or range(self.size))
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Bytes at the same heap offset on every member."""
-        memory = self.ctx._heap.allocate((nbytes,), torch.uint8)
-        if self._processes is not None:
-            offsets: list[Any] = [None] * self.size
-            dist.all_gather_object(offsets, memory.data_ptr() - self.ctx._heap.base, self._processes)
-            if len(set(offsets)) > 1:
-                raise ArgumentError(
-                    f"group: its ranks {self._group} have made different allocations before, their heaps are at "
-                    f"{offsets}. Every rank must make the same calls in the same order, each in its own group; or give "
-                    f"the group a context of its own: iris.iris(group=...)"
-                )
-        return memory
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Bytes at the same heap offset on every member, as the next `barrier` finds."""
+        return self.ctx._heap.reserve((nbytes,), torch.uint8)
 
     def barrier(self) -> None:
-        self.ctx.device_barrier(self._group)
+        """Of the members, on the host: raises on all of them where their heaps differ."""
+        self.ctx.barrier(group=self._group)
 
 
 def _words(words: torch.Tensor, rank: int, members: list[int], names: torch.Tensor) -> torch.Tensor:
@@ -76,6 +66,4 @@ def group_of(ctx: Iris, group: Any) -> Group:
         return Group(ctx)
     if isinstance(group, (list, tuple)):
         raise ArgumentError(f"group is {group!r}; expected a ProcessGroup or a one-dimensional DeviceMesh")
-    members = ctx._ranks.members(group)
-    processes = group.get_group() if hasattr(group, "get_group") else group
-    return Group(ctx, members, processes)
+    return Group(ctx, ctx._ranks.members(group))

@@ -35,7 +35,7 @@ def room(problem: Problem, plan: Plan) -> Room:
         blocks = (1 if w == 2 else w) * (2 if _gathers(problem, plan) else 1)
         return Room("words", 0, 2 * blocks * elements * _word(problem).itemsize, 255)
     if plan.variant == "ring":
-        return Room("ring", plan.rings * 2 * w * LANES.value, w * elements * _wide(problem).itemsize)
+        return Room("ring", (2 + plan.rings * w) * 2 * LANES.value, w * elements * _wide(problem).itemsize)
     if plan.variant in ("atomic", "spinlock"):
         return Room("added", 2 * w * LANES.value + units, 2 * elements * _wide(problem).itemsize)
     table = _table(problem)
@@ -106,8 +106,8 @@ def kernel_of(plan: Plan) -> triton.JITFunction:
 
 
 def _table(problem: Problem) -> int:
-    """Flags before those of the slots: entered and done."""
-    return problem.world_size * (1 + LANES.value)
+    """Flags before those of the slots: places (of int64), entered and done."""
+    return problem.world_size * (1 + 3 * LANES.value)
 
 
 def _units(problem: Problem, plan: Plan) -> int:

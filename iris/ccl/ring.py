@@ -6,6 +6,9 @@ units of each part, divided into RINGS, of which every second one runs the other
 
 Flags hold epochs, compared exactly, and one slot serves all calls. Whoever finishes call e has got every part's sum;
 a sum exists only when all ranks have entered e and consumed all partial sums of that part and lane.
+
+A rank tells whom it sends to where its `out` lies, and looks at what it was told when the first partial sum has come.
+Where places differ, two neighbours at least differ from whom they hear of, so no partial sum comes round.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import triton.language as tl
 
 from ..device.context import DeviceContext
 from ..device.exchange import load_bases, remote
-from ..device.sync import advance, next_epoch, signal, wait
+from ..device.sync import advance, next_epoch, place_of, same_place, signal, wait
 from .by_flags import LANES
 from .by_words import rounded
 from .view import View
@@ -46,7 +49,8 @@ def ring_kernel(
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    # staging: partial sums [step, unit, BLOCK]; flags: [ring, step, LANES], w - 1 steps for partial sums, then for sums
+    # staging: partial sums [step, unit, BLOCK]; flags: places [direction, LANES] of int64, then [ring, step, LANES],
+    # w - 1 steps for partial sums, then for sums
     source = View(inp, in_n, in_cols, stride_im, stride_in, in_share, in_share, 0, IN_LAYOUT, INTERLEAVED, 1, 1)
     target = View(out, in_n, out_cols, stride_om, stride_on, in_share, in_share, 0, OUT_LAYOUT, INTERLEAVED, 1, 1)
     STEPS: tl.constexpr = WORLD_SIZE - 1
@@ -68,22 +72,28 @@ def ring_kernel(
         forward = 1 - 2 * (ring % 2)
         following = (rank + forward + WORLD_SIZE) % WORLD_SIZE
         before = (rank - forward + WORLD_SIZE) % WORLD_SIZE
-        arrived = flags + ring * (2 * STEPS * LANES) + lane
+        place = flags.to(tl.pointer_type(tl.int64)) + (ring % 2) * LANES + lane
+        arrived = flags + 4 * LANES + ring * (2 * STEPS * LANES) + lane
+        if WORLD_SIZE > 1:
+            if ring < 2:
+                ctx.store(place, place_of(ctx, out), following)
         for step in range(WORLD_SIZE):
             # part `rank` goes first; at the last step, what arrives is the sum of all others
             part = (rank + step * (WORLD_SIZE - forward)) % WORLD_SIZE
             if step > 0:
                 ok = wait(ctx, arrived + (step - 1) * LANES, epoch, before, WAITER, exact=True) and ok
+                if ok & (step == 1) & (ring < 2):
+                    ok = same_place(ctx, place, out, before, WAITER)
             if ok:
                 for unit in range(first, end):
                     pointers, mask = source.place(part, unit, BLOCK, WORLD_SIZE)
                     total = tl.load(pointers, mask=mask, other=0).to(wide)
                     if step > 0:
-                        place = (tl.cast(step - 1, tl.int64) * units + unit) * BLOCK
-                        total += tl.load(staging + place + element, mask=mask, other=0, cache_modifier=".cg")
+                        spot = (tl.cast(step - 1, tl.int64) * units + unit) * BLOCK
+                        total += tl.load(staging + spot + element, mask=mask, other=0, cache_modifier=".cg")
                     if step < STEPS:
-                        place = (tl.cast(step, tl.int64) * units + unit) * BLOCK
-                        tl.store(remote(ctx, staging + place + element, bases, following), total, mask=mask)
+                        spot = (tl.cast(step, tl.int64) * units + unit) * BLOCK
+                        tl.store(remote(ctx, staging + spot + element, bases, following), total, mask=mask)
                     else:
                         result = rounded(total, inp.dtype.element_ty)
                         pointers, _ = target.place(part, unit, BLOCK, WORLD_SIZE)

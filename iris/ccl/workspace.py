@@ -34,10 +34,10 @@ class Workspace:
         self.areas: dict[str, Area] = {}
         self._done: torch.cuda.Event | None = None
 
-    def reserve(self, name: str, num_flags: int, nbytes: int, fill: int = 0) -> bool:
+    def reserve(self, name: str, num_flags: int, nbytes: int, fill: int = 0, meet: bool = True) -> bool:
         """Makes room in an area: int32 flags, bytes of staging, which begins with every byte as `fill`.
 
-        The same on all ranks of the group. Returns whether there was less before.
+        The same on all ranks of the group, which `meet` where there was less before: returns whether there was.
         """
         device = self.group.ctx.device
         area = self.areas.get(name)
@@ -49,18 +49,19 @@ class Workspace:
         flags, staging = area.flags, area.staging
         if num_flags > flags.numel():
             _refuse_capture(device)
-            flags, grown = self.group.allocate(4 * _grown(num_flags)).view(torch.int32).zero_(), True
+            flags, grown = self.group.reserve(4 * _grown(num_flags)).view(torch.int32).zero_(), True
         if nbytes > staging.nbytes:
             _refuse_capture(device)
             try:
-                staging, grown = self.group.allocate(_grown(nbytes)).fill_(fill), True
+                staging, grown = self.group.reserve(_grown(nbytes)).fill_(fill), True
             except HeapExhausted:  # new flags that peers do not know to be zero must not stay
                 if flags is not area.flags:
                     self.group.ctx._heap.free(flags)
                 raise
         area.flags, area.staging = flags, staging
-        if grown:
-            self.group.barrier()  # no peer stores here before this rank's memory is as it must be
+        if grown and meet:
+            # no peer stores here before this rank's memory is as it must be, and where it must be
+            self.group.barrier()
         return grown
 
     def wait(self) -> None:

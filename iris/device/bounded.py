@@ -38,8 +38,11 @@ WAITERS = (
     "matmul_all_reduce_norm",
     "all_gather_matmul_gated",
 )
-# A failure record is int64: [written, waiter, rank, peer, expected, seen]; what is expected is an epoch or a count.
+# A failure record is int64: [kind, waiter, rank, peer, expected, seen], kind 0 while there is none. What is expected is
+# an epoch or a count of a LOST peer; of one that stores its results into ours, where its `out` lies (OUT_DIFFERS); of
+# a barrier, the digest of its allocations (HEAPS_DIFFER).
 RECORD_WORDS = 6
+LOST, OUT_DIFFERS, HEAPS_DIFFER = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 # Polls between two looks at the rank's status, which would double the time of each.
 _POLLS_A_CHECK = tl.constexpr(16)
 
@@ -89,7 +92,7 @@ def keeps_waiting(ctx, missing, late, polls):
 
 
 @device_function
-def report(ctx, waiter: tl.constexpr, expected, peer, seen):
+def report(ctx, waiter: tl.constexpr, expected, peer, seen, kind: tl.constexpr = LOST):
     """After a wait in vain: writes the record that the host raises from, if it is this program that marked the rank."""
     if tl.atomic_cas(_status(ctx), _own_mark(), -1) == _own_mark():  # once, however many reports follow
         record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
@@ -99,7 +102,14 @@ def report(ctx, waiter: tl.constexpr, expected, peer, seen):
         tl.store(record + 4, tl.cast(expected, tl.int64))
         tl.store(record + 5, tl.cast(seen, tl.int64))
         tl.debug_barrier()
-        tl.atomic_xchg(record, 1, sem="release", scope="sys")
+        tl.atomic_xchg(record, kind, sem="release", scope="sys")
+
+
+@device_function
+def report_difference(ctx, waiter: tl.constexpr, expected, peer, seen, kind: tl.constexpr):
+    """After a look at what `peer` says of itself, which should be the same here: no wait of this rank goes on."""
+    tl.atomic_cas(_status(ctx), 0, _own_mark(), sem="relaxed", scope="gpu")
+    report(ctx, waiter, expected, peer, seen, kind)
 
 
 @device_function

@@ -9,7 +9,17 @@ import triton
 import triton.language as tl
 
 from . import arch, rma
-from .bounded import WAITERS, deadline, healthy, is_late, keeps_waiting, report
+from .bounded import (
+    HEAPS_DIFFER,
+    OUT_DIFFERS,
+    WAITERS,
+    deadline,
+    healthy,
+    is_late,
+    keeps_waiting,
+    report,
+    report_difference,
+)
 from .context import own_context
 from .function import device_function
 from .tracing import SIGNAL, WAIT
@@ -17,7 +27,8 @@ from .tracing import SIGNAL, WAIT
 _USER = tl.constexpr(WAITERS.index("a kernel"))
 _BARRIER = tl.constexpr(WAITERS.index("device_barrier"))
 # The sync block of a communicator, int32 on the heap:
-# [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size]].
+# [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size], places[world_size] of
+# int64].
 _FINISHED = tl.constexpr(1)
 _NEXT_TILE = tl.constexpr(2)
 _ENTERED = tl.constexpr(16)
@@ -25,7 +36,7 @@ _ENTERED = tl.constexpr(16)
 
 def sync_words(world_size: int) -> int:
     """int32 words of a sync block."""
-    return _ENTERED.value + 2 * world_size
+    return _ENTERED.value + 4 * world_size
 
 
 @device_function
@@ -88,24 +99,68 @@ def next_epoch(sync):
 
 
 @device_function
-def enter(ctx, sync, LANES: tl.constexpr = True):
+def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     """Begins a call: tells the peers that this rank is in it, and returns the call's epoch.
 
-    `LANES`, here and below: all peers are told, or awaited, at once; not in Gluon, whose tensors need layouts.
+    `out`: the pointer to what peers will store into; where it lies is told too. `LANES`, here and below: all peers are
+    told, or awaited, at once; not in Gluon, whose tensors need layouts.
 
     Kernels of one stream follow each other, so a rank that has entered a call has read all that earlier calls staged
     for it. Who stores into a peer's memory calls `await_entered` first; then one staging slot serves all calls.
     """
     epoch = next_epoch(sync)
     if tl.program_id(0) == 0:
+        if out is not None:
+            tell_place(ctx, _places(ctx, sync), 1, out)
         _signal_all(ctx, sync + _ENTERED + ctx.rank, epoch, LANES)
     return epoch
 
 
 @device_function
-def await_entered(ctx, sync, epoch, waiter: tl.constexpr, LANES: tl.constexpr = True):
-    """Waits until every peer has entered this call, or even a later one. Returns whether they did."""
-    return _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
+def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.constexpr = True):
+    """Waits until every peer has entered this call, or even a later one. Returns whether they did.
+
+    `out`, of calls that `leave` together: whether it also lies at the same place on every rank.
+    """
+    ok = _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
+    if out is not None:
+        if ok:
+            for i in tl.static_range(1, ctx.world_size):
+                peer = (ctx.rank + i) % ctx.world_size
+                ok = same_place(ctx, _places(ctx, sync) + peer, out, peer, waiter) and ok
+    return ok
+
+
+@device_function
+def _places(ctx, sync):
+    return (sync + _ENTERED + 2 * ctx.world_size).to(tl.pointer_type(tl.int64))
+
+
+@device_function
+def place_of(ctx, pointer):
+    """How far from the beginning of this rank's heap a scalar pointer points, in bytes, int64."""
+    return pointer.to(tl.int64) - tl.load(ctx.heap_bases() + ctx.rank)
+
+
+@device_function
+def tell_place(ctx, places, step, out):
+    """Stores where `out` lies into `places + rank * step` at every other rank; the next signal vouches for it."""
+    for i in tl.static_range(1, ctx.world_size):
+        ctx.store(places + ctx.rank * step, place_of(ctx, out), (ctx.rank + i) % ctx.world_size)
+
+
+@device_function
+def same_place(ctx, place, out, peer, waiter: tl.constexpr):
+    """Whether `peer`, which has signalled, told at `place` that its `out` lies where this rank's does.
+
+    Until the call has ended here, the peer must be unable to enter the next one. If not, the rank's waits end.
+    """
+    own = place_of(ctx, out)
+    # an atomic's result is the same for all threads, which part company where a load's is not
+    seen = tl.atomic_add(place, tl.cast(0, tl.int64), sem="relaxed", scope="sys")
+    if seen != own:
+        report_difference(ctx, waiter, own, peer, seen, OUT_DIFFERS)
+    return seen == own
 
 
 @device_function
@@ -248,11 +303,15 @@ def advance(sync, epoch):
         tl.store(sync, epoch)
 
 
-@triton.jit
-def device_barrier_kernel(words, members, num_members, sent, arrived, passed, WORLD_SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["digest"])
+def device_barrier_kernel(
+    words, members, num_members, sent, arrived, passed, digests, digest, WORLD_SIZE: tl.constexpr
+):
     """Every rank in `members` [num_members] has come here. `sent`, `arrived`: int32 [world], counts for each peer.
 
-    `passed`: this rank's own count, once all have come.
+    `passed`: this rank's own count, once all have come. `digest`: int64, the same on all ranks or their heaps differ;
+    `digests`: int64 [2, world], what the peers sent, by the parity of the count. Two are enough: a peer that sends its
+    digest of count n + 2 has passed n + 1, for which this rank signalled behind its look at that of n.
 
     Counts are kept for each pair of ranks, so barriers of different groups can share them. One program. A rank of which
     a wait has failed vouches for nothing that it did since: it signals nobody, and its peers give up too.
@@ -264,7 +323,11 @@ def device_barrier_kernel(words, members, num_members, sent, arrived, passed, WO
         awaited = awaited | (ranks == tl.load(members + i))
     counts = tl.load(sent + ranks, mask=awaited, other=0) + 1
     tl.store(sent + ranks, counts, mask=awaited)
+    said = digests + (counts & 1) * WORLD_SIZE  # for each rank, where everybody has the digests of its count
     if healthy(ctx):
+        bases = ctx.heap_bases()
+        distance = tl.load(bases + ranks, mask=awaited, other=0) - tl.load(bases + ctx.rank)
+        tl.store(said + ctx.rank + distance // 8, tl.zeros(ranks.shape, tl.int64) + digest, mask=awaited)
         if arch.is_hip():
             for i in range(num_members):
                 peer = tl.load(members + i)
@@ -272,4 +335,9 @@ def device_barrier_kernel(words, members, num_members, sent, arrived, passed, WO
         else:
             _signal_ranks(ctx, arrived + ctx.rank, counts, ranks, awaited)
     if _wait_ranks(ctx, arrived, 1, counts, ranks, awaited, _BARRIER, False):
+        seen = arch.load_fresh(said + ranks, awaited)
+        differing = tl.max(tl.where(awaited & (seen != digest), ranks, -1))
+        if differing >= 0:
+            theirs = tl.sum(tl.where(ranks == differing, seen, 0))
+            report_difference(ctx, _BARRIER, digest, differing, theirs, HEAPS_DIFFER)
         tl.store(passed, tl.sum(tl.where(ranks == ctx.rank, counts, 0)))

@@ -15,6 +15,7 @@ def rounded(value: int, multiple: int) -> int:
 class Offsets:
     def __init__(self, size: int) -> None:
         self.size = size
+        """Where the range ends; whoever shares it with another end moves this before `take`."""
         self.used = 0
         """The end of the last block taken."""
         self._blocks: dict[int, int] = {}  # [begin] = end
@@ -28,15 +29,6 @@ class Offsets:
     def longest(self) -> int:
         """The most bytes that are free in one piece."""
         return max([self.size - self.used, *(end - begin for begin, end in self._holes)])
-
-    @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """[begin, end) of each block taken, ascending."""
-        return sorted(self._blocks.items())
-
-    def length(self, offset: int) -> int:
-        """Bytes of the block that begins at `offset`; 0 if none does."""
-        return self._blocks.get(offset, offset) - offset
 
     def take(self, nbytes: int, alignment: int) -> int | None:
         """The offset of `nbytes` > 0 that are free, or None."""
@@ -61,12 +53,6 @@ class Offsets:
         self._insert(offset, self._blocks.pop(offset))
         if self._holes[-1][1] == self.used:
             self.used = self._holes.pop()[0]
-
-    def cut(self, used: int) -> None:
-        """Takes all blocks back that begin from `used` on."""
-        for begin, _ in reversed(self.blocks):
-            if begin >= used:
-                self.give(begin)
 
     def _insert(self, begin: int, end: int) -> None:
         holes: list[tuple[int, int]] = []

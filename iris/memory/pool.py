@@ -61,8 +61,7 @@ class DevicePool:
 
     def _allocate(self, size: int, device: int, stream: int | None) -> int | None:
         try:
-            offset = self._heap.take(size, "a segment of torch's pool", ALIGNMENT)
-            self._heap.lent.add(offset)
+            offset = self._heap.take(size, "a segment of torch's pool", ALIGNMENT, lent=True)
             address = self._heap.base + offset
             self._held[address] = self._heap.memory
             return address
@@ -72,7 +71,6 @@ class DevicePool:
 
     def _release(self, address: int | None, size: int, device: int, stream: int | None) -> None:
         if self._held.pop(address, None) is not None:
-            self._heap.lent.discard(address - self._heap.base)
             self._heap.give(address - self._heap.base)
 
     @contextmanager

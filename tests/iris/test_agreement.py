@@ -7,6 +7,7 @@ import os
 import time
 
 import iris
+from iris.ccl import Config
 from iris.errors import ArgumentError, HeapExhausted, PeerLostError, PlatformError
 from iris_ops.problem import part_of
 import layers
@@ -89,6 +90,18 @@ DIFFERENT = {
     ),
     "sizes": (lambda ctx, r: ctx.zeros(4 + (r == 2)), r"an allocation: sizes differs between ranks: \(4,\) on ranks 0"),
     "src": (lambda ctx, r: ctx.broadcast(1, src=r % 2), r"broadcast: src differs between ranks: 0 on ranks 0, 2, 1 on"),
+    "bias": (
+        lambda ctx, r: ctx.ops.matmul_all_reduce(
+            torch.empty(4, 6), torch.ones(4, 5), torch.ones(5, 6), torch.ones(6) if r == 1 else None
+        ),
+        r"matmul_all_reduce: bias differs between ranks: none on ranks 0, 2, given on rank 1; expected",
+    ),
+    "variant": (
+        lambda ctx, r: ctx.ccl.all_reduce(
+            torch.empty(4), torch.ones(4), config=Config(all_reduce_variant="two_shot" if r else "one_shot")
+        ),
+        r"all_reduce: plan differs between ranks: Plan\(variant='one_shot'.* on rank 0, Plan\(variant='two_shot'",
+    ),
     "collective": (
         lambda ctx, r: ctx.ccl.all_reduce(torch.empty(4 + r), torch.ones(4 + r)),
         r"all_reduce: shapes differs between ranks: Problem\(.*n=4.* on rank 0, Problem\(.*n=5",

@@ -22,10 +22,10 @@ def test_offsets_never_overlap_and_come_back_whole():
                 assert begin % alignment == 0 and 0 <= begin and begin + nbytes <= 5000
                 assert all(begin + nbytes <= other or end <= begin for other, end in taken.items())
                 taken[begin] = begin + nbytes
-            assert offsets.blocks == sorted(taken.items())
             assert offsets.free == 5000 - sum(end - begin for begin, end in taken.items())
             assert offsets.used == max(taken.values(), default=0)
         with pytest.raises(KeyError):
             offsets.give(4999)
-        offsets.cut(0)
+        for begin in list(taken):
+            offsets.give(begin)
         assert offsets.take(5000, 1) == 0 and offsets.take(1, 1) is None

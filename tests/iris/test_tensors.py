@@ -227,7 +227,7 @@ def test_bad_calls_raise_typed_errors_and_take_nothing(world_size):
 
 
 def _exhaust(ctx):
-    free = ctx._heap.size - ctx._heap.used
+    free = ctx._heap.free_bytes
     needs = rf"needs {free + 256} bytes in one piece; {free} of the heap's {ctx._heap.size} are free, {free} of them"
     with pytest.raises(errors.HeapExhausted, match=needs):  # in whole granules
         ctx.empty(free + 1, dtype=torch.uint8)
@@ -251,8 +251,8 @@ def _exhaust(ctx):
 def _odd_size(ctx):
     with iris.iris((1 << 20) + 1) as odd:
         assert odd.heap_size == (1 << 20) + 256
-        assert odd.empty(odd.heap_size - odd._heap.used, dtype=torch.uint8).numel()
-        assert odd._heap.used == odd.heap_size
+        assert odd.empty(odd._heap.free_bytes, dtype=torch.uint8).numel()
+        assert odd._heap.free_bytes == 0
         odd.barrier()
 
 
@@ -268,14 +268,14 @@ def test_a_full_heap_is_an_error_and_the_context_still_works(world_size):
 
 def _free_all_or_nothing(ctx):
     first, second = ctx.ones(300), ctx.ones(300)
-    used, free = ctx._heap.used, ctx._heap._offsets.free
+    used, free = ctx._heap.used, ctx._heap.free_bytes
     outside, part = torch.ones(3, device=ctx.device), second[:2]
     for wrong in ((first, outside), (first, second, first), (first, second[1:]), (first, part), (first, second[:0])):
         with pytest.raises(errors.ArgumentError, match="no allocation of this heap lies where the tensor"):
             ctx.free(*wrong)
-        assert (ctx._heap.used, ctx._heap._offsets.free) == (used, free)
+        assert (ctx._heap.used, ctx._heap.free_bytes) == (used, free)
     ctx.free(first, second)
-    assert ctx._heap._offsets.free > free
+    assert ctx._heap.free_bytes > free
     ctx.barrier()
 
 

@@ -79,11 +79,11 @@ def _grow_and_trim(ctx):
     free_before = torch.cuda.mem_get_info()[0] if ON_GPU else 0
     with iris.iris(1 << 38, "vmem") as heap:  # more than any GPU has
         assert all(int(base) % (2 << 20) == 0 for base in heap.get_heap_bases().cpu())
-        assert mapped(heap) == CHUNK
+        assert mapped(heap) == 2 * CHUNK  # at the low end and at the high end
         small = heap.full((1000,), 1.0)
-        assert mapped(heap) == CHUNK
+        assert mapped(heap) == 2 * CHUNK  # at the low end and at the high end
         large = heap.zeros(200 * MIB // 4, dtype=torch.int32)  # crosses from the first chunk into a new one
-        assert mapped(heap) == 4 * CHUNK
+        assert mapped(heap) == 5 * CHUNK
         behind = heap.zeros(CHUNK // 4, dtype=torch.int32)
         exchange_through(heap, large)
         exchange_through(heap, behind)
@@ -228,7 +228,7 @@ def _pool(ctx, allocator):
             with heap.memory_pool():
                 raise KeyError("inside")
         if ctx.num_ranks > 1:
-            with pytest.raises(errors.NotSymmetricError, match="lies at different offsets on different ranks"):
+            with pytest.raises(errors.NotSymmetricError, match="heaps differ.*llocation number"):
                 with heap.memory_pool():
                     kept = [torch.zeros(1000 * (1 + ctx.cur_rank), device=ctx.device)]
             del kept
