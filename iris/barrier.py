@@ -27,9 +27,13 @@ class DeviceBarrier:
 
     def __init__(self, ctx: Iris) -> None:
         self._ctx = ctx
-        self.counts = ctx._heap.reserve((3, ctx.num_ranks), torch.int32).zero_()
+        world = ctx.num_ranks
+        memory = ctx._heap.reserve((7 * world,), torch.int32).zero_()
+        self._digests, self.counts = (
+            memory[: 4 * world].view(torch.int64).view(2, world),
+            memory[4 * world :].view(3, world),
+        )
         self.passed = self.counts[2, :1]  # of barriers that this rank came through, the count
-        self._digests = ctx._heap.reserve((2, ctx.num_ranks), torch.int64)
         self._known: dict[tuple[int, ...], tuple[torch.Tensor, int, Callable[[], bool] | None]] = {}
 
     def __call__(self, members: tuple[int, ...], digest: int = _NO_DIGEST) -> None:

@@ -1,4 +1,6 @@
-"""Compiles every kernel ahead of time for one target: `python -m tests.compile_kernels sm_90 DIR`.
+"""Compiles every kernel ahead of time for one target: `python -m tests.compile_kernels sm_90 DIR [PATTERN]`.
+
+PATTERN, a regular expression, leaves only the variants whose names it matches.
 
 A process of its own, because the interpreter must be off. Writes DIR/<kernel>.<ptx or amdgcn>; no GPU is needed.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from pathlib import Path
+import re
 import sys
 from types import SimpleNamespace
 
@@ -36,7 +39,7 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 _INT32 = {"flags", "passed", "sync", "members", "sent", "arrived", "count", "left"}
-_INT64 = {"words", "heap_bases", "sums", "times", "step", "results"}
+_INT64 = {"words", "heap_bases", "sums", "times", "step", "results", "digests"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _DATA |= {"residual", "weight", "scaled", "both"}
 _POINTEES = {
@@ -103,6 +106,8 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             signature[name] = f"tensordesc<{operand}[{block}"
         elif name in ("scale", "eps"):
             signature[name] = "fp32"
+        elif name == "digest":
+            signature[name] = "i64"
         elif name in {"mask"} | _DATA | _INT32 | _INT64 | _FLOAT32:
             pointee = "i32" if name in _INT32 else "fp32" if name in _FLOAT32 else dtype if name in _DATA else "i64"
             pointee = "i1" if name == "mask" else pointee
@@ -175,7 +180,7 @@ def compile_store_warp(target: GPUTarget):
     return triton.compile(source, target=target, options=dict(num_warps=fused_store_warp.WARPS))
 
 
-def main(target_name: str, folder: str) -> None:
+def main(target_name: str, folder: str, pattern: str = "") -> None:
     os.nice(15)  # other tests run meanwhile
     target = TARGETS[target_name]
     if target.backend == "hip":
@@ -183,10 +188,11 @@ def main(target_name: str, folder: str) -> None:
     found = [
         (name, compile_kernel(kernel, target, options, **constants))
         for name, kernel, options, constants in [*variants(target), *traced(target)]
+        if re.search(pattern, name)
     ]
-    if target.backend == "hip":
+    if target.backend == "hip" and not pattern:
         found += planned(target)
-    if target.arch == 90:
+    if target.arch == 90 and not pattern:
         found.append(("example_store_warp", compile_store_warp(target)))
     for name, compiled in found:
         kind = "ptx" if target.backend == "cuda" else "amdgcn"

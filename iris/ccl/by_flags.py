@@ -28,7 +28,7 @@ import triton.language as tl
 from ..device.context import DeviceContext
 from ..device.exchange import load_bases, remote, sum_type
 from ..device.function import device_function
-from ..device.sync import advance, next_epoch, same_place, signal_others, tell_place, wait_others
+from ..device.sync import advance, next_epoch, same_places, signal_others, tell_place, wait_others
 from .by_words import rounded
 from .view import views
 
@@ -101,16 +101,6 @@ def _copy(
         if SCATTER and i > 1:
             value = _load(ctx, source, i, unit, BLOCK, WORLD_SIZE, SCATTER)
         tl.store(remote(ctx, places, bases, (ctx.rank + i) % WORLD_SIZE), value, mask=mask)
-
-
-@device_function
-def _same_places(ctx, places, out, WAITER: tl.constexpr):
-    """Whether `out` lies at the same place on all ranks, as they told at `places` of [rank, LANES]."""
-    same = True
-    for i in tl.static_range(1, ctx.world_size):
-        peer = (ctx.rank + i) % ctx.world_size
-        same = same_place(ctx, places + peer * LANES, out, peer, WAITER) and same
-    return same
 
 
 @triton.jit(do_not_specialize=["units", "chunk_units", "slot_flags"])
@@ -195,7 +185,7 @@ def flags_kernel(
                 ok = wait_others(ctx, arrived + c - 1, lanes * chunks, epoch, WAITER) and ok
                 if GATHER:
                     if ok & (c == 1):
-                        ok = _same_places(ctx, places, out, WAITER)
+                        ok = same_places(ctx, places, LANES, out, WAITER)
                 if ok:
                     _sum(
                         ctx,
@@ -220,7 +210,7 @@ def flags_kernel(
         advance(sync, epoch)
         ok = wait_others(ctx, entered, 1, epoch, WAITER)
         if ok:
-            ok = _same_places(ctx, places - lane, out, WAITER)  # told by lane 0
+            ok = same_places(ctx, places - lane, LANES, out, WAITER)  # told by lane 0
         if ok:
             _copy(ctx, bases, source, target, begin, value, BLOCK, WORLD_SIZE, SCATTER)
             for unit in range(begin + 1, end):

@@ -125,9 +125,7 @@ def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.co
     ok = _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
     if out is not None:
         if ok:
-            for i in tl.static_range(1, ctx.world_size):
-                peer = (ctx.rank + i) % ctx.world_size
-                ok = same_place(ctx, _places(ctx, sync) + peer, out, peer, waiter) and ok
+            ok = same_places(ctx, _places(ctx, sync), 1, out, waiter)
     return ok
 
 
@@ -150,17 +148,35 @@ def tell_place(ctx, places, step, out):
 
 
 @device_function
-def same_place(ctx, place, out, peer, waiter: tl.constexpr):
-    """Whether `peer`, which has signalled, told at `place` that its `out` lies where this rank's does.
+def same_places(ctx, places, step, out, waiter: tl.constexpr):
+    """Whether every other rank r, which has signalled, told at `places + r * step` that its `out` lies where ours does.
 
-    Until the call has ended here, the peer must be unable to enter the next one. If not, the rank's waits end.
+    Until the call has ended here, peers must be unable to enter the next one. If not, the rank's waits end.
     """
-    own = place_of(ctx, out)
+    differing = -1
+    for i in tl.static_range(1, ctx.world_size):
+        peer = (ctx.rank + i) % ctx.world_size
+        differing = tl.where(_told(places + peer * step) == place_of(ctx, out), differing, peer)
+    return _all_same(ctx, out, differing, waiter)
+
+
+@device_function
+def same_place(ctx, place, out, peer, waiter: tl.constexpr):
+    """The same of one peer, which told at `place`."""
+    return _all_same(ctx, out, tl.where(_told(place) == place_of(ctx, out), -1, peer), waiter)
+
+
+@device_function
+def _told(place):
     # an atomic's result is the same for all threads, which part company where a load's is not
-    seen = tl.atomic_add(place, tl.cast(0, tl.int64), sem="relaxed", scope="sys")
-    if seen != own:
-        report_difference(ctx, waiter, own, peer, seen, OUT_DIFFERS)
-    return seen == own
+    return tl.atomic_add(place, tl.cast(0, tl.int64), sem="relaxed", scope="sys")
+
+
+@device_function
+def _all_same(ctx, out, differing, waiter: tl.constexpr):
+    if differing >= 0:
+        report_difference(ctx, waiter, place_of(ctx, out), differing, -1, OUT_DIFFERS)
+    return differing < 0
 
 
 @device_function
