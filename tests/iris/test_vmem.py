@@ -288,3 +288,33 @@ def _many_contexts(ctx):
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="looks at the mappings of shared memory")
 def test_closed_contexts_leave_nothing_behind(world_size):
     run_ranks(world_size, _many_contexts)
+
+
+def _captured(ctx, allocator):
+    with iris.iris(256 * MIB, allocator) as heap:
+        before = heap.zeros(10)
+        heap.barrier()
+        calls = {
+            "allocated on the heap": [lambda: heap.zeros(10), lambda: heap.empty(100 * MIB, dtype=torch.uint8)],
+            "empty_ragged": [lambda: heap.empty_ragged(3)],
+            "free": [lambda: heap.free(before)],
+            "memory_pool": [lambda: heap.memory_pool().__enter__()],
+        }
+        graph, used = torch.cuda.CUDAGraph(), heap._heap.used
+        with torch.cuda.graph(graph):
+            for said, those in calls.items():
+                for call in those:
+                    with pytest.raises(errors.CaptureError, match=said):
+                        call()
+            before.add_(1)
+        assert heap._heap.used == used
+        graph.replay()
+        assert (before == 1).all() and (heap.ones(10) == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="captures CUDA graphs")
+@pytest.mark.parametrize("allocator", ["vmem", "torch"])
+@pytest.mark.parametrize("world_size", FEW)
+def test_a_capture_allocates_and_frees_nothing(world_size, allocator):
+    run_ranks(world_size, _captured, allocator)
