@@ -1,8 +1,9 @@
 """A folder of safetensors files, as one mapping from stored names to tensors that are read by parts.
 
-Opening reads headers only; safetensors checks them. A `StoredTensor` is a place in a file: it copies a part of itself
-into a tensor, or a tensor into that part, through `Staging`, and touches no other byte. So loading a slice and saving
-one are the same arithmetic.
+Opening reads headers only, and checks that they are the format's: tensors lie one after another without a gap and fill
+the file. Of several files, the index decides which holds a tensor. A `StoredTensor` is a place in a file: it copies a
+part of itself into a tensor, or a tensor into that part, through `Staging`, and touches no other byte. So loading a
+slice and saving one are the same arithmetic.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from iris.errors import CheckpointError
-from safetensors import SafetensorError, safe_open
 import torch
 
+from .folder import open_regular, parse_object, weight_files
 from .staging import Staging
+from .together import listed, shown, words
 
 DTYPES = {
     "F64": torch.float64,
@@ -33,6 +36,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_MOST_HEADER = 100_000_000  # bytes, as the format says
+_MOST_DIMENSIONS = 64  # torch's own limit
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -80,34 +85,54 @@ class StoredTensor:
 
 
 class Checkpoint(Mapping[str, StoredTensor]):
-    """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names, in `folder`."""
+    """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names, in `folder`.
 
-    def __init__(self, folder: str | Path, staging: Staging):
+    `explicit` names another file or another index, as a configuration may.
+    """
+
+    def __init__(self, folder: str | Path, staging: Staging, explicit: Any = None):
         self.folder, self._tensors, self._files = Path(folder), {}, []
-        problems = []
-        for path in _files(self.folder):
+        names, index = weight_files(self.folder, explicit)
+        problems: list[str] = []
+        elsewhere: dict[str, str] = {}
+        for name in names:
             try:
-                with safe_open(path, framework="pt"):
-                    pass  # that its header and its length are right
-                self._open(path, staging)
-            except (OSError, SafetensorError, CheckpointError) as error:
-                problems.append(f"{path.name}: {error}")
+                tensors = self._open(self.folder / name, staging)
+            except (OSError, ValueError) as error:  # CheckpointError is a ValueError
+                problems.append(f"{shown(name)}: {words(error)}")
+                continue
+            for tensor in tensors:
+                listed_in = name if index is None else index.get(tensor)
+                if listed_in is None:
+                    problems.append(f"{shown(tensor)} is stored in {shown(name)}, and the index does not list it")
+                elif listed_in == name:
+                    self._tensors[tensor] = tensors[tensor]
+                else:
+                    elsewhere[tensor] = name
+        if index is not None and not problems:
+            for tensor in index.keys() - self._tensors.keys():
+                found = f"in {shown(elsewhere[tensor])}" if tensor in elsewhere else "nowhere"
+                problems.append(f"{shown(tensor)} is stored {found}, and the index says in {shown(index[tensor])}")
         if problems:
             self.close()
-            raise CheckpointError(f"{self.folder} cannot be read: " + "; ".join(problems))
+            raise CheckpointError(f"{shown(str(self.folder))} cannot be read: {listed(problems)}")
 
-    def _open(self, path: Path, staging: Staging) -> None:
-        file = os.open(path, os.O_RDONLY)
+    def _open(self, path: Path, staging: Staging) -> dict[str, StoredTensor]:
+        file = open_regular(path)
         self._files.append(file)
-        length = int.from_bytes(os.pread(file, 8, 0), "little")
-        header = json.loads(os.pread(file, length, 8))
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in DTYPES:
-                raise CheckpointError(f"{name} is stored as {entry['dtype']}: expected one of {list(DTYPES)}")
-            start = 8 + length + entry["data_offsets"][0]
-            self._tensors[name] = StoredTensor(file, start, DTYPES[entry["dtype"]], entry["shape"], staging)
+        return {
+            name: StoredTensor(file, start, dtype, shape, staging)
+            for name, (start, dtype, shape) in _read_header(file).items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self.values())
+
+    def dtype(self) -> torch.dtype | None:
+        """That of the first floating-point tensor, in the order of files and names."""
+        ordered = sorted(self.items(), key=lambda item: (self._files.index(item[1].file), item[0]))
+        return next((stored.dtype for _, stored in ordered if stored.dtype.is_floating_point), None)
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]
@@ -130,6 +155,60 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self.close()
 
 
+def _read_header(file: int) -> dict[str, tuple[int, torch.dtype, list[int]]]:
+    """Where each tensor of an open safetensors file starts, its dtype and shape. Raises `CheckpointError`."""
+    size = os.fstat(file).st_size
+    length = int.from_bytes(os.pread(file, 8, 0), "little")
+    if not 2 <= length <= min(size - 8, _MOST_HEADER):
+        raise CheckpointError(f"has {size} bytes and says that its header has {length}: expected a safetensors file")
+    try:
+        header = parse_object(os.pread(file, length, 8))
+    except ValueError as error:
+        raise CheckpointError(f"the header {error}") from error
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"__metadata__ is {shown(repr(metadata))}: expected texts by name")
+    places = sorted((*_checked(name, entry), name) for name, entry in header.items())
+    end = 0
+    for start, stop, name in places:
+        if start != end:
+            raise CheckpointError(
+                f"{shown(name)} starts at byte {start} of the data: expected {end}, where the one before ends"
+            )
+        end = stop
+    if 8 + length + end != size:
+        raise CheckpointError(f"has {size} bytes: expected {8 + length + end}, as its header says")
+    return {
+        name: (8 + length + start, DTYPES[header[name]["dtype"]], header[name]["shape"]) for start, _, name in places
+    }
+
+
+def _checked(name: str, entry: Any) -> tuple[int, int]:
+    """Where the tensor of a header's `entry` starts and ends in the data."""
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{shown(name)} is {shown(repr(entry))}: expected dtype, shape and data_offsets")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{shown(name)} is stored as {shown(str(dtype))}: expected one of {list(DTYPES)}")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise CheckpointError(f"{shown(name)} has shape {shown(repr(shape))}: expected sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{shown(name)} has data_offsets {shown(repr(offsets))}: expected where it starts and ends"
+        )
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        raise CheckpointError(
+            f"{shown(name)} lies at {shown(repr(offsets))}: expected {shown(str(nbytes))} bytes, of {dtype}"
+            f" {shown(repr(shape))}"
+        )
+    return offsets[0], offsets[1]
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 63 for each in value)
+
+
 def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """The header of a file of `tensors`, and the byte at which each starts."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
@@ -143,18 +222,3 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[
     base = 8 + len(text)
     starts = {name: base + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
     return len(text).to_bytes(8, "little") + text, starts
-
-
-def _files(folder: Path) -> Iterable[Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        raise CheckpointError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"weight_map names {names or 'no file'}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
-    return [folder / name for name in names]

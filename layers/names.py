@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .checkpoint import StoredTensor
+from .together import shown
 
 # Computed now, stored in old checkpoints.
 _OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -24,13 +25,15 @@ def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> 
     A tied weight is found under whichever of its names is stored. If both are, it is untied: each is read as its own,
     which is right whether they are equal or not. With `strict`, stored tensors that have no place are problems too.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    floating = {name: tensor.is_floating_point() for name, tensor in state.items()}
     found, problems = _renamed(model, stored)
     ignored = re.compile("|".join((*_OUTDATED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))))
     for target in [name for name in found if name not in shapes]:
         name = found.pop(target)
         if strict and not ignored.search(name) and not ignored.search(target):
-            problems.append(f"{name} has no place in {type(model).__name__}")
+            problems.append(f"{shown(name)} has no place in {type(model).__name__}")
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target in found and source in found:
             parent, _, key = target.rpartition(".")
@@ -45,8 +48,10 @@ def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> 
             problems.append(f"{name} is missing, expected {list(shape)}")
         elif (given := stored[found[name]].get_shape()) != list(shape):
             problems.append(f"{name} has shape {given}, expected {list(shape)}")
-        elif not stored[found[name]].dtype.is_floating_point and model.state_dict()[name].is_floating_point():
-            problems.append(f"{name} is stored as {stored[found[name]].dtype}, expected a floating-point dtype")
+        elif (held := stored[found[name]].dtype).is_floating_point != floating[name]:
+            problems.append(
+                f"{name} is stored as {held}, expected {'a floating-point' if floating[name] else 'an integer'} dtype"
+            )
     return found, problems
 
 
@@ -61,10 +66,12 @@ def _renamed(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, str], l
     state, found, problems = model.state_dict(), {}, []
     for name in sorted(stored):  # the order that renames by group rely on
         target, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:  # it has its name already
+            target, converted = rename_source_key(name, [], [], model.base_model_prefix, state)
         if converted is not None:
-            problems.append(f"{name} is stored in another layout ({converted}): save it once with transformers")
+            problems.append(f"{shown(name)} is stored in another layout ({converted}): save it once with transformers")
         elif target in found:
-            problems.append(f"{name} and {found[target]} are both {target}")
+            problems.append(f"{shown(name)} and {shown(found[target])} are both {shown(target)}")
         else:
             found[target] = name
     return found, problems

@@ -1,8 +1,9 @@
 """`from_pretrained(path, ctx)`: a split Hugging Face model, of which each rank reads only its slices from the files.
 
-1. The model is built empty, on meta, from its configuration.
-2. The files' headers are compared with it. What is missing, left over or wrongly shaped is listed in one error, and
-   every rank raises the same.
+1. The folder and the files' headers are checked (`folder`, `checkpoint`), then the model is built empty, on meta, from
+   its configuration (`configuration`).
+2. The headers are compared with it. What is missing, left over or wrongly shaped is listed in one error, and every rank
+   raises the same.
 3. `parallelize` swaps the Linears, still empty.
 4. Parameters are allocated and filled one by one, in the order of the files: the peak is this rank's part of the model,
    and two buffers of a few rows (`staging`).
@@ -12,7 +13,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,140 +25,136 @@ from torch import nn
 
 from . import names
 from .checkpoint import Checkpoint, StoredTensor
+from .configuration import DTYPES, empty_model, read_config
+from .folder import check_contents
 from .parallelize import check_options, parallelize, retie
-from .plan import check_version
 from .shard import fill
 from .sharded import check_context, flags, part_of
 from .staging import Staging
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from .together import agree, raise_together, shown, words
 
 
 def from_pretrained(
-    path_or_id: str | Path, ctx, *, dtype: torch.dtype | None = None, strict: bool = True, **options: Any
+    path_or_id: str | Path,
+    ctx,
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> nn.Module:
     """A causal language model, split over the ranks of `ctx` by its own tensor-parallel plan, in eval mode. Collective.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
     by default. `options` are those of `parallelize`. What became of each module is in the model's `parallel_report`.
+    No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
-    with `strict`, if they hold more, and ArgumentError, before anything is read, for what any of them asks wrongly.
+    with `strict`, if they hold more, and ArgumentError, before anything is read, for what any of them asks wrongly, or
+    otherwise than rank 0.
     """
     check_context(ctx)
-    _check_asked(ctx, _refusal(path_or_id, dtype, strict, options), {"dtype": dtype, "strict": strict, **options})
-    staging = Staging(ctx.device)
-    problems, model, checkpoint, sources = [], None, None, {}
-    folder = _folder(path_or_id, ctx)
+    asked = {"dtype": dtype, "strict": strict, "trust_remote_code": trust_remote_code, **options}
+    refusal = _refusal(path_or_id, dtype, strict, trust_remote_code, options)
+    agree(ctx, refusal, {"path_or_id": None if refusal else _place(path_or_id), **asked})
+    folder, name = _folder(path_or_id, trust_remote_code, ctx), shown(str(path_or_id))
+    with _in_turn(ctx, trust_remote_code):
+        model, checkpoint, sources, problems = _read(folder, Staging(ctx.device), dtype, strict, trust_remote_code)
     try:
-        model = _empty_model(folder, dtype)
-        checkpoint = Checkpoint(folder, staging)
-        sources, problems = names.find(model, checkpoint, strict)
-    except PlatformError:  # of what is installed, for all ranks alike
-        raise
-    except (OSError, ValueError) as error:  # CheckpointError is a ValueError
-        problems = [str(error)]
-    except Exception as error:  # of a configuration that says anything; the other ranks are waiting for a word
-        problems = [f"the configuration makes no model: {type(error).__name__}: {error}"]
-    try:
-        raise_together(problems, f"{path_or_id} cannot be loaded", ctx)
+        raise_together(problems, f"{name} cannot be loaded", ctx)
         report = parallelize(model, ctx, **options)
         try:
-            for name, stored in _progress({name: checkpoint[source] for name, source in sources.items()}, ctx):
-                _load(model, name, stored, ctx.device)
-            _tie(model, {name: checkpoint[source] for name, source in sources.items()}, ctx.device)
-        except (OSError, RuntimeError) as error:  # a file, or memory of the device
-            problems = [f"rank {ctx.cur_rank}: {error}"]
-        raise_together(problems, f"{path_or_id} cannot be read", ctx)
+            for target, stored in _progress({each: checkpoint[source] for each, source in sources.items()}, ctx):
+                _load(model, target, stored, ctx.device)
+            _tie(model, {each: checkpoint[source] for each, source in sources.items()}, ctx.device)
+            _compute_buffers(model, ctx.device)
+        except (OSError, RuntimeError, MemoryError) as error:  # a file, or memory of the device
+            problems = [f"rank {ctx.cur_rank}: {words(error)}"]
+        raise_together(problems, f"{name} cannot be read", ctx)
     finally:
         if checkpoint is not None:
             checkpoint.close()
-    _compute_buffers(model, ctx.device)
     retie(model)
     held = (*model.named_parameters(), *model.named_buffers())
-    empty = [f"{name} has nowhere to come from" for name, tensor in held if tensor.is_meta]
-    raise_together(empty, f"{path_or_id} cannot be loaded", ctx)
+    empty = [f"{each} has nowhere to come from" for each, tensor in held if tensor.is_meta]
+    raise_together(empty, f"{name} cannot be loaded", ctx)
     model.parallel_report = report
     return model.eval()
 
 
-def _refusal(path_or_id: str | Path, dtype: torch.dtype | None, strict: bool, options: dict[str, Any]) -> str | None:
+def _read(folder: Path, staging: Staging, dtype: torch.dtype | None, strict: bool, trust_remote_code: bool):
+    """The empty model, the open checkpoint, the stored name of each of the model's tensors, and what is wrong."""
+    model = checkpoint = None
+    sources: dict[str, str] = {}
+    try:
+        check_contents(folder, trust_remote_code)
+        raw = read_config(folder)
+        checkpoint = Checkpoint(folder, staging, raw.get("transformers_weights"))
+        model = empty_model(folder, raw, checkpoint, dtype, trust_remote_code)
+        sources, problems = names.find(model, checkpoint, strict)
+    except PlatformError:  # of what is installed, for all ranks alike
+        raise
+    except (OSError, ValueError) as error:  # CheckpointError is a ValueError
+        problems = [words(error)]
+    except Exception as error:  # of a configuration that says anything; the other ranks are waiting for a word
+        problems = [f"the configuration makes no model: {type(error).__name__}: {words(error)}"]
+    return model, checkpoint, sources, problems
+
+
+def _refusal(path_or_id: Any, dtype: Any, strict: Any, trust_remote_code: Any, options: dict[str, Any]) -> str | None:
     if not isinstance(path_or_id, (str, Path)):
         return f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path"
-    if not str(path_or_id):
-        return "path_or_id is empty: expected a folder, or a name on the hub"
-    if dtype not in (None, *_DTYPES):
+    if not str(path_or_id) or "\0" in str(path_or_id):
+        return f"path_or_id is {str(path_or_id)!r}: expected a folder, or a name on the hub"
+    if dtype not in (None, *DTYPES):
         return f"dtype is {dtype!r}: expected None, torch.bfloat16, torch.float16 or torch.float32"
     known = inspect.signature(check_options).parameters
     for name, value in options.items():
         if name not in known:
-            return f"{name} is {value!r}: expected no option but dtype, strict, {', '.join(known)}"
+            return f"{name} is {value!r}: expected no option but dtype, strict, trust_remote_code, {', '.join(known)}"
     try:
-        flags(strict=strict)
+        flags(strict=strict, trust_remote_code=trust_remote_code)
         check_options(**options)
     except ArgumentError as error:
         return str(error)
     return None
 
 
-def _check_asked(ctx, refusal: str | None, asked: dict[str, Any]) -> None:
-    """Raises on every rank if one of them refuses its arguments, or if they differ. Collective."""
-    own = refusal, {name: "a function" if callable(value) else repr(value) for name, value in asked.items()}
-    told = [ctx.broadcast(own, src=src) for src in range(ctx.num_ranks)]
-    for refused, _ in told:
-        if refused:
-            raise ArgumentError(refused)
-    first = told[0][1]
-    for rank, (_, said) in enumerate(told):
-        for name in sorted(first.keys() | said.keys()):
-            if first.get(name) != said.get(name):
-                raise ArgumentError(
-                    f"{name} is {first.get(name)} on rank 0 and {said.get(name)} on rank {rank}: expected the same"
-                )
+def _place(path_or_id: str | Path) -> str:
+    """What a rank means by it: a folder wherever the process works, or a name on the hub."""
+    return os.path.abspath(path_or_id) if os.path.isdir(path_or_id) else str(path_or_id)
 
 
-def _folder(path_or_id: str | Path, ctx) -> Path:
+def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx) -> Path:
     """Where the files are. Rank 0 looks, and downloads if it must."""
     found = error = None
     if ctx.cur_rank == 0:
-        found = str(path_or_id)
+        found = _place(path_or_id)
         try:
+            if os.path.lexists(found) and not os.path.isdir(found):
+                raise CheckpointError("it is a file")
             if not Path(found).is_dir():
                 from huggingface_hub import snapshot_download
 
-                found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors"])
+                code = ["*.py"] if trust_remote_code else []
+                found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors", *code])
         except Exception as caught:  # whatever it was, the other ranks are waiting for a word
-            error = f"{found!r} is no folder, and the hub did not give a model of that name: {caught}"
+            error = f"{found!r} is no folder, and the hub did not give a model of that name: {words(caught)}"
     found, error = ctx.broadcast((found, error))
     if error:
-        raise CheckpointError(error)
+        raise CheckpointError(shown(error, 2000))
     return Path(found)
 
 
-def _empty_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError("the weights are quantised: expected bfloat16, float16 or float32 ones")
-    dtype = dtype or config.dtype or torch.float32
-    if dtype not in _DTYPES:
-        raise CheckpointError(
-            f"the configuration's dtype is {dtype}: pass dtype=torch.float32, or another that is served"
-        )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    check_version(model)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
-
-
-def raise_together(problems: list[str], what: str, ctx) -> None:
-    """Raises on every rank if any rank has a problem. Collective."""
-    told = [line for src in range(ctx.num_ranks) for line in ctx.broadcast(problems, src=src)]
-    if told:
-        lines = list(dict.fromkeys(told))
-        raise CheckpointError(f"{what}, {len(lines)} problem(s):\n  " + "\n  ".join(lines))
+@contextmanager
+def _in_turn(ctx, wanted: bool) -> Iterator[None]:
+    """If `wanted`, rank 0 first: it copies a model's code to where transformers imports it from."""
+    if wanted and ctx.cur_rank:
+        ctx.broadcast(None)
+    try:
+        yield
+    finally:
+        if wanted and not ctx.cur_rank:
+            ctx.broadcast(None)
 
 
 def _load(model: nn.Module, name: str, source: StoredTensor, device: torch.device) -> None:

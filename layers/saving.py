@@ -31,6 +31,7 @@ from .fused import Slice
 from .shard import Shard, concat
 from .sharded import check_context, part_of
 from .staging import Staging
+from .together import raise_together
 
 _PARTIAL = ".partial"
 
@@ -77,8 +78,6 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size
     one file. Checkpoint files from before are removed. Raises `ArgumentError` for bad arguments, and `CheckpointError`
     on every rank, with what each met, where the folder cannot be written.
     """
-    from .pretrained import raise_together
-
     check_context(ctx)
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")

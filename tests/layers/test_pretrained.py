@@ -320,13 +320,29 @@ def asked_body(ctx, folder: str) -> None:
             {"dtype": torch.float32 if first else torch.bfloat16},
             "dtype is torch.float32 on rank 0 and torch.bfloat16 on",
         ),
-        ({"foo": 1} if first else {}, "foo is 1: expected no option but dtype, strict, plan, "),
+        ({"foo": 1} if first else {}, "foo is 1: expected no option but dtype, strict, trust_remote_code, plan, "),
         ({"fuse": "no"} if first else {}, "fuse is 'no': expected a bool"),
         ({"plan": 7} if first else {}, "plan is 7: expected 'auto' or a dict"),
         ({"weights": "fp8"} if first else {}, "weights is 'fp8' on rank 0 and None on rank 1: expected the same"),
     ]:
         with pytest.raises(ArgumentError, match=words):
             layers.from_pretrained(folder, ctx, **options)
+    if ctx.num_ranks > 1:
+        for other in (f"{folder}/..", "org/model", Path(folder, "nowhere")):
+            with pytest.raises(
+                ArgumentError, match="path_or_id is '.*' on rank 0 and '.*' on rank 1: expected the same"
+            ):
+                layers.from_pretrained(folder if first else other, ctx)
+        with pytest.MonkeyPatch.context() as patch:  # the same text, another folder
+            patch.chdir(Path(folder).parent if first else "/")
+            with pytest.raises(ArgumentError, match=f"path_or_id is '{folder}' on rank 0 and '{Path(folder).name}' on"):
+                layers.from_pretrained(Path(folder).name, ctx)
+    for path in ("", "a\0b") if ctx.num_ranks > 1 else ():
+        with pytest.raises(ArgumentError, match=r"path_or_id is .*: expected a folder, or a name on the hub"):
+            layers.from_pretrained(path if ctx.cur_rank else folder, ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(folder).parent)
+        layers.from_pretrained(Path(folder).name, ctx)
     with pytest.raises(ArgumentError, match="foo is 1"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers.pretrained, "_folder", None)  # refused before a file is looked for
         layers.from_pretrained(folder, ctx, foo=1)

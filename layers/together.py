@@ -1,0 +1,57 @@
+"""What ranks tell each other before one of them raises, so that all raise alike; and how a message shows a name.
+
+Names come from files, which may hold anything: a message shows them escaped, cut short, and some tens at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from iris.errors import ArgumentError, CheckpointError
+
+_MOST_LINES, _MOST_IN_LINE, _LONGEST_LINE, _LONGEST_PART, _LONGEST_NAME = 40, 20, 4000, 600, 200
+
+
+def agree(ctx, refusal: str | None, asked: dict[str, Any]) -> None:
+    """Raises on every rank if one of them refuses its arguments, or if what they `asked` differs. Collective."""
+    own = refusal, {name: "a function" if callable(value) else repr(value) for name, value in asked.items()}
+    told = [ctx.broadcast(own, src=src) for src in range(ctx.num_ranks)]
+    for refused, _ in told:
+        if refused:
+            raise ArgumentError(refused)
+    first = told[0][1]
+    for rank, (_, said) in enumerate(told):
+        for name in sorted(first.keys() | said.keys()):
+            if first.get(name) != said.get(name):
+                raise ArgumentError(
+                    f"{name} is {first.get(name)} on rank 0 and {said.get(name)} on rank {rank}: expected the same"
+                )
+
+
+def raise_together(problems: list[str], what: str, ctx) -> None:
+    """Raises on every rank if any rank has a problem. Collective."""
+    own = [shown(line, _LONGEST_LINE) for line in problems]
+    told = [line for src in range(ctx.num_ranks) for line in ctx.broadcast(own, src=src)]
+    if told:
+        lines = list(dict.fromkeys(told))
+        listed = lines[:_MOST_LINES] + ([f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else [])
+        raise CheckpointError(f"{shown(what)}, {len(lines)} problem(s):\n  " + "\n  ".join(listed))
+
+
+def shown(text: str, longest: int = _LONGEST_NAME) -> str:
+    """`text` as a message may hold it: on one line, with escapes for what cannot be printed, and cut short."""
+    cut = text if len(text) <= longest else f"{text[:longest]}..."
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in cut)
+
+
+def listed(texts: Iterable[str]) -> str:
+    """`texts` in one line, the first of them if there are many."""
+    texts = list(texts)
+    more = [f"and {len(texts) - _MOST_IN_LINE} more"] if len(texts) > _MOST_IN_LINE else []
+    return "; ".join([shown(text, _LONGEST_PART) for text in texts[:_MOST_IN_LINE]] + more)
+
+
+def words(error: BaseException) -> str:
+    """What `error` says, on one line."""
+    return " ".join(str(error).split())
