@@ -5,8 +5,8 @@
     report = layers.parallelize(model, ctx)                    # or: split a model that is already in memory
 
 Reading order: `shard` (which part is whose), `sharded` and `linear` (the layers), `plan`, `attention`, `parallelize`
-(a model's own plan, carried out), `generation`, `compiled`, `prompts`, `engine`; `staging`, `checkpoint`, `names`,
-`pretrained`, `saving`; `report`.
+(a model's own plan, carried out), `skeleton`, `reads`, `proof`, `snapshot`, `guards` (so that it is right, or refused),
+`generation`, `compiled`, `prompts`, `engine`; `staging`, `checkpoint`, `names`, `pretrained`, `saving`; `report`.
 """
 
 from .engine import Engine

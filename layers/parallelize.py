@@ -2,37 +2,49 @@
 
 The model's own plan says how (see `plan`). Instances of torch.nn.Linear are swapped for split ones: no class is patched
 and no forward rewritten. In attention modules heads stay whole, and the instance is told how many it has (`attention`).
-Everything is checked before the first swap, so a refused model is left as it was.
+
+1. The plan is resolved and checked, and each forward around a split linear looked at (`reads`).
+2. The split is carried out on a skeleton of the model, without weights, and run there (`proof`).
+3. It is carried out on the model. Behind each of the two steps the ranks tell each other how it went: if one of them
+   failed, all raise, and the model is put back as it was (`snapshot`). So until the end it keeps its weights, beside
+   the parts; `from_pretrained` has only parts.
 
 Tied embeddings: the embedding stays whole on every rank, and the head's part is a view of its rows, so tying costs no
 memory. The view is by rows of this rank's chunk of the vocabulary, which the world size need not divide.
 
 Works on a model with weights, whose slices are copied to the context's device, and on an empty one on meta, which
 `from_pretrained` then fills. The result is for inference: it is in eval mode and stays there, for ranks that draw what
-they drop out by themselves would part ways, and no parameter keeps a gradient.
+they drop out by themselves would part ways, and no parameter keeps a gradient (see `guards`).
 """
 
 from __future__ import annotations
 
-from types import MethodType
+from collections.abc import Callable
+from dataclasses import dataclass
+import hashlib
+from typing import Any, TypeVar
 
-from iris.errors import ArgumentError
+from iris.errors import ArgumentError, IrisError, PlatformError
 from torch import nn
 
 from . import plan as styles_of
-from . import sequence
+from . import proof, reads, sequence
 from .attention import head_parameters, head_parts, head_split, set_local_heads
 from .fused import merge_siblings
 from .gated import fuse_gates
 from .generation import agree_on_samples
+from .guards import guard, retie
 from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
 from .sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
+from .skeleton import skeleton
+from .snapshot import Snapshot
 
 # the ops of linears whose weights are stored so
 _FP8 = {"fp8": (LOCAL, GATHERED), "fp8_all": (LOCAL, GATHERED, REDUCED)}
+_Result = TypeVar("_Result")
 
 
 def parallelize(
@@ -44,8 +56,9 @@ def parallelize(
     fuse: bool = True,
     weights: str | None = None,
     sequence_parallel: bool | int | str = "auto",
+    partial: bool = False,
 ) -> Report:
-    """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module.
+    """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module. Collective.
 
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
@@ -54,82 +67,42 @@ def parallelize(
     in eight bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks share the
     tokens between the products (see `sequence`) where a call has 2048 or more, or another number if one is given.
     "auto" is for the families that are tested with it, split by their own plan, with `fuse` and without `weights`;
-    there it takes more tokens unless an engine replays them from a graph. Every rank calls this with the same model.
+    there it takes more tokens unless an engine replays them from a graph. `partial` allows a plan of the model's own
+    that splits none of its layers, the head at most. Every rank calls this with the same model.
 
-    Raises `ArgumentError` for bad arguments, and `StyleError`, with the names of module and style, for what the plan
-    asks and no layer serves; the model is then as it was. Warns, on rank 0, where the model's own plan splits none of
-    its layers.
+    Raises on every rank `ArgumentError` for bad arguments, `DtypeError` for weights that no op takes, and `StyleError`,
+    with the names of module and style, for what the plan asks and no layer serves, for what would fail or be wrong in
+    the first forward, and for weights that are no plain tensors. Whatever is raised, the model is then as it was.
     """
-    check_options(plan=plan, filter_fn=filter_fn, fuse=fuse, weights=weights, sequence_parallel=sequence_parallel)
     check_context(ctx)
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-    styles = styles_of.resolve_plan(model, plan, filter_fn)
-    by_default = sequence_parallel == "auto"
-    if by_default:
-        sequence_parallel = plan == "auto" and fuse and weights is None and sequence.is_known(model, styles)
-    elif sequence_parallel:
-        sequence.check(model, styles)
-    modules = dict(model.named_modules())
-    linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
-    served = styles_of.COLUMN | styles_of.PACKED
-    only_head = plan == "auto" and filter_fn is None and styles_of.leaves_layers_whole(model, linears)
-    if weights == "fp8_all":
-        served |= styles_of.ROW | styles_of.ROW_SPLIT
-    if weights and not set(linears.values()) & served:
-        wanted = "product" if weights == "fp8_all" else "colwise product without an exchange"
-        raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {wanted}")
-    heads = _split_heads(model, linears, ctx)
-    by_head = [of for name, split in heads.items() for of in head_parameters(name, model, styles, split)]
-    empty = any(parameter.is_meta for parameter in model.parameters())
-    embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    for name, style in linears.items():
-        parent_name, _, child = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        linear = getattr(parent, child)
-        linked = style in styles_of.LINKED and parent_name in heads
-        parts = head_parts(child, linear, style, heads[parent_name]) if linked else None
-        tied = embeddings.get(id(linear.weight))
-        setattr(parent, child, _split(linear, style, parts, tied, ctx, bool(sequence_parallel)))
-    for owner, key, part in by_head:
-        split_parameter(owner, key, part)
-    for name, split in heads.items():
-        set_local_heads(model.get_submodule(name), split)
-    if sequence_parallel:
-        styles = styles | merge_siblings(model, styles, sequence.SequenceProduct)
-        least = sequence.LEAST if sequence_parallel is True else sequence_parallel
-        sequence.share_tokens(model, styles, ctx, None if by_default else least)
-    elif fuse:
-        styles = styles | merge_siblings(model, styles)
-    if fuse:
-        fuse_gates(model)
-        fuse_norms(model)
-    if weights:
-        for module in list(model.modules()):
-            if isinstance(module, ShardedLinear) and module.op in _FP8[weights]:
-                module.store_as_fp8()
-    model.requires_grad_(False)
-    _keep_in_eval_mode(model)
-    _keep_tied(model)
-    retie(model)
-    if not empty:
-        model.to(ctx.device)
-    if plan == "auto" and filter_fn is None and hasattr(model, "tp_plan"):
-        model._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
-    agree_on_samples(model, ctx)
-    wrap_save_pretrained(model, ctx)
-    if only_head and ctx.cur_rank == 0:
-        ctx.warning(
-            f"{type(model).__name__}'s own plan splits {', '.join(linears) or 'no linear'} only: each rank computes all"
-            " of its layers, whole; pass plan={name: style} to split them"
-        )
-    return make_report(model, styles, ctx)
+
+    def prove() -> _Split:
+        options = {"fuse": fuse, "weights": weights, "sequence_parallel": sequence_parallel, "partial": partial}
+        check_options(plan=plan, filter_fn=filter_fn, **options)
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+        split = _resolve(model, ctx, plan, filter_fn, **options)
+        whole, trial = skeleton(model), skeleton(model)
+        reads.check(whole, split.linears)
+        _carry_out(trial, split, ctx)
+        proof.prove(whole, trial, split.joined())
+        return split
+
+    split = _together(ctx, prove, lambda split: split.digest(model))
+    before = Snapshot(model)
+    try:
+        return _together(ctx, lambda: _finish(model, split, _carry_out(model, split, ctx), ctx))
+    except BaseException:
+        before.restore()
+        raise
 
 
-def check_options(*, plan="auto", filter_fn=None, fuse=True, weights=None, sequence_parallel="auto") -> None:
+def check_options(
+    *, plan="auto", filter_fn=None, fuse=True, weights=None, sequence_parallel="auto", partial=False
+) -> None:
     """Raises `ArgumentError` for options of `parallelize` that no model could be split by."""
     styles_of.check_plan(plan)
-    flags(fuse=fuse)
+    flags(fuse=fuse, partial=partial)
     if weights not in (None, *_FP8):
         raise ArgumentError(f"weights is {weights!r}: expected None, 'fp8' or 'fp8_all'")
     if filter_fn is not None and not callable(filter_fn):
@@ -141,31 +114,147 @@ def check_options(*, plan="auto", filter_fn=None, fuse=True, weights=None, seque
         )
 
 
-def retie(model: nn.Module) -> None:
-    """Makes the weight of each tied head a view of its embedding's rows (again, once those are loaded or moved)."""
-    for module in model.modules():
-        if isinstance(module, ShardedLinear) and (source := getattr(module, "tied_to", None)):
-            rows = module.parts[0].view(model.get_parameter(source), dim=0)
-            module.weight = nn.Parameter(rows, requires_grad=False)
+@dataclass(frozen=True)
+class _Split:
+    """What will be done to a model."""
+
+    styles: dict[str, str]  # of all modules and parameters that the plan names
+    linears: dict[str, str]  # of those that are split
+    heads: dict[str, Any]  # by attention, this rank's
+    by_own_plan: bool
+    fuse: bool
+    weights: str | None
+    shares_tokens: bool
+    least: int | None  # tokens that are shared; None: what is measured to pay
+
+    def joined(self) -> list[str]:
+        """The modules whose linears bring together what others of theirs have split."""
+        return list(
+            dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in styles_of.ROW)
+        )
+
+    def digest(self, model: nn.Module) -> dict[str, Any]:
+        """What all ranks must have alike."""
+        sizes = [(name, tuple(each.shape), each.dtype) for name, each in model.named_parameters()]
+        return {
+            "model": f"a {type(model).__name__} ({_digest(sizes)})",
+            "plan": f"one of {len(self.styles)} modules ({_digest(sorted(self.styles.items()))})",
+            "fuse": self.fuse,
+            "weights": self.weights,
+            "sequence_parallel": (self.shares_tokens, self.least),
+        }
 
 
-def _keep_in_eval_mode(model: nn.Module) -> None:
-    def train(self, mode: bool = True):
-        if mode:
-            raise ArgumentError("mode is True: expected False, a split model is for inference; train it unsplit")
-        return type(self).train(self, mode)
+def _resolve(model: nn.Module, ctx, plan, filter_fn, *, fuse, weights, sequence_parallel, partial) -> _Split:
+    styles = styles_of.resolve_plan(model, plan, filter_fn)
+    automatic = plan == "auto"
+    by_default = sequence_parallel == "auto"
+    if by_default:
+        sequence_parallel = automatic and fuse and weights is None and sequence.is_known(model, styles)
+    elif sequence_parallel:
+        sequence.check(model, styles)
+    modules = dict(model.named_modules())
+    linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
+    if automatic and not partial:
+        styles_of.check_layers(model, linears, filter_fn is not None)
+    served = styles_of.COLUMN | styles_of.PACKED
+    if weights == "fp8_all":
+        served |= styles_of.ROW | styles_of.ROW_SPLIT
+    if weights and not set(linears.values()) & served:
+        wanted = "product" if weights == "fp8_all" else "colwise product without an exchange"
+        raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {wanted}")
+    heads = _split_heads(model, linears, ctx)
+    for name, split in heads.items():
+        for _ in head_parameters(name, model, styles, split):
+            pass  # for what they raise
+    least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
+    own = automatic and filter_fn is None
+    return _Split(styles, linears, heads, own, fuse, weights, bool(sequence_parallel), least)
 
-    model.train = MethodType(train, model)
-    model.eval()
+
+def _carry_out(model: nn.Module, split: _Split, ctx) -> dict[str, str]:
+    """Swaps the modules of `model`; the styles of what it has now."""
+    styles = split.styles
+    by_head = [of for name, held in split.heads.items() for of in head_parameters(name, model, styles, held)]
+    embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    for name, style in split.linears.items():
+        parent_name, _, child = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        linear = getattr(parent, child)
+        linked = style in styles_of.LINKED and parent_name in split.heads
+        parts = head_parts(child, linear, style, split.heads[parent_name]) if linked else None
+        tied = embeddings.get(id(linear.weight))
+        setattr(parent, child, _split(linear, style, parts, tied, ctx, split.shares_tokens))
+    for owner, key, part in by_head:
+        split_parameter(owner, key, part)
+    for name, held in split.heads.items():
+        set_local_heads(model.get_submodule(name), held)
+    if split.shares_tokens:
+        styles = styles | merge_siblings(model, styles, sequence.SequenceProduct)
+        sequence.share_tokens(model, styles, ctx, split.least)
+    elif split.fuse:
+        styles = styles | merge_siblings(model, styles)
+    if split.fuse:
+        fuse_gates(model)
+        fuse_norms(model)
+    if split.weights:
+        for module in list(model.modules()):
+            if isinstance(module, ShardedLinear) and module.op in _FP8[split.weights]:
+                module.store_as_fp8()
+    retie(model)
+    return styles
 
 
-def _keep_tied(model: nn.Module) -> None:
-    def _apply(self, *args, **kwargs):
-        type(self)._apply(self, *args, **kwargs)
-        retie(self)  # a move or a conversion copies a view
-        return self
+def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx) -> Report:
+    empty = any(parameter.is_meta for parameter in model.parameters())
+    model.requires_grad_(False)
+    if not empty:
+        model.to(ctx.device)
+        retie(model)
+    guard(model, ctx)
+    if split.by_own_plan and hasattr(model, "tp_plan"):
+        model._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
+    agree_on_samples(model, ctx)
+    wrap_save_pretrained(model, ctx)
+    return make_report(model, styles, ctx)
 
-    model._apply = MethodType(_apply, model)
+
+def _together(ctx, step: Callable[[], _Result], said: Callable[[_Result], dict[str, Any]] = lambda _: {}) -> _Result:
+    """What `step` gives. Raises on every rank if it raises on one of them, or if what is `said` of it differs.
+
+    Collective. A rank that fails raises its own error, the others one of the same kind that names the rank.
+    """
+    result, error, own = None, None, {}
+    try:
+        result = step()
+        own = said(result)
+    except Exception as caught:  # whatever it is, the other ranks are waiting for a word
+        error = caught
+    told = ctx._ranks.all_gather((None if error is None else _described(error), own))
+    if error is not None:
+        raise error
+    for rank, (failure, _) in enumerate(told):
+        if failure:
+            kind, text = failure
+            raise kind(f"rank {rank}: {text}")
+    for rank, (_, other) in enumerate(told):
+        for name, first in told[0][1].items():
+            if other[name] != first:
+                raise ArgumentError(
+                    f"{name} is {first} on rank 0 and {other[name]} on rank {rank}: expected the same on every rank"
+                )
+    return result
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+
+
+def _described(error: Exception) -> tuple[type[IrisError], str]:
+    """As what kind of error, with which text, the other ranks raise it."""
+    if isinstance(error, IrisError):
+        return type(error), str(error)
+    return PlatformError, f"{type(error).__name__}: {error}"
 
 
 def _split_heads(model: nn.Module, styles: dict[str, str], ctx) -> dict:

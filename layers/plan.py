@@ -26,14 +26,18 @@ from itertools import product
 import re
 import sys
 
-from iris.errors import ArgumentError, PlatformError, StyleError
+from iris.errors import ArgumentError, DtypeError, PlatformError, StyleError
+import torch
 from torch import nn
+
+from .sharded import ShardedLinear
 
 COLUMN = {"colwise"}
 GATHERED = {"colwise_gather_output", "colwise_rep"}
 PACKED = {"packed_colwise"}
 ROW = {"rowwise"}
 ROW_SPLIT = {"rowwise_split_input", "rowwise_rep"}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
 SPLIT = COLUMN | GATHERED | PACKED | ROW | ROW_SPLIT
 # Between these a split activation passes: splitting one without the others of its parent changes what they see.
@@ -81,6 +85,7 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
         what = f"{type(model).__name__} has no tensor-parallel plan of its own" if automatic else "the plan is empty"
         raise StyleError(f"{what}: pass plan={{name: style}}")
     _refuse_quantised(model)
+    _refuse_split(model)
     modules = dict(model.named_modules())
     names = list(modules) + [name for name, _ in model.named_parameters()]
     styles: dict[str, str] = {}
@@ -108,6 +113,19 @@ def _refuse_quantised(model: nn.Module) -> None:
         )
 
 
+def _refuse_split(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedLinear):
+            raise StyleError(
+                f"{name or 'model'} is a {type(module).__name__} over {module.ctx.num_ranks} ranks: expected a model"
+                " that is not split yet; split it once, with a plan of all that is to be split"
+            )
+    empty = {name: tensor.is_meta for name, tensor in model.named_parameters()}
+    if len(set(empty.values())) == 2:
+        name = next(name for name, is_empty in empty.items() if is_empty)
+        raise ArgumentError(f"model has weights, but {name} is on meta: expected all of them, or none, to be there")
+
+
 def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
     style = styles[name]
     if style not in SPLIT | WHOLE:
@@ -123,10 +141,33 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> 
         raise StyleError(f"{name} has {modules[name].out_features} outputs: style {style!r} expects two equal halves")
 
 
-def leaves_layers_whole(model: nn.Module, linears: Iterable[str]) -> bool:
-    """Whether a split of `linears` is one of the head at most, as the plans of some state-space families have it."""
-    head = _head(model)
-    return all(model.get_submodule(name) is head for name in linears)
+def check_layers(model: nn.Module, linears: Iterable[str], filtered: bool) -> None:
+    """Raises for a split of `linears`, by the model's own plan, that leaves all layers whole on every rank.
+
+    So have it the plans of some state-space families, which split the head, and models inside of a wrapper, by whose
+    names the plan finds nothing.
+    """
+    head, linears = _head(model), list(linears)
+    inside = [name for name in linears if model.get_submodule(name) is not head]
+    stacks = [
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and _holds_linears(module)
+    ]
+    if stacks:
+        inside = [name for name in inside if any(name.startswith(f"{stack}.") for stack in stacks)]
+    if inside:
+        return
+    if linears:
+        what = f"splits {', '.join(linears)} only: each rank would hold and compute all layers, whole"
+        remedy = "pass plan={name: style} to split them, or partial=True to have it so"
+    else:
+        what = f"names no linear that {type(model).__name__} has: each rank would hold all of it, whole"
+        remedy = "pass the model that is inside if this one wraps it, plan={name: style}, or partial=True to have it so"
+    by = "own plan, as filter_fn leaves it," if filtered else "own plan"
+    raise StyleError(f"{type(model).__name__}'s {by} {what}; {remedy}")
+
+
+def _holds_linears(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.Linear) for each in module.modules())
 
 
 def _head(model: nn.Module) -> nn.Module | None:
@@ -137,7 +178,11 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, n
     """Raises where a split would lose what a linear has, or leave with each rank what all of them need."""
     head = _head(model)
     holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    for name, style in styles.items():
+        if name not in modules and style in COLUMN:  # a parameter of one entry a head
+            _check_tensor(name, model.get_parameter(name))
     for name in [name for name, style in styles.items() if style in SPLIT and name in modules]:
+        _check_tensors(name, modules[name])
         if is_hooked(modules[name]):
             raise StyleError(
                 f"{name} has a hook or a forward of its own, which would be lost: expected none before the split, after"
@@ -150,6 +195,25 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, n
             )
         if holders[id(modules[name])] > 1:
             raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
+
+
+def _check_tensors(name: str, linear: nn.Linear) -> None:
+    """Raises unless a linear holds a weight, perhaps a bias, and nothing else, of kinds that layers can split."""
+    for key, tensor in (*linear.named_parameters(recurse=False), *linear.named_buffers(recurse=False)):
+        if key not in ("weight", "bias"):
+            raise StyleError(f"{name} holds {key} beside its weight, which a split would lose: expected a plain linear")
+        _check_tensor(f"{name}.{key}", tensor)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.layout is not torch.strided:
+        kind = type(tensor).__name__ if tensor.layout is torch.strided else f"{tensor.layout} tensor"
+        raise StyleError(
+            f"{name} is a {kind}: expected a plain torch.Tensor; split the model before it is quantised, sharded or"
+            " wrapped, or leave it whole"
+        )
+    if tensor.dtype not in DTYPES:
+        raise DtypeError(f"{name} is {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
 
 
 def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module], automatic: bool) -> None:

@@ -204,7 +204,7 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
         module._is_hf_initialized = name not in computed
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
-    model.initialize_weights()
+    type(model).initialize_weights(model)  # this instance's own refuses
 
 
 def _progress(tensors: dict[str, StoredTensor], ctx) -> Iterator[tuple[str, StoredTensor]]:

@@ -185,26 +185,6 @@ def test_what_is_not_dense_is_refused_by_name(world_size: int) -> None:
     run_ranks(world_size, refused_body, REFUSED)
 
 
-def warned_body(ctx) -> dict[str, list[str]]:
-    said: dict[str, list[str]] = {}
-    for family in ("jamba", "falcon_h1", "llama"):
-        said[family] = []
-        for options in ({}, {"plan": {"lm_head": "colwise_gather_output"}}):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ctx, "warning", said[family].append)
-                parallelize(build(family, {}), ctx, **options)
-    return said
-
-
-@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
-def test_a_plan_that_splits_no_layer_is_warned_of(world_size: int) -> None:
-    first, *others = run_ranks(world_size, warned_body)
-    for family, name in (("jamba", "JambaForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM")):
-        (line,) = first[family]
-        assert line.startswith(f"{name}'s own plan splits lm_head only: each rank computes all of its layers"), line
-    assert not first["llama"] and not any(line for of_rank in others for line in of_rank.values())
-
-
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 def test_an_old_transformers_is_refused(monkeypatch) -> None:
     model = build("llama", {})

@@ -1,0 +1,321 @@
+"""Plans that could be carried out, and whose model could not be run: refused by name, before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from iris.errors import ArgumentError, DtypeError, StyleError
+import layers
+from layers.parallelize import parallelize
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.harness import UNDER_TORCHRUN, WORLDS, agreed, both, run_ranks
+from tests.layers import models, test_families
+
+transformers = pytest.importorskip("transformers")
+pytestmark = both
+two_ranks = pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+
+
+def attention(name: str, columns: list[str], row: str) -> dict[str, str]:
+    return {**{f"{name}.{column}": "colwise" for column in columns}, f"{name}.{row}": "rowwise"}
+
+
+# --- models that read, count or reshape by themselves ----------------------------------------------------------------
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=100)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bloom(**changes: Any) -> nn.Module:
+    config = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=100, **changes)
+    return transformers.BloomForCausalLM(config)
+
+
+class Attention(nn.Module):
+    """Heads of 8, which it counts by itself, and reshapes to `width`: -1 is whatever there is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.o(y.reshape(*x.shape[:2], self.width))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Read(Pair):
+    """Reads the weight in a function, by another name, where a setting says so."""
+
+    exact = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.up(x))
+        if not self.exact:
+            return self.down(y)
+        return self.multiply(y)
+
+    def multiply(self, y: torch.Tensor) -> torch.Tensor:
+        down = self.down
+        return F.linear(y, down.weight[:, : y.shape[-1]], down.bias)
+
+
+class ReadInLoop(Pair):
+    """As no source tells."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.up(x))
+        for each in [self.down]:
+            y = F.linear(y, each.weight[:, : y.shape[-1]], each.bias)
+        return y
+
+
+class Summed(Pair):
+    """Its second product takes one token's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.up(x))
+        return self.down(y) if y.shape[-1] == 64 else self.down(y[:, :1])
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(100, 32), nn.Linear(32, 100)
+        self.layers = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+PAIR = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+QKV = attention("layers.*", ["q", "k", "v"], "o")
+BLOOM_MLP = attention("transformer.h.*.mlp", ["dense_h_to_4h"], "dense_4h_to_h")
+EXACT = {"pretraining_tp": 2, "slow_but_exact": True}
+T5_SELF, T5_CROSS = "encoder.block.*.layer.0.SelfAttention", "decoder.block.*.layer.1.EncDecAttention"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
+    "a weight read": (lambda: bloom(**EXACT), BLOOM_MLP, r"transformer.h.0.mlp.dense_4h_to_h .* reads its weight"),
+    "a weight read that is whole": (
+        lambda: bloom(**EXACT),
+        {"transformer.h.*.self_attention.dense": "rowwise_split_input"},
+        r"transformer.h.0.self_attention.dense .* reads its weight",
+    ),
+    "a weight read by a method": (lambda: Stack(Read), PAIR, r"layers.0.down .* reads its (weight|bias)"),
+    "a weight read in a loop": (lambda: Stack(ReadInLoop), PAIR, r"layers.0.down .* reads its (weight|bias)"),
+    "n_heads": (t5, attention(T5_SELF, ["q", "k", "v"], "o"), r"encoder.block.0.layer.0.SelfAttention would fail"),
+    "n_heads across": (t5, attention(T5_CROSS, ["q", "k", "v"], "o"), r"layer.1.EncDecAttention would fail"),
+    "alibi": (
+        bloom,
+        attention("transformer.h.*.self_attention", ["query_key_value"], "dense"),
+        r"transformer.h.0.self_attention would fail",
+    ),
+    "a reshape": (lambda: Stack(lambda: Attention(32)), QKV, r"layers.0 would fail in its forward.*\[11, 13, 32\]"),
+    "another shape": (lambda: Stack(Summed), PAIR, r"layers.0 would give \(11, 1, 32\) in place of \(11, 13, 32\)"),
+    "half": (lambda: Stack(Pair), {"layers.*.up": "colwise_gather_output", "layers.*.down": "rowwise"}, "layers.0"),
+}
+
+
+def refused_body(ctx, name: str) -> None:
+    build, plan, match = REFUSED[name]
+    model = build()
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    with pytest.raises(StyleError, match=match):
+        parallelize(model, ctx, plan=plan)
+    after = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    assert before == after
+
+
+@two_ranks
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_fail_in_its_first_forward_is_refused_by_name(world_size: int, name: str) -> None:
+    if world_size == 1:
+        pytest.skip("one rank has all there is")
+    run_ranks(world_size, refused_body, name)
+
+
+def plain_read() -> nn.Module:
+    model = Stack(Read)
+    for layer in model.layers:
+        layer.exact = False
+    return model
+
+
+T5_MLP = attention("encoder.block.*.layer.1.DenseReluDense", ["wi"], "wo")
+SERVED: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
+    "a read that its settings rule out": (bloom, BLOOM_MLP),
+    "a branch that its settings rule out": (plain_read, PAIR),
+    "a dtype read": (t5, T5_MLP),
+    "heads that are counted": (lambda: Stack(lambda: Attention(-1)), QKV),
+}
+
+
+def served(name: str, ctx=None) -> torch.Tensor:
+    build, plan = SERVED[name]
+    torch.manual_seed(0)
+    model, tokens = build().eval(), models.prompt()
+    if ctx is not None:
+        parallelize(model, ctx, plan=plan)
+        tokens = tokens.to(ctx.device)
+    with torch.no_grad():
+        result = model(tokens, decoder_input_ids=tokens) if plan is T5_MLP else model(tokens)
+    return result if torch.is_tensor(result) else result.logits
+
+
+def served_body(ctx) -> dict[str, torch.Tensor]:
+    return {name: served(name, ctx) for name in SERVED}
+
+
+@two_ranks
+def test_what_looks_like_it_is_served(world_size: int) -> None:
+    for results in run_ranks(world_size, served_body):
+        for name, result in results.items():
+            torch.testing.assert_close(result.cpu(), served(name), rtol=1e-4, atol=1e-4, msg=name)
+
+
+# --- weights that are no plain tensors -------------------------------------------------------------------------------
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own, as libraries that quantise have them."""
+
+
+def special(kind: str) -> torch.Tensor:
+    weight = torch.randn(64, 36)
+    if kind == "DTensor":
+        from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        return distribute_tensor(weight, mesh, [Replicate()])
+    return weight.as_subclass(Marked) if kind == "Marked" else weight.to(getattr(torch, kind))
+
+
+KINDS = {
+    "Marked": (StyleError, r"up_proj.weight is a Marked: expected a plain torch.Tensor"),
+    "DTensor": (StyleError, r"up_proj.weight is a DTensor: expected a plain torch.Tensor"),
+    "float64": (DtypeError, r"up_proj.weight is torch.float64: expected one of torch.bfloat16"),
+    "int8": (DtypeError, r"up_proj.weight is torch.int8"),
+}
+
+
+def special_body(ctx) -> torch.Tensor:
+    for kind, (error, match) in KINDS.items():
+        if kind == "DTensor" and (ctx.num_ranks == 1 or ctx.device.type != "cpu"):
+            continue
+        model = models.build("plain")
+        up = model.model.layers[1].mlp.up_proj
+        up.weight = nn.Parameter(special(kind), requires_grad=False)
+        with pytest.raises(error, match=r"model.layers.1.mlp." + match):
+            parallelize(model, ctx)
+        assert all(type(layer.mlp.down_proj) is nn.Linear for layer in model.model.layers)
+    up.weight = models.build("plain").model.layers[1].mlp.up_proj.weight
+    up.register_buffer("zero_point", torch.zeros(3))
+    with pytest.raises(StyleError, match=r"up_proj holds zero_point beside its weight"):
+        parallelize(model, ctx)
+    del up.zero_point
+    up.to("meta")
+    with pytest.raises(ArgumentError, match=r"model has weights, but model.layers.1.mlp.up_proj.weight is on meta"):
+        parallelize(model, ctx)
+    up.to_empty(device="cpu").load_state_dict(models.build("plain").model.layers[1].mlp.up_proj.state_dict())
+    parallelize(model, ctx)
+    return models.logits(model, ctx.device)
+
+
+@two_ranks
+def test_weights_that_are_no_plain_tensors_are_refused_by_name(world_size: int) -> None:
+    for result in run_ranks(world_size, special_body):
+        models.assert_logits(result, "plain")
+
+
+# --- plans that leave the layers whole -------------------------------------------------------------------------------
+
+
+class Wrapper(nn.Module):
+    """As an adapter's wrapper has it: the model further inside, its attributes here."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model["model"], name)
+
+
+def whole_body(ctx) -> None:
+    inside = models.build("plain")
+    for wrapper in (Wrapper(inside), torch.compile(inside)):
+        kind = type(wrapper).__name__
+        with pytest.raises(StyleError, match=f"{kind}'s own plan names no linear that {kind} has.*pass the model that"):
+            parallelize(wrapper, ctx)
+    with pytest.raises(StyleError, match="own plan, as filter_fn leaves it, names no linear"):
+        parallelize(inside, ctx, filter_fn=lambda name, module: False)
+    report = parallelize(Wrapper(models.build("plain")), ctx, partial=True)
+    assert all(row.op == "-" for row in report.rows)
+    with pytest.raises(ArgumentError, match="partial is 1: expected a bool"):
+        parallelize(inside, ctx, partial=1)
+    parallelize(inside, ctx)
+    models.assert_logits(models.logits(inside, ctx.device), "plain")
+
+
+@two_ranks
+def test_a_plan_that_finds_nothing_is_refused(world_size: int) -> None:
+    run_ranks(world_size, whole_body)
+
+
+HYBRID = {
+    "jamba": {"mamba_d_state": 8, "num_experts": 1},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+}
+
+
+def head_body(ctx, folder: str) -> dict[str, torch.Tensor]:
+    results = {}
+    for family, kind in (("jamba", "JambaForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM")):
+        changes = HYBRID[family]
+        match = f"{kind}'s own plan splits lm_head only: each rank would hold and compute all layers, whole; pass plan="
+        model = test_families.build(family, changes)
+        with pytest.raises(StyleError, match=match):
+            parallelize(model, ctx)
+        for options in ({"partial": True}, {"plan": {"lm_head": "colwise_gather_output"}}):
+            model = test_families.build(family, changes)
+            report = parallelize(model, ctx, **options)
+            assert [row.name for row in report.rows if row.op != "-"] == ["lm_head"]
+        if family == "falcon_h1":  # one layer of the other has no cache
+            results[family] = test_families.logits(model, ctx.device)
+    with pytest.raises(StyleError, match="splits lm_head only"):
+        layers.from_pretrained(folder, ctx)
+    results["loaded"] = test_families.logits(layers.from_pretrained(folder, ctx, partial=True), ctx.device)
+    return results
+
+
+@two_ranks
+def test_a_plan_of_the_head_only_is_refused_unless_partial(world_size: int, tmp_path: Path) -> None:
+    folder = agreed(tmp_path)
+    whole = test_families.build("falcon_h1", HYBRID["falcon_h1"])
+    whole.save_pretrained(folder)
+    for results in run_ranks(world_size, head_body, str(folder)):
+        for name, result in results.items():
+            torch.testing.assert_close(result.cpu(), test_families.logits(whole), rtol=1e-3, atol=1e-4, msg=name)
