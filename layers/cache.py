@@ -24,6 +24,18 @@ def shape_of(model: nn.Module, ranks: int) -> tuple:
     return (*(getattr(text, size, None) for size in sizes), model.dtype, ranks)
 
 
+def cache_bytes(model: nn.Module, ranks: int, batch_size: int, max_length: int) -> int:
+    """What a rank's cache of these sizes takes, or less: as if the ranks shared its heads."""
+    text = model.config.get_text_config()
+    heads, groups, width, hidden, layers = (
+        size if isinstance(size := getattr(text, name, None), int) else 0
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers")
+    )
+    local = -(-(groups or heads) // ranks)
+    per_token = 2 * layers * local * (width or hidden // max(heads, 1)) * model.dtype.itemsize
+    return per_token * batch_size * max_length
+
+
 def static_cache(model: nn.Module, ranks: int, max_length: int):
     """A cache of `max_length` tokens in every layer, allocated at first use with the heads that are here then.
 

@@ -27,17 +27,25 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 import inspect
 from math import gcd
-from numbers import Real
 import zlib
 
 from iris.errors import ArgumentError
 import torch
 from torch import nn
 
+from .autocast import current_autocast
 from .cache import cache_name, fits, has_windows, known_empty, shape_of, static_cache
 from .compiled import CompiledLayers, decoder_layers
+from .engine_arguments import (
+    check_logits,
+    check_model,
+    check_options,
+    check_prompts,
+    check_sampling,
+    check_sizes,
+    words_of,
+)
 from .graphs import Graphs
-from .positions import count_from_zero, positions_known
 from .prompts import common_length, padded_before, padded_behind, stops, tokens_of
 from .sequence import sharing_of
 from .sharded import check_context, flags, positive
@@ -84,31 +92,14 @@ class Engine:
         prompt_graphs: int = 32,
     ):
         check_context(ctx)
-        if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-            raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
-        positive(batch_size=batch_size, max_length=max_length)
+        device = torch.device(ctx.device)
         flags(True, graphs=graphs, step_attention=step_attention)
-        if (known := positions_known(model)) is not None and max_length > known:
-            raise ArgumentError(
-                f"max_length is {max_length}: expected at most {known}, the positions that {type(model).__name__} has"
-            )
-        if isinstance(prompt_graphs, bool) or not isinstance(prompt_graphs, int) or prompt_graphs < 0:
-            raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise ArgumentError(f"model is a {type(model).__name__}: expected a decoder without an encoder")
+        check_options(prompt_graphs, compile)
+        check_model(model, device)
+        check_sizes(model, ctx, batch_size, max_length)
         if cache is not None and not fits(cache, shape_of(model, ctx.num_ranks), batch_size, max_length):
             raise ArgumentError(
                 f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with a like model"
-            )
-        if not isinstance(compile, (bool, str)) or compile == "":
-            raise ArgumentError(f"compile is {compile!r}: expected a bool, or the name of a backend of torch.compile")
-        device = torch.device(ctx.device)
-        elsewhere = {str(each.device) for each in model.parameters()} - {str(device)}
-        if elsewhere and not hasattr(model, "hf_device_map"):  # whose hooks bring them
-            raise ArgumentError(f"model has parameters on {', '.join(sorted(elsewhere))}: expected all on {device}")
-        if not count_from_zero(model, device):
-            raise ArgumentError(
-                f"model is a {type(model).__name__}, whose positions do not begin at 0: use its generate()"
             )
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
         self.graphs = device.type == "cuda" if graphs is None else graphs
@@ -118,6 +109,7 @@ class Engine:
         # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
         capturable = wanted and use_step_attention(model) and self.graphs
         self._sharing = sharing_of(model)
+        self._autocast = current_autocast(device.type)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
         self._cache_name = cache_name(model)
         like = {"dtype": torch.long, "device": device}
@@ -139,6 +131,7 @@ class Engine:
         self.steps = Graphs(2 if self.graphs else 0)
         self.prompts = Graphs(prompt_graphs if capturable else 0)
         self._shape: torch.Size | None = None  # of logits, once prompts are read
+        self._held = self._made = 0  # tokens of each row in the cache, and in `output`, as the host counts them
         self._compiled: CompiledLayers | None = None
         if compile:
             self._compile("inductor" if compile is True else compile)
@@ -163,15 +156,10 @@ class Engine:
         `ArgumentError` for bad arguments, and for prompts that with the new tokens are longer than `max_length`.
         """
         positive(max_new_tokens=max_new_tokens)
-        numbers = isinstance(temperature, Real) and isinstance(top_p, Real)
-        if not numbers or not temperature >= 0 or not 0 < top_p <= 1:
-            raise ArgumentError(
-                f"temperature, top_p are {temperature!r}, {top_p!r}: expected 0 or more, and 0 < top_p <= 1"
-            )
-        if isinstance(seed, bool):
-            raise ArgumentError(f"seed is {seed!r}: expected None or an integer of 64 bits")
+        check_sampling(temperature, top_p, seed)
+        self._check_autocast()
         ends = stops(stop)
-        prompts = tokens_of(prompts, self.model.get_input_embeddings().weight.shape[0])
+        prompts = tokens_of(prompts, words_of(self.model))
         rows, mask = padded_before(prompts, max_new_tokens, self.batch_size, self.max_length)
         rows, mask = (None if each is None else each.to(self.tokens.device) for each in (rows, mask))
         asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
@@ -185,7 +173,7 @@ class Engine:
                 raise ArgumentError(f"seed is {seed!r} on rank 0: expected None or an integer of 64 bits")
             self._random.manual_seed(seed)
         self.reset()
-        self.accept(self.prefill(rows, mask))
+        self.accept(self._first(self._replayed, rows, mask))
         made = 1
         while made < max_new_tokens and not (ends and self._ended(made, ends, len(prompts))):
             steps = min(max_new_tokens - made, _LOOK_EVERY if ends else max_new_tokens)
@@ -198,6 +186,7 @@ class Engine:
     def reset(self) -> None:
         """Forgets the batch."""
         self.cache.holder = self._shape = None
+        self._held = self._made = 0
         self.cache.reset()
         self.count.zero_()
         self.mask.fill_(False)
@@ -208,22 +197,23 @@ class Engine:
 
         The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape, or of
         the length that they are padded to.
-        Raises `ArgumentError` where it is not, for tensors of another kind, and for a mask that ends with padding; that
-        tokens are of the vocabulary is not checked.
+        Raises `ArgumentError` where it is not, for tensors of another kind, for tokens outside the vocabulary, which
+        the host waits for the device to see, and for a mask that ends with padding.
         """
+        self._check_prompts(prompts, mask)
         return self._first(self._replayed, prompts, mask)
 
     @_untracked
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """What `prefill` does, eagerly and without padding to a length that others have: so it may round elsewhere."""
+        self._check_prompts(prompts, mask)
         return self._first(self._read, prompts, mask)
 
     def _first(self, read: Callable, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """What `read` makes of a batch's prompts."""
-        self._check_prompts(prompts, mask)
+        """What `read` makes of a batch's prompts, which are checked."""
         self.cache.holder = self.tokens  # be it half of them, where reading fails
         logits = read(prompts, mask)
-        self._shape = logits.shape
+        self._shape, self._held = logits.shape, prompts.shape[1]
         return logits
 
     def _replayed(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -265,23 +255,10 @@ class Engine:
         return logits
 
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
+        self._check_autocast()
         if self.cache.holder is not None:
             raise ArgumentError("prompts come behind others in the engine's cache: expected reset() before them")
-        rows, device, whole = self.batch_size, self.tokens.device, (torch.long, torch.int)
-        for name, given, dtypes in (("prompts", prompts, whole), ("mask", mask, (torch.bool, *whole))):
-            if given is None and name == "mask":
-                continue
-            if not isinstance(given, torch.Tensor):
-                raise ArgumentError(f"{name} is a {type(given).__name__}: expected a tensor of {dtypes[0]}")
-            fits = given.dim() == 2 and given.shape[0] == rows and 0 < given.shape[1] <= self.max_length
-            if given.dtype not in dtypes or given.device != device or not fits or given.shape != prompts.shape:
-                length = f"1 to {self.max_length}" if given is prompts else prompts.shape[1]
-                raise ArgumentError(
-                    f"{name} is {list(given.shape)} of {given.dtype} on {given.device}: expected [{rows}, {length}] of"
-                    f" {dtypes[0]} on {device}"
-                )
-        if mask is not None and not mask[:, -1].all():  # whose logits would be those of padding
-            raise ArgumentError("mask is False at the end of a row: expected padding in front of the prompts")
+        check_prompts(prompts, mask, self.batch_size, self.max_length, self.tokens.device, words_of(self.model))
 
     def _sharable(self, batch: int, length: int) -> int:
         """The next length at which ranks can share the tokens, if the model does and there are enough."""
@@ -301,13 +278,15 @@ class Engine:
         Raises `ArgumentError` for another shape or device, and where no prompts have been read since the last `reset`.
         """
         self._expect_prompts()
-        if not isinstance(logits, torch.Tensor):
-            raise ArgumentError(f"logits is a {type(logits).__name__}: expected a tensor")
-        if logits.shape != self._shape or logits.device != self.tokens.device:
+        check_logits(logits, self._shape, self.tokens.device)
+        if self._made == self.max_length:
             raise ArgumentError(
-                f"logits is {list(logits.shape)} on {logits.device}: expected {list(self._shape)} on"
-                f" {self.tokens.device}"
+                f"the engine has made {self._made} tokens, its max_length: expected reset(), and prompts anew"
             )
+        self._made += 1
+        self._accept(logits)
+
+    def _accept(self, logits: torch.Tensor) -> None:
         self.tokens.copy_(self._choose(logits))
         self.output.index_copy_(1, self.count, self.tokens)
         self.count += 1
@@ -316,25 +295,48 @@ class Engine:
     def decode(self, steps: int = 1) -> None:
         """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
 
-        That they fit behind the prompts in `max_length` is not checked here, as it is in `generate`. Raises
-        `ArgumentError` where no prompts have been read since the last `reset`.
+        Raises `ArgumentError` where no prompts have been read since the last `reset`, and where the steps do not fit
+        behind them in `max_length`.
         """
         positive(steps=steps)
         self._expect_prompts()
+        self._make_room(steps)
         for _ in range(steps):
-            self.logits = self.steps.run(self._greedy, self.step, random=None if self._greedy else self._random)
+            self.logits = self.steps.run(self._greedy, self._one_step, random=None if self._greedy else self._random)
 
     @_untracked
     def step(self) -> torch.Tensor:
         """One token a row, eagerly, on the engine's own tensors; the logits that they were chosen from."""
         self._expect_prompts()
+        self._make_room(1)
+        return self._one_step()
+
+    def _one_step(self) -> torch.Tensor:
         self.mask.index_fill_(1, self.filled, True)
         logits = self._logits(self.tokens, self._seen, self.positions)
         torch._foreach_add_([self.positions, self.filled], 1)
-        self.accept(logits)
+        self._accept(logits)
         return logits
 
+    def _make_room(self, steps: int) -> None:
+        """Counts so many more tokens in each row, if they fit: on a GPU, what is written behind the end ends it."""
+        most = self.max_length - max(self._held, self._made)
+        if steps > most:
+            raise ArgumentError(
+                f"steps is {steps} behind {self._held} tokens: expected at most {most}, max_length is {self.max_length}"
+            )
+        self._held, self._made = self._held + steps, self._made + steps
+
+    def _check_autocast(self) -> None:
+        now = current_autocast(self.tokens.device.type)
+        if now != self._autocast:
+            raise ArgumentError(
+                f"autocast is to {now}: expected {self._autocast}, as when the engine was made; its graphs and its"
+                " cache are of that"
+            )
+
     def _expect_prompts(self) -> None:
+        self._check_autocast()
         if self._shape is None:
             raise ArgumentError("the engine holds no prompts: expected prefill() or read() since the last reset()")
         if self.cache.holder is not self.tokens:

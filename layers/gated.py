@@ -41,8 +41,8 @@ class GatedMLP(nn.Module):
     def forward(self, *args, **kwargs) -> torch.Tensor:
         (x,) = *args, *kwargs.values()  # by whatever name
         merged = self.merged
-        merged.check(x, merged.in_features)
-        if merged.own_steps:
+        x = merged.check(x, merged.in_features)
+        if merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
             alone = not self._product.exchanges(x)
             few = alone and step_product.serves(x, merged.weight, merged.bias, True, merged.weight_scale)
             many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._with_roles)

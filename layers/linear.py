@@ -69,8 +69,7 @@ class ColumnParallelLinear(ShardedLinear):
         if tokens is not None:
             self._check_tokens(tokens)
         if not (self.gather_output or self.sequence_parallel):  # takes any leading dimensions: nothing to reshape
-            self.check(input, self.in_features)
-            return self.local_product(input, self.bias)
+            return self.local_product(self.check(input, self.in_features))
         x = self.rows(input, self.in_features)
         if self.gather_output:
             out = self.product(x, x.shape[0], self.out_features)
@@ -85,7 +84,8 @@ class ColumnParallelLinear(ShardedLinear):
                 "gated is asked of a layer that gathers: expected neither gather_output nor sequence_parallel"
             )
         x = self.rows(input, self.in_features)
-        out = library.gated(self.ctx, x, self.weight.t(), self.bias)
+        weight, bias = self.terms(x.dtype)
+        out = library.gated(self.ctx, x, weight.t(), bias)
         return out.view(*input.shape[:-1], out.shape[-1])
 
     def _check_tokens(self, tokens: int) -> None:
@@ -260,7 +260,7 @@ class RowParallelLinear(ShardedLinear):
         if not self.input_is_parallel:
             x = self.parts[0].view(x, dim=1)
         if not self.reduce_results:
-            out = self.local_product(x, self.bias if self.ctx.cur_rank == 0 else None)  # once in the ranks' sum
+            out = self.local_product(x, biased=self.ctx.cur_rank == 0)  # once in the ranks' sum
         elif self.sequence_parallel:
             start, stop = chunk(x.shape[0], self.ctx.num_ranks, self.ctx.cur_rank)
             out = self.product(x, stop - start, self.out_features)

@@ -23,6 +23,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = weight, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:  # under torch.autocast: the wider of both, as of the module before
+            return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:

@@ -13,6 +13,7 @@ from iris.errors import ArgumentError
 import torch
 from torch.nn import functional as F
 
+from .engine_arguments import check_tokens
 from .prompt_attention import length_on_grid
 
 _HOST_LIMITED = 2.5e11  # tokens times a layer's weights, some 0.8 ms: of fewer, the host takes longer than the device
@@ -32,10 +33,7 @@ def tokens_of(prompts: Any, words: int) -> list[list[int]]:
             f"prompts are a {type(prompts).__name__}: expected integers, as a tensor [rows, tokens] or a list for each"
             " row"
         )
-    if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < words:
-        raise ArgumentError(
-            f"prompts have tokens from {tokens.min()} to {tokens.max()}: expected 0 to {words - 1}, the vocabulary"
-        )
+    check_tokens("prompts", tokens, words)
     return rows
 
 

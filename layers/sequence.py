@@ -83,8 +83,7 @@ class GatheringColumn(ColumnParallelLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() != 2:
-            self.check(input, self.in_features)
-            return self.local_product(input, self.bias)
+            return self.local_product(self.check(input, self.in_features))
         x = self.rows(input, self.in_features)
         size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0])
         return self.exchanged(GATHERED, x, size)

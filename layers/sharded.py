@@ -22,6 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from . import fp8, step_product
+from .autocast import autocast, autocast_dtype
+from .gradients import check_no_gradient
 from .shard import Shard, concat, fill, plain
 
 LOCAL = "matmul (local)"
@@ -49,6 +51,7 @@ class ShardedLinear(nn.Module):
         if shard.total != whole[self.dim]:
             raise ShapeError(f"parts split {shard.total} features: expected {whole[self.dim]}, all of the layer's")
         self.in_features, self.out_features, self.ctx, self.parts = in_features, out_features, ctx, parts
+        self._device_type = ctx.device.type  # to ask a device for its type takes half a microsecond
         even = shard.size * ctx.num_ranks == shard.total
         self._mean_part = None if even else -(-shard.total // ctx.num_ranks)
         local = (shard.size, in_features) if self.dim == 0 else (out_features, shard.size)
@@ -148,19 +151,25 @@ class ShardedLinear(nn.Module):
         return self
 
     def rows(self, x: torch.Tensor, features: int) -> torch.Tensor:
-        """`x` as [rows, features], checked."""
-        self.check(x, features)
+        """`x` as [rows, features], checked, in the dtype of the product."""
+        x = self.check(x, features)
         return x.reshape(x.shape[:-1].numel(), features)
 
-    def check(self, x: torch.Tensor, features: int) -> None:
-        """Raises unless `x` is [..., features] of the weight's dtype, where the weight is."""
+    def check(self, x: torch.Tensor, features: int) -> torch.Tensor:
+        """`x` in the dtype of the product. Raises unless it is [..., features] of the weight's dtype, where that lies.
+
+        Under torch.autocast both may have other dtypes: the product is in autocast's, as that of torch.nn.Linear.
+        """
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(f"input is a {type(x).__name__}: expected a tensor")
         if x.dim() < 1 or x.shape[-1] != features:
             note = "" if features == self.in_features else f", this rank's part of {self.in_features} features"
             raise ShapeError(f"input has shape {tuple(x.shape)}: expected [..., {features}]{note}")
-        if x.dtype != self.dtype:
-            raise DtypeError(f"input is {x.dtype}: expected {self.dtype}, the weight's; convert one of them")
+        dtype = self.dtype
+        if torch.is_autocast_enabled(self._device_type):
+            x, dtype = autocast(x, self._device_type), autocast_dtype(dtype, self._device_type)
+        if x.dtype != dtype:
+            raise DtypeError(f"input is {x.dtype}: expected {dtype}, the weight's; convert one of them")
         if x.device != self.weight.device:
             raise DeviceError(f"input lies on {x.device}: expected {self.weight.device}, where the weight lies")
         if self.sequence_parallel and x.dim() != 2 and not (x.dim() == 3 and x.shape[0] == 1):
@@ -168,6 +177,15 @@ class ShardedLinear(nn.Module):
                 f"input has shape {tuple(x.shape)}: sequence parallel expects [tokens, {features}] or"
                 f" [1, tokens, {features}]; flatten a larger batch into tokens before it is split"
             )
+        check_no_gradient(self.op, input=x, weight=self.weight, bias=self.bias)
+        return x
+
+    def terms(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias for a product in `dtype`, which is another than theirs under torch.autocast only."""
+        if dtype == self.dtype:
+            return self.weight, self.bias
+        weight = self.weight if self.weight_scale is not None else self.weight.to(dtype)
+        return weight, None if self.bias is None else self.bias.to(dtype)
 
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
         """What `op` makes of `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
@@ -176,19 +194,22 @@ class ShardedLinear(nn.Module):
 
     def exchanged(self, op: str, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         """What an op makes of `x` [rows, K] and the weight, however it is stored."""
-        return library.product(op, self.ctx, x, self.weight.t(), self.bias, size, self._mean_part, self.weight_scale)
+        weight, bias = self.terms(x.dtype)
+        return library.product(op, self.ctx, x, weight.t(), bias, size, self._mean_part, self.weight_scale)
 
     def named(self, op: str) -> str:
         """For reports: an op, and how it takes the weight if that is stored in fp8."""
         return op if self.weight_scale is None else WITH_FP8[op][self._converts]
 
-    def local_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x` [..., K] times the weight here, however it is stored, plus `bias`, without an exchange."""
+    def local_product(self, x: torch.Tensor, biased: bool = True) -> torch.Tensor:
+        """`x` [..., K] times the weight here, however it is stored, plus the bias, without an exchange."""
+        weight, bias = self.terms(x.dtype)
+        bias = bias if biased else None
         if self.own_steps:
-            return step_product.linear(x, self.weight, bias, self.weight_scale)
+            return step_product.linear(x, weight, bias, self.weight_scale)
         if self.weight_scale is None:
-            return F.linear(x, self.weight, bias)
-        return fp8.linear(x, self.weight, self.weight_scale, bias)
+            return F.linear(x, weight, bias)
+        return fp8.linear(x, weight, self.weight_scale, bias)
 
     @torch.no_grad()
     def store_as_fp8(self) -> None:

@@ -182,6 +182,8 @@ def refused_body(ctx) -> None:
         ({"compile": 7}, "compile is 7"),
         ({"compile": ""}, "compile is '': expected a bool, or the name"),
         ({"batch_size": True}, "batch_size is True"),
+        ({"max_length": 10**9, "batch_size": 10**6}, r"are 1000000, 1000000000: their cache takes \d+ GiB, expected"),
+        ({"batch_size": 2**80}, "their cache takes"),
         ({"graphs": "no"}, "graphs is 'no': expected None or a bool"),
         ({"step_attention": "no"}, "step_attention is 'no': expected None or a bool"),
         ({"prompt_graphs": True}, "prompt_graphs is True: expected 0 or a positive integer"),
@@ -198,6 +200,8 @@ def refused_body(ctx) -> None:
         (lambda: engine.prefill(two, two[:, :2] > 0), r"mask is \[2, 2\] .* expected \[2, 3\] of torch.bool"),
         (lambda: engine.prefill(two, two.float()), "mask is .* of torch.float32"),
         (lambda: engine.read(two, two.cumsum(1) < 3), "mask is False at the end of a row: expected padding in front"),
+        (lambda: engine.prefill(two * 120), "prompts have tokens from 120 to 120: expected 0 to 119, the vocabulary"),
+        (lambda: engine.read(-two), "prompts have tokens from -1 to -1"),
         (lambda: engine.decode(-1), "steps is -1"),
         (lambda: engine.decode("2"), "steps is '2'"),
         (lambda: engine.decode(), "the engine holds no prompts: expected prefill"),
@@ -227,6 +231,14 @@ def refused_body(ctx) -> None:
         with pytest.raises(ArgumentError, match="the engine holds no prompts"):
             engine.decode()
         assert torch.equal(read(two), first)
+        engine.accept(first)
+        with pytest.raises(ArgumentError, match="steps is 6 behind 3 tokens: expected at most 5, max_length is 8"):
+            engine.decode(6)
+        engine.decode(5)
+        for past_the_end in (engine.step, engine.decode):
+            with pytest.raises(ArgumentError, match="steps is 1 behind 8 tokens: expected at most 0"):
+                past_the_end()
+        assert engine.count.item() == 6, "of what was refused nothing was made"
         engine.reset()
     with pytest.raises(ArgumentError, match=f"model has parameters on meta: expected all on {ctx.device}"):
         layers.Engine(models.build("plain").to("meta"), ctx)
