@@ -205,7 +205,7 @@ def _names(module: nn.Module, prefix: str) -> dict[int, str]:
 def _stand_in(layer: ShardedLinear) -> None:
     """Makes a layer on meta give what it would, without a kernel."""
     layer.exchanged = lambda op, x, size: x.new_empty(size)
-    layer.local_product = lambda x, bias: x.new_empty(*x.shape[:-1], layer.weight.shape[0])
+    layer.local_product = lambda x, biased=True: x.new_empty(*x.shape[:-1], layer.weight.shape[0])
     layer.gated = lambda x: x.new_empty(*x.shape[:-1], layer.weight.shape[0] // 2)
 
 
