@@ -68,10 +68,10 @@ class TensorMethods:
         """
         self.check()
         call = f"empty({', '.join(map(described, size))}, dtype={dtype})"
+        if platform.is_capturing(self.device):
+            raise CaptureError("empty_ragged() is collective and cannot be called while a graph is captured")
         plan, refusal = None, None
         try:
-            if platform.is_capturing(self.device):
-                raise CaptureError("empty_ragged() is collective and cannot be called while a graph is captured")
             plan = _asked(torch.empty, size, {"device": "meta", "dtype": _checked_dtype(dtype)}, call)
         except IrisError as error:
             refusal = error

@@ -93,7 +93,8 @@ def _refused_imports(ctx):
                 with pytest.raises(errors.NotSymmetricError, match="lie at different distances from a page"):
                     heap.as_symmetric(theirs[ctx.cur_rank :][:50])
                 with pytest.raises(errors.NotSymmetricError, match="on the heap on some ranks and outside on others"):
-                    heap.as_symmetric(heap.zeros(100, dtype=torch.int32) if ctx.cur_rank else theirs)
+                    inside = heap.zeros(100, dtype=torch.int32)
+                    heap.as_symmetric(inside if ctx.cur_rank else theirs)
                 with pytest.raises(errors.NotSymmetricError, match="different offsets on the heap"):
                     heap.as_symmetric(heap.zeros(100, dtype=torch.int32)[ctx.cur_rank :][:50])
             if not ON_GPU:

@@ -177,7 +177,7 @@ def _far_kernel(src, dst, rank, to, bases, offset, N: tl.constexpr):
 def _beyond_4_gib(ctx):
     """Offsets of more than 2^32 bytes reach the right place at the peer."""
     src = ctx.full((BLOCK,), ctx.cur_rank + 1, dtype=torch.int32)
-    far = ctx.empty((5 << 30) // 4, dtype=torch.int32)
+    far = ctx.empty((9 << 29) // 4, dtype=torch.int32)
     to = (ctx.cur_rank + 1) % ctx.num_ranks
     ctx.barrier()
     offset = far.numel() - BLOCK

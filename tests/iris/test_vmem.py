@@ -228,7 +228,7 @@ def _pool(ctx, allocator):
             with heap.memory_pool():
                 raise KeyError("inside")
         if ctx.num_ranks > 1:
-            with pytest.raises(errors.NotSymmetricError, match="heaps differ.*llocation number"):
+            with pytest.raises(errors.NotSymmetricError, match="heaps differ.*llocation number|different offsets on different ranks"):
                 with heap.memory_pool():
                     kept = [torch.zeros(1000 * (1 + ctx.cur_rank), device=ctx.device)]
             del kept
