@@ -5,7 +5,7 @@
     report = layers.parallelize(model, ctx)                    # or: split a model that is already in memory
 
 Reading order: `shard` (which part is whose), `sharded` and `linear` (the layers), `plan`, `attention`, `parallelize`
-(a model's own plan, carried out), `skeleton`, `reads`, `proof`, `snapshot`, `guards` (so that it is right, or refused),
+(a model's own plan, carried out); `skeleton`, `reads`, `meaning`, `proof`, `snapshot`, `guards` (right, or refused);
 `generation`, `compiled`, `prompts`, `engine`; `staging`, `checkpoint`, `names`, `pretrained`, `saving`; `report`.
 """
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from functools import cache
 import inspect
 import textwrap
 from typing import Any
@@ -138,14 +139,11 @@ def families_of(styles: dict[str, str]) -> dict[str, list[str]]:
 def merge_siblings(model: nn.Module, styles: dict[str, str], hook: type[Product] = Product) -> dict[str, str]:
     """Merges the split linears of `model`, named in `styles`, that share an input; names and styles of the merged."""
     merged = {}
-    arguments: dict[type, tuple[str, set[str]] | None] = {}  # of each class, what its forward does with its input
     for parent, children in families_of(styles).items():
         module = model.get_submodule(parent)
         if "forward" in vars(module):
             continue  # the instance's own, in place of its class's
-        if type(module) not in arguments:
-            arguments[type(module)] = sole_use(type(module).forward)
-        used = arguments[type(module)]
+        used = sole_use(type(module).forward)
         linears = [getattr(module, child) for child in children]
         name = _name(children)
         if used and used[1] == set(children) and mergeable(linears) and not hasattr(module, name):
@@ -166,6 +164,7 @@ def mergeable(linears: Sequence[nn.Module]) -> bool:
     return alike and not any(each.gather_output or hasattr(each, "tied_to") for each in linears)
 
 
+@cache
 def sole_use(forward: Callable) -> tuple[str, set[str]] | None:
     """The name of a forward's first argument, and of the children that it goes to, if that is all that it is used for.
 

@@ -20,7 +20,7 @@ they drop out by themselves would part ways, and no parameter keeps a gradient (
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import hashlib
 from typing import Any, TypeVar
 
@@ -81,11 +81,13 @@ def parallelize(
         check_options(plan=plan, filter_fn=filter_fn, **options)
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        split = _resolve(model, ctx, plan, filter_fn, **options)
-        whole, trial = skeleton(model), skeleton(model)
-        reads.check(whole, split.linears)
-        _carry_out(trial, split, ctx)
-        proof.prove(whole, trial, split.joined())
+        split = _resolve(model, plan, filter_fn, **options)
+        whole, part = skeleton(model), skeleton(model)
+        tried = split.within(whole)
+        reads.check(whole, tried.linears)
+        _carry_out(whole, tried, _Alone(ctx))
+        _carry_out(part, tried, ctx)
+        proof.prove(whole, part, tried.parents(styles_of.ROW), tried.parents(styles_of.PACKED))
         return split
 
     split = _together(ctx, prove, lambda split: split.digest(model))
@@ -120,18 +122,20 @@ class _Split:
 
     styles: dict[str, str]  # of all modules and parameters that the plan names
     linears: dict[str, str]  # of those that are split
-    heads: dict[str, Any]  # by attention, this rank's
     by_own_plan: bool
     fuse: bool
     weights: str | None
     shares_tokens: bool
     least: int | None  # tokens that are shared; None: what is measured to pay
 
-    def joined(self) -> list[str]:
-        """The modules whose linears bring together what others of theirs have split."""
-        return list(
-            dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in styles_of.ROW)
-        )
+    def within(self, skeleton: nn.Module) -> _Split:
+        """What of it there is to do in a skeleton, where layers that are alike are one."""
+        there = {name for name, _ in skeleton.named_modules()}
+        return replace(self, linears={name: style for name, style in self.linears.items() if name in there})
+
+    def parents(self, kinds: set[str]) -> list[str]:
+        """The modules of which a linear has one of the styles `kinds`."""
+        return list(dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in kinds))
 
     def digest(self, model: nn.Module) -> dict[str, Any]:
         """What all ranks must have alike."""
@@ -145,7 +149,19 @@ class _Split:
         }
 
 
-def _resolve(model: nn.Module, ctx, plan, filter_fn, *, fuse, weights, sequence_parallel, partial) -> _Split:
+class _Alone:
+    """A context's place where it is the only rank: what is split over it stays whole."""
+
+    num_ranks, cur_rank = 1, 0
+
+    def __init__(self, ctx) -> None:
+        self.device = ctx.device
+
+    def check(self) -> None:
+        """Nothing: the context was checked."""
+
+
+def _resolve(model: nn.Module, plan, filter_fn, *, fuse, weights, sequence_parallel, partial) -> _Split:
     styles = styles_of.resolve_plan(model, plan, filter_fn)
     automatic = plan == "auto"
     by_default = sequence_parallel == "auto"
@@ -163,31 +179,27 @@ def _resolve(model: nn.Module, ctx, plan, filter_fn, *, fuse, weights, sequence_
     if weights and not set(linears.values()) & served:
         wanted = "product" if weights == "fp8_all" else "colwise product without an exchange"
         raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {wanted}")
-    heads = _split_heads(model, linears, ctx)
-    for name, split in heads.items():
-        for _ in head_parameters(name, model, styles, split):
-            pass  # for what they raise
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
     own = automatic and filter_fn is None
-    return _Split(styles, linears, heads, own, fuse, weights, bool(sequence_parallel), least)
+    return _Split(styles, linears, own, fuse, weights, bool(sequence_parallel), least)
 
 
 def _carry_out(model: nn.Module, split: _Split, ctx) -> dict[str, str]:
     """Swaps the modules of `model`; the styles of what it has now."""
-    styles = split.styles
-    by_head = [of for name, held in split.heads.items() for of in head_parameters(name, model, styles, held)]
+    styles, heads = split.styles, _split_heads(model, split.linears, ctx)
+    by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         linear = getattr(parent, child)
-        linked = style in styles_of.LINKED and parent_name in split.heads
-        parts = head_parts(child, linear, style, split.heads[parent_name]) if linked else None
+        linked = style in styles_of.LINKED and parent_name in heads
+        parts = head_parts(child, linear, style, heads[parent_name]) if linked else None
         tied = embeddings.get(id(linear.weight))
         setattr(parent, child, _split(linear, style, parts, tied, ctx, split.shares_tokens))
     for owner, key, part in by_head:
         split_parameter(owner, key, part)
-    for name, held in split.heads.items():
+    for name, held in heads.items():
         set_local_heads(model.get_submodule(name), held)
     if split.shares_tokens:
         styles = styles | merge_siblings(model, styles, sequence.SequenceProduct)

@@ -120,10 +120,6 @@ def _refuse_split(model: nn.Module) -> None:
                 f"{name or 'model'} is a {type(module).__name__} over {module.ctx.num_ranks} ranks: expected a model"
                 " that is not split yet; split it once, with a plan of all that is to be split"
             )
-    empty = {name: tensor.is_meta for name, tensor in model.named_parameters()}
-    if len(set(empty.values())) == 2:
-        name = next(name for name, is_empty in empty.items() if is_empty)
-        raise ArgumentError(f"model has weights, but {name} is on meta: expected all of them, or none, to be there")
 
 
 def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
@@ -181,7 +177,13 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, n
     for name, style in styles.items():
         if name not in modules and style in COLUMN:  # a parameter of one entry a head
             _check_tensor(name, model.get_parameter(name))
-    for name in [name for name, style in styles.items() if style in SPLIT and name in modules]:
+    linears = [name for name, style in styles.items() if style in SPLIT and name in modules]
+    empty = [name for name in linears if modules[name].weight.is_meta]
+    if 0 < len(empty) < len(linears):
+        raise ArgumentError(
+            f"model has weights, but {empty[0]}'s is on meta: expected all of them, or none, to be there"
+        )
+    for name in linears:
         _check_tensors(name, modules[name])
         if is_hooked(modules[name]):
             raise StyleError(

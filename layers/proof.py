@@ -1,9 +1,10 @@
-"""Proves a split before weights move: what each rank would run is run on meta, beside the unsplit model.
+"""Proves a split before weights move: what each rank would run is run on meta, beside what one rank alone would run.
 
 Both are skeletons (see `skeleton`). The model's forward is called with tokens; of a module that takes no tokens, those
-inside it are tried, each with an input of the width of its first parameter. Where the unsplit one runs and the split
-one raises, or gives a tensor of another shape, the plan is refused with the name of the module. So is a forward that
-reads a split weight itself. Where the unsplit one cannot run on meta, nothing is proved, and nothing refused.
+inside it are tried, each with an input of the width of its first parameter. Where the whole one runs and the split one
+raises, gives a tensor of another shape, or takes a rank's part for the whole (see `meaning`), the plan is refused with
+the name of the module. So is a forward that reads a split weight itself. Where the whole one cannot run on meta,
+nothing is proved, and nothing refused.
 
 The layers of a stack that are alike run once. What asks a tensor on meta for its value is told 1, or True.
 """
@@ -22,7 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import reads, sequence
 from .fused import Slice
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .meaning import Op
 from .sharded import ShardedLinear
+from .skeleton import kind_of
 
 _BATCH, _TOKENS = 11, 13  # which no sizes of a model are multiples of
 _OURS = __name__.partition(".")[0] + "."
@@ -30,33 +34,45 @@ _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 _VALUE = torch.ops.aten._local_scalar_dense.default
 
 
-def prove(whole: nn.Module, split: nn.Module, joined: list[str]) -> None:
-    """Raises `StyleError` where skeleton `split` does not run as skeleton `whole` does.
+def prove(whole: nn.Module, split: nn.Module, joined: list[str], packed: list[str]) -> None:
+    """Raises `StyleError` where skeleton `split` does not run as skeleton `whole` does, which is split over one rank.
 
-    `joined`: names of the modules out of which nothing split comes, for they sum or gather it.
+    `joined`: names of the modules out of which nothing split comes, for they sum or gather it; `packed`: of those that
+    cut a rank's outputs as they would cut all.
     """
-    sharing = sequence.sharing_of(split)
-    if sharing is not None:
-        sharing.world = 1  # a few tokens only, which no rank shares
-    for module in split.modules():
-        if isinstance(module, ShardedLinear):
-            _stand_in(module)
-    _prove(whole, split, "", joined, set())
+    for skeleton in (whole, split):
+        sharing = sequence.sharing_of(skeleton)
+        if sharing is not None:
+            sharing.world = 1  # a few tokens only, which no rank shares
+        for module in skeleton.modules():
+            if isinstance(module, ShardedLinear):
+                _stand_in(module)
+    _prove(whole, split, "", joined, packed, set())
 
 
-def _prove(whole: nn.Module, split: nn.Module, name: str, joined: list[str], proved: set) -> None:
-    inside = [each for each in joined if each == name or not name or each.startswith(f"{name}.")]
-    if not inside:
+def _prove(whole: nn.Module, split: nn.Module, name: str, joined: list[str], packed: list[str], proved: set) -> None:
+    if name and not _is_complete(split):
         return
+    inside = [each for each in joined if each == name or not name or each.startswith(f"{name}.")]
     for arguments in _arguments(whole):
-        expected = _Run(whole, name, inside)
+        expected = _Run(whole, name, inside, packed)
         if expected(arguments):
-            _compare(expected, _Run(split, name, inside), arguments, split)
+            _compare(expected, _Run(split, name, inside, packed, expected.ops), arguments, split)
             return
+        if isinstance(expected.error, StyleError):
+            raise expected.error
     for child, module in whole.named_children():
-        if (key := _kind(module)) not in proved:
+        if (key := kind_of(module)) not in proved:
             proved.add(key)
-            _prove(module, split.get_submodule(child), f"{name}.{child}".lstrip("."), joined, proved)
+            _prove(module, split.get_submodule(child), f"{name}.{child}".lstrip("."), joined, packed, proved)
+
+
+def _is_complete(module: nn.Module) -> bool:
+    """Whether some of the linears inside are split, and what one leaves split another takes."""
+    layers = [each for each in module.modules() if isinstance(each, ShardedLinear)]
+    leaves = any(isinstance(each, ColumnParallelLinear) and not each.gather_output for each in layers)
+    takes = any(isinstance(each, RowParallelLinear) and each.input_is_parallel for each in layers)
+    return bool(layers) and leaves == takes
 
 
 def _compare(expected: _Run, run: _Run, arguments: dict[str, Any], split: nn.Module) -> None:
@@ -86,8 +102,11 @@ def _one_line(error: BaseException) -> str:
 class _Run:
     """A call of the skeleton `module`, named `name` in the model, and the shapes that come out of `watched` modules."""
 
-    def __init__(self, module: nn.Module, name: str, watched: list[str]) -> None:
-        self.module, self.name, self.watched = module, name, watched
+    def __init__(
+        self, module: nn.Module, name: str, watched: list[str], packed: list[str], against: list[Op] | None = None
+    ) -> None:
+        self.module, self.name, self.watched, self.packed, self.against = module, name, watched, packed, against
+        self.ops: list[Op] = []
         self.error: Exception | None = None
         self.result: tuple[int, ...] | None = None
         self.shapes: dict[str, list] = {}
@@ -95,10 +114,10 @@ class _Run:
 
     def __call__(self, arguments: dict[str, Any]) -> bool:
         handles = [self._watch(name) for name in self.watched if name != self.name]
-        alike = list(_run_once(self.module))
+        alike = _run_once(self.module)
         positional = arguments.pop("", ()) if "" in (arguments := dict(arguments)) else ()
         try:
-            with torch.no_grad(), torch.device("meta"), _OnMeta(self.module, self.name):
+            with torch.no_grad(), torch.device("meta"), _OnMeta(self):
                 self.result = _shape(self.module(*positional, **arguments))
         except Exception as error:
             self.error = error
@@ -121,23 +140,30 @@ class _Run:
 
     def culprit(self) -> str:
         """The name of the innermost module in whose call the error was raised."""
-        names, found = _names(self.module, self.name), self.name
+        names, found = self.names(), self.name
         trace = self.error.__traceback__
         while trace is not None:
             found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
             trace = trace.tb_next
         return found or type(self.module).__name__
 
+    def names(self) -> dict[int, str]:
+        return {id(each): f"{self.name}.{name}".strip(".") for name, each in self.module.named_modules()}
+
 
 class _OnMeta(TorchDispatchMode):
-    """Gives values for those of tensors on meta, and raises where a split weight is read outside of its layer."""
+    """What sees each op of a run: it gives values for those of tensors on meta, and keeps the ops to compare them.
 
-    def __init__(self, module: nn.Module, prefix: str) -> None:
+    Raises where a split weight is read outside of its layer, and where an op does not mean what it does in `against`.
+    """
+
+    def __init__(self, run: _Run) -> None:
         super().__init__()
+        self._run, self._names = run, run.names()
         self._weights: dict[int, str] = {}
-        for name, each in module.named_modules():
+        for each in run.module.modules():
             if isinstance(each, ShardedLinear):
-                path = f"{prefix}.{name}".strip(".")
+                path = self._names[id(each)]
                 self._weights |= {id(tensor): f"{path}.{key}" for key, tensor in each.named_parameters(recurse=False)}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -145,20 +171,43 @@ class _OnMeta(TorchDispatchMode):
             kind = args[0].dtype
             return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
         for each in (item for given in args for item in (given if isinstance(given, (tuple, list)) else (given,))):
-            if id(each) in self._weights and not _by_its_layer():
+            if id(each) in self._weights and not _is_ours(_caller()):
                 raise StyleError(reads.refusal(self._weights[id(each)]))
-        return function(*args, **(kwargs or {}))
+        out = function(*args, **(kwargs or {}))
+        self._compare(Op.of(function, args, kwargs or {}, out))
+        return out
+
+    def _compare(self, op: Op) -> None:
+        """With the op in its place of the run `against`, as long as they correspond."""
+        run = self._run
+        run.ops.append(op)
+        if run.against is None:
+            return
+        at = len(run.ops) - 1
+        if at >= len(run.against) or run.against[at].function is not op.function:
+            run.against = None  # what is called depends on sizes
+            return
+        if (wrong := run.against[at].differs(op)) is None or _is_ours(caller := _caller()):
+            return
+        name = self._names.get(id(caller), run.name)
+        if op.is_cut and name in run.packed:
+            return
+        raise StyleError(f"{name or type(run.module).__name__} {wrong}: {_REMEDY}")
 
 
-def _by_its_layer() -> bool:
-    """Whether what runs now was called by one of our layers."""
-    frame = sys._getframe(1)
+def _is_ours(module: nn.Module | None) -> bool:
+    return module is None or type(module).__module__.startswith(_OURS)
+
+
+def _caller() -> nn.Module | None:
+    """The innermost module whose code runs now; not the slice whose weight is asked for, but who asks."""
+    frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not (isinstance(module, Slice) and frame.f_code.co_name != "forward"):
-            return type(module).__module__.startswith(_OURS)
+            return module
         frame = frame.f_back
-    return True
+    return None
 
 
 def _arguments(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -198,10 +247,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return next((shape for each in held if (shape := _shape(each)) is not None), None)
 
 
-def _names(module: nn.Module, prefix: str) -> dict[int, str]:
-    return {id(each): f"{prefix}.{name}".strip(".") for name, each in module.named_modules()}
-
-
 def _stand_in(layer: ShardedLinear) -> None:
     """Makes a layer on meta give what it would, without a kernel."""
     layer.exchanged = lambda op, x, size: x.new_empty(size)
@@ -209,36 +254,23 @@ def _stand_in(layer: ShardedLinear) -> None:
     layer.gated = lambda x: x.new_empty(*x.shape[:-1], layer.weight.shape[0] // 2)
 
 
-def _run_once(model: nn.Module) -> Iterator[nn.Module]:
-    """Of the modules in each list, makes those that are alike give what the first of them gave; these modules."""
-    for stack in [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]:
-        given: dict[Any, Any] = {}
-        for module in stack:
-            module.forward = _remembered(module.forward, _kind(module), given)
-            yield module
+def _run_once(model: nn.Module) -> list[nn.Module]:
+    """Makes each module of a list, which stands there for all that are like it, run once for all; these modules."""
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    modules = list({id(module): module for each in lists for module in each}.values())
+    for module in modules:
+        module.forward = _remembered(module.forward)
+    return modules
 
 
-def _remembered(forward: Callable, kind: Any, given: dict[Any, Any]) -> Callable:
+def _remembered(forward: Callable) -> Callable:
+    given: dict[tuple, Any] = {}
+
     def run(*args, **kwargs):
-        key = kind, tuple(_shape(each) for each in (*args, *kwargs.values()))
+        given_so = (*args, *kwargs.values())
+        key = tuple(each if isinstance(each, (bool, int, float, str)) else _shape(each) for each in given_so)
         if key not in given:
             given[key] = forward(*args, **kwargs)
         return given[key]
 
     return run
-
-
-def _kind(module: nn.Module) -> tuple:
-    """What makes two modules alike: classes, sizes and settings, but for their place."""
-    kind = []
-    for name, each in module.named_modules():
-        settings = [
-            (key, value)
-            for key, value in vars(each).items()
-            if isinstance(value, (int, float, str, bool)) and not key.endswith(("idx", "index", "layer_id"))
-        ]
-        sizes = [
-            (key, None if value is None else (value.shape, value.dtype)) for key, value in each._parameters.items()
-        ]
-        kind.append((name, type(each), tuple(settings), tuple(sizes)))
-    return tuple(kind)

@@ -2,6 +2,7 @@
 
 What is tried on a skeleton costs no memory and leaves the model alone. It has none of the model's hooks, nor forwards
 that an instance has in place of its class's: they are the user's, who does not expect a call. It is in eval mode.
+Layers of a list that are alike are one module in it, so that of a deep model it is as soon made, and changed.
 """
 
 from __future__ import annotations
@@ -13,45 +14,73 @@ import torch
 from torch import nn
 
 _OWN_CALLS = ("forward", "_compiled_call_impl", "_call_impl")
+_PLACES = ("idx", "index", "layer_id")  # what settings that say where in the model a layer is end with
 
 
 def skeleton(model: nn.Module) -> nn.Module:
     """A new module like `model`, on meta. Modules and tensors that are shared in it are shared in the skeleton."""
-    twins: dict[int, nn.Module] = {}
-    for module in model.modules():
-        twins[id(module)] = module.__class__.__new__(module.__class__)
-    tensors: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        vars(twins[id(module)]).update(_attributes(module, twins, tensors))
-    return twins[id(model)]
+    return _Skeleton(model).twin(model)
 
 
-def _attributes(module: nn.Module, twins: dict[int, nn.Module], tensors: dict[int, torch.Tensor]) -> dict[str, Any]:
-    def twin(value: Any) -> Any:
+def kind_of(module: nn.Module) -> tuple:
+    """What makes two modules alike: classes, sizes and settings, but for their place."""
+    kind = []
+    for name, each in module.named_modules():
+        settings = [
+            (key, value)
+            for key, value in vars(each).items()
+            if isinstance(value, (int, float, str, bool)) and not key.endswith(_PLACES)
+        ]
+        tensors = (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False))
+        sizes = [(key, tensor.shape, tensor.dtype) for key, tensor in tensors]
+        kind.append((name, type(each), tuple(settings), tuple(sizes)))
+    return tuple(kind)
+
+
+class _Skeleton:
+    def __init__(self, model: nn.Module) -> None:
+        self._twins: dict[int, nn.Module] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._inside = {id(module) for module in model.modules()}
+        self._first: dict[int, nn.Module] = {}  # for each module of a list, the first that is like it
+        for modules in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
+            kinds: dict[tuple, nn.Module] = {}
+            for module in modules:
+                self._first[id(module)] = kinds.setdefault(kind_of(module), module)
+
+    def twin(self, value: Any) -> Any:
+        """What stands in the skeleton for `value`: for other things than modules and tensors these themselves."""
         if isinstance(value, nn.Module):
-            return twins.get(id(value), value)
+            return self._module(value) if id(value) in self._inside else value
         if isinstance(value, torch.Tensor):
-            if id(value) not in tensors:
-                tensors[id(value)] = _empty(value)
-            return tensors[id(value)]
-        if isinstance(value, MethodType) and id(value.__self__) in twins:
-            return MethodType(value.__func__, twins[id(value.__self__)])
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = _empty(value)
+            return self._tensors[id(value)]
+        if isinstance(value, MethodType) and id(value.__self__) in self._inside:
+            return MethodType(value.__func__, self._module(value.__self__))
         return value
 
-    attributes = {}
-    for key, value in vars(module).items():
-        if key in _OWN_CALLS:
-            continue
-        if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
-            attributes[key] = type(value)()
-        elif type(value) in (dict, list, set) or key in ("_parameters", "_buffers", "_modules"):
-            attributes[key] = value.copy()
-            if isinstance(value, dict):
-                attributes[key].update((name, twin(each)) for name, each in value.items())
-        else:
-            attributes[key] = twin(value)
-    attributes["training"] = False
-    return attributes
+    def _module(self, module: nn.Module) -> nn.Module:
+        module = self._first.get(id(module), module)
+        if id(module) not in self._twins:
+            self._twins[id(module)] = module.__class__.__new__(module.__class__)
+            vars(self._twins[id(module)]).update(self._attributes(module))
+        return self._twins[id(module)]
+
+    def _attributes(self, module: nn.Module) -> dict[str, Any]:
+        attributes = {}
+        for key, value in vars(module).items():
+            if key in _OWN_CALLS:
+                continue
+            if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
+                attributes[key] = type(value)()
+            elif isinstance(value, dict):
+                attributes[key] = value.copy()
+                attributes[key].update((name, self.twin(each)) for name, each in value.items())
+            else:
+                attributes[key] = value.copy() if type(value) in (list, set) else self.twin(value)
+        attributes["training"] = False
+        return attributes
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

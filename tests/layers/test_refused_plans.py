@@ -96,6 +96,40 @@ class Summed(Pair):
         return self.down(y) if y.shape[-1] == 64 else self.down(y[:, :1])
 
 
+class Between(nn.Module):
+    """What it does `between` two products would be of the whole width."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor], width: int = 64) -> None:
+        super().__init__()
+        self.between, self.up, self.down = between, nn.Linear(32, 64), nn.Linear(width, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+class CountedHeads(Attention):
+    """As many heads as it was made with, be they as wide as they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).view(*x.shape[:2], 4, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, scale=0.3).transpose(1, 2).flatten(2))
+
+
+class Slopes(Attention):
+    """A bias for each head, by its number among those that are here."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for each in (self.q, self.k, self.v))
+        slopes = torch.arange(1, q.shape[1] + 1, device=x.device, dtype=x.dtype)
+        scores = q @ k.transpose(-1, -2) + slopes[:, None, None] * torch.arange(x.shape[1], device=x.device)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def halves(y: torch.Tensor) -> torch.Tensor:
+    gate, up = y.chunk(2, -1)
+    return torch.sigmoid(gate) * up
+
+
 class Stack(nn.Module):
     def __init__(self, kind: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -132,6 +166,38 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
     ),
     "a reshape": (lambda: Stack(lambda: Attention(32)), QKV, r"layers.0 would fail in its forward.*\[11, 13, 32\]"),
     "another shape": (lambda: Stack(Summed), PAIR, r"layers.0 would give \(11, 1, 32\) in place of \(11, 13, 32\)"),
+    "a fused gate by columns": (
+        lambda: Stack(lambda: Between(halves, 32)),
+        PAIR,
+        "layers.0 cuts 64 entries, of which a rank has 32",
+    ),
+    "a norm between": (
+        lambda: Stack(lambda: Between(lambda y: y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))),
+        PAIR,
+        "layers.0 joins 64 entries, of which a rank has 32",
+    ),
+    "a layer norm between": (
+        lambda: Stack(lambda: Between(lambda y: F.layer_norm(y, y.shape[-1:]))),
+        PAIR,
+        "layers.0 normalises 64 entries, of which a rank has 32",
+    ),
+    "a softmax between": (lambda: Stack(lambda: Between(lambda y: y.softmax(-1))), PAIR, "layers.0 joins 64 entries"),
+    "two halves in one": (
+        lambda: Stack(lambda: Between(lambda y: torch.cat([y, -y], -1), 128)),
+        PAIR,
+        "layers.0 concatenates 64 x 64 entries, of which a rank has 32 x 32",
+    ),
+    "a factor of its width": (
+        lambda: Stack(lambda: Between(lambda y: y / y.shape[-1] ** 0.5)),
+        PAIR,
+        r"layers.0 computes with 8.0, which would be 5.65",
+    ),
+    "heads of any width": (
+        lambda: Stack(lambda: CountedHeads(-1)),
+        QKV,
+        "layers.0 sums over 8 entries, of which a rank has 4",
+    ),
+    "heads by number": (lambda: Stack(lambda: Slopes(-1)), QKV, "layers.0 counts 4, of which a rank has 2"),
     "half": (lambda: Stack(Pair), {"layers.*.up": "colwise_gather_output", "layers.*.down": "rowwise"}, "layers.0"),
 }
 
@@ -166,6 +232,11 @@ SERVED: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "a read that its settings rule out": (bloom, BLOOM_MLP),
     "a branch that its settings rule out": (plain_read, PAIR),
     "a dtype read": (t5, T5_MLP),
+    "a gate in two halves": (
+        lambda: Stack(lambda: Between(halves, 32)),
+        {"layers.*.up": "packed_colwise", "layers.*.down": "rowwise"},
+    ),
+    "one by one": (lambda: Stack(lambda: Between(lambda y: F.gelu(y) * 2 + y.sin())), PAIR),
     "heads that are counted": (lambda: Stack(lambda: Attention(-1)), QKV),
 }
 
@@ -234,7 +305,7 @@ def special_body(ctx) -> torch.Tensor:
         parallelize(model, ctx)
     del up.zero_point
     up.to("meta")
-    with pytest.raises(ArgumentError, match=r"model has weights, but model.layers.1.mlp.up_proj.weight is on meta"):
+    with pytest.raises(ArgumentError, match=r"model has weights, but model.layers.1.mlp.up_proj's is on meta"):
         parallelize(model, ctx)
     up.to_empty(device="cpu").load_state_dict(models.build("plain").model.layers[1].mlp.up_proj.state_dict())
     parallelize(model, ctx)
