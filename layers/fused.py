@@ -80,6 +80,16 @@ class Slice(nn.Module):
         """Fills this rank's rows of parameter `name` from the whole tensor, or from a safetensors slice of it."""
         self.merged.load_shard(name, source, self.index)
 
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+        """Refuses the unsplit model's tensors, which would be left out without a word where `strict` is False."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        for key in ("weight", "bias"):
+            if prefix + key in state_dict:
+                errors.append(
+                    f"{prefix}{key} is the unsplit model's: expected a state_dict() of a model that is split alike; load"
+                    " it into the unsplit model, and split that"
+                )
+
     def extra_repr(self) -> str:
         return f"columns {self.start} to {self.stop} of the merged product"
 

@@ -45,11 +45,15 @@ def guard(model: nn.Module, ctx) -> None:
     """Gives this instance its own `train`, `_apply`, `tie_weights` and refusals, and puts it into eval mode."""
     vars(model).update(train=MethodType(_train, model), _apply=MethodType(_applying(ctx), model))
     model.eval()
-    if hasattr(model, "tie_weights"):
+    if hasattr(type(model), "tie_weights"):
         model.tie_weights = MethodType(_tie_weights, model)
-    for name, remedy in _REFUSED.items():
-        if hasattr(type(model), name):
-            setattr(model, name, MethodType(_refusing(name, remedy), model))
+    for module in model.modules():
+        if not hasattr(type(module), "tie_weights"):
+            continue  # no model of Hugging Face's, as which one may hold others
+        module.train = MethodType(_train, module)
+        for name, remedy in _REFUSED.items():
+            if hasattr(type(module), name):
+                setattr(module, name, MethodType(_refusing(name, remedy), module))
 
 
 def retie(model: nn.Module) -> None:
@@ -82,10 +86,15 @@ def _applying(ctx) -> Callable:
 
 def _tie_weights(self, *args, **kwargs) -> None:
     """Ties again: heads that are split to the rows of their embedding, what is whole as the class does."""
-    held = {name: module for name, module in self.named_modules() if isinstance(module, ShardedLinear)}
-    for target, source in (getattr(self, "all_tied_weights_keys", None) or {}).items():
+    held = {name: module for name, module in self.named_modules() if hasattr(module, "load_shard")}
+    pairs = self.get_expanded_tied_weights_keys(all_submodels=True)
+    for target, source in pairs.items():
+        (parent, _, key), (other, _, _) = target.rpartition("."), source.rpartition(".")
+        if getattr(held.get(parent), "tied_to", None) != source and (parent in held or other in held):
+            raise ArgumentError(f"{target} is split, and was not tied to {source} when it was: " + _BEFORE)
+    for target, source in pairs.items():
         parent, _, key = target.rpartition(".")
-        if parent not in held and source.rpartition(".")[0] not in held:
+        if parent not in held:
             setattr(self.get_submodule(parent), key, self.get_parameter_or_buffer(source))
     retie(self)
 

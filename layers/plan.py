@@ -130,7 +130,10 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> 
     by_head = style in COLUMN and name not in modules and is_attention(modules[name.rpartition(".")[0]])
     if style in WHOLE or by_head:
         return
-    kind = type(modules[name]).__name__ if name in modules else "parameter, not a module"
+    kind = "parameter, not a module"
+    if name in modules:
+        own = type(modules[name])
+        kind = own.__name__ if own.__name__ != nn.Linear.__name__ else f"{own.__module__}.{own.__name__}"
     if name not in modules or type(modules[name]) is not nn.Linear:
         raise StyleError(f"{name} is a {kind}: style {style!r} splits a torch.nn.Linear only")
     if style in PACKED and modules[name].out_features % 2:

@@ -28,7 +28,7 @@ class Snapshot:
         for held in self._held:
             held.restore()
         for tensor, data, requires_grad in self._tensors:
-            if tensor.data_ptr() != data.data_ptr():
+            if type(tensor) is nn.Parameter:  # others may have no storage of their own
                 tensor.data = data
             tensor.requires_grad = requires_grad
 

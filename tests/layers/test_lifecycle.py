@@ -78,6 +78,9 @@ def pickled_body(ctx) -> None:
         parameter.zero_()
     model.load_state_dict(torch.load(kept))
     assert torch.equal(models.logits(model, ctx.device), whole)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="self_attn.q_proj.weight is the unsplit model's: expected a state_dict"):
+            model.load_state_dict(models.build("plain").state_dict(), strict=strict)
 
 
 @two_ranks
@@ -274,10 +277,17 @@ def inherited_body(ctx, folder: str) -> None:
                 held, rows = (of.weight.untyped_storage() for of in (each.lm_head, each.get_input_embeddings()))
                 assert (held.data_ptr() == rows.data_ptr()) == (name == "tied")
                 models.assert_logits(models.logits(each, ctx.device), name)
+        for method, arguments in (("set_input_embeddings", (nn.Embedding(120, 36),)), ("train", ())):
+            with pytest.raises(ArgumentError):
+                getattr(model.model, method)(*arguments)  # a model inside of this one
         model.get_input_embeddings().weight = nn.Parameter(-model.get_input_embeddings().weight, requires_grad=False)
         held = model.lm_head.weight.clone()
         model.tie_weights()
         assert torch.equal(model.lm_head.weight, -held if name == "tied" else held)
+        model.config.tie_word_embeddings = True
+        if name == "plain":
+            with pytest.raises(ArgumentError, match="lm_head.weight is split, and was not tied to model.embed_tokens"):
+                model.tie_weights()
 
 
 @two_ranks
