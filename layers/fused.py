@@ -86,8 +86,8 @@ class Slice(nn.Module):
         for key in ("weight", "bias"):
             if prefix + key in state_dict:
                 errors.append(
-                    f"{prefix}{key} is the unsplit model's: expected a state_dict() of a model that is split alike; load"
-                    " it into the unsplit model, and split that"
+                    f"{prefix}{key} is the unsplit model's: expected a state_dict() of a model that is split alike;"
+                    " load it into the unsplit model, and split that"
                 )
 
     def extra_repr(self) -> str:
