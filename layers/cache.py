@@ -68,6 +68,12 @@ def fits(cache, shape: tuple, batch_size: int, max_length: int) -> bool:
     return {each.max_cache_len for each in layers} == {max_length} and not wide
 
 
+def room_of(cache) -> int | None:
+    """How many tokens a cache of transformers has room for; None if it grows, or keeps the latest ones only."""
+    fixed = [layer for layer in getattr(cache, "layers", ()) if not getattr(layer, "is_sliding", False)]
+    return min((most for each in fixed if (most := getattr(each, "max_cache_len", 0))), default=None)
+
+
 @contextmanager
 def known_empty(cache) -> Iterator[None]:
     """Inside, masks are made for a cache that is empty, as the host knows: what is on the device, it would wait for."""

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 import inspect
 from math import gcd
-import zlib
 
 from iris.errors import ArgumentError
 import torch
@@ -36,6 +35,7 @@ from torch import nn
 from .autocast import current_autocast
 from .cache import cache_name, fits, has_windows, known_empty, shape_of, static_cache
 from .compiled import CompiledLayers, decoder_layers
+from .digests import compare
 from .engine_arguments import (
     check_logits,
     check_model,
@@ -163,7 +163,7 @@ class Engine:
         rows, mask = padded_before(prompts, max_new_tokens, self.batch_size, self.max_length)
         rows, mask = (None if each is None else each.to(self.tokens.device) for each in (rows, mask))
         asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
-        self.ctx.compare("Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=_checksum(prompts))
+        compare(self.ctx, "Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=prompts)
         self._greedy = temperature == 0
         if not self._greedy:
             self.temperature.fill_(min(max(temperature, _COLDEST), _HOTTEST))
@@ -258,6 +258,7 @@ class Engine:
         self._check_autocast()
         if self.cache.holder is not None:
             raise ArgumentError("prompts come behind others in the engine's cache: expected reset() before them")
+        compare(self.ctx, "Engine", prompts=prompts, mask=mask)
         check_prompts(prompts, mask, self.batch_size, self.max_length, self.tokens.device, words_of(self.model))
 
     def _sharable(self, batch: int, length: int) -> int:
@@ -279,6 +280,7 @@ class Engine:
         """
         self._expect_prompts()
         check_logits(logits, self._shape, self.tokens.device)
+        compare(self.ctx, "Engine.accept", logits=logits)
         if self._made == self.max_length:
             raise ArgumentError(
                 f"the engine has made {self._made} tokens, its max_length: expected reset(), and prompts anew"
@@ -300,6 +302,7 @@ class Engine:
         """
         positive(steps=steps)
         self._expect_prompts()
+        compare(self.ctx, "Engine.decode", steps=steps)
         self._make_room(steps)
         for _ in range(steps):
             self.logits = self.steps.run(self._greedy, self._one_step, random=None if self._greedy else self._random)
@@ -390,10 +393,6 @@ def _annotation(model: nn.Module, name: str) -> object:
     """What `model` says that it takes by this name; None if nothing."""
     known = inspect.signature(model.forward).parameters.get(name)
     return None if known is None or known.annotation is known.empty else known.annotation
-
-
-def _checksum(prompts: list[list[int]]) -> int:
-    return zlib.crc32(repr(prompts).encode())
 
 
 def _until(row: list[int], ends: set[int]) -> list[int]:

@@ -76,14 +76,12 @@ def words_of(model: nn.Module) -> int:
     return model.get_input_embeddings().weight.shape[0]
 
 
-def check_tokens(name: str, tokens: torch.Tensor, words: int) -> None:
+def check_tokens(name: str, tokens: torch.Tensor, words: int, known: str = "the vocabulary") -> None:
     """Raises for tokens outside a vocabulary of so many `words`. The host waits for tokens on a GPU."""
     if tokens.numel():
         lowest, highest = torch.stack(torch.aminmax(tokens)).tolist()
         if lowest < 0 or highest >= words:
-            raise ArgumentError(
-                f"{name} have tokens from {lowest} to {highest}: expected 0 to {words - 1}, the vocabulary"
-            )
+            raise ArgumentError(f"{name} have tokens from {lowest} to {highest}: expected 0 to {words - 1}, {known}")
 
 
 def check_prompts(prompts: Any, mask: Any, rows: int, max_length: int, device: torch.device, words: int) -> None:

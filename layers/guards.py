@@ -19,6 +19,7 @@ from .plan import DTYPES
 from .sharded import ShardedLinear
 
 _BEFORE = "call it on the unsplit model, and split that"
+BATCHING = "each process would schedule requests by itself; use layers.Engine or generate()"
 _INFERENCE = "a split model is for inference; train it unsplit"
 # Methods of a Hugging Face model, and what to do in their place.
 _REFUSED = {
@@ -37,6 +38,9 @@ _REFUSED = {
     "gradient_checkpointing_enable": _INFERENCE,
     "activation_checkpointing_enable": _INFERENCE,
     "enable_input_require_grads": _INFERENCE,
+    "generate_batch": BATCHING,
+    "init_continuous_batching": BATCHING,
+    "continuous_batching_context_manager": BATCHING,
     "push_to_hub": "each rank would send its own; save_pretrained(folder), and upload that folder",
 }
 

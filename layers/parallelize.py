@@ -30,6 +30,7 @@ from torch import nn
 from . import plan as styles_of
 from . import proof, reads, sequence
 from .attention import head_parameters, head_parts, head_split, set_local_heads
+from .digests import watch_inputs
 from .fused import merge_siblings
 from .gated import fuse_gates
 from .generation import agree_on_samples
@@ -227,6 +228,7 @@ def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx) -> Rep
     if split.by_own_plan and hasattr(model, "tp_plan"):
         model._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
     agree_on_samples(model, ctx)
+    watch_inputs(model, ctx)
     wrap_save_pretrained(model, ctx)
     return make_report(model, styles, ctx)
 

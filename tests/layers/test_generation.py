@@ -1,0 +1,220 @@
+"""transformers' ways to generate, on a split model: the unsplit one's tokens on all ranks, or a typed error."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+from iris.errors import ArgumentError, ThreadError
+import layers
+import pytest
+import torch
+
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers import models
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])]
+
+SAMPLED = {"do_sample": True, "temperature": 3.0, "top_k": 0}
+
+
+def by_hand(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+    """A decoding loop of a user's: one sampled token."""
+    logits = model(input_ids).logits[:, -1]
+    return torch.cat([input_ids, torch.multinomial(logits.softmax(-1), 1)], -1)
+
+
+WAYS = {
+    "sampled": SAMPLED,
+    "beams, sampled": {"num_beams": 2, "rows": 1, **SAMPLED},
+    "prompt lookup, sampled": {"prompt_lookup_num_tokens": 2, "rows": 1, **SAMPLED},
+    "assistant, sampled": {"assistant": "whole", "rows": 1, **SAMPLED},
+    "split assistant": {"assistant": "split", "rows": 1},
+    "early exit": {"assistant_early_exit": 1, "rows": 1},
+    "static, chunked": {"cache_implementation": "static", "prefill_chunk_size": 4},
+    "sliding": {"cache_implementation": "sliding_window"},
+    "custom": {"custom_generate": by_hand},
+}
+
+
+def tokens_by(model, way: str, assistant, device) -> torch.Tensor:
+    options = dict(WAYS[way])
+    rows = options.pop("rows", 2)
+    if options.pop("assistant", None):
+        options["assistant_model"] = assistant
+    for each in filter(None, (model, assistant)):
+        each.generation_config.num_assistant_tokens = 2
+    made = model.generate(models.prompt(rows).to(device), max_new_tokens=3, **{"do_sample": False, **options})
+    return made.cpu()
+
+
+def ways_body(ctx) -> dict[str, torch.Tensor]:
+    model, assistants = models.build("kv2"), {"whole": models.build("plain").to(ctx.device)}
+    assistants["split"] = models.build("plain")
+    for each in (model, assistants["split"]):
+        layers.parallelize(each, ctx)
+    found = {}
+    for index, (way, options) in enumerate(WAYS.items()):
+        torch.manual_seed(100 * ctx.cur_rank + index)
+        found[way] = tokens_by(model, way, assistants.get(options.get("assistant")), ctx.device)
+    return found
+
+
+def test_all_ranks_draw_the_unsplit_models_tokens(world_size: int) -> None:
+    first, *others = run_ranks(world_size, ways_body)
+    for other in others:
+        differing = [way for way in WAYS if not torch.equal(first[way], other[way])]
+        assert not differing, "other tokens on another rank"
+    model, assistant = models.build("kv2"), models.build("plain")
+    for index, way in enumerate(WAYS):
+        if ON_GPU and WAYS[way].get("do_sample"):
+            continue  # a GPU draws other numbers from the seed
+        torch.manual_seed(index)  # rank 0's
+        if way != "custom":
+            assert torch.equal(first[way], tokens_by(model, way, assistant, "cpu")), way
+
+
+def static_body(ctx) -> torch.Tensor:
+    """With a plan that is not the model's own, by which transformers would count heads."""
+    model = models.build("kv2")
+    names = {f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {"self_attn.o_proj": "rowwise"}
+    layers.parallelize(model, ctx, plan={f"model.layers.*.{name}": style for name, style in names.items()})
+    return tokens_by(model, "static, chunked", None, ctx.device)
+
+
+def test_a_static_cache_has_the_heads_of_any_plan(world_size: int) -> None:
+    expected = tokens_by(models.build("kv2"), "static, chunked", None, "cpu")
+    assert all(torch.equal(made, expected) for made in run_ranks(world_size, static_body))
+
+
+def refused_body(ctx) -> None:
+    model, assistant = models.build("plain"), models.build("plain")
+    for each in (model, assistant):
+        layers.parallelize(each, ctx)
+    ids = models.prompt().to(ctx.device)
+    lists = ids.tolist()
+    by_clock = models.build("plain").to(ctx.device)
+    by_clock.generation_config.max_time = 5.0
+    static = transformers.StaticCache(model.config, max_cache_len=8)
+    batching = "use layers.Engine or generate"
+    manager = transformers.generation.continuous_batching.ContinuousBatchingManager
+    configs = model.generation_config, transformers.ContinuousBatchingConfig()
+    beyond = ids.clone()
+    beyond[1, 2] = 120
+    for call, words in [
+        (lambda: model.generate_batch(lists, max_new_tokens=3), batching),
+        (lambda: model.init_continuous_batching(), batching),
+        (lambda: model.continuous_batching_context_manager().__enter__(), batching),
+        (lambda: manager(model, *configs), batching),
+        (lambda: model.generate(ids, max_new_tokens=3, cache_implementation="paged"), batching),
+        (lambda: model.generate(ids, max_new_tokens=3, synced_gpus=True), "synced_gpus is True"),
+        (lambda: model.generate(ids, assistant_model=by_clock), "max_time is 5"),
+        (
+            lambda: model.generate(ids, assistant_model=assistant, tokenizer=object(), assistant_tokenizer=object()),
+            "assistant_model is split",
+        ),
+        (lambda: model.generate(beyond), "input_ids have tokens from .* to 120: expected 0 to 119, the vocabulary"),
+        (lambda: model.generate(-ids - 1), "input_ids have tokens from -"),
+        (lambda: model(beyond), "model.embed_tokens have tokens from .* to 120"),
+        (lambda: model.model(-ids - 1), "model.embed_tokens have tokens from -"),
+        (
+            lambda: model.generate(ids, max_new_tokens=5, past_key_values=static),
+            "prompts of 7 tokens become 12: expected at most 9, the cache has room for 8",
+        ),
+    ]:
+        if ON_GPU and "embed_tokens" in words:
+            continue  # the host does not wait for a forward's tokens
+        with pytest.raises(ArgumentError, match=words):
+            call()
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        model.generate(ids, penalty_alpha=0.6, top_k=4)  # contrastive search, whose code is on the hub
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 10), "and goes on"
+
+
+def test_what_would_part_the_ranks_or_end_a_gpu_is_refused_at_entry(world_size: int) -> None:
+    run_ranks(world_size, refused_body)
+
+
+def positions_body(ctx) -> None:
+    sizes = dict(vocab_size=96, n_embd=32, n_layer=1, n_head=4, n_positions=9)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=None))
+    layers.parallelize(model.to(ctx.device), ctx, plan={"lm_head": "colwise_gather_output"}, partial=True)
+    ids = models.prompt().to(ctx.device) % 96
+    made = {"do_sample": False, "pad_token_id": 0}
+    with pytest.raises(
+        ArgumentError, match="prompts of 7 tokens become 10: expected at most 9, the positions that GPT"
+    ):
+        model.generate(ids, max_new_tokens=3, **made)
+    mask = torch.ones_like(ids)
+    mask[:, :1] = 0
+    assert model.generate(ids, attention_mask=mask, max_new_tokens=3, **made).shape == (2, 10), "padding has none"
+    if not ON_GPU:
+        with pytest.raises(ArgumentError, match="inputs of transformer.wpe have tokens from 0 to 9: expected 0 to 8"):
+            model(ids.repeat(1, 2)[:, :10])
+
+
+def test_generation_ends_where_a_table_of_positions_does(world_size: int) -> None:
+    run_ranks(world_size, positions_body)
+
+
+def own_body(ctx) -> None:
+    """As `from_pretrained(trust_remote_code=True)` leaves a model whose checkpoint brings its own generate()."""
+    model = models.build("plain")
+    model.generate = lambda ids, **_: ids + 1
+    layers.parallelize(model, ctx)
+    ids = models.prompt().to(ctx.device)
+    assert torch.equal(model.generate(ids), ids + 1)
+    assert torch.equal(copy.deepcopy(model).generate(ids), ids + 1)
+
+
+def test_a_checkpoints_own_generate_is_kept(world_size: int) -> None:
+    run_ranks(world_size, own_body)
+
+
+class Collecting(transformers.generation.streamers.BaseStreamer):
+    def __init__(self) -> None:
+        self.seen, self.ended = [], False
+
+    def put(self, value) -> None:
+        self.seen += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def thread_body(ctx) -> None:
+    model = models.build("plain")
+    layers.parallelize(model, ctx)
+    ids = models.prompt(1).to(ctx.device)
+    options = {"max_new_tokens": 2, "do_sample": False}
+    expected = model.generate(ids, **options)
+    engine = layers.Engine(model, ctx, 1, 16)
+    failures = []
+
+    def work(take_over: bool) -> None:
+        torch.set_num_threads(1)
+        try:
+            if take_over:
+                ctx.take_over()
+            streamer = Collecting()
+            model.generate(ids, streamer=streamer, **options)
+            assert streamer.ended and streamer.seen == expected[0].tolist()
+            assert engine.generate(ids, 2) == [expected[0, 7:].tolist()]
+        except BaseException as error:
+            failures.append(error)
+
+    for take_over in (False, True):
+        thread = threading.Thread(target=work, args=(take_over,))
+        thread.start()
+        thread.join()
+    assert [type(each) for each in failures] == [ThreadError], failures
+    for call in (lambda: model(ids), lambda: engine.generate(ids, 2), lambda: model.generate(ids)):
+        with pytest.raises(ThreadError):
+            call()
+    ctx.take_over()
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+def test_a_worker_thread_generates_once_it_has_taken_the_context_over(world_size: int) -> None:
+    run_ranks(world_size, thread_body)
