@@ -288,11 +288,14 @@ class Iris(tensors.TensorMethods):
         """Makes the calling thread the one that uses the context; the thread before must have ended its last call.
 
         Ranks make the same calls in the same order, which two threads of a rank would not: so a context belongs to one
-        thread, at first to the one that made it, and calls from any other raise `ThreadError`.
+        thread, at first to the one that made it, and calls from any other raise `ThreadError`. The thread's current GPU
+        becomes the context's, for torch gives each new thread the first one.
         """
         if self._closed:
             self._refuse()
         self._thread = threading.get_ident()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def _refuse(self) -> None:
         if self._closed:

@@ -1,4 +1,8 @@
-"""Layers are for inference: a gradient, of whatever kind, is refused where it would be this rank's part only."""
+"""Layers are for inference: a gradient, of whatever kind, is refused, for it would be this rank's part only.
+
+So is what torch.func batches, for kernels see the memory behind a tensor. Outside of torch.func's transforms neither
+costs a call more than the look whether there is one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,15 @@ def check_no_gradient(served_by: str, **tensors: torch.Tensor | None) -> None:
         for name, t in tensors.items():
             if t is not None:
                 check_gradient(served_by, name, t)
-    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+    transformed = forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+    if transformed and not torch.compiler.is_compiling():
         for name, t in tensors.items():
-            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-                raise ArgumentError(f"{served_by}: {name} has a tangent, and layers have no forward-mode derivative")
+            if t is not None:
+                _check_untransformed(served_by, name, t)
+
+
+def _check_untransformed(served_by: str, name: str, t: torch.Tensor) -> None:
+    if torch._C._functorch.is_batchedtensor(t):
+        raise ArgumentError(f"{served_by}: {name} is one of torch.func.vmap's: expected the batch, of any dimensions")
+    if forward_ad.unpack_dual(t).tangent is not None:
+        raise ArgumentError(f"{served_by}: {name} has a tangent, and layers have no forward-mode derivative")

@@ -27,6 +27,7 @@ def by_hand(model, input_ids, logits_processor, stopping_criteria, generation_co
 
 WAYS = {
     "sampled": SAMPLED,
+    "sampled, prompts on the CPU": {"on_cpu": True, **SAMPLED},  # whose generator then draws
     "beams, sampled": {"num_beams": 2, "rows": 1, **SAMPLED},
     "prompt lookup, sampled": {"prompt_lookup_num_tokens": 2, "rows": 1, **SAMPLED},
     "assistant, sampled": {"assistant": "whole", "rows": 1, **SAMPLED},
@@ -40,7 +41,7 @@ WAYS = {
 
 def tokens_by(model, way: str, assistant, device) -> torch.Tensor:
     options = dict(WAYS[way])
-    rows = options.pop("rows", 2)
+    rows, device = options.pop("rows", 2), "cpu" if options.pop("on_cpu", False) else device
     if options.pop("assistant", None):
         options["assistant_model"] = assistant
     for each in filter(None, (model, assistant)):
