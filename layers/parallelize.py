@@ -88,7 +88,12 @@ def parallelize(
         reads.check(whole, tried.linears)
         _carry_out(whole, tried, _Alone(ctx))
         _carry_out(part, tried, ctx)
-        proof.prove(whole, part, tried.parents(styles_of.ROW), tried.parents(styles_of.PACKED))
+        untried = proof.prove(whole, part, tried.parents(styles_of.ROW), tried.parents(styles_of.PACKED))
+        if untried and ctx.cur_rank == 0:
+            ctx.warning(
+                f"{type(model).__name__} cannot be run without weights: that {', '.join(untried[:4])}"
+                f"{' and others' if len(untried) > 4 else ''} can be split so was not tried"
+            )
         return split
 
     split = _together(ctx, prove, lambda split: split.digest(model))

@@ -177,6 +177,8 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, n
     """Raises where a split would lose what a linear has, or leave with each rank what all of them need."""
     head = _head(model)
     holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    attributes = [value for module in model.modules() for key, value in vars(module).items() if key != "_modules"]
+    listed = {id(each) for value in attributes for each in _contents(value)}
     for name, style in styles.items():
         if name not in modules and style in COLUMN:  # a parameter of one entry a head
             _check_tensor(name, model.get_parameter(name))
@@ -198,8 +200,19 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, n
                 f"{name} has style {styles[name]!r}, by which each rank has the logits of its words only: expected"
                 " 'colwise_gather_output'"
             )
+        if id(modules[name]) in listed:
+            raise StyleError(
+                f"{name} is held in a list, a tuple or a dict of a module too, which would go on calling it whole:"
+                " expected as its only place that of a child"
+            )
         if holders[id(modules[name])] > 1:
             raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
+
+
+def _contents(value: object) -> Iterable:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set)) else ()
 
 
 def _check_tensors(name: str, linear: nn.Linear) -> None:

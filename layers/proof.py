@@ -34,11 +34,11 @@ _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 _VALUE = torch.ops.aten._local_scalar_dense.default
 
 
-def prove(whole: nn.Module, split: nn.Module, joined: list[str], packed: list[str]) -> None:
+def prove(whole: nn.Module, split: nn.Module, joined: list[str], packed: list[str]) -> list[str]:
     """Raises `StyleError` where skeleton `split` does not run as skeleton `whole` does, which is split over one rank.
 
     `joined`: names of the modules out of which nothing split comes, for they sum or gather it; `packed`: of those that
-    cut a rank's outputs as they would cut all.
+    cut a rank's outputs as they would cut all. Returns the names of the split linears that could not be tried.
     """
     for skeleton in (whole, split):
         sharing = sequence.sharing_of(skeleton)
@@ -47,24 +47,39 @@ def prove(whole: nn.Module, split: nn.Module, joined: list[str], packed: list[st
         for module in skeleton.modules():
             if isinstance(module, ShardedLinear):
                 _stand_in(module)
-    _prove(whole, split, "", joined, packed, set())
+    proof = _Proof(joined, packed)
+    proof.of(whole, split, "")
+    linears = [name for name, module in split.named_modules() if isinstance(module, ShardedLinear)]
+    return [name for name in linears if id(split.get_submodule(name)) not in proof.tried]
 
 
-def _prove(whole: nn.Module, split: nn.Module, name: str, joined: list[str], packed: list[str], proved: set) -> None:
-    if name and not _is_complete(split):
-        return
-    inside = [each for each in joined if each == name or not name or each.startswith(f"{name}.")]
-    for arguments in _arguments(whole):
-        expected = _Run(whole, name, inside, packed)
-        if expected(arguments):
-            _compare(expected, _Run(split, name, inside, packed, expected.ops), arguments, split)
+class _Proof:
+    """The runs of a model's modules: of the model itself if it can be run, else of what is in it."""
+
+    def __init__(self, joined: list[str], packed: list[str]) -> None:
+        self._joined, self._packed = joined, packed
+        self._kinds: dict[tuple, nn.Module] = {}  # by kind, the split module that stands for others
+        self.tried: set[int] = set()
+
+    def of(self, whole: nn.Module, split: nn.Module, name: str) -> None:
+        if name and not _is_complete(split):
             return
-        if isinstance(expected.error, StyleError):
-            raise expected.error
-    for child, module in whole.named_children():
-        if (key := kind_of(module)) not in proved:
-            proved.add(key)
-            _prove(module, split.get_submodule(child), f"{name}.{child}".lstrip("."), joined, packed, proved)
+        inside = [each for each in self._joined if each == name or not name or each.startswith(f"{name}.")]
+        for arguments in _arguments(whole):
+            expected = _Run(whole, name, inside, self._packed)
+            if expected(arguments):
+                _compare(expected, _Run(split, name, inside, self._packed, expected.ops), arguments, split)
+                self.tried |= {id(each) for each in split.modules()}
+                return
+            if isinstance(expected.error, StyleError):
+                raise expected.error
+        for child, module in whole.named_children():
+            part = split.get_submodule(child)
+            if (like := self._kinds.setdefault(kind_of(module), part)) is part:
+                self.of(module, part, f"{name}.{child}".lstrip("."))
+            else:
+                pairs = zip(like.modules(), part.modules(), strict=False)
+                self.tried |= {id(own) for other, own in pairs if id(other) in self.tried}
 
 
 def _is_complete(module: nn.Module) -> bool:
@@ -171,7 +186,7 @@ class _OnMeta(TorchDispatchMode):
             kind = args[0].dtype
             return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
         for each in (item for given in args for item in (given if isinstance(given, (tuple, list)) else (given,))):
-            if id(each) in self._weights and not _is_ours(_caller()):
+            if id(each) in self._weights and not _caller()[1]:
                 raise StyleError(reads.refusal(self._weights[id(each)]))
         out = function(*args, **(kwargs or {}))
         self._compare(Op.of(function, args, kwargs or {}, out))
@@ -187,27 +202,27 @@ class _OnMeta(TorchDispatchMode):
         if at >= len(run.against) or run.against[at].function is not op.function:
             run.against = None  # what is called depends on sizes
             return
-        if (wrong := run.against[at].differs(op)) is None or _is_ours(caller := _caller()):
+        if (wrong := run.against[at].differs(op)) is None:
             return
+        caller, is_ours = _caller()
         name = self._names.get(id(caller), run.name)
-        if op.is_cut and name in run.packed:
+        if is_ours or (op.is_cut and name in run.packed):
             return
         raise StyleError(f"{name or type(run.module).__name__} {wrong}: {_REMEDY}")
 
 
-def _is_ours(module: nn.Module | None) -> bool:
-    return module is None or type(module).__module__.startswith(_OURS)
+def _caller() -> tuple[nn.Module | None, bool]:
+    """The innermost module whose code runs now, and whether that code is ours.
 
-
-def _caller() -> nn.Module | None:
-    """The innermost module whose code runs now; not the slice whose weight is asked for, but who asks."""
+    Not the slice whose weight is asked for, but who asks.
+    """
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not (isinstance(module, Slice) and frame.f_code.co_name != "forward"):
-            return module
+            return module, frame.f_globals.get("__name__", "").startswith(_OURS)
         frame = frame.f_back
-    return None
+    return None, True
 
 
 def _arguments(module: nn.Module) -> Iterator[dict[str, Any]]:

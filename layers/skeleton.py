@@ -77,8 +77,10 @@ class _Skeleton:
             elif isinstance(value, dict):
                 attributes[key] = value.copy()
                 attributes[key].update((name, self.twin(each)) for name, each in value.items())
+            elif type(value) in (list, tuple):
+                attributes[key] = type(value)(map(self.twin, value))
             else:
-                attributes[key] = value.copy() if type(value) in (list, set) else self.twin(value)
+                attributes[key] = value.copy() if type(value) is set else self.twin(value)
         attributes["training"] = False
         return attributes
 

@@ -233,7 +233,8 @@ class Stack(nn.Module):
 
 @torch.no_grad()
 def traced_hook_body(ctx) -> None:
-    model, whole, x = Stack(), Stack(), torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    model, whole = Stack(), Stack().to(ctx.device)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1)).to(ctx.device)
     plan = {"layers.*.gate_proj": "colwise", "layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"}
     parallelize(model, ctx, plan=plan)
     assert isinstance(model.layers[0].up_proj, Slice)

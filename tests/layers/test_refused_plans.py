@@ -88,6 +88,29 @@ class ReadInLoop(Pair):
         return y
 
 
+class Unbound(Pair):
+    """Calls the class's forward, which reads the weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Linear.forward(self.down, torch.relu(self.up(x)))
+
+
+class Listed(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = [self.up, self.down]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.both[1](torch.relu(self.both[0](x)))
+
+
+class Masked(Pair):
+    """Takes what nobody can guess."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * mask[:, None])
+
+
 class Summed(Pair):
     """Its second product takes one token's."""
 
@@ -157,6 +180,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
     ),
     "a weight read by a method": (lambda: Stack(Read), PAIR, r"layers.0.down .* reads its (weight|bias)"),
     "a weight read in a loop": (lambda: Stack(ReadInLoop), PAIR, r"layers.0.down .* reads its (weight|bias)"),
+    "a weight read by another's forward": (lambda: Stack(Unbound), PAIR, "layers.0.down .* reads its (weight|bias)"),
+    "a linear in a list": (lambda: Stack(Listed), PAIR, "layers.0.up is held in a list, a tuple or a dict"),
     "n_heads": (t5, attention(T5_SELF, ["q", "k", "v"], "o"), r"encoder.block.0.layer.0.SelfAttention would fail"),
     "n_heads across": (t5, attention(T5_CROSS, ["q", "k", "v"], "o"), r"layer.1.EncDecAttention would fail"),
     "alibi": (
@@ -262,6 +287,22 @@ def test_what_looks_like_it_is_served(world_size: int) -> None:
     for results in run_ranks(world_size, served_body):
         for name, result in results.items():
             torch.testing.assert_close(result.cpu(), served(name), rtol=1e-4, atol=1e-4, msg=name)
+
+
+def untried_body(ctx) -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctx, "warning", said.append)
+        parallelize(Masked(), ctx, plan={"up": "colwise", "down": "rowwise"})
+        parallelize(Pair(), ctx, plan={"up": "colwise", "down": "rowwise"})
+    return said
+
+
+@two_ranks
+def test_what_cannot_be_tried_is_said(world_size: int) -> None:
+    first, *others = run_ranks(world_size, untried_body)
+    assert first == ["Masked cannot be run without weights: that up, down can be split so was not tried"]
+    assert not any(others)
 
 
 # --- weights that are no plain tensors -------------------------------------------------------------------------------
