@@ -22,7 +22,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 _ADAPTER, _CUSTOM_GENERATE = "adapter_config.json", "custom_generate/generate.py"
 # One rank's file of a checkpoint by torch.distributed, which transformers reads before any other.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".ckpt")
+WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".ckpt")
 _MOST_BYTES = 256 << 20  # of a JSON file; an index of 100,000 tensors has some 10 MB
 
 
@@ -81,10 +81,16 @@ def is_plain(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
+def prevailing(names: set[str]) -> str | None:
+    """The one of a folder's files that transformers acts on before, or on top of, the model's own weights."""
+    return _ADAPTER if _ADAPTER in names else next(filter(_DISTRIBUTED.fullmatch, sorted(names)), None)
+
+
 def check_contents(folder: Path, trust_remote_code: bool) -> None:
     """Raises `CheckpointError` for what transformers would act on in `folder` and this loader does not."""
     names = set(os.listdir(folder))
-    if _ADAPTER in names:
+    first = prevailing(names)
+    if first == _ADAPTER:
         merge = "merge it once with peft, PeftModel.from_pretrained(model, folder).merge_and_unload(), and save that"
         if CONFIG in names and names & {SINGLE, INDEX}:
             raise CheckpointError(
@@ -92,9 +98,9 @@ def check_contents(folder: Path, trust_remote_code: bool) -> None:
             )
         base = shown(repr(read_json(folder / _ADAPTER).get("base_model_name_or_path")))
         raise CheckpointError(f"the folder holds an adapter ({_ADAPTER}) of {base}, and no model: {merge}")
-    if distributed := next(filter(_DISTRIBUTED.fullmatch, sorted(names)), None):
+    if first:
         raise CheckpointError(
-            f"the folder holds a checkpoint of torch.distributed ({distributed}), which is not read: load it with"
+            f"the folder holds a checkpoint of torch.distributed ({first}), which is not read: load it with"
             " transformers and save it once without distributed_checkpoint"
         )
     if trust_remote_code and os.path.lexists(folder / _CUSTOM_GENERATE):
@@ -141,6 +147,6 @@ def _indexed(path: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _without_weights(folder: Path) -> str:
-    others = sorted(name for name in os.listdir(folder) if name.endswith(_WEIGHTS))
+    others = sorted(name for name in os.listdir(folder) if name.endswith(WEIGHTS))
     found = f"; {listed(others)}: load with transformers (variant=, gguf_file=) and save once" if others else ""
     return f"{folder} holds neither {SINGLE} nor {INDEX}: only safetensors are read{found}"

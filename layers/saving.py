@@ -2,17 +2,15 @@
 
 Nothing is gathered. The headers fix where each byte of each tensor belongs, so rank 0 lays out the files, and then
 every rank writes its own parts into them through `staging`, one tensor after the other. What several ranks hold (copies
-of kv heads) they write alike; what all hold whole, rank 0 writes. Files get their names when all ranks are done,
-so a failure leaves no file that looks like a checkpoint.
+of kv heads) they write alike; what all hold whole, rank 0 writes. When all ranks are done and the bytes are on the
+disk, rank 0 puts the new files in the old ones' place (`replacement`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 import copy
 from dataclasses import dataclass
-import json
 import math
 import os
 from pathlib import Path
@@ -21,19 +19,17 @@ from tempfile import TemporaryDirectory
 from types import MethodType
 from typing import Any
 
-from iris.errors import ArgumentError, CheckpointError
 from iris_ops.fp8 import restored
 import torch
 from torch import nn
 
 from .checkpoint import StoredTensor, layout
 from .fused import Slice
+from .replacement import Replacement
 from .shard import Shard, concat
 from .sharded import check_context, part_of
 from .staging import Staging
-from .together import raise_together
-
-_PARTIAL = ".partial"
+from .together import agree, digest, raise_together, said, shown, words
 
 
 @dataclass(frozen=True)
@@ -75,43 +71,78 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size
     """Writes the whole of a split `model`, its configuration too, into `folder`, which every rank must see. Collective.
 
     Several files of at most `max_shard_size` (bytes, or a text like "5GB"; one tensor may be larger) and an index, or
-    one file. Checkpoint files from before are removed. Raises `ArgumentError` for bad arguments, and `CheckpointError`
-    on every rank, with what each met, where the folder cannot be written.
+    one file. Files of a checkpoint from before are removed once the new ones are in place: whenever the processes end,
+    the folder loads, as the old checkpoint or as the new. Raises `ArgumentError` for bad arguments, and
+    `CheckpointError` with what each rank met where the folder cannot be written, on every rank.
     """
     check_context(ctx)
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-        raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
-    if not isinstance(folder, str | os.PathLike):
-        raise ArgumentError(f"folder is {folder!r}: expected a str or a Path")
-    _check_size(max_shard_size)
-    folder, held = Path(folder), dict(_held(model))
-    files = _files(held, max_shard_size)
-    staging = Staging(ctx.device)
+    _save(model, folder, ctx, max_shard_size, None)
+
+
+def _save(model: Any, folder: Any, ctx, max_shard_size: Any, refusal: str | None) -> None:
+    refusal = refusal or _refusal(model, folder, max_shard_size)
+    held: dict[str, _Held] = {}
+    if not refusal:
+        folder, most = Path(os.path.abspath(folder)), _bytes_of(max_shard_size)
+        try:
+            held = dict(_held(model))
+        except Exception as error:  # the other ranks are waiting for a word
+            refusal = f"model is a {type(model).__name__}, whose tensors cannot be told: {words(error)}"
+    kinds = [(name, each.shape, each.dtype) for name, each in held.items()]
+    asked = {"folder": str(folder), "max_shard_size": max_shard_size}
+    agree(ctx, refusal, asked | {"model": f"{type(model).__name__} of {len(kinds)} tensors {digest(kinds)}"})
+    shards = _shards(held, most)
+    replacement = None
     try:
-        for step in (_lay_out, _write, _finish):
-            problems = []
+        problems: list[str] = []
+        if ctx.cur_rank == 0:
             try:
-                step(model, folder, held, files, ctx, staging)
+                replacement = Replacement(folder, shards, _configurations(model))
+                for name, tensors in zip(replacement.names, shards, strict=True):
+                    header, _, size = _places(held, tensors)
+                    replacement.create(name, header, size)
             except Exception as error:  # whatever it is, the other ranks are waiting for a word
-                problems = [f"rank {ctx.cur_rank}: {error}"]
-            raise_together(problems, f"{folder} cannot be written", ctx)
-    except CheckpointError:
-        if ctx.cur_rank == 0 and step is not _finish:  # behind that they may be all there is
-            for file in files:
-                with suppress(OSError):
-                    (folder / (file + _PARTIAL)).unlink(missing_ok=True)
+                problems = [f"rank 0: {words(error)}"]
+        raise_together(problems, f"{folder} cannot be written", ctx)
+        names = ctx.broadcast(replacement and replacement.names)
+        try:
+            _write(folder, dict(zip(names, shards, strict=True)), held, Staging(ctx.device), ctx.cur_rank)
+        except Exception as error:
+            problems = [f"rank {ctx.cur_rank}: {words(error)}"]
+        raise_together(problems, f"{folder} cannot be written", ctx)
+        try:
+            if replacement is not None:
+                replacement.commit(sum(each.nbytes for each in held.values()))
+        except Exception as error:
+            problems = [f"rank 0: {words(error)}"]
+        raise_together(problems, f"{folder} cannot be written", ctx)
+    except BaseException:
+        if replacement is not None:
+            replacement.discard()
         raise
 
 
-def _check_size(size: Any) -> None:
-    """Raises for what says no number of bytes from 1 on; what a text's unit is, the hub's library knows."""
-    if isinstance(size, str):
-        number = re.match(r"\s*(\d+\.?\d*|\.\d+)", size)
-        valid = number is not None and float(number[1]) > 0
-    else:
-        valid = type(size) is int and size >= 1
-    if not valid:
-        raise ArgumentError(f"max_shard_size is {size!r}: expected bytes, at least 1, or a text like '5GB'")
+def _refusal(model: Any, folder: Any, max_shard_size: Any) -> str | None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        return f"model is a {type(model).__name__}: expected a Hugging Face model"
+    if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
+        return f"folder is {shown(said(folder))}: expected a str or a Path that names one"
+    if _bytes_of(max_shard_size) is None:
+        return f"max_shard_size is {shown(said(max_shard_size))}: expected bytes, at least 1, or a text like '5GB'"
+    return None
+
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _bytes_of(size: Any) -> int | None:
+    """The number of bytes that `size` says, if it says one from 1 on."""
+    if type(size) is int:
+        return size if size >= 1 else None
+    number = r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([KMGT]B)\s*"
+    match = re.fullmatch(number, size, re.IGNORECASE | re.ASCII) if isinstance(size, str) else None
+    amount = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    return int(amount) if 1 <= amount < math.inf else None
 
 
 # What transformers' own may be told, and does here anyway.
@@ -123,10 +154,11 @@ def wrap_save_pretrained(model: nn.Module, ctx) -> None:
     if hasattr(model, "save_pretrained"):
 
         def save(self, save_directory: str | Path, *, max_shard_size: int | str = "5GB", **options: Any) -> None:
+            refusal = None
             for name, value in options.items():
-                if value not in _SAVED_SO.get(name, ()):
-                    raise ArgumentError(f"save_pretrained: {name} is {value!r}: expected max_shard_size only")
-            save_pretrained(self, save_directory, ctx, max_shard_size=max_shard_size)
+                if not any(value is each for each in _SAVED_SO.get(name, ())):
+                    refusal = f"save_pretrained: {name} is {shown(said(value))}: expected max_shard_size only"
+            _save(self, save_directory, ctx, max_shard_size, refusal)
 
         model.save_pretrained = MethodType(save, model)
 
@@ -162,21 +194,17 @@ def _is_tied(model: nn.Module, name: str, module: nn.Module, tied: dict[str, str
     return (hasattr(module, "tied_to") and name.endswith(".weight")) or local is model.get_parameter(tied[name])
 
 
-def _files(held: dict[str, _Held], max_shard_size: int | str) -> dict[str, list[str]]:
-    """File names to the names of their tensors."""
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    try:
-        split = split_state_dict_into_shards_factory(
-            held,
-            get_storage_size=lambda each: each.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            get_storage_id=lambda each: None,
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise ArgumentError(f"max_shard_size is {max_shard_size!r}: expected bytes, or a text like '5GB'") from error
-    return split.filename_to_tensors
+def _shards(held: dict[str, _Held], most: int) -> list[list[str]]:
+    """The names of the tensors of each file, in the order of the model."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, each in held.items():
+        if shards[-1] and size + each.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += each.nbytes
+    return shards
 
 
 def _places(held: dict[str, _Held], names: list[str]) -> tuple[bytes, dict[str, int], int]:
@@ -184,52 +212,27 @@ def _places(held: dict[str, _Held], names: list[str]) -> tuple[bytes, dict[str, 
     return header, starts, len(header) + sum(held[name].nbytes for name in names)
 
 
-def _lay_out(model, folder: Path, held, files, ctx, staging) -> None:
-    if ctx.cur_rank:
-        return
-    with TemporaryDirectory() as trial:  # transformers refuses some configurations
-        _save_configurations(model, Path(trial))
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, names in files.items():
-        header, _, size = _places(held, names)
-        with open(folder / (file + _PARTIAL), "wb") as out:
-            out.write(header)
-            out.truncate(size)
-
-
-def _write(model, folder: Path, held, files, ctx, staging) -> None:
+def _write(folder: Path, files: dict[str, list[str]], held: dict[str, _Held], staging: Staging, rank: int) -> None:
     for file, names in files.items():
         _, starts, _ = _places(held, names)
-        out = os.open(folder / (file + _PARTIAL), os.O_WRONLY)
+        out = os.open(folder / file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             for name in names:
                 each = held[name]
-                each.store(StoredTensor(out, starts[name], each.dtype, each.shape, staging), ctx.cur_rank)
+                each.store(StoredTensor(out, starts[name], each.dtype, each.shape, staging), rank)
+            os.fsync(out)
         finally:
             os.close(out)
 
 
-def _finish(model, folder: Path, held, files, ctx, staging) -> None:
-    if ctx.cur_rank:
-        return
-    _save_configurations(model, folder)
-    index = folder / "model.safetensors.index.json"
-    for path in folder.iterdir():
-        if path == index or re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name):
-            path.unlink()
-    for file in files:
-        os.replace(folder / (file + _PARTIAL), folder / file)
-    if len(files) > 1:
-        weight_map = {name: file for file, names in files.items() for name in names}
-        whole = {"total_size": sum(each.nbytes for each in held.values())}
-        index.write_text(json.dumps({"metadata": whole, "weight_map": weight_map}, indent=2) + "\n")
-
-
-def _save_configurations(model: nn.Module, folder: Path) -> None:
-    if getattr(model, "generation_config", None) is not None:
-        generation = copy.copy(model.generation_config)
-        generation.disable_compile = None  # see `generation`: it is of the split model only
-        generation.save_pretrained(folder)
-    model.config.dtype = model.dtype
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
+def _configurations(model: nn.Module) -> dict[str, bytes]:
+    """The files beside the weights, as transformers writes them; it refuses some configurations."""
+    config = copy.deepcopy(model.config)
+    config.dtype, config.architectures = model.dtype, [type(model).__name__]
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            generation = copy.copy(model.generation_config)
+            generation.disable_compile = None  # see `generation`: it is of the split model only
+            generation.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+import zlib
 
 from iris.errors import ArgumentError, CheckpointError
 
@@ -15,18 +16,17 @@ _MOST_LINES, _MOST_IN_LINE, _LONGEST_LINE, _LONGEST_PART, _LONGEST_NAME = 40, 20
 
 def agree(ctx, refusal: str | None, asked: dict[str, Any]) -> None:
     """Raises on every rank if one of them refuses its arguments, or if what they `asked` differs. Collective."""
-    own = refusal, {name: "a function" if callable(value) else repr(value) for name, value in asked.items()}
+    own = refusal, {name: "a function" if callable(value) else said(value) for name, value in asked.items()}
     told = [ctx.broadcast(own, src=src) for src in range(ctx.num_ranks)]
     for refused, _ in told:
         if refused:
             raise ArgumentError(refused)
     first = told[0][1]
-    for rank, (_, said) in enumerate(told):
-        for name in sorted(first.keys() | said.keys()):
-            if first.get(name) != said.get(name):
-                raise ArgumentError(
-                    f"{name} is {first.get(name)} on rank 0 and {said.get(name)} on rank {rank}: expected the same"
-                )
+    for rank, (_, others) in enumerate(told):
+        for name in sorted(first.keys() | others.keys()):
+            if first.get(name) != others.get(name):
+                here, there = (shown(str(each.get(name)), _LONGEST_PART) for each in (first, others))
+                raise ArgumentError(f"{name} is {here} on rank 0 and {there} on rank {rank}: expected the same")
 
 
 def raise_together(problems: list[str], what: str, ctx) -> None:
@@ -37,6 +37,19 @@ def raise_together(problems: list[str], what: str, ctx) -> None:
         lines = list(dict.fromkeys(told))
         listed = lines[:_MOST_LINES] + ([f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else [])
         raise CheckpointError(f"{shown(what)}, {len(lines)} problem(s):\n  " + "\n  ".join(listed))
+
+
+def digest(value: Any) -> str:
+    """Eight digits that differ where `repr(value)` does."""
+    return f"{zlib.crc32(repr(value).encode()):08x}"
+
+
+def said(value: Any) -> str:
+    """`repr(value)`, or what it is where that fails, as for integers of many digits."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 def shown(text: str, longest: int = _LONGEST_NAME) -> str:

@@ -81,11 +81,42 @@ def again_body(ctx, folder: str, blocked: str) -> None:
             model.save_pretrained(folder, **option)
     with pytest.raises(ArgumentError, match="max_shard_size is 'much'"):
         model.save_pretrained(folder, max_shard_size="much")
-    for size in (0, -1, None, True, 1.5, "0GB", "-1GB"):
-        with pytest.raises(ArgumentError, match=f"max_shard_size is {size!r}: expected bytes, at least 1, or a text"):
+    numbers = (0, -1, None, True, 1.5, b"5GB", [5])
+    for size in (
+        *numbers,
+        "0GB",
+        "-1GB",
+        "1e400GB",
+        "1e-400GB",
+        "nanGB",
+        "infGB",
+        "GB",
+        "5",
+        "5 5GB",
+        "9" * 400 + "GB",
+    ):
+        with pytest.raises(ArgumentError, match="max_shard_size is .*: expected bytes, at least 1, or a text"):
             model.save_pretrained(folder, max_shard_size=size)
-    with pytest.raises(ArgumentError, match="folder is None: expected a str or a Path"):
-        model.save_pretrained(None)
+    with pytest.raises(ArgumentError, match="max_shard_size is a int: expected bytes"):
+        model.save_pretrained(folder, max_shard_size=-(10**5000))  # of too many digits to be shown
+    for place in (None, "", "a\0b", b"folder", 3, ["folder"]):
+        with pytest.raises(ArgumentError, match="folder is .*: expected a str or a Path that names one"):
+            model.save_pretrained(place)
+    if ctx.num_ranks > 1:
+        first = ctx.cur_rank == 0
+        for arguments, options, words in [
+            ((folder,) if first else ("",), {}, "folder is '': expected a str or a Path"),
+            ((folder if first else f"{folder}/other",), {}, "folder is '.*' on rank 0 and '.*other' on rank 1"),
+            ((folder,), {"max_shard_size": 5 + ctx.cur_rank}, "max_shard_size is 5 on rank 0 and 6 on rank 1"),
+            ((folder,), {} if first else {"variant": "fp16"}, "variant is 'fp16': expected max_shard_size only"),
+        ]:
+            with pytest.raises(ArgumentError, match=words):
+                model.save_pretrained(*arguments, **options)
+        other = whole("bias") if first else model
+        with pytest.raises(ArgumentError, match="model is .* on rank 0 and .* on rank 1: expected the same"):
+            layers.save_pretrained(other, folder, ctx)
+        with pytest.raises(ArgumentError, match="model is a int: expected a Hugging Face model"):
+            layers.save_pretrained(model if first else 3, folder, ctx)
     with pytest.raises(CheckpointError, match=r"cannot be written, 1 problem\(s\):\n  rank 0: "):
         model.save_pretrained(blocked)
     with pytest.MonkeyPatch.context() as patch:
