@@ -25,10 +25,14 @@ class DeviceBarrier:
     all ranks come together before it is called: a peer must not signal here before the counts are zero.
     """
 
-    def __init__(self, ctx: Iris) -> None:
+    WORDS = 7  # int32 of each rank
+
+    def __init__(self, ctx: Iris, memory: torch.Tensor | None = None) -> None:
+        """`memory`: int32 [WORDS * ranks] of the heap, zeroed; by default taken here."""
         self._ctx = ctx
         world = ctx.num_ranks
-        memory = ctx._heap.reserve((7 * world,), torch.int32).zero_()
+        if memory is None:
+            memory = ctx._heap.reserve((self.WORDS * world,), torch.int32).zero_()
         self._digests, self.counts = (
             memory[: 4 * world].view(torch.int64).view(2, world),
             memory[4 * world :].view(3, world),

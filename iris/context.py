@@ -8,7 +8,7 @@ through which a failed wait reaches the host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 import os
 import threading
@@ -39,7 +39,7 @@ from .streams import SideStream
 from .tracing import Tracing
 
 _MAX_HEAP = 1 << 46
-_READ_S, _SAID_S = 1.0, 10.0  # for a peer that has found a difference, too, to say what it has allocated
+_SAID_S = 10.0  # for a peer that has found a difference, too, to say what it has allocated
 
 
 def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> Iris:
@@ -66,51 +66,68 @@ class Iris(tensors.TensorMethods):
 
     def __init__(self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> None:
         self._closed = True  # until it is built
-        self._ranks = Ranks(group)
-        self.cur_rank, self.num_ranks = self._ranks.rank, self._ranks.size
-        self.device = platform.device(self.cur_rank, self.num_ranks)
-        self.gpu_id = self.device.index or 0
-        self._log = rank_logger(self.cur_rank, self.num_ranks)
         self._thread = threading.get_ident()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        allocator = os.environ.get("IRIS_ALLOCATOR", allocator_type)
-        refusal = _refusal(heap_size, self.device)
+        self._ranks = Ranks(group)
+        try:
+            self._make(heap_size, os.environ.get("IRIS_ALLOCATOR", allocator_type))
+        except BaseException:
+            self._ranks.close()
+            raise
+        self.group_name = self._ranks.name  # by which compiled graphs find this context
+        names.add(self.group_name, self)
+        self._closed = False
+
+    def _make(self, heap_size: int, allocator: str) -> None:
+        """Each step is one of all ranks: where it fails on one, it fails on all."""
+        ranks = self._ranks
+        self.cur_rank, self.num_ranks = ranks.rank, ranks.size
+        self._log = rank_logger(self.cur_rank, self.num_ranks)
+        self.device = ranks.together("the device", self._own_device)
+        self.gpu_id = self.device.index or 0
         asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0"
-        told = self._ranks.all_gather(_Told(os.getpid(), self._device_name(), *asked, refusal))
+        told = ranks.all_gather(_Told(self._device_name(), *asked, _refusal(heap_size)), "the creation of a context")
         _agree(told)
         gpus = [rank.gpu for rank in told if rank.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self._log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
         self.heap_size = rounded(heap_size, GRANULE)
-        self._segment = map_segment(allocator, self.heap_size, self.device, self._ranks)
+        self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
+        try:
+            ranks.together("the memory", self._furnish)  # every heap is mapped and zeroed before anyone writes to it
+        except BaseException:
+            self._segment.close()
+            raise
+
+    def _own_device(self) -> torch.device:
+        device = platform.device(self.cur_rank, self.num_ranks)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
+
+    def _furnish(self) -> None:
+        """What the context has beside its heap, and of it."""
         self._heap = Heap(self._segment)
-        self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
+        # both in one block, for they are small
+        memory = self._heap.reserve((DeviceBarrier.WORDS * self.num_ranks + 1,), torch.int32).zero_()
+        self._barrier, self._status = DeviceBarrier(self, memory[:-1]), memory[-1:]
         self._record = torch.zeros(bounded.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._record_view = memoryview(self._record.numpy())
         words = pack(
             self.cur_rank,
             self._segment.bases,
-            [rank.pid for rank in told],
+            self._ranks.pids,
             self._status.data_ptr(),
             self._record.data_ptr(),
-            platform.timeout_ticks(self.device),
+            platform.timeout_ticks(),
         )
         self._words = torch.tensor(words, dtype=torch.int64, device=self.device)
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
-        self._barrier = DeviceBarrier(self)
         self._difference = ""  # between heaps, once it is known
-        self.agreement: agreement.Agreement | None = None
-        if agreement.wanted() and self.num_ranks > 1:
-            pids = [rank.pid for rank in told] if self.device.type == "cpu" else []
-            self.agreement = agreement.Agreement(self._ranks, platform.timeout_s(self.device), pids)
+        self.agreement = agreement.Agreement(self._ranks) if agreement.wanted() and self.num_ranks > 1 else None
         self._ops = self._ccl = self._pool = None
         self._tracing: Tracing | None = None
         self._side = SideStream(self.device)
         platform.synchronize(self.device)
-        self._ranks.all_gather(None)  # every heap is mapped and zeroed before anyone writes to a peer's
-        self.group_name = names.add(self, self._ranks.name)  # by which compiled graphs find this context
-        self._closed = False
 
     def get_heap_bases(self) -> torch.Tensor:
         """uint64 [num_ranks] on the device: where each rank's heap begins in this process's address space."""
@@ -194,9 +211,9 @@ class Iris(tensors.TensorMethods):
         self.check()
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.num_ranks:
             raise ArgumentError(f"src is {src!r}; expected a rank from 0 to {self.num_ranks - 1}")
-        self.barrier()  # names a lost rank, where the collective below would not
-        self.compare("broadcast", src=src)
-        return self._ranks.broadcast(value, src)
+        self.barrier()  # whatever comes of the value, all that was launched before has been done
+        with self._exchanging():
+            return self._ranks.broadcast(value, src)
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
@@ -214,8 +231,10 @@ class Iris(tensors.TensorMethods):
             self._pool = pool_of(self._heap, self.device)
         with self._pool.use():
             yield
-        self.barrier()  # names a lost rank, where the collective below would not
-        if len(set(self._ranks.all_gather(self._pool.layout()))) > 1:
+        self.barrier()
+        with self._exchanging():
+            layouts = self._ranks.all_gather(self._pool.layout(), "the end of memory_pool()")
+        if len(set(layouts)) > 1:
             raise NotSymmetricError(
                 "what was allocated in memory_pool() lies at different offsets on different ranks; expected the same "
                 "allocations, and the same tensors alive, on every rank at the end of the block"
@@ -265,14 +284,19 @@ class Iris(tensors.TensorMethods):
         """
         if self.agreement is None or platform.is_capturing(self.device):
             return
-        try:
+        with self._exchanging():
             self.agreement.compare(range(self.num_ranks) if members is None else members, call, **facts)
-        except PeerLostError:  # as after a wait in a kernel, for `check` and `close`
-            peer, number = self.agreement.lost
-            waiter = bounded.WAITERS.index("the comparison of calls")
-            for at, word in enumerate((waiter, self.cur_rank, peer, number, number - 1), 1):
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """What the hosts exchange: a lost rank makes the context void, as after a wait in a kernel."""
+        try:
+            yield
+        except PeerLostError:
+            waiter = bounded.WAITERS.index("an exchange of the hosts")
+            for at, word in enumerate((waiter, self.cur_rank, self._ranks.lost, 0, 0), 1):
                 self._record_view[at] = word
-            self._record_view[0] = 1
+            self._record_view[0] = bounded.LOST.value
             raise
 
     def check(self) -> None:
@@ -302,15 +326,10 @@ class Iris(tensors.TensorMethods):
             raise ClosedError("this context was closed; make a new one with iris.iris()")
         self._check_thread()
         kind, waiter, rank, peer, expected, seen = self._record_view
-        if kind != bounded.LOST.value:
+        if kind in (bounded.OUT_DIFFERS.value, bounded.HEAPS_DIFFER.value):
             self._difference = self._difference or self._heaps_differ(kind, bounded.WAITERS[waiter], peer, expected)
             raise NotSymmetricError(self._difference)
-        whom = f"rank {peer}" if peer != rank else "a rank that another of its own programs waits for"
-        raise PeerLostError(
-            f"rank {rank} lost {whom}: {bounded.WAITERS[waiter]} waited for its signal {expected} and saw "
-            f"{seen} until the process ended or {platform.timeout_s(self.device):g} s (IRIS_TIMEOUT) had passed. "
-            f"Results since then are void; end all ranks and start again."
-        )
+        raise PeerLostError(lost_message(kind, waiter, rank, peer, expected, seen))
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -325,15 +344,10 @@ class Iris(tensors.TensorMethods):
 
         `peer` comes here too, for it has compared itself with this rank, and tells its allocations.
         """
-        topic = f"allocations of context {self.group_name}"
-        self._ranks.tell(topic, self._heap.allocations())
         try:
-            theirs = self._ranks.ask(topic, peer, min(_SAID_S, platform.timeout_s(self.device)))
+            self._ranks.tell("allocations", self._heap.allocations())
+            theirs = self._ranks.hear(peer, "allocations", min(_SAID_S, platform.timeout_s()))
             blame = first_difference({self.cur_rank: self._heap.allocations(), peer: theirs})
-            self._ranks.tell(f"{topic}, read", None)
-            with suppress(PeerLostError):
-                if self.cur_rank == 0:  # which may end by the error, and the store with it
-                    self._ranks.ask(f"{topic}, read", peer, _READ_S)
         except PeerLostError as error:
             blame = f"rank {peer} differs from rank {self.cur_rank}; which allocation does is not known: {error}"
         if kind == bounded.OUT_DIFFERS.value:
@@ -355,20 +369,45 @@ class Iris(tensors.TensorMethods):
             if not self._record_view[0]:
                 self.barrier()  # no peer may still be writing here
         finally:
-            self._closed = True
-            names.remove(self.group_name)
-            if self._pool is not None:
-                self._pool.close()
-            self._ops = self._ccl = self._tracing = self._barrier = self._pool = None  # they hold heap memory
-            self.agreement = None
-            self._segment.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        names.remove(self.group_name)
+        if self._pool is not None:
+            self._pool.close()
+        self._ops = self._ccl = self._tracing = self._barrier = self._pool = None  # they hold heap memory
+        self.agreement = None
+        self._ranks.close()
+        self._segment.close()
+
+    def _leave(self, error: BaseException) -> None:
+        """Closes without the other ranks, which an `error` keeps this one from waiting for; their waits end at once.
+
+        The word that ends them goes behind what this rank has launched, so whatever a peer still needs of it arrives.
+        """
+        self._check_thread()
+        if not self._record_view[0]:
+            self._ranks.leave(error)
+            left = torch.full((1,), bounded.left_by(self.cur_rank), dtype=torch.int32)
+            left = left.pin_memory() if self.device.type == "cuda" else left
+            bases = self._segment.bases
+            for rank in range(self.num_ranks):
+                if rank != self.cur_rank:
+                    theirs = repeat.alias(self._status, bases[rank] - bases[self.cur_rank])
+                    theirs.copy_(left, non_blocking=True)
+            platform.synchronize(self.device)
+        self._end()
 
     def __enter__(self) -> Iris:
         self.check()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or self._closed:
+            self.close()
+        else:
+            self._leave(error)
 
     def __deepcopy__(self, memo: dict) -> Iris:
         return self  # the copy of a model runs on the same ranks
@@ -405,7 +444,6 @@ class Iris(tensors.TensorMethods):
 class _Told:
     """What the ranks tell each other before anything is allocated."""
 
-    pid: int
     gpu: str | None
     heap_size: str
     allocator: str
@@ -413,17 +451,30 @@ class _Told:
     refusal: IrisError | None
 
 
-def _refusal(heap_size: Any, device: torch.device) -> IrisError | None:
+def _refusal(heap_size: Any) -> IrisError | None:
     """What is wrong with this rank's arguments and environment: told to all ranks, so that none waits for it."""
     if isinstance(heap_size, bool) or not isinstance(heap_size, int) or not 0 < heap_size <= _MAX_HEAP:
         return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
     try:
-        platform.timeout_s(device)
         agreement.wanted()
         graphed.wanted()
     except PlatformError as error:
         return error
     return None
+
+
+def lost_message(kind: int, waiter: int, rank: int, peer: int, expected: int, seen: int) -> str:
+    """What a failure record says of a lost peer."""
+    whom = f"rank {peer}" if peer != rank else "a rank that another of its own programs waits for"
+    call, void = bounded.WAITERS[waiter], "Results since then are void; end all ranks and start again."
+    if kind == bounded.LEFT.value:
+        return f"rank {rank} lost {whom}, which left its context by an exception while {call} waited for it. {void}"
+    if not expected:
+        return f"rank {rank} lost {whom} in {call}. {void}"
+    return (
+        f"rank {rank} lost {whom}: {call} waited for its signal {expected} and saw {seen} until the process ended or "
+        f"{platform.timeout_s():g} s (IRIS_TIMEOUT) had passed{platform.serialised()}. {void}"
+    )
 
 
 def _agree(told: list[_Told]) -> None:

@@ -1,53 +1,109 @@
-"""Which processes are the ranks of a context, and the few host collectives that setting up needs."""
+"""Which processes are the ranks of a context, and what their hosts exchange: every wait is bounded (`channel.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 import io
 import os
 import pickle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from . import platform
-from .errors import ArgumentError, PeerLostError
+from . import names, platform
+from .channel import Channel, Message
+from .errors import ArgumentError, IrisError, PlatformError
+
+T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of one context: a process group, or a world of one without any."""
+    """The ranks of one context: a process group, or a world of one without any. Making it is collective.
+
+    `name`: of the context, the same on all ranks and no other's.
+    """
 
     def __init__(self, group: Any = None) -> None:
-        self.group = _resolve(group)
+        self._channel: Channel | None = None
+        refusal: IrisError | None = None
+        limit = platform.DEFAULT_TIMEOUT_S
+        try:
+            self.group = _resolve(group)
+            limit = platform.timeout_s()
+        except IrisError as error:  # told to the others, who wait for this rank
+            refusal = error
+            if not hasattr(self, "group"):
+                self.group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.size = dist.get_world_size(self.group) if self.group else 1
-        self.name = self.group.group_name if self.group else "alone"
+        self.name = names.reserve(self.group.group_name if self.group else "alone")
+        if self.size > 1:
+            self._channel = Channel(_store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit)
+        self.together("the group", lambda: _raised(refusal))
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, any picklable object, in rank order."""
-        if self.group is None:
-            return [value]
-        everyone: list[Any] = [None] * self.size
-        with _peers_answer():
-            dist.all_gather_object(everyone, value, self.group)
-        return everyone
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' processes."""
+        return self._channel.pids if self._channel else [os.getpid()]
+
+    @property
+    def lost(self) -> int | None:
+        """A rank that this one has given up on."""
+        return self._channel.lost if self._channel else None
+
+    def exchange(
+        self,
+        topic: str,
+        value: Any = None,
+        fds: Sequence[int] = (),
+        members: Sequence[int] | None = None,
+        what: str | None = None,
+    ) -> list[Message]:
+        """As `Channel.exchange`."""
+        if self._channel is None:
+            return [Message(value)]
+        return self._channel.exchange(topic, value, fds, members, what)
+
+    def all_gather(self, value: Any, what: str = "an exchange of the hosts") -> list[Any]:
+        """Every rank's `value`, any picklable object, in rank order. `what`: how errors call it."""
+        return [message.value for message in self.exchange(what, value)]
+
+    def together(self, step: str, work: Callable[[], T]) -> T:
+        """`work()`, a step that all ranks take: where it raises on one of them, it raises on all.
+
+        On that rank what it raised; on the others the same kind of error, or a `PlatformError`, which names the rank.
+        """
+        result, own = None, None
+        try:
+            result = work()
+        except Exception as error:
+            own = error
+        except BaseException as error:
+            self.leave(error)
+            raise
+        failures = self.all_gather(None if own is None else _told(own), f"{step} of a context")
+        if own is not None:
+            raise own
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                kind, text = failure
+                raise kind(f"rank {rank}: {text}")
+        return result
 
     def broadcast(self, value: Any, src: int) -> Any:
         """Rank `src`'s `value`, any picklable object. Tensors on its GPU arrive on the receiver's."""
-        if self.group is None:
-            return value
-        box: list[Any] = [None]
+        box = None
         if self.rank == src:
             try:
-                box = [(_pickled(value), None)]
+                box = (_pickled(value), None)
             except Exception as error:
-                box = [(None, f"value is a {type(value).__name__}, which cannot be pickled: {error}")]
-        with _peers_answer():
-            dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, src), group=self.group)
-        data, failure = box[0]
+                box = (None, f"value is a {type(value).__name__}, which cannot be pickled: {error}")
+        told = self.all_gather((src, box), "broadcast")
+        if len({source for source, _ in told}) > 1:
+            values = by_rank(dict(enumerate(source for source, _ in told)))
+            raise ArgumentError(f"broadcast: src differs between ranks: {values}; expected the same on all of them")
+        data, failure = told[src][1]
         if failure:
             raise ArgumentError(f"{failure}; expected a tensor, an array, numbers or another picklable object")
         if self.rank == src:
@@ -58,19 +114,23 @@ class Ranks:
             raise ArgumentError(f"what rank {src} sent cannot be made here: {error!r}") from error
 
     def tell(self, topic: str, value: Any) -> None:
-        """Leaves `value` in the group's store for whoever asks for it; waits for nobody."""
-        if self.group is not None:
-            self.group.get_group_store().set(f"iris/{topic}/{self.rank}", pickle.dumps(value))
+        """Leaves `value` for every other rank, which may `hear` it; waits for nobody."""
+        if self._channel is not None:
+            self._channel.tell(topic, value)
 
-    def ask(self, topic: str, rank: int, timeout_s: float) -> Any:
-        """What `rank` has left, or leaves in time, about `topic`. Raises `PeerLostError` where it does not."""
-        try:
-            store = self.group.get_group_store()
-            key = f"iris/{topic}/{rank}"
-            store.wait([key], timedelta(seconds=timeout_s))
-            return pickle.loads(store.get(key))
-        except RuntimeError as error:
-            raise PeerLostError(f"rank {rank} said nothing of {topic}: {str(error).splitlines()[0]}") from None
+    def hear(self, rank: int, topic: str, timeout_s: float) -> Any:
+        """What `rank` has told, or tells in time, about `topic`. Raises `PeerLostError` where it does not."""
+        return self._channel.hear(rank, topic, timeout_s)
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the others that this rank goes on without them, for `error`."""
+        if self._channel is not None:
+            self._channel.leave(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+    def close(self) -> None:
+        """Ends the connections to the other ranks."""
+        if self._channel is not None:
+            self._channel.close()
 
     def members(self, group: Any) -> list[int]:
         """The ranks, counted in this context, of a subgroup: a process group, a DeviceMesh or a list of ranks."""
@@ -91,12 +151,34 @@ class Ranks:
         return dist.get_global_rank(self.group, rank) if self.group else rank
 
 
-@contextmanager
-def _peers_answer() -> Iterator[None]:
+def by_rank(values: dict[int, Any]) -> str:
+    """Values of ranks as messages list them; ranks with the same value together."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(
+        f"{value} on rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}" for value, those in ranks.items()
+    )
+
+
+def _raised(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _told(error: Exception) -> tuple[type, str]:
+    """A failure as other ranks raise it."""
+    if isinstance(error, IrisError):
+        return type(error), str(error)
+    return PlatformError, f"{type(error).__name__}: {error}"
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """The store that the processes of a group share."""
     try:
-        yield
-    except RuntimeError as error:
-        raise PeerLostError(f"a rank ended or did not answer: {str(error).splitlines()[0]}") from None
+        return group.get_group_store()
+    except (AttributeError, RuntimeError):  # older torch keeps it beside the group
+        return dist.distributed_c10d._world.pg_map[group][1]
 
 
 class _Pickler(pickle.Pickler):

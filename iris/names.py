@@ -21,13 +21,16 @@ _contexts: WeakValueDictionary[str, Iris] = WeakValueDictionary()
 _made: Counter[str] = Counter()
 
 
-def add(ctx: Iris, group_name: str) -> str:
-    """Enters a context; returns its name."""
+def reserve(group_name: str) -> str:
+    """The name of the context that is about to be made on a group."""
     count = _made[group_name]
     _made[group_name] += 1
-    name = f"{group_name}.{count}" if count else group_name
+    return f"{group_name}.{count}" if count else group_name
+
+
+def add(name: str, ctx: Iris) -> None:
+    """Enters a context under the name that was reserved for it."""
     _contexts[name] = ctx
-    return name
 
 
 def find(name: str) -> Iris:

@@ -20,7 +20,8 @@ _ENV_BUFFER_OPS = "AMDGCN_USE_BUFFER_OPS"
 
 # A kernel's wait ends after this long. Ranks drift apart while they compile; in the interpreter they are slow,
 # but there a lost peer is seen from its process, not from the time.
-_TIMEOUT_S = {"cuda": 60.0, "hip": 60.0, "cpu": 300.0}
+DEFAULT_TIMEOUT_S = 60.0
+_TIMEOUT_S = {"cuda": DEFAULT_TIMEOUT_S, "hip": DEFAULT_TIMEOUT_S, "cpu": 300.0}
 
 # Ticks per second of the clock that `device/arch.py` reads on each platform.
 _CLOCK_HZ = {"cuda": 1e9, "hip": 1e8, "cpu": 1e9}
@@ -141,7 +142,7 @@ def beside(dev: torch.device) -> dict[str, bool]:
     return {"launch_pdl": True} if able else {}
 
 
-def timeout_s(dev: torch.device) -> float:
+def timeout_s() -> float:
     """The longest that a kernel waits for a peer, in seconds (environment variable IRIS_TIMEOUT)."""
     text = os.environ.get(ENV_TIMEOUT)
     if text is None:
@@ -155,9 +156,29 @@ def timeout_s(dev: torch.device) -> float:
     return value
 
 
-def timeout_ticks(dev: torch.device) -> int:
+# What serialises the kernels of a process, by the environment that it sets: then a kernel that waits for a peer's may
+# keep the rank from launching what the peer waits for.
+_SERIALISERS = {
+    "CUDA_LAUNCH_BLOCKING": "CUDA_LAUNCH_BLOCKING",
+    "NV_COMPUTE_PROFILER_PERFWORKS_DIR": "Nsight Compute",
+    "NV_NSIGHT_INJECTION_TRANSPORT_TYPE": "Nsight Compute",
+    "NV_SANITIZER_INJECTION_PORT_BASE": "compute-sanitizer",
+    "AMD_SERIALIZE_KERNEL": "AMD_SERIALIZE_KERNEL",
+}
+
+
+def serialised() -> str:
+    """What to add to a time-out where a tool runs kernels one after the other; nothing where none is seen."""
+    found = sorted({tool for name, tool in _SERIALISERS.items() if os.environ.get(name, "0") not in ("", "0")})
+    if not found:
+        return ""
+    tools = " and ".join(found)
+    return f", under {tools}, which runs kernels one at a time and so stops those that wait (docs/debugging.md)"
+
+
+def timeout_ticks() -> int:
     """`timeout_s` in ticks of the device clock."""
-    return ticks(timeout_s(dev))
+    return ticks(timeout_s())
 
 
 def ticks(seconds: float) -> int:

@@ -34,17 +34,25 @@ WAITERS = (
     "all_gather",
     "reduce_scatter",
     "all_to_all",
-    "the comparison of calls",  # by hosts (`agreement.py`)
+    "an exchange of the hosts",  # (`channel.py`)
     "matmul_all_reduce_norm",
     "all_gather_matmul_gated",
 )
 # A failure record is int64: [kind, waiter, rank, peer, expected, seen], kind 0 while there is none. What is expected is
 # an epoch or a count of a LOST peer; of one that stores its results into ours, where its `out` lies (OUT_DIFFERS); of
-# a barrier, the digest of its allocations (HEAPS_DIFFER).
+# a barrier, the digest of its allocations (HEAPS_DIFFER). A peer that LEFT said so in the status word.
 RECORD_WORDS = 6
-LOST, OUT_DIFFERS, HEAPS_DIFFER = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+LOST, OUT_DIFFERS, HEAPS_DIFFER, LEFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+# The status word of a rank is 0; the number of the program, from 1, whose wait has failed; -1 once that is recorded;
+# or, from here down, that a peer has left: which one, counted among all ranks.
+_LEFT_MARK = tl.constexpr(-2)
 # Polls between two looks at the rank's status, which would double the time of each.
 _POLLS_A_CHECK = tl.constexpr(16)
+
+
+def left_by(rank: int) -> int:
+    """The status word by which a rank that leaves ends its peers' waits; on the host."""
+    return _LEFT_MARK.value - rank
 
 
 @device_function
@@ -94,15 +102,21 @@ def keeps_waiting(ctx, missing, late, polls):
 @device_function
 def report(ctx, waiter: tl.constexpr, expected, peer, seen, kind: tl.constexpr = LOST):
     """After a wait in vain: writes the record that the host raises from, if it is this program that marked the rank."""
-    if tl.atomic_cas(_status(ctx), _own_mark(), -1) == _own_mark():  # once, however many reports follow
+    mark = tl.atomic_cas(_status(ctx), _own_mark(), -1)
+    left = mark < -1  # the mark of a peer: whoever is first takes it, and reports it
+    if left:
+        left = tl.atomic_cas(_status(ctx), mark, -1) == mark
+    if left | (mark == _own_mark()):  # once, however many reports follow
         record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
         tl.store(record + 1, waiter)
         tl.store(record + 2, _name(ctx, ctx.rank))
-        tl.store(record + 3, _name(ctx, peer))
+        tl.store(record + 3, tl.where(left, tl.cast(-mark, tl.int64) + _LEFT_MARK, _name(ctx, peer)))
         tl.store(record + 4, tl.cast(expected, tl.int64))
         tl.store(record + 5, tl.cast(seen, tl.int64))
         tl.debug_barrier()
-        tl.atomic_xchg(record, kind, sem="release", scope="sys")
+        tl.atomic_xchg(
+            record, tl.where(left, tl.cast(LEFT, tl.int64), tl.cast(kind, tl.int64)), sem="release", scope="sys"
+        )
 
 
 @device_function

@@ -6,12 +6,14 @@ folder asks how: the heap hands out offsets, and a pointer becomes a peer's by t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 import os
 from typing import Protocol
 
 import torch
 
-from ..errors import ArgumentError, HeapExhausted, NotSymmetricError
+from ..errors import ArgumentError, HeapExhausted, IrisError, NotSymmetricError
 from ..group import Ranks
 
 # Every base is aligned to this on every platform: pointer translation hints it to the compiler.
@@ -88,20 +90,38 @@ def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -
         name = "IRIS_ALLOCATOR" if "IRIS_ALLOCATOR" in os.environ else "allocator_type"  # the first overrides
         raise ArgumentError(f"{name} is {allocator!r}; expected one of {ALLOCATORS}")
     if allocator == "vmem":
-        from .vmem import VirtualSegment
-
-        return VirtualSegment(size, device, ranks)
+        return ranks.together("importing", _virtual)(size, device, ranks)
     if device.type == "cpu":
-        from .shared_memory import SharedMemorySegment
+        return ranks.together("importing", _shared)(size, ranks)
+    return ranks.together("importing", _symmetric)(size, device, ranks)
 
-        return SharedMemorySegment(size, ranks)
+
+def _virtual() -> type[Segment]:
+    from .vmem import VirtualSegment
+
+    return VirtualSegment
+
+
+def _shared() -> type[Segment]:
+    from .shared_memory import SharedMemorySegment
+
+    return SharedMemorySegment
+
+
+def _symmetric() -> type[Segment]:
     from .torch_symmetric import TorchSymmetricSegment
 
-    return TorchSymmetricSegment(size, device, ranks)
+    return TorchSymmetricSegment
 
 
-def agree_on_success(failure: str | None, size: int, ranks: Ranks) -> None:
-    """Raises `HeapExhausted` on every rank when any rank failed to allocate: none is left waiting for the others."""
-    failures = {rank: told for rank, told in enumerate(ranks.all_gather(failure)) if told}
-    if failures:
-        raise HeapExhausted(f"heap_size is {size} bytes, which could not be allocated on rank: {failures}")
+@contextmanager
+def allocating(size: int, refusal: type[IrisError] = HeapExhausted) -> Iterator[None]:
+    """What the system, or a driver by `refusal`, says of memory that it does not have, as `HeapExhausted`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError among them
+        if isinstance(error, IrisError) and not isinstance(error, refusal):
+            raise
+        raise HeapExhausted(
+            f"heap_size is {size} bytes, which could not be allocated: {str(error).splitlines()[0]}"
+        ) from error

@@ -14,31 +14,34 @@ import torch
 
 from ..errors import PlatformError
 from ..group import Ranks
-from .base import ALIGNMENT, FixedSegment, agree_on_success
+from .base import ALIGNMENT, FixedSegment, allocating
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux; Python names the second only since 3.13
 
 
 class SharedMemorySegment(FixedSegment):
     def __init__(self, size: int, ranks: Ranks) -> None:
-        fd, failure = os.memfd_create("iris-heap"), None
-        try:
-            try:
+        fd = -1
+
+        def make() -> tuple[mmap.mmap, int]:
+            nonlocal fd
+            with allocating(size):
+                fd = os.memfd_create("iris-heap")
                 os.ftruncate(fd, size)
-                mine = _map(fd, size)
-            except OSError as error:
-                failure = str(error)
-            agree_on_success(failure, size, ranks)
-            told = ranks.all_gather((os.getpid(), fd, os.fstat(fd).st_ino))
-            self._maps = []
-            try:
-                self._maps = [mine if r == ranks.rank else _map_peer(r, size, *told[r]) for r in range(ranks.size)]
-            except OSError as error:
-                failure = str(error)
-            # and a peer's descriptor must stay open until everyone has opened it
-            agree_on_success(failure, size, ranks)
+                return _map(fd, size)
+
+        def map_peers() -> list[tuple[mmap.mmap, int]]:
+            with allocating(size):
+                return [mine if r == ranks.rank else _map_peer(r, size, *told[r]) for r in range(ranks.size)]
+
+        try:
+            mine = ranks.together("allocating the heap", make)
+            told = ranks.all_gather((os.getpid(), fd, os.fstat(fd).st_ino), "mapping the heaps of a context")
+            # a peer's descriptor must stay open until everyone has opened it
+            self._maps = ranks.together("mapping the heaps", map_peers)
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         self.bases = [base for _, base in self._maps]
         region, base = mine
         # frombuffer keeps the mapping alive for as long as a tensor refers to it

@@ -9,7 +9,7 @@ import torch
 from .. import platform
 from ..errors import PlatformError
 from ..group import Ranks
-from .base import ALIGNMENT, FixedSegment, agree_on_success
+from .base import ALIGNMENT, FixedSegment, allocating
 
 # torch refuses to map a GPU's memory for two ranks that have it both, unless it is told that this is meant.
 _ENV_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -17,24 +17,30 @@ _ENV_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 class TorchSymmetricSegment(FixedSegment):
     def __init__(self, size: int, device: torch.device, ranks: Ranks) -> None:
-        self._handle, failure = None, None
-        try:
-            self.local = _aligned(size, device) if ranks.group is None else _symmetric(size, device)
-        except RuntimeError as error:  # torch.OutOfMemoryError among them
-            failure = str(error).splitlines()[0]
-        agree_on_success(failure, size, ranks)
-        if ranks.group is None:
-            self.bases = [self.local.data_ptr()]
-        else:
+        self._handle = None
+
+        def make() -> torch.Tensor:
+            with allocating(size):
+                return _aligned(size, device) if ranks.group is None else _symmetric(size, device)
+
+        def map_peers() -> list[int]:
+            if ranks.group is None:
+                return [self.local.data_ptr()]
             import torch.distributed._symmetric_memory as symm_mem
 
             if platform.sharing_gpus():
                 os.environ[_ENV_OVERLAPPING] = "1"
             self._handle = symm_mem.rendezvous(self.local, ranks.group.group_name)
-            self.bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
-        if any(base % ALIGNMENT for base in self.bases):
-            raise PlatformError(f"the driver mapped heaps at {[hex(b) for b in self.bases]}, not on 2 MiB boundaries")
-        self.local.zero_()
+            return [int(pointer) for pointer in self._handle.buffer_ptrs]
+
+        def check() -> None:
+            if any(base % ALIGNMENT for base in self.bases):
+                raise PlatformError(f"the driver mapped heaps at {list(map(hex, self.bases))}, not on 2 MiB boundaries")
+            self.local.zero_()
+
+        self.local = ranks.together("allocating the heap", make)
+        self.bases = ranks.together("mapping the heaps", map_peers)
+        ranks.together("zeroing the heap", check)
 
     def close(self) -> None:
         self._handle = None

@@ -2,24 +2,25 @@
 
 Every rank reserves, for itself and for each peer, addresses for the whole heap and behind them a window for imports.
 Where an allocation needs memory, each rank makes one chunk of the same size at the same offset, sends it to all peers
-as a file descriptor (`channel.py`) and maps theirs. So growing, trimming and importing are collective, and follow from
-the calls alone: ranks that make the same calls do it at the same points. What a chunk is knows only `Pages`
+as a file descriptor (`iris/channel.py`) and maps theirs. So growing, trimming and importing are collective, and follow
+from the calls alone: ranks that make the same calls do it at the same points. What a chunk is knows only `Pages`
 (`pages.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import hashlib
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import platform
+from ..channel import close_all
 from ..errors import CaptureError, HeapExhausted, IrisError, NotSymmetricError, PlatformError
 from ..group import Ranks
-from .base import ALIGNMENT, agree_on_success
-from .channel import Channel, Message, close_all
+from .base import ALIGNMENT, allocating
 from .offsets import Offsets, rounded
 from .pages import Extent, Region, pages_of
 
@@ -30,29 +31,30 @@ CHUNK = 64 << 20
 _BATCH = 32
 
 
+class _Said(NamedTuple):
+    """What a rank said of a call."""
+
+    numbers: tuple[int, ...]
+    failure: str
+    fds: list[int]
+
+
 class VirtualSegment:
     def __init__(self, size: int, device: torch.device, ranks: Ranks) -> None:
-        self._device, self._rank, pages, refusal = device, ranks.rank, None, None
-        try:
-            pages = pages_of(device)
-        except PlatformError as error:
-            refusal = error
-        for error in filter(None, ranks.all_gather(refusal)):
-            raise error
-        self._pages = pages
+        self._device, self._rank, self._ranks = device, ranks.rank, ranks
+        self._pages = pages = ranks.together("the driver's virtual memory", lambda: pages_of(device))
         self._limit = rounded(size, ALIGNMENT)
         self._window = Offsets(pages.window(size))
         self.span = self._limit + self._window.size
-        self._channel = Channel(ranks, platform.timeout_s(device))
         self._regions: list[Region] = []
-        failure = None
+
+        def reserve() -> None:
+            with allocating(size, PlatformError):
+                for _ in range(ranks.size):
+                    self._regions.append(Region(pages, self.span))
+
         try:
-            for _ in range(ranks.size):
-                self._regions.append(Region(pages, self.span))
-        except (OSError, PlatformError) as error:
-            failure = str(error)
-        try:
-            agree_on_success(failure, size, ranks)
+            ranks.together("reserving addresses", reserve)
             self.bases = [region.base for region in self._regions]
             self._imports: dict[int, tuple[int, int]] = {}  # [offset of the tensor] = offset and size in the window
             self._dismissed: list[tuple[int, int]] = []
@@ -63,6 +65,12 @@ class VirtualSegment:
                 region.release()
             raise
         self.local = pages.tensor(self.bases[self._rank], size, self._regions[self._rank])
+
+    def _exchange(
+        self, topic: str, numbers: tuple[int, ...] = (), failure: str = "", fds: Sequence[int] = ()
+    ) -> list[_Said]:
+        told = self._ranks.exchange(topic, (numbers, failure), fds)
+        return [_Said(*message.value, message.fds) for message in told]
 
     # --- growing and shrinking ---------------------------------------------------------------------------------------
 
@@ -87,7 +95,7 @@ class VirtualSegment:
                 failure, sent = str(error), []
             else:
                 sent = [chunk.fd for chunk in made]
-            told = self._channel.exchange("grow", sum(chunks, ()), failure, sent)
+            told = self._exchange("grow", sum(chunks, ()), failure, sent)
             try:
                 _raise_exhausted(_first_failure(told) or _differs(told))  # every rank has heard the same
                 for chunk in made:
@@ -100,7 +108,7 @@ class VirtualSegment:
                 failure = str(error)
             finally:
                 close_all(fd for message in told for fd in message.fds)
-            _raise_exhausted(_first_failure(self._channel.exchange("grown", (), failure)))
+            _raise_exhausted(_first_failure(self._exchange("grown", (), failure)))
         except BaseException:
             for offset, _ in chunks:
                 self._unmap_everywhere(offset, offset + 1)
@@ -125,7 +133,7 @@ class VirtualSegment:
             for start, size in self._regions[self._rank].mapped.items()
             if start < self._limit and not any(begin < start + size and start < end for begin, end in live)
         ]
-        told = self._channel.exchange("trim", (len(self._dismissed), _digest(chunks)))
+        told = self._exchange("trim", (len(self._dismissed), _digest(chunks)))
         if _differs(told):
             raise NotSymmetricError("trim() would unmap other chunks on other ranks; expected the same calls on all")
         self._pages.idle()
@@ -134,7 +142,7 @@ class VirtualSegment:
             self._unmap_everywhere(self._limit + at, self._limit + at + size)
             self._window.give(at)
         self._dismissed.clear()
-        self._channel.exchange("trimmed")  # what a rank gave is free once every peer has unmapped it
+        self._exchange("trimmed")  # what a rank gave is free once every peer has unmapped it
         return returned
 
     def _unmap_everywhere(self, begin: int, end: int) -> int:
@@ -166,7 +174,7 @@ class VirtualSegment:
             before = first - extents[0].address if extents else 0
             behind = extents[-1].address + extents[-1].size - first if extents else 0
             form = _digest((tensor.dtype, tensor.shape, nbytes and tensor.stride()))
-            told = self._channel.exchange("as_symmetric", (form, inside, place, before, behind, len(extents)), failure)
+            told = self._exchange("as_symmetric", (form, inside, place, before, behind, len(extents)), failure)
             self._check_alike(told, tensor)
             if inside:
                 return tensor
@@ -191,7 +199,7 @@ class VirtualSegment:
         whole = self._pages.tensor(base + offset, nbytes, (self._regions[self._rank], tensor.detach()))
         return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
-    def _check_alike(self, told: list[Message], tensor: torch.Tensor) -> None:
+    def _check_alike(self, told: list[_Said], tensor: torch.Tensor) -> None:
         failures = {rank: message.failure for rank, message in enumerate(told) if message.failure}
         for text in sorted(set(failures.values())):
             ranks = [rank for rank, said in failures.items() if said == text]
@@ -217,7 +225,7 @@ class VirtualSegment:
         for begin in range(0, most, _BATCH):
             batch = extents[begin : begin + _BATCH]
             places = [(extent.address + shift, extent.size, extent.start) for extent in batch]
-            told = self._channel.exchange("import", sum(places, ()), failure, [extent.fd for extent in batch])
+            told = self._exchange("import", sum(places, ()), failure, [extent.fd for extent in batch])
             try:
                 for (offset, size, start), extent in zip(places, batch, strict=True):
                     own.map(offset, size, extent.memory, start)
@@ -228,7 +236,7 @@ class VirtualSegment:
                 failure = failure or str(error)
             finally:
                 close_all(fd for message in told for fd in message.fds)
-        return _first_failure(self._channel.exchange("imported", (), failure))
+        return _first_failure(self._exchange("imported", (), failure))
 
     def imported(self, offset: int) -> bool:
         return offset in self._imports
@@ -242,7 +250,6 @@ class VirtualSegment:
         self._regions, self.local, self.span = [], None, 0
 
     def _unmap_peers(self) -> None:
-        self._channel.close()
         for rank, region in enumerate(self._regions):
             if rank != self._rank:
                 region.release()
@@ -252,11 +259,11 @@ class VirtualSegment:
             raise CaptureError("memory of the heap cannot be mapped while a graph is captured; allocate before")
 
 
-def _first_failure(told: list[Message]) -> str:
+def _first_failure(told: list[_Said]) -> str:
     return next((f"rank {rank}: {message.failure}" for rank, message in enumerate(told) if message.failure), "")
 
 
-def _differs(told: list[Message]) -> str:
+def _differs(told: list[_Said]) -> str:
     said = [message.numbers for message in told]
     if len(set(said)) == 1:
         return ""

@@ -170,7 +170,7 @@ def _different_calls(rank, world_size, what):
         with pytest.raises(errors.ArgumentError, match="ranks make different calls.*'grow'"):
             ctx.as_symmetric(torch.zeros(3)) if rank else ctx.empty(300 * MIB)
     elif rank == 0:
-        with pytest.raises(errors.PeerLostError, match=r"rank 0 lost rank 1.*'grow' within 2 s"):
+        with pytest.raises(errors.PeerLostError, match="rank 0 lost rank 1 before grow: it did not come within 2 s"):
             ctx.empty(300 * MIB)
     else:
         time.sleep(3)
@@ -228,7 +228,7 @@ def _pool(ctx, allocator):
             with heap.memory_pool():
                 raise KeyError("inside")
         if ctx.num_ranks > 1:
-            with pytest.raises(errors.NotSymmetricError, match="heaps differ.*llocation number|different offsets on different ranks"):
+            with pytest.raises(errors.NotSymmetricError, match="heaps differ.*llocation number|at different offsets"):
                 with heap.memory_pool():
                     kept = [torch.zeros(1000 * (1 + ctx.cur_rank), device=ctx.device)]
             del kept

@@ -1,0 +1,434 @@
+"""Objects and file descriptors between the ranks of a context, over private Unix sockets.
+
+Every pair of ranks keeps one connection. A rank listens in a folder that only its user may enter, for as long as the
+context is being made; a connection is accepted from the process that the rank was told of, running as the same user
+and knowing the nonce. So what arrives comes from a rank, and may be pickled. Ranks find each other through the process
+group's store, in which they leave plain JSON: whoever can write there can keep a context from being made, no more.
+
+`exchange` is collective: each rank says at which call it is, so ranks that have gone different ways learn it here. No
+wait is longer than the context's time-out, nor than the process of the rank that is awaited, and each names it: who
+gives up on a rank, or leaves, tells the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+import hmac
+import json
+import os
+from pathlib import Path
+import pickle
+import secrets
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from typing import Any
+
+from .device.arch import has_ended
+from .errors import ArgumentError, PeerLostError, PlatformError
+
+_HELLO = struct.Struct("!32sI")  # nonce, rank
+_HEAD = struct.Struct("!QH")  # bytes of the message, descriptors
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_MAX_FDS, _MAX_PACKET = 64, 1 << 16
+_CHUNK = 48 << 10  # bytes of a message in one packet
+_MAX_STRANGERS = 64  # that have connected and not said who they are
+_LOOK_S = 0.1  # between two looks at whether awaited processes live
+_LOST, _LEFT = "lost", "left"
+
+
+@dataclass
+class Message:
+    """What a rank said. The receiver closes `fds`."""
+
+    value: Any
+    fds: list[int] = field(default_factory=list)
+
+
+class Channel:
+    """Connections to every other rank of a process group. Making one is collective.
+
+    `what`: the name under which the ranks meet in `store`; `timeout_s`: how long one waits for another.
+    """
+
+    def __init__(self, store: Any, what: str, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self.size, self._timeout_s = rank, size, timeout_s
+        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._peers: dict[int, socket.socket] = {}
+        self.pids = [os.getpid()] * size
+        self.lost: int | None = None
+        """A rank that this one has given up on."""
+        deadline = time.monotonic() + timeout_s
+        folder, listener = None, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        nonce, failure = secrets.token_hex(16), ""
+        try:
+            try:
+                folder = tempfile.mkdtemp(prefix="iris-")  # mode 0700
+                listener.bind(os.path.join(folder, "socket"))
+                listener.listen(128)
+            except OSError as error:
+                failure = f"no Unix socket in {folder or tempfile.gettempdir()}: {error}; set TMPDIR to a short path"
+            own = dict(pid=os.getpid(), path=os.path.join(folder or "", "socket"), nonce=nonce, failure=failure)
+            told = self._meet(store, f"{what}/{rank}", own, [f"{what}/{peer}" for peer in range(size)], deadline)
+            _raise_failures([each["failure"] for each in told])
+            self.pids = [int(each["pid"]) for each in told]
+            try:
+                for peer in range(rank):
+                    self._peers[peer] = self._dial(peer, told[peer], deadline)
+                self._accept(listener, nonce, deadline)
+            except (OSError, PlatformError) as error:
+                failure = str(error)
+            keys = [f"{what}/{peer}/connected" for peer in range(size)]
+            told = self._meet(store, keys[rank], dict(failure=failure), keys, deadline + 1.0)
+            _raise_failures([each["failure"] for each in told])
+            for peer in self._peers.values():
+                peer.setblocking(False)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            listener.close()
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # --- making the connections --------------------------------------------------------------------------------------
+
+    def _meet(self, store: Any, key: str, own: dict, keys: Sequence[str], deadline: float) -> list[dict]:
+        """What every rank has left in the store under its key, this one `own`."""
+        told: list[dict] = []
+        try:
+            store.set(key, json.dumps(own))
+            for peer, key in enumerate(keys):
+                pause = 50e-6
+                while not store.check([key]):
+                    if time.monotonic() > deadline or (self.pids[peer] != os.getpid() and has_ended(self.pids[peer])):
+                        raise self._loss(peer, "the creation of a context")
+                    time.sleep(pause)
+                    pause = min(2 * pause, 10e-3)
+                told.append(_plain(store.get(key), peer))
+        except RuntimeError as error:
+            if isinstance(error, (PeerLostError, PlatformError)):
+                raise
+            raise PeerLostError(
+                f"rank {self.rank} lost the store of its process group while a context is made, and with it the rank "
+                f"that serves it: {str(error).splitlines()[0]}"
+            ) from None
+        return told
+
+    def _dial(self, rank: int, told: dict, deadline: float) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            path = str(told["path"])
+            if Path(path).parent.stat().st_mode & 0o077:
+                raise PlatformError(f"the folder of rank {rank}'s socket {path} is open to other users")
+            peer.settimeout(max(0.001, deadline - time.monotonic()))
+            while True:
+                try:
+                    peer.connect(path)
+                    break
+                except BlockingIOError:  # others wait to be accepted
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.01)
+            _check_process(peer, rank, int(told["pid"]))
+            peer.send(_HELLO.pack(str(told["nonce"]).encode()[:32], self.rank))
+            return peer
+        except BaseException:
+            peer.close()
+            raise
+
+    def _accept(self, listener: socket.socket, nonce: str, deadline: float) -> None:
+        """Waits for the ranks above this one. Strangers may call as often as they like, and say nothing."""
+        missing, strangers = set(range(self.rank + 1, self.size)), []
+        listener.setblocking(False)
+        with selectors.DefaultSelector() as ready:
+            ready.register(listener, selectors.EVENT_READ)
+            try:
+                while missing:
+                    gone = [peer for peer in missing if has_ended(self.pids[peer])]
+                    if gone or time.monotonic() > deadline:
+                        who = f"rank {gone[0]} ended" if gone else f"ranks {sorted(missing)} did not connect"
+                        raise PlatformError(f"{who} within {self._timeout_s:g} s (IRIS_TIMEOUT)")
+                    for key, _ in ready.select(_LOOK_S):
+                        if key.fileobj is listener:
+                            with suppress(OSError):
+                                caller, _ = listener.accept()
+                                caller.setblocking(False)
+                                strangers.append(caller)
+                                ready.register(caller, selectors.EVENT_READ)
+                            if len(strangers) > _MAX_STRANGERS:
+                                ready.unregister(strangers[0])
+                                strangers.pop(0).close()
+                            continue
+                        caller = key.fileobj
+                        ready.unregister(caller)
+                        strangers.remove(caller)
+                        rank = self._introduced(caller, nonce, missing)
+                        if rank is None:
+                            caller.close()  # whoever it was: the ranks are still awaited
+                        else:
+                            self._peers[rank] = caller
+                            missing.remove(rank)
+            finally:
+                for caller in strangers:
+                    caller.close()
+
+    def _introduced(self, caller: socket.socket, nonce: str, missing: set[int]) -> int | None:
+        try:
+            shown, rank = _HELLO.unpack(caller.recv(_HELLO.size))
+            if not hmac.compare_digest(shown, nonce.encode()) or rank not in missing:
+                return None
+            _check_process(caller, rank, self.pids[rank])
+            return rank
+        except (OSError, PlatformError, struct.error):
+            return None
+
+    # --- using them --------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        topic: str,
+        value: Any = None,
+        fds: Sequence[int] = (),
+        members: Sequence[int] | None = None,
+        what: str | None = None,
+    ) -> list[Message]:
+        """What each of the `members`, by default all ranks, says about `topic`, in their order. Collective.
+
+        Of its own message a rank gets no descriptors. `what`: how errors call it. Raises `ArgumentError` when a rank is
+        at another topic, `PeerLostError` when one ended, left or does not come.
+        """
+        members = tuple(range(self.size)) if members is None else tuple(members)
+        self._counts[members] += 1
+        at = members, self._counts[members], topic
+        data = pickle.dumps((at, value))
+        messages = {self.rank: Message(value)}
+        try:
+            elsewhere = {}
+            for peer, (there, said, received) in self._swap(members, data, fds, what or topic).items():
+                messages[peer] = Message(said, received)
+                if there != at:
+                    elsewhere[peer] = there[2]
+            if elsewhere:
+                raise ArgumentError(
+                    f"ranks make different calls: rank {self.rank} is at {topic!r}, "
+                    + ", ".join(f"rank {peer} at {there!r}" for peer, there in elsewhere.items())
+                    + "; expected the same calls in the same order on every rank"
+                )
+        except BaseException:
+            close_all(fd for message in messages.values() for fd in message.fds)
+            raise
+        return [messages[peer] for peer in members]
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Leaves `value` for every other rank, which may `hear` it. Waits for nobody; who is gone hears nothing."""
+        data = pickle.dumps(((None, None, topic), value))
+        for peer in self._peers.values():
+            for packet in _packets(data, 0):
+                with suppress(OSError):
+                    peer.send(packet)
+
+    def hear(self, peer: int, topic: str, timeout_s: float) -> Any:
+        """What `peer` has told, or tells in time, about `topic`. Raises `PeerLostError` where it does not."""
+        with self._reading([peer], {}, topic, timeout_s) as incoming:
+            for _, ((_, _, there), said, received) in incoming:
+                close_all(received)
+                if there == topic:
+                    return said
+        raise self._loss(peer, topic)
+
+    def leave(self, reason: str) -> None:
+        """Tells the others that this rank goes on without them, for `reason`."""
+        self.tell(_LEFT, reason)
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def _swap(self, members: Sequence[int], data: bytes, fds: Sequence[int], what: str) -> dict[int, tuple]:
+        others = [peer for peer in members if peer != self.rank]
+        outgoing = {peer: _packets(data, len(fds)) for peer in others}
+        found: dict[int, tuple] = {}
+        with self._reading(others, outgoing, what, self._timeout_s, fds) as incoming:
+            try:
+                for peer, message in incoming:
+                    found[peer] = message
+            except BaseException:
+                close_all(fd for _, _, received in found.values() for fd in received)
+                raise
+        return found
+
+    @contextmanager
+    def _reading(
+        self, peers: Sequence[int], outgoing: dict[int, Iterator[bytes]], what: str, timeout_s: float,
+        fds: Sequence[int] = (),
+    ) -> Iterator[Iterator[tuple[int, tuple]]]:  # fmt: skip
+        """An iterator over one message of each of `peers`, as they come, while `outgoing` packets are sent to them."""
+        deadline = time.monotonic() + timeout_s
+        sending = {peer: [next(packets, None), packets, list(fds)] for peer, packets in outgoing.items()}
+        buffers: dict[int, tuple[int, bytearray, list[int]]] = {}
+        missing = set(peers)
+        selector = selectors.DefaultSelector()
+
+        def events(peer: int) -> int:
+            read = selectors.EVENT_READ if peer in missing else 0
+            return read | (selectors.EVENT_WRITE if peer in sending else 0)
+
+        def messages() -> Iterator[tuple[int, tuple]]:
+            look = time.monotonic() + _LOOK_S
+            while missing or sending:
+                for key, ready in selector.select(_LOOK_S):
+                    peer, before = key.data, events(key.data)
+                    if ready & selectors.EVENT_WRITE and not _send(key.fileobj, sending, peer):
+                        ready |= selectors.EVENT_READ  # it is gone; what it said before still counts
+                    try:
+                        message = _receive(key.fileobj, buffers, peer) if ready & selectors.EVENT_READ else None
+                    except (BrokenPipeError, ConnectionResetError):
+                        raise self._loss(peer, what, "its process ended, or it closed the context") from None
+                    except OSError as error:
+                        raise self._loss(peer, what, str(error)) from None
+                    if message is not None:
+                        self._refuse_if_lost(peer, message, what)
+                        missing.discard(peer)
+                    if (now := events(peer)) != before:
+                        selector.modify(key.fileobj, now, peer) if now else selector.unregister(key.fileobj)
+                    if message is not None:
+                        yield peer, message
+                now = time.monotonic()
+                if now > look or now > deadline:
+                    look = now + _LOOK_S
+                    waited = sorted(missing | sending.keys())
+                    gone = [peer for peer in waited if has_ended(self.pids[peer])]
+                    if gone and not selector.select(0):  # all that it said has been read
+                        raise self._loss(gone[0], what, "its process ended")
+                    if now > deadline and waited:
+                        raise self._loss(waited[0], what)
+
+        try:
+            for peer in {*missing, *sending}:
+                if peer not in self._peers:
+                    raise self._loss(peer, what, "it is known to be lost")
+                selector.register(self._peers[peer], events(peer), peer)
+            yield messages()
+        finally:
+            close_all(fd for _, _, received in buffers.values() for fd in received)
+            selector.close()
+
+    def _refuse_if_lost(self, peer: int, message: tuple, what: str) -> None:
+        (_, _, topic), said, _ = message
+        if topic == _LOST:
+            self.lost = int(said) if said != self.rank else peer
+            if said == self.rank:
+                raise PeerLostError(
+                    f"rank {self.rank} comes too late to {what}: rank {peer} has given up on it. {_REMEDY}"
+                )
+            raise PeerLostError(f"rank {self.rank} lost rank {said} before {what}, as rank {peer} found. {_REMEDY}")
+        if topic == _LEFT:
+            self.lost = peer
+            raise PeerLostError(f"rank {self.rank} lost rank {peer} before {what}: it left by {said}. {_REMEDY}")
+
+    def _loss(self, peer: int, what: str, reason: str = "") -> PeerLostError:
+        self.lost = peer
+        self.tell(_LOST, peer)
+        reason = reason or f"it did not come within {self._timeout_s:g} s (IRIS_TIMEOUT)"
+        return PeerLostError(f"rank {self.rank} lost rank {peer} before {what}: {reason}. {_REMEDY}")
+
+
+_REMEDY = "Expected the same calls in the same order on all ranks; end all ranks and start again."
+
+
+def close_all(fds) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _raise_failures(failures: Sequence[str]) -> None:
+    said = {rank: text for rank, text in enumerate(failures) if text}
+    if said:
+        raise PlatformError(f"the ranks could not be connected; by rank: {said}")
+
+
+def _plain(text: bytes, rank: int) -> dict:
+    """What a rank left in the store, of which anybody may have written it."""
+    try:
+        value = json.loads(text)
+        if isinstance(value, dict) and isinstance(value.get("failure"), str) and int(value.get("pid", 1)) > 0:
+            return value
+    except (ValueError, TypeError):
+        pass
+    raise PlatformError(f"what the store of the process group holds of rank {rank} is none of its: {text[:200]!r}")
+
+
+def _check_process(peer: socket.socket, rank: int, pid: int) -> None:
+    there, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if (there, uid) != (pid, os.geteuid()):
+        raise PlatformError(
+            f"the process behind rank {rank}'s socket is {there} of user {uid}; expected {pid} of user {os.geteuid()}. "
+            f"All ranks must run on one host, as one user and in one process namespace."
+        )
+
+
+def _packets(data: bytes, num_fds: int) -> Iterator[bytes]:
+    yield _HEAD.pack(len(data), num_fds) + data[:_CHUNK]
+    view = memoryview(data)
+    for begin in range(_CHUNK, len(data), _CHUNK):
+        yield view[begin : begin + _CHUNK]
+
+
+def _send(peer: socket.socket, sending: dict[int, list], rank: int) -> bool:
+    """Sends packets until the socket is full; descriptors go with the first. False if nobody reads any more."""
+    packet, packets, fds = sending[rank]
+    try:
+        while packet is not None:
+            if fds:
+                socket.send_fds(peer, [packet], fds)
+            else:
+                peer.send(packet)
+            packet, fds = next(packets, None), []
+    except BlockingIOError:
+        pass
+    except OSError:
+        del sending[rank]
+        return False
+    if packet is None:
+        del sending[rank]
+    else:
+        sending[rank] = [packet, packets, fds]
+    return True
+
+
+def _receive(peer: socket.socket, buffers: dict[int, tuple], rank: int) -> tuple | None:
+    """(where the sender is, what it says, descriptors), once all of its message has come."""
+    reset = False
+    while True:
+        try:
+            data, fds, flags, _ = socket.recv_fds(peer, _MAX_PACKET, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # told once, before what the peer said until it ended
+            if reset:
+                raise
+            reset = True
+            continue
+        if not data:
+            raise ConnectionResetError
+        if rank not in buffers:
+            length, descriptors = _HEAD.unpack_from(data)
+            if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) != descriptors:
+                close_all(fds)
+                raise ConnectionError(f"{descriptors} file descriptors were sent, {len(fds)} came; raise `ulimit -n`")
+            buffers[rank] = length, bytearray(data[_HEAD.size :]), list(fds)
+        else:
+            buffers[rank][1].extend(data)
+        length, body, received = buffers[rank]
+        if len(body) >= length:
+            del buffers[rank]
+            at, value = pickle.loads(bytes(body))
+            return at, value, received

@@ -1,0 +1,177 @@
+"""What a rank that is killed, stopped or raises does to the others: wherever they wait on the host, they name it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import iris
+from iris.errors import ArgumentError, HeapExhausted, PeerLostError, PlatformError
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import UNDER_TORCHRUN
+from tests.processes import run_fresh
+
+pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
+VICTIM = 1
+LIMIT_S = 2
+
+
+def pool(ctx: iris.Iris) -> None:
+    with ctx.memory_pool():
+        torch.zeros(10)
+
+
+WAITS = {
+    "broadcast": lambda ctx: ctx._ranks.broadcast(1, src=VICTIM),  # without the barrier before it
+    "broadcast from another": lambda ctx: ctx._ranks.broadcast(1, src=0),
+    "ctx.broadcast": lambda ctx: ctx.broadcast(1, src=VICTIM),
+    "memory_pool": pool,
+    "empty_ragged": lambda ctx: ctx.empty_ragged(4),
+    "tracing": lambda ctx: ctx.tracing.enable(),
+    "another context": lambda ctx: iris.iris(1 << 20),
+}
+
+
+def fail(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def waiting(rank: int, world: int, wait: str, how: str) -> float | None:
+    ctx = iris.iris(1 << 22)
+    ctx.barrier()
+    if rank == VICTIM:
+        fail(how)
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match=rf"rank {rank} lost rank {VICTIM}\b"):
+        WAITS[wait](ctx)
+    took = time.monotonic() - begin
+    if wait != "another context":
+        with pytest.raises(PeerLostError, match=rf"lost rank {VICTIM}\b"):  # from then on, and at once
+            ctx.barrier()
+    if rank == 0:
+        time.sleep(1)  # so that others' errors do not come from the end of this one
+    os.kill(ctx._ranks.pids[VICTIM], signal.SIGKILL) if how == "stopped" and rank == 0 else None
+    os._exit(0) if took < LIMIT_S + 3 else os._exit(3)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_lost_rank_is_named_by_all_others(wait: str, how: str) -> None:
+    ended = run_fresh(3, waiting, wait, how, env={"IRIS_TIMEOUT": str(LIMIT_S)})
+    assert [ended[0].exitcode, ended[2].exitcode] == [0, 0], [end.traceback for end in ended]
+
+
+# --- a rank that fails while a context is made -----------------------------------------------------------------------
+
+
+def no_memfd(*_: object) -> int:
+    raise OSError(24, "Too many open files")
+
+
+def no_peer(*_: object):
+    raise PlatformError("cannot open the heap of a rank")
+
+
+def no_device(*_: object) -> torch.device:
+    raise RuntimeError("CUDA error: out of memory")
+
+
+STEPS = {
+    "memfd_create": (lambda: setattr(os, "memfd_create", no_memfd), HeapExhausted, "Too many open files"),
+    "mapping a peer": (
+        lambda: setattr(__import__("iris.memory.shared_memory").memory.shared_memory, "_map_peer", no_peer),
+        PlatformError,
+        "cannot open the heap of a rank",
+    ),
+    "the device": (lambda: setattr(iris.platform, "device", no_device), PlatformError, "CUDA error: out of memory"),
+    "the barrier": (
+        lambda: setattr(iris.context.DeviceBarrier, "__init__", no_device), PlatformError, "CUDA error: out of memory"
+    ),
+    "the group": (lambda: None, ArgumentError, "group is int"),
+}  # fmt: skip
+
+
+def failing(rank: int, world: int, step: str) -> None:
+    dist.init_process_group("gloo")
+    spoil, kind, text = STEPS[step]
+    if rank == VICTIM:
+        spoil()
+    begin = time.monotonic()
+    with pytest.raises((kind, RuntimeError) if rank == VICTIM else kind, match=text) as raised:
+        iris.iris(1 << 20, group=5 if step == "the group" and rank == VICTIM else None)
+    assert rank == VICTIM or f"rank {VICTIM}: " in str(raised.value)
+    assert time.monotonic() - begin < 5
+    os._exit(0)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_rank_fails_alone_while_a_context_is_made(step: str) -> None:
+    ended = run_fresh(3, failing, step, env={"IRIS_TIMEOUT": "20"})
+    assert [end.exitcode for end in ended] == [0, 0, 0], [end.traceback for end in ended]
+
+
+# --- a rank that leaves its context by an exception ------------------------------------------------------------------
+
+
+def reduce(ctx: iris.Iris) -> None:
+    ctx.ops.matmul_all_reduce(torch.empty(8, 8), torch.ones(8, 8), torch.ones(8, 8))
+
+
+LEFT_IN = {
+    "barrier": lambda ctx: ctx.barrier(),
+    "op": reduce,
+    "collective": lambda ctx: ctx.ccl.all_reduce(torch.empty(40), torch.ones(40)),
+    "broadcast": lambda ctx: ctx.broadcast(0),
+    "host exchange": lambda ctx: ctx._ranks.all_gather(0),
+    "close": lambda ctx: ctx.close(),
+}
+
+
+def leaving(rank: int, world: int, where: str) -> None:
+    begin = time.monotonic()
+    if rank == VICTIM:
+        with pytest.raises(ValueError, match="mine"):
+            with iris.iris(1 << 22) as ctx:
+                reduce(ctx)
+                raise ValueError("mine")
+        assert ctx._closed and time.monotonic() - begin < 5
+        time.sleep(4)  # its process lives on
+        os._exit(0)
+    with pytest.raises(PeerLostError, match=rf"rank {rank} lost rank {VICTIM}\b.* left"):
+        with iris.iris(1 << 22) as ctx:
+            reduce(ctx)
+            time.sleep(0.5)
+            LEFT_IN[where](ctx)
+    assert time.monotonic() - begin < 5, "peers are told, not timed out"
+    os._exit(0)
+
+
+@pytest.mark.parametrize("where", LEFT_IN)
+def test_an_exception_in_a_context_reaches_the_user_and_the_peers(where: str) -> None:
+    ended = run_fresh(3, leaving, where, env={"IRIS_TIMEOUT": "20"})
+    assert [end.exitcode for end in ended] == [0, 0, 0], [end.traceback for end in ended]
+
+
+def all_leave(rank: int, world: int) -> None:
+    """An exception that all ranks raise is the user's on all of them, and the next context works."""
+    for _ in range(3):
+        with pytest.raises(KeyError, match="everywhere"):
+            with iris.iris(1 << 22) as ctx:
+                reduce(ctx)
+                ctx.barrier()
+                raise KeyError("everywhere")
+    with iris.iris(1 << 22) as ctx:
+        assert ctx.broadcast(rank) == 0
+        large = torch.arange(3 << 20)
+        assert torch.equal(ctx.broadcast(large if rank == 1 else None, src=1), large)
+
+
+def test_an_exception_on_all_ranks_is_the_users() -> None:
+    ended = run_fresh(2, all_leave, env={"IRIS_TIMEOUT": "20"})
+    assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
