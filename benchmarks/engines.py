@@ -176,7 +176,8 @@ class _Context:
     def __init__(self, ctx, name: str, ops: NcclOps):
         self.device, self.cur_rank, self.num_ranks, self.ops = ctx.device, ctx.cur_rank, ctx.num_ranks, ops
         self.ccl = SimpleNamespace(all_gather=dist.all_gather_into_tensor)
-        self.group_name = names.add(self, name)
+        self.group_name = names.reserve(name)
+        names.add(self.group_name, self)
 
 
 _FEW = 4  # tokens from which on ranks share them on CPUs, where prompts are short
