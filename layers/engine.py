@@ -97,6 +97,8 @@ class Engine:
         check_options(prompt_graphs, compile)
         check_model(model, device)
         check_sizes(model, ctx, batch_size, max_length)
+        options = {"graphs": graphs, "step_attention": step_attention, "compile": compile}
+        compare(ctx, "Engine", batch_size=batch_size, max_length=max_length, prompt_graphs=prompt_graphs, **options)
         if cache is not None and not fits(cache, shape_of(model, ctx.num_ranks), batch_size, max_length):
             raise ArgumentError(
                 f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with a like model"

@@ -35,13 +35,18 @@ def check_sizes(model: nn.Module, ctx, batch_size: int, max_length: int) -> None
         raise ArgumentError(
             f"max_length is {max_length}: expected at most {known}, the positions that {type(model).__name__} has"
         )
-    tokens = torch.long.itemsize + torch.bool.itemsize  # of `output` and `mask`
-    needed = cache_bytes(model, ctx.num_ranks, batch_size, max_length) + tokens * batch_size * max_length
+    check_memory(model, ctx, batch_size, max_length, "batch_size, max_length")
+
+
+def check_memory(model: nn.Module, ctx, rows: int, length: int, names: str) -> None:
+    """Raises where a static cache of `rows` and `length`, which are called by `names`, could not be allocated."""
+    tokens = torch.long.itemsize + torch.bool.itemsize  # what an engine's `output` and `mask` take
+    needed = cache_bytes(model, ctx.num_ranks, rows, length) + tokens * rows * length
     memory = total_memory(ctx.device)
     if needed > memory:
         raise ArgumentError(
-            f"batch_size, max_length are {batch_size}, {max_length}: their cache takes {needed >> 30} GiB, expected at"
-            f" most the {memory >> 30} GiB of {ctx.device}"
+            f"{names} are {rows}, {length}: a cache of that takes {needed >> 30} GiB, expected at most the"
+            f" {memory >> 30} GiB of {ctx.device}"
         )
 
 

@@ -26,10 +26,13 @@ from torch import nn
 
 from .cache import room_of
 from .digests import compare
-from .engine_arguments import check_tokens, words_of
+from .engine_arguments import check_memory, check_tokens, words_of
 from .guards import BATCHING
 from .positions import positions_known
 from .sharded import ShardedLinear, check_context
+
+# Those that lie on the device whole.
+_STATIC = "static", "sliding_window", "hybrid", "hybrid_chunked"
 
 
 def share_rng(ctx) -> None:
@@ -60,7 +63,7 @@ def agree_on_samples(model, ctx) -> None:
 
     def generate(self, *args, **kwargs):
         check_context(ctx)
-        given = _Given(self, args, kwargs)
+        given = _Given(self, ctx, args, kwargs)
         compare(ctx, "generate", own=self.generation_config, **given.arguments)
         given.check()
         if isinstance(given.arguments.get("custom_generate"), str):
@@ -89,8 +92,8 @@ class _Given:
     _NAMES = "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",\
         "synced_gpus", "assistant_model", "streamer"  # fmt: skip
 
-    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.model, self.arguments = model, {**dict(zip(self._NAMES, args, strict=False)), **kwargs}
+    def __init__(self, model: nn.Module, ctx, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.model, self.ctx, self.arguments = model, ctx, {**dict(zip(self._NAMES, args, strict=False)), **kwargs}
         self.configs = self.arguments.get("generation_config"), model.generation_config
 
     def setting(self, name: str) -> Any:
@@ -150,6 +153,10 @@ class _Given:
                 f"prompts of {tokens.shape[1]} tokens become {longest}: expected at most {room + 1}, the cache has room"
                 f" for {room}"
             )
+        if self.setting("cache_implementation") in _STATIC:
+            rows = tokens.shape[0] * max(self.setting("num_beams") or 1, self.setting("num_return_sequences") or 1)
+            length = max(longest, self.setting("max_cache_len") or 0)
+            check_memory(self.model, self.ctx, rows, length, "the rows and the length of a static cache")
         known = positions_known(self.model)
         if known is not None and longest > known:
             mask = self.arguments.get("attention_mask")

@@ -102,11 +102,12 @@ def test_what_autocast_exempts_is_refused_and_an_inner_block_ends_it(world_size:
 def compiled_body(ctx) -> None:
     linear, x = whole(torch.float32, ctx.device)
     layer = RowParallelLinear.from_linear(linear, input_is_parallel=False, ctx=ctx)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    for dtype in HALVES:
-        with torch.autocast(ctx.device.type, dtype):
-            assert torch.equal(compiled(x), layer(x)) and compiled(x).dtype == dtype
-    assert compiled(x).dtype == torch.float32
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        for dtype in HALVES:
+            with torch.autocast(ctx.device.type, dtype), torch.no_grad():
+                assert torch.equal(compiled(x), layer(x)) and compiled(x).dtype == dtype
+        assert compiled(x).dtype == torch.float32
 
 
 def test_compiled_layers_follow_autocast(world_size: int) -> None:

@@ -182,8 +182,11 @@ def refused_body(ctx) -> None:
         ({"compile": 7}, "compile is 7"),
         ({"compile": ""}, "compile is '': expected a bool, or the name"),
         ({"batch_size": True}, "batch_size is True"),
-        ({"max_length": 10**9, "batch_size": 10**6}, r"are 1000000, 1000000000: their cache takes \d+ GiB, expected"),
-        ({"batch_size": 2**80}, "their cache takes"),
+        (
+            {"max_length": 10**9, "batch_size": 10**6},
+            r"are 1000000, 1000000000: a cache of that takes \d+ GiB, expected",
+        ),
+        ({"batch_size": 2**80}, "a cache of that takes"),
         ({"graphs": "no"}, "graphs is 'no': expected None or a bool"),
         ({"step_attention": "no"}, "step_attention is 'no': expected None or a bool"),
         ({"prompt_graphs": True}, "prompt_graphs is True: expected 0 or a positive integer"),

@@ -109,6 +109,10 @@ def refused_body(ctx) -> None:
         (lambda: model.continuous_batching_context_manager().__enter__(), batching),
         (lambda: manager(model, *configs), batching),
         (lambda: model.generate(ids, max_new_tokens=3, cache_implementation="paged"), batching),
+        (
+            lambda: model.generate(ids, max_new_tokens=10**12, cache_implementation="static"),
+            r"a static cache are 2, 10{11}7: a cache of that takes \d+ GiB, expected at most",
+        ),
         (lambda: model.generate(ids, max_new_tokens=3, synced_gpus=True), "synced_gpus is True"),
         (lambda: model.generate(ids, assistant_model=by_clock), "max_time is 5"),
         (
@@ -135,6 +139,23 @@ def refused_body(ctx) -> None:
 
 def test_what_would_part_the_ranks_or_end_a_gpu_is_refused_at_entry(world_size: int) -> None:
     run_ranks(world_size, refused_body)
+
+
+def served_body(ctx) -> None:
+    """What `transformers serve` does with its model, batching requests or one after the other in a thread."""
+    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
+
+    model = models.build("plain")
+    layers.parallelize(model, ctx)
+    with pytest.raises(ArgumentError, match="use layers.Engine or generate"):
+        CBGenerateManager().init_cb(model, model.generation_config)
+    with pytest.raises(ThreadError):
+        GenerateManager().submit(model.generate, models.prompt().to(ctx.device)).result()
+
+
+def test_transformers_server_is_refused(world_size: int) -> None:
+    pytest.importorskip("transformers.cli.serving.utils")
+    run_ranks(world_size, served_body)
 
 
 def positions_body(ctx) -> None:

@@ -48,6 +48,7 @@ def differing(rank: int, ctx) -> list[tuple]:
         (partial(model, ids, logits_to_keep=1 + rank), "forward: logits_to_keep differs"),
         (partial(model, inputs_embeds=torch.randn(1, 3, 36) + rank), "forward: inputs_embeds differs"),
         (partial(model.model, other), "model.embed_tokens: input differs"),
+        (partial(layers.Engine, model, ctx, 2, 8 + rank), "Engine: max_length differs"),
         (partial(engine.generate, other, 2), "Engine.generate: tokens differs"),
         (partial(engine.generate, ids, 2, top_p=0.5 + 0.1 * rank, temperature=1.0), "Engine.generate: top_p differs"),
         (partial(engine.read, other), "Engine: prompts differs"),
