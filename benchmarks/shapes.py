@@ -275,6 +275,7 @@ SETS: dict[str, Callable[[int], list[Row]]] = {
         *_rows("rs ga", (5, 16 * world, 32), form="cols"),
         *_rows("ag", (5, 32, 16 * world), form="k"),
         *_rows("rs ag ga", (5, 32, 16)),
+        Row("rs", 25, 32, 16),  # whose parts take different numbers of whole 256 bytes of a heap
     ],
     "given": lambda world: [],  # the sizes of --rows and no others
 }

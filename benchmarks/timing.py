@@ -49,6 +49,24 @@ QUICK = Budget(measure_ms=25.0, repeats=(3, 10))
 INTERPRETED = Budget(batch_ms=0, measure_ms=0, calls=(1, 1), repeats=(1, 1))
 
 
+class Captured:
+    """The launches of `work` as a CUDA graph, and what `work` returned.
+
+    A graph refers to memory by its addresses and keeps no tensor alive. So this keeps `work`, and with it whatever
+    `work` refers to: it is the object to hold on to, `replay` too does.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        torch.cuda.synchronize()
+        self.work, self.graph = work, torch.cuda.CUDAGraph()
+        # Thread-local: NCCL's watchdog thread may query its events while this thread captures.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.result = work()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
 @dataclass(frozen=True)
 class Batch:
     calls: int
@@ -72,13 +90,14 @@ def eager_batch(call: Callable[[int], object], calls: int, inputs: int) -> Batch
 
 def graph_batch(call: Callable[[int], torch.Tensor], calls: int, inputs: int) -> tuple[Batch, torch.Tensor]:
     """The calls as one graph, and the tensor in which its last call leaves its result."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Thread-local: NCCL's watchdog thread may query its events while this thread captures.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+    def work() -> torch.Tensor:
         for i in range(calls):
             out = call(i % inputs)
-    return Batch(calls, graph.replay, lambda: torch.cuda._sleep(LEAD_CYCLES)), out
+        return out
+
+    captured = Captured(work)
+    return Batch(calls, captured.replay, lambda: torch.cuda._sleep(LEAD_CYCLES)), captured.result
 
 
 def estimate_us(team: Team, call: Callable[[int], object], inputs: int) -> float:
