@@ -47,6 +47,7 @@ from .engine_arguments import (
 )
 from .graphs import Graphs
 from .prompts import common_length, padded_before, padded_behind, stops, tokens_of
+from .sampling import Sampler
 from .sequence import sharing_of
 from .sharded import check_context, flags, positive
 from .step_attention import NAME
@@ -54,8 +55,6 @@ from .step_attention import use as use_step_attention
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
 _GRAPH_TOKENS = 8192  # of prompts that are captured: of more, the device takes longer than the host
-_COLDEST, _HOTTEST = 1e-30, 1e30  # by less, logits overflow; by more, all tokens are alike
-_PARTS = 256  # of the vocabulary, at most, whose likeliest tokens are found at the same time
 
 
 def _untracked(method: Callable) -> Callable:
@@ -121,10 +120,7 @@ class Engine:
         self.filled = torch.zeros(1, **like)  # of the cache, padding included
         self.output = torch.zeros(batch_size, max_length, **like)  # what was generated ...
         self.count = torch.zeros(1, **like)  # ... and how many of each row
-        self.temperature = torch.ones((), device=device)
-        self.top_p = torch.ones((), device=device)
-        self._greedy = True
-        self._random = torch.Generator(device)
+        self.sampler = Sampler(device)
         # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
         own = model.config._attn_implementation in ("sdpa", NAME) and not has_windows(model.config)
         self._seen = self.mask[:, None, None] if own else self.mask
@@ -166,14 +162,12 @@ class Engine:
         rows, mask = (None if each is None else each.to(self.tokens.device) for each in (rows, mask))
         asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
         compare(self.ctx, "Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=prompts)
-        self._greedy = temperature == 0
-        if not self._greedy:
-            self.temperature.fill_(min(max(temperature, _COLDEST), _HOTTEST))
-            self.top_p.fill_(top_p)
+        self.sampler.set(temperature, top_p)
+        if not self.sampler.greedy:
             seed = self.ctx.broadcast(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
             if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
                 raise ArgumentError(f"seed is {seed!r} on rank 0: expected None or an integer of 64 bits")
-            self._random.manual_seed(seed)
+            self.sampler.random.manual_seed(seed)
         self.reset()
         self.accept(self._first(self._replayed, rows, mask))
         made = 1
@@ -291,7 +285,7 @@ class Engine:
         self._accept(logits)
 
     def _accept(self, logits: torch.Tensor) -> None:
-        self.tokens.copy_(self._choose(logits))
+        self.tokens.copy_(self.sampler.choose(logits))
         self.output.index_copy_(1, self.count, self.tokens)
         self.count += 1
 
@@ -307,7 +301,7 @@ class Engine:
         compare(self.ctx, "Engine.decode", steps=steps)
         self._make_room(steps)
         for _ in range(steps):
-            self.logits = self.steps.run(self._greedy, self._one_step, random=None if self._greedy else self._random)
+            self.logits = self.steps.run(self.sampler.greedy, self._one_step, random=self.sampler.generator)
 
     @_untracked
     def step(self) -> torch.Tensor:
@@ -369,26 +363,8 @@ class Engine:
             self.reset()
         self._compiled = CompiledLayers(self.model, layers, self.cache, backend)
 
-    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._greedy:
-            return _likeliest(logits)
-        likeliest, order = (logits.float() / self.temperature).softmax(-1).sort(descending=True, stable=True)
-        before = likeliest.cumsum(-1) - likeliest
-        kept = likeliest.masked_fill(before >= self.top_p, 0)
-        # Of independent exponential arrivals with these rates, each is first with the probability of its rate.
-        arrivals = torch.empty_like(kept).exponential_(generator=self._random)
-        return order.gather(-1, (kept / arrivals).argmax(-1, keepdim=True))
-
     def _ended(self, made: int, ends: set[int], rows: int) -> bool:
         return all(ends.intersection(row) for row in self.output[:rows, :made].tolist())
-
-
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """`logits.argmax(-1, keepdim=True)` of [rows, vocabulary], in two steps: torch gives each row one program."""
-    parts = gcd(logits.shape[-1], _PARTS)
-    best, at = logits.unflatten(-1, (parts, -1)).max(-1)
-    part = best.argmax(-1, keepdim=True)
-    return part * (logits.shape[-1] // parts) + at.gather(-1, part)
 
 
 def _annotation(model: nn.Module, name: str) -> object:

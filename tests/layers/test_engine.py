@@ -8,7 +8,7 @@ import warnings
 from iris.errors import ArgumentError
 import layers
 from layers.cache import cache_name
-from layers.engine import _likeliest as likeliest
+from layers.sampling import Sampler, likeliest
 import pytest
 import torch
 
@@ -126,15 +126,11 @@ def test_samples_agree_follow_rank_0s_seed_and_top_p(world_size: int) -> None:
 
 
 def distribution_body(ctx) -> torch.Tensor:
-    model = models.build("plain")
-    layers.parallelize(model, ctx)
-    engine = layers.Engine(model, ctx, batch_size=4000, max_length=2)
-    engine._greedy = False
-    engine.temperature.fill_(2.0)
-    engine.top_p.fill_(0.8)
-    engine._random.manual_seed(1)
+    sampler = Sampler(ctx.device)
+    sampler.set(2.0, 0.8)
+    sampler.random.manual_seed(1)
     logits = torch.tensor([5.0, 4.0, 3.0, -1.0], device=ctx.device)
-    return torch.bincount(engine._choose(logits.expand(4000, 4)).flatten(), minlength=4)
+    return torch.bincount(sampler.choose(logits.expand(4000, 4)).flatten(), minlength=4)
 
 
 @on(3)

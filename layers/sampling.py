@@ -1,0 +1,55 @@
+"""How an engine chooses tokens: the likeliest, or one drawn among those that hold `top_p` of the probability.
+
+On the device, from tensors that a graph may replay: what is drawn comes from a generator of its own, which all ranks
+seed alike, and by which the same logits give the same tokens on each of them.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+
+_COLDEST, _HOTTEST = 1e-30, 1e30  # by less, logits overflow; by more, all tokens are alike
+_PARTS = 256  # of the vocabulary, at most, whose likeliest tokens are found at the same time
+
+
+class Sampler:
+    """Chooses greedily until `set` says otherwise. `random`: the generator that samples are drawn with."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.greedy = True
+        self.temperature = torch.ones((), device=device)
+        self.top_p = torch.ones((), device=device)
+        self.random = torch.Generator(device)
+
+    def set(self, temperature: float, top_p: float) -> None:
+        """What the next tokens are chosen by; `temperature` 0: the likeliest."""
+        self.greedy = temperature == 0
+        if not self.greedy:
+            self.temperature.fill_(min(max(temperature, _COLDEST), _HOTTEST))
+            self.top_p.fill_(top_p)
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What the next tokens are drawn with, if they are."""
+        return None if self.greedy else self.random
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, 1] of logits [rows, vocabulary]."""
+        if self.greedy:
+            return likeliest(logits)
+        probable, order = (logits.float() / self.temperature).softmax(-1).sort(descending=True, stable=True)
+        before = probable.cumsum(-1) - probable
+        kept = probable.masked_fill(before >= self.top_p, 0)
+        # Of independent exponential arrivals with these rates, each is first with the probability of its rate.
+        arrivals = torch.empty_like(kept).exponential_(generator=self.random)
+        return order.gather(-1, (kept / arrivals).argmax(-1, keepdim=True))
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """`logits.argmax(-1, keepdim=True)` of [rows, vocabulary], in two steps: torch gives each row one program."""
+    parts = gcd(logits.shape[-1], _PARTS)
+    best, at = logits.unflatten(-1, (parts, -1)).max(-1)
+    part = best.argmax(-1, keepdim=True)
+    return part * (logits.shape[-1] // parts) + at.gather(-1, part)
