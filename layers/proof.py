@@ -1,10 +1,10 @@
 """Proves a split before weights move: what each rank would run is run on meta, beside what one rank alone would run.
 
-Both are skeletons (see `skeleton`). The model's forward is called with tokens; of a module that takes no tokens, those
-inside it are tried, each with an input of the width of its first parameter. Where the whole one runs and the split one
-raises, gives a tensor of another shape, or takes a rank's part for the whole (see `meaning`), the plan is refused with
-the name of the module. So is a forward that reads a split weight itself. Where the whole one cannot run on meta,
-nothing is proved, and nothing refused.
+Both are skeletons (see `skeleton`). The model's forward is called with tokens, and with one more and the cache; of a
+module that takes no tokens, those inside it are tried, each with inputs as wide as its parameters. Where the whole one
+runs and the split one raises, gives a tensor of another shape, or takes a rank's part for the whole (see `meaning`), the
+plan is refused with the name of the module. So is a forward that reads a split weight itself. What cannot be run on
+meta is not refused, and its names are returned.
 
 The layers of a stack that are alike run once. What asks a tensor on meta for its value is told 1, or True.
 """
@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import reads, sequence
+from .cache import cache_name
 from .fused import Slice
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .meaning import Op
@@ -29,6 +30,7 @@ from .sharded import ShardedLinear
 from .skeleton import kind_of
 
 _BATCH, _TOKENS = 11, 13  # which no sizes of a model are multiples of
+_WIDTHS = 4  # of inputs that are tried, of those that a module's parameters have
 _OURS = __name__.partition(".")[0] + "."
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 _VALUE = torch.ops.aten._local_scalar_dense.default
@@ -133,7 +135,10 @@ class _Run:
         positional = arguments.pop("", ()) if "" in (arguments := dict(arguments)) else ()
         try:
             with torch.no_grad(), torch.device("meta"), _OnMeta(self):
-                self.result = _shape(self.module(*positional, **arguments))
+                out = self.module(*positional, **arguments)
+                self.result = _shape(out)
+                if arguments.get("use_cache"):
+                    self.module(**arguments | _next(self.module, out, arguments))
         except Exception as error:
             self.error = error
         finally:
@@ -236,22 +241,29 @@ def _arguments(module: nn.Module) -> Iterator[dict[str, Any]]:
         given = {"input_ids": tokens}
         if "decoder_input_ids" in parameters:
             given["decoder_input_ids"] = tokens
-        yield {**given, "use_cache": False} if hasattr(module, "config") else given
-        yield given
+        yield from ({**given, "use_cache": True}, {**given, "use_cache": False}, given)
         return
     own = [each for each in list(parameters.values())[1:] if each.kind in _POSITIONAL]
+    many = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
     first = next((each for each in module.modules() if each._parameters), None)
-    if not own or first is None:
+    if not (own or many) or first is None:
         return
     rest = (None,) * (sum(each.default is inspect.Parameter.empty for each in own) - 1)  # a mask, say
     if isinstance(first, nn.Embedding):
         yield {"": (tokens, *rest)}
-    weight = next((each for each in first._parameters.values() if each is not None and each.dim()), None)
-    if weight is not None:
-        dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    kinds = {
+        (each.shape[-1], each.dtype): None for each in module.parameters() if each.dim() and each.is_floating_point()
+    }
+    for width, dtype in list(kinds)[:_WIDTHS]:
         for size in ((_BATCH, _TOKENS), (_BATCH,)):
-            x = torch.empty(*size, weight.shape[-1], dtype=dtype, device="meta")
-            yield {"": (x, *rest)}
+            yield {"": (torch.empty(*size, width, dtype=dtype, device="meta"), *rest)}
+
+
+def _next(model: nn.Module, out: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What `model`, which gave `out`, is called with for the next token."""
+    tokens = "decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"
+    name = cache_name(model)
+    return {tokens: arguments[tokens][:, :1], name: out[name]}
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

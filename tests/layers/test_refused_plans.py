@@ -148,6 +148,20 @@ class Slopes(Attention):
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class Steps(Pair):
+    """Fits its parts with many tokens, and not with the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 32)
+
+    def forward(self, input_ids: torch.Tensor, past_key_values=None, use_cache: bool = False) -> dict:
+        y = torch.relu(self.up(self.embed(input_ids)))
+        if past_key_values is not None:
+            y = y.view(*input_ids.shape, 64)
+        return {"logits": self.down(y), "past_key_values": y if use_cache else None}
+
+
 def halves(y: torch.Tensor) -> torch.Tensor:
     gate, up = y.chunk(2, -1)
     return torch.sigmoid(gate) * up
@@ -223,6 +237,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
         "layers.0 sums over 8 entries, of which a rank has 4",
     ),
     "heads by number": (lambda: Stack(lambda: Slopes(-1)), QKV, "layers.0 counts 4, of which a rank has 2"),
+    "the next token": (Steps, {"up": "colwise", "down": "rowwise"}, "Steps would fail in its forward"),
     "half": (lambda: Stack(Pair), {"layers.*.up": "colwise_gather_output", "layers.*.down": "rowwise"}, "layers.0"),
 }
 
