@@ -242,7 +242,7 @@ def config_of(name: str, depth: int | None = None):
         longest = {"max_position_embeddings": 1 << 17, "eos_token_id": None}
         config = getattr(transformers, f"{architecture}Config")(**longest, **sizes)
     else:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     if depth:
         config.num_hidden_layers = depth
         if getattr(config, "layer_types", None):

@@ -59,8 +59,8 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, trust_remote_code=False)
     config = model.config
     # The config still calls the weights GGUF-quantised, which they no longer are: save_pretrained would refuse them.
     if hasattr(config, "quantization_config"):

@@ -62,8 +62,8 @@ def reference(task: Task) -> Reference:
     """Greedy tokens of the unsplit model, by plain transformers on the CPU."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(task.folder)
-    model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task.folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32, trust_remote_code=False)
     inputs = task.inputs(tokenizer, "cpu")
     result = model.generate(
         **inputs, max_new_tokens=task.tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -81,7 +81,7 @@ def rank_main(task: Task, results: Path) -> None:
 
     with iris.iris(heap_size=1 << 28) as ctx:
         first = ctx.cur_rank == 0
-        tokenizer = AutoTokenizer.from_pretrained(task.folder)
+        tokenizer = AutoTokenizer.from_pretrained(task.folder, trust_remote_code=False)
         model = layers.from_pretrained(task.folder, ctx, dtype=task.dtype)
         inputs = task.inputs(tokenizer, ctx.device)
         if first:
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from transformers import AutoTokenizer
 
-    decode = AutoTokenizer.from_pretrained(task.folder).decode
+    decode = AutoTokenizer.from_pretrained(task.folder, trust_remote_code=False).decode
     differences = [compare(expected, tokens, decode) for tokens in given]
     for rank, difference in enumerate(differences):
         if difference:

@@ -29,7 +29,7 @@ from .together import shown
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GENERATION_CONFIG = "generation_config.json"
 _LAYERS, _COUNTS = re.compile("layers?$"), re.compile("^(num|n)_")
-_MOST_COUNTED = 1_000_000  # of anything in a model but its layers
+_MOST_COUNTED = 100_000  # of anything in a model but its layers
 _SPARE_PARAMETERS, _SPARE_BYTES = 1000, 1 << 30
 # The packages by which transformers serves these without the hub.
 _FLASH = {

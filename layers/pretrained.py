@@ -67,7 +67,7 @@ def from_pretrained(
                 _load(model, target, stored, ctx.device)
             _tie(model, {each: checkpoint[source] for each, source in sources.items()}, ctx.device)
             _compute_buffers(model, ctx.device)
-        except (OSError, RuntimeError, MemoryError) as error:  # a file, or memory of the device
+        except Exception as error:  # a file, or memory of the device; the other ranks are waiting for a word
             problems = [f"rank {ctx.cur_rank}: {words(error)}"]
         raise_together(problems, f"{name} cannot be read", ctx)
     finally:

@@ -220,3 +220,27 @@ def test_code_runs_where_it_is_allowed(world_size: int, tmp_path: Path) -> None:
     agreed(None)
     for logits in run_ranks(world_size, allowed_body, str(root / "code"), str(root / "generate")):
         models.assert_logits(logits, "plain")
+
+
+# --- dtypes that transformers keeps ----------------------------------------------------------------------------------
+
+
+def kept_dtypes(load) -> dict[str, torch.dtype]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"norm", "layers.*.mlp.gate_proj"})
+        return {name: parameter.dtype for name, parameter in load().named_parameters()}
+
+
+def kept_body(ctx, folder: str) -> dict[str, torch.dtype]:
+    return kept_dtypes(lambda: layers.from_pretrained(folder, ctx, dtype=torch.bfloat16, fuse=False))
+
+
+@two_ranks
+def test_what_transformers_keeps_in_float32_stays_so(world_size: int, tmp_path: Path) -> None:
+    folder = agreed(tmp_path)
+    models.build("plain").save_pretrained(folder)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    expected = kept_dtypes(lambda: load(folder, dtype=torch.bfloat16))
+    assert set(expected.values()) == {torch.bfloat16, torch.float32}
+    agreed(None)
+    assert run_ranks(world_size, kept_body, str(folder)) == [expected] * world_size

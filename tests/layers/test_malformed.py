@@ -238,7 +238,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: configure(folder, num_hidden_layers=999),
         "the configuration's model has far more parameters than the files have tensors",
     ),
-    "labels": (lambda folder: configure(folder, num_labels=10**10), "num_labels is 10{10}: expected at most 1000000"),
+    "labels": (lambda folder: configure(folder, num_labels=10**10), "num_labels is 10{10}: expected at most 100000"),
     "a list": (lambda folder: (folder / "config.json").write_text("[]") and None, "is a JSON list: expected an object"),
     "no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff") and None, "config.json: is no text"),
     "many strangers": (many_strangers, r"500 problem\(s\):\n  model.\\x1b\[30m\\n0 has no place .*\n  and 460 more$"),
