@@ -52,6 +52,7 @@ from .sequence import sharing_of
 from .sharded import check_context, flags, positive
 from .step_attention import NAME
 from .step_attention import use as use_step_attention
+from .together import checked
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
 _GRAPH_TOKENS = 8192  # of prompts that are captured: of more, the device takes longer than the host
@@ -153,12 +154,15 @@ class Engine:
         the probability, by rank 0's `seed`, which torch's generator there draws if there is none. Raises
         `ArgumentError` for bad arguments, and for prompts that with the new tokens are longer than `max_length`.
         """
-        positive(max_new_tokens=max_new_tokens)
-        check_sampling(temperature, top_p, seed)
-        self._check_autocast()
-        ends = stops(stop)
-        prompts = tokens_of(prompts, words_of(self.model))
-        rows, mask = padded_before(prompts, max_new_tokens, self.batch_size, self.max_length)
+
+        def check() -> tuple:
+            positive(max_new_tokens=max_new_tokens)
+            check_sampling(temperature, top_p, seed)
+            self._check_autocast()
+            tokens = tokens_of(prompts, words_of(self.model))
+            return stops(stop), tokens, padded_before(tokens, max_new_tokens, self.batch_size, self.max_length)
+
+        ends, prompts, (rows, mask) = checked(self.ctx, "Engine.generate", check)
         rows, mask = (None if each is None else each.to(self.tokens.device) for each in (rows, mask))
         asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
         compare(self.ctx, "Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=prompts)

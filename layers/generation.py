@@ -30,6 +30,7 @@ from .engine_arguments import check_memory, check_tokens, words_of
 from .guards import BATCHING
 from .positions import positions_known
 from .sharded import ShardedLinear, check_context
+from .together import checked
 
 # Those that lie on the device whole.
 _STATIC = "static", "sliding_window", "hybrid", "hybrid_chunked"
@@ -65,7 +66,7 @@ def agree_on_samples(model, ctx) -> None:
         check_context(ctx)
         given = _Given(self, ctx, args, kwargs)
         compare(ctx, "generate", own=self.generation_config, **given.arguments)
-        given.check()
+        checked(ctx, "generate", given.check)
         if isinstance(given.arguments.get("custom_generate"), str):
             kwargs.setdefault("trust_remote_code", False)  # transformers would ask on stdin, each rank by itself
         share_rng(ctx)

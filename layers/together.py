@@ -5,11 +5,13 @@ Names come from files, which may hold anything: a message shows them escaped, cu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 import zlib
 
 from iris.errors import ArgumentError, CheckpointError
+
+Checked = TypeVar("Checked")
 
 _MOST_LINES, _MOST_IN_LINE, _LONGEST_LINE, _LONGEST_PART, _LONGEST_NAME = 40, 20, 4000, 600, 200
 
@@ -27,6 +29,13 @@ def agree(ctx, refusal: str | None, asked: dict[str, Any]) -> None:
             if first.get(name) != others.get(name):
                 here, there = (shown(str(each.get(name)), _LONGEST_PART) for each in (first, others))
                 raise ArgumentError(f"{name} is {here} on rank 0 and {there} on rank {rank}: expected the same")
+
+
+def checked(ctx, call: str, check: Callable[[], Checked]) -> Checked:
+    """What `check` gives, before a `call` that all ranks make: where it raises on one of them, it raises on all."""
+    ctx.check()
+    with ctx._exchanging():
+        return ctx._ranks.together(call, check)
 
 
 def raise_together(problems: list[str], what: str, ctx) -> None:

@@ -132,6 +132,15 @@ def refused_body(ctx) -> None:
             continue  # the host does not wait for a forward's tokens
         with pytest.raises(ArgumentError, match=words):
             call()
+    engine, last = layers.Engine(model, ctx, 2, 16), ctx.cur_rank == ctx.num_ranks - 1
+    for call, words in [  # on one rank only
+        (lambda: model.generate(ids, max_time=5.0 if last else None), "max_time is 5"),
+        (lambda: model.generate(beyond if last else ids), "input_ids have tokens from"),
+        (lambda: engine.generate(beyond if last else ids, 2), "prompts have tokens from"),
+        (lambda: engine.generate(ids, -1 if last else 1), "max_new_tokens is -1"),
+    ]:
+        with pytest.raises(ArgumentError, match=words if last else f"rank {ctx.num_ranks - 1}: {words}"):
+            call()
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(ids, penalty_alpha=0.6, top_k=4)  # contrastive search, whose code is on the hub
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 10), "and goes on"
