@@ -7,6 +7,7 @@ apply and this loader does not (an adapter, a distributed checkpoint) is refused
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import json
 import os
 from pathlib import Path
@@ -43,17 +44,20 @@ def read_json(path: Path) -> dict[str, Any]:
             size = os.fstat(file.fileno()).st_size
             if size > _MOST_BYTES:
                 raise CheckpointError(f"{path.name} has {size} bytes: expected at most {_MOST_BYTES}")
-            return parse_object(file.read(_MOST_BYTES + 1))
+            return parse_object(file.read(_MOST_BYTES + 1), float)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {words(error)}") from error
     except ValueError as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path.name}: {error}") from error
 
 
-def parse_object(text: bytes) -> dict[str, Any]:
-    """The JSON object in `text`, in which no object has a key twice. Raises `ValueError`."""
+def parse_object(text: bytes, constant: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    """The JSON object in `text`, in which no object has a key twice. Raises `ValueError`.
+
+    Python's JSON knows `Infinity` and `NaN`, which configurations use: `constant` makes what they stand for.
+    """
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=constant or _no_number)
     except RecursionError:
         raise ValueError("is JSON of too many levels") from None
     except UnicodeDecodeError as error:

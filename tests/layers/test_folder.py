@@ -149,6 +149,7 @@ SERVED: dict[str, Callable[[Path], None]] = {
     "code of a model that transformers has": native_code,
     "custom generate": lambda folder: write("custom_generate/generate.py")(folder),
     "chat template": lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}") and None,
+    "infinite": change(of_nothing=[0.0, float("inf")]),
     "eager": change(attn_implementation="eager"),
 }
 
