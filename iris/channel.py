@@ -25,8 +25,10 @@ import secrets
 import selectors
 import shutil
 import socket
+import stat
 import struct
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -39,6 +41,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MAX_FDS, _MAX_PACKET = 64, 1 << 16
 _CHUNK = 48 << 10  # bytes of a message in one packet
 _MAX_STRANGERS = 64  # that have connected and not said who they are
+_STORE_S = 0.5  # that an answer of the store may come late
 _LOOK_S = 0.1  # between two looks at whether awaited processes live
 _LOST, _LEFT = "lost", "left"
 
@@ -66,6 +69,7 @@ class Channel:
         """A rank that this one has given up on."""
         deadline = time.monotonic() + timeout_s
         folder, listener = None, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        told: list[dict] = []
         nonce, failure = secrets.token_hex(16), ""
         try:
             try:
@@ -85,12 +89,14 @@ class Channel:
             except (OSError, PlatformError) as error:
                 failure = str(error)
             keys = [f"{what}/{peer}/connected" for peer in range(size)]
-            told = self._meet(store, keys[rank], dict(failure=failure), keys, deadline + 1.0)
-            _raise_failures([each["failure"] for each in told])
+            connected = self._meet(store, keys[rank], dict(failure=failure), keys, deadline + 1.0)
+            _raise_failures([each["failure"] for each in connected])
             for peer in self._peers.values():
                 peer.setblocking(False)
         except BaseException:
             self.close()
+            for each in told:
+                _remove_socket_of_ended(each)
             raise
         finally:
             listener.close()
@@ -100,7 +106,35 @@ class Channel:
     # --- making the connections --------------------------------------------------------------------------------------
 
     def _meet(self, store: Any, key: str, own: dict, keys: Sequence[str], deadline: float) -> list[dict]:
-        """What every rank has left in the store under its key, this one `own`."""
+        """What every rank has left in the store under its key, this one `own`.
+
+        In a thread of its own: where the process that serves the store is stopped, a request to it never ends.
+        """
+        outcome: list[tuple[list[dict], BaseException | None]] = []
+
+        def meet() -> None:
+            try:
+                outcome.append((self._left_in(store, key, own, keys, deadline), None))
+            except BaseException as error:
+                outcome.append(([], error))
+
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        thread.join(max(0.0, deadline - time.monotonic()) + _STORE_S)
+        if not outcome:
+            raise self._store_lost(f"no answer within {self._timeout_s:g} s (IRIS_TIMEOUT)")
+        told, error = outcome[0]
+        if error is not None:
+            raise error
+        return told
+
+    def _store_lost(self, reason: str) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self.rank} lost the store of its process group while a context is made, and with it the process "
+            f"that serves it (rank 0, or torchrun): {reason}"
+        )
+
+    def _left_in(self, store: Any, key: str, own: dict, keys: Sequence[str], deadline: float) -> list[dict]:
         told: list[dict] = []
         try:
             store.set(key, json.dumps(own))
@@ -115,10 +149,7 @@ class Channel:
         except RuntimeError as error:
             if isinstance(error, (PeerLostError, PlatformError)):
                 raise
-            raise PeerLostError(
-                f"rank {self.rank} lost the store of its process group while a context is made, and with it the rank "
-                f"that serves it: {str(error).splitlines()[0]}"
-            ) from None
+            raise self._store_lost(str(error).splitlines()[0]) from None
         return told
 
     def _dial(self, rank: int, told: dict, deadline: float) -> socket.socket:
@@ -342,6 +373,17 @@ class Channel:
 
 
 _REMEDY = "Expected the same calls in the same order on all ranks; end all ranks and start again."
+
+
+def _remove_socket_of_ended(told: dict) -> None:
+    """What a killed rank cannot remove. Only a socket in a folder that is called as ours are goes, for anybody may
+    have written the path."""
+    path = Path(str(told["path"]))
+    with suppress(OSError, ValueError):
+        if has_ended(int(told["pid"])) and path.name == "socket" and path.parent.name.startswith("iris-"):
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                path.unlink()
+            path.parent.rmdir()
 
 
 def close_all(fds) -> None:

@@ -175,3 +175,37 @@ def all_leave(rank: int, world: int) -> None:
 def test_an_exception_on_all_ranks_is_the_users() -> None:
     ended = run_fresh(2, all_leave, env={"IRIS_TIMEOUT": "20"})
     assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
+
+
+# --- the rank that serves the store of the process group -------------------------------------------------------------
+
+
+def losing_the_store(rank: int, world: int, how: str) -> None:
+    iris.iris(1 << 20).close()
+    if rank == 0:
+        fail(how)
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"rank 1 lost .*\brank 0\b"):
+        while True:
+            iris.iris(1 << 20).close()
+    assert time.monotonic() - begin < LIMIT_S + 4
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_context_is_not_made_without_a_store(how: str) -> None:
+    ended = run_fresh(2, losing_the_store, how, env={"IRIS_TIMEOUT": str(LIMIT_S)}, timeout=20)
+    assert ended[1].exitcode == 0, ended[1].traceback
+
+
+def killed_while_a_context_is_made(rank: int, world: int) -> list[str]:
+    if rank == VICTIM:
+        iris.channel.Channel._dial = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError if rank != VICTIM else RuntimeError):
+        iris.iris(1 << 20)
+    return os.listdir(os.environ["TMPDIR"])
+
+
+def test_nothing_stays_of_a_rank_that_is_killed_while_a_context_is_made(tmp_path) -> None:
+    ended = run_fresh(2, killed_while_a_context_is_made, env={"IRIS_TIMEOUT": "20", "TMPDIR": str(tmp_path)})
+    assert ended[VICTIM].exitcode == -signal.SIGKILL and ended[0].result == [], ended
