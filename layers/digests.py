@@ -74,7 +74,11 @@ def watch_inputs(model: nn.Module, ctx) -> None:
     if ctx.agreement is None and ctx.device.type != "cpu":
         return
     for name, module in model.named_modules():
-        if type(module).forward is nn.Embedding.forward and "forward" not in vars(module):
+        if (
+            isinstance(module, nn.Embedding)
+            and type(module).forward is nn.Embedding.forward
+            and "forward" not in vars(module)
+        ):
             module.register_forward_pre_hook(_Look(ctx, name))
 
 

@@ -96,7 +96,7 @@ def fuse_gates(model: nn.Module) -> int:
 
 def _is_merged(module: nn.Module) -> bool:
     """Whether it holds what is exchanged, and a merged product is all that its class's forward is called with."""
-    hooks, own = list(module._forward_pre_hooks.values()), {*vars(module), *module._modules}
+    hooks, own = list(module._forward_pre_hooks.values()), {*vars(module), *dict(module.named_children())}
     plainly = len(hooks) == 1 and isinstance(hooks[0], Product) and not module._forward_hooks
     # what an instance may have in place of its class's
     return plainly and own >= {_MERGED, "act_fn", "down_proj"} and own.isdisjoint({"forward", "_compiled_call_impl"})

@@ -29,6 +29,7 @@ import sys
 from iris.errors import ArgumentError, DtypeError, PlatformError, StyleError
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .sharded import ShardedLinear
 
@@ -86,6 +87,7 @@ def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
         raise StyleError(f"{what}: pass plan={{name: style}}")
     _refuse_quantised(model)
     _refuse_split(model)
+    _refuse_lazy(model)
     modules = dict(model.named_modules())
     names = list(modules) + [name for name, _ in model.named_parameters()]
     styles: dict[str, str] = {}
@@ -122,6 +124,12 @@ def _refuse_split(model: nn.Module) -> None:
             )
 
 
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ArgumentError(f"{name} is of no size yet: expected a model whose lazy modules have been called once")
+
+
 def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
     style = styles[name]
     if style not in SPLIT | WHOLE:
@@ -130,6 +138,8 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> 
     by_head = style in COLUMN and name not in modules and is_attention(modules[name.rpartition(".")[0]])
     if style in WHOLE or by_head:
         return
+    if not name:
+        raise StyleError(f"the plan gives the model itself style {style!r}: expected names of modules inside of it")
     kind = "parameter, not a module"
     if name in modules:
         own = type(modules[name])

@@ -2,9 +2,9 @@
 
 Both are skeletons (see `skeleton`). The model's forward is called with tokens, and with one more and the cache; of a
 module that takes no tokens, those inside it are tried, each with inputs as wide as its parameters. Where the whole one
-runs and the split one raises, gives a tensor of another shape, or takes a rank's part for the whole (see `meaning`), the
-plan is refused with the name of the module. So is a forward that reads a split weight itself. What cannot be run on
-meta is not refused, and its names are returned.
+runs and the split one raises, gives a tensor of another shape, or takes a rank's part for the whole (see `meaning`),
+the plan is refused with the name of the module. So is a forward that reads a split weight itself. What cannot be run
+on meta is not refused, and its names are returned.
 
 The layers of a stack that are alike run once. What asks a tensor on meta for its value is told 1, or True.
 """

@@ -51,7 +51,8 @@ class _Skeleton:
     def twin(self, value: Any) -> Any:
         """What stands in the skeleton for `value`: for other things than modules and tensors these themselves."""
         if isinstance(value, nn.Module):
-            return self._module(value) if id(value) in self._inside else value
+            copied = id(value) in self._inside and not isinstance(value, torch.jit.ScriptModule)
+            return self._module(value) if copied else value
         if isinstance(value, torch.Tensor):
             if id(value) not in self._tensors:
                 self._tensors[id(value)] = _empty(value)

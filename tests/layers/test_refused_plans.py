@@ -374,6 +374,27 @@ def test_weights_that_are_no_plain_tensors_are_refused_by_name(world_size: int) 
         models.assert_logits(result, "plain")
 
 
+def odd_body(ctx) -> None:
+    plan, x = {"up": "colwise", "down": "rowwise"}, torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    lazy = Pair()
+    lazy.extra = nn.LazyLinear(8)
+    with pytest.raises(ArgumentError, match="extra.weight is of no size yet"):
+        parallelize(lazy, ctx, plan=plan)
+    with pytest.raises(StyleError, match="the plan gives the model itself style 'colwise'"):
+        parallelize(nn.Linear(4, 4), ctx, plan={"": "colwise"})
+    torch.manual_seed(0)
+    scripted = Pair().requires_grad_(False)
+    scripted.act_fn = torch.jit.script(nn.ReLU())
+    expected = scripted(x)
+    parallelize(scripted, ctx, plan=plan)
+    torch.testing.assert_close(scripted(x.to(ctx.device)).cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@two_ranks
+def test_modules_that_are_no_plain_ones(world_size: int) -> None:
+    run_ranks(world_size, odd_body)
+
+
 # --- plans that leave the layers whole -------------------------------------------------------------------------------
 
 
