@@ -127,11 +127,11 @@ def _place(path_or_id: str | Path) -> str:
 def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx) -> Path:
     """Where the files are. Rank 0 looks, and downloads if it must."""
     found = error = None
-    if ctx.cur_rank == 0:
+    if ctx.cur_rank == 0 and os.path.lexists(path_or_id) and not os.path.isdir(path_or_id):
+        error = f"{str(path_or_id)!r} is no folder, but a file"
+    elif ctx.cur_rank == 0:
         found = _place(path_or_id)
         try:
-            if os.path.lexists(found) and not os.path.isdir(found):
-                raise CheckpointError("it is a file")
             if not Path(found).is_dir():
                 from huggingface_hub import snapshot_download
 

@@ -379,3 +379,7 @@ def nowhere_body(ctx, folder: str) -> str:
 def test_a_folder_that_is_not_there(world_size: int, tmp_path: Path) -> None:
     for text in run_ranks(world_size, nowhere_body, str(tmp_path / "nowhere")):
         assert "nowhere' is no folder" in text
+    file = agreed(tmp_path) / "file"
+    file.touch()
+    for text in run_ranks(world_size, nowhere_body, str(file)):
+        assert "file' is no folder, but a file" in text

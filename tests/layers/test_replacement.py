@@ -99,7 +99,7 @@ def in_a_fork(folder: Path, fatal: int | None, body: Callable[[], None]) -> int 
 
 
 # old to new: the size of a file (None: one file), and how the new configuration differs
-SIZES = {"one file": "5GB", "several": 1000}
+SIZES = {"one file": "5GB", "several": 2000}
 CASES = {
     "one file to one": ("one file", "one file", {}),
     "one file to several": ("one file", "several", {}),
@@ -137,7 +137,7 @@ def killed_body(rank: int, world_size: int, root: str, case: str) -> None:
         if not states or states[-1] != now:  # else it loads as it did
             seen.append(value_of(folder, ctx))
             states.append(now)
-        if step % 7 == 0:  # what was left is no hindrance, and does not stay
+        if step % 9 == 0:  # what was left is no hindrance, and does not stay
             save()
             assert value_of(folder, ctx) == 2.0 and not unread(folder)
     assert seen == sorted(seen) and set(seen) == {1.0, 2.0}, seen
