@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from . import fp8, step_product
 from .autocast import autocast, autocast_dtype
-from .gradients import check_no_gradient
+from .gradients import check_no_gradient, may_differentiate
 from .shard import Shard, concat, fill, plain
 
 LOCAL = "matmul (local)"
@@ -177,15 +177,17 @@ class ShardedLinear(nn.Module):
                 f"input has shape {tuple(x.shape)}: sequence parallel expects [tokens, {features}] or"
                 f" [1, tokens, {features}]; flatten a larger batch into tokens before it is split"
             )
-        check_no_gradient(self.op, input=x, weight=self.weight, bias=self.bias)
+        if may_differentiate():
+            check_no_gradient(self.op, input=x, weight=self.weight, bias=self.bias)
         return x
 
     def terms(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias for a product in `dtype`, which is another than theirs under torch.autocast only."""
-        if dtype == self.dtype:
-            return self.weight, self.bias
-        weight = self.weight if self.weight_scale is not None else self.weight.to(dtype)
-        return weight, None if self.bias is None else self.bias.to(dtype)
+        weight, bias = self.weight, self.bias
+        if dtype not in (weight.dtype, self._exact):
+            weight = weight if self.weight_scale is not None else weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return weight, bias
 
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
         """What `op` makes of `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
