@@ -167,16 +167,10 @@ def lead():
 @device_function
 def dot(a, b, acc):
     """`acc + a @ b` in fp32. fp32 operands are multiplied exactly as torch does by default, not as tf32."""
-    if INTERPRET:
-        a, b = a.to(tl.float32), b.to(tl.float32)  # the interpreter multiplies the raw bits of bf16
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @device_function
 def round_to(x, dtype: tl.constexpr):
-    """fp32 `x` rounded to nearest even in `dtype`; the interpreter would truncate to bf16."""
-    if INTERPRET and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    """fp32 `x` rounded to nearest even in `dtype`."""
     return x.to(dtype)

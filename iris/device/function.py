@@ -9,7 +9,7 @@ neither trouble.
 import triton
 
 from .. import platform
-from .interpreter import load_words_whole, spare_repetition
+from . import interpreter
 
 
 def device_function(fn):
@@ -19,5 +19,4 @@ def device_function(fn):
 
 
 if platform.interpreting():
-    spare_repetition()
-    load_words_whole()
+    interpreter.prepare()

@@ -77,9 +77,9 @@ def _part(whole: torch.Tensor, dim: int, world_size: int, rank: int) -> torch.Te
 
 
 def room(dtype: torch.dtype, rounds: bool, ranks: int) -> float:
-    """Of a row's norm, how far a result may be off: rounded rows, in the interpreter without carries, or none."""
+    """Of a row's norm, how far a result may be off: rounded rows, or none."""
     if rounds:
-        return 0.06 if ON_GPU else 0.13
+        return 0.06
     return (ranks + 1) * (2**-8 if dtype == BF16 else 2**-21)
 
 

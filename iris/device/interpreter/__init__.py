@@ -1,0 +1,16 @@
+"""Triton's interpreter, mended: numbers that it computes wrong (`builder`, `reductions`), and what it repeats without
+need (`repetition`). `private` names all that is Triton's own.
+"""
+
+
+def prepare() -> None:
+    """Mends the interpreter for this process, in which it is on."""
+    from . import launching, reductions, repetition
+    from .builder import Builder
+    from .private import TensorHandle, replace_builder
+
+    repetition.prepare()
+    reductions.prepare()
+    launching.prepare()
+    TensorHandle.__post_init__ = lambda self: None  # it refuses a bfloat16 of 32 bits
+    replace_builder(Builder)

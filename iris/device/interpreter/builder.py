@@ -1,0 +1,224 @@
+"""What an operation of a kernel does in the interpreter, where Triton's own `InterpreterBuilder` does it wrong.
+
+Triton 3.6 keeps a bfloat16 as an integer of 16 bits and an fp8 number as one of 8, and computes on those. Here a block
+of bfloat16 is made of numbers (`floats.py`); loads, stores, casts to bits and atomics turn them to words and back. An
+fp8 number stays a byte: it can be moved, cast and multiplied by `tl.dot`; all else raises, as no GPU computes in fp8.
+"""
+
+from functools import partialmethod
+
+import numpy as np
+from triton.language import core
+
+from ...errors import DtypeError
+from . import floats
+from .private import (
+    EXCHANGE,
+    FLOAT_ADD,
+    TO_NEAREST,
+    InterpreterBuilder,
+    TensorHandle,
+    memory,
+    numpy_type,
+)
+
+
+class Builder(InterpreterBuilder):
+    """Triton's, with the numbers that numpy lacks."""
+
+    # --- constants ----------------------------------------------------------------------------------------------------
+
+    def get_bf16(self, value):
+        return TensorHandle(floats.rounded(np.array([value], np.float32)), core.bfloat16)
+
+    def _get_fp8(self, value, dtype):
+        return TensorHandle(floats.to_fp8(np.array([value], np.float32), dtype.name), dtype)
+
+    get_fp8e4nv = partialmethod(_get_fp8, dtype=core.float8e4nv)
+    get_fp8e5 = partialmethod(_get_fp8, dtype=core.float8e5)
+    get_fp8e4b8 = partialmethod(_get_fp8, dtype=core.float8e4b8)
+    get_fp8e5b16 = partialmethod(_get_fp8, dtype=core.float8e5b16)
+
+    # --- casts --------------------------------------------------------------------------------------------------------
+
+    def cast_impl(self, src, dst_type):
+        to = dst_type.scalar
+        if to.name == "bf16":
+            return TensorHandle(floats.rounded(src.data.astype(np.float32)), to)
+        return TensorHandle(src.data.astype(numpy_type(to)), to)
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        """With an fp8 type on either side, or rounded otherwise than to nearest."""
+        of, to = src.dtype.scalar, dst_type.scalar
+        nearest = rounding_mode is None or rounding_mode == TO_NEAREST
+        for each in (of, to):
+            if each.is_fp8() and not (floats.converts(each.name) and nearest):
+                raise DtypeError(_refusal(f"a cast from {of} to {to}, rounded by {rounding_mode}"))
+        if not (of.is_fp8() or to.is_fp8()) and to.name != "bf16":
+            return super().create_fp_to_fp(src, dst_type, rounding_mode)
+        x = floats.from_fp8(src.data, of.name) if of.is_fp8() else src.data.astype(np.float32)
+        if to.is_fp8():
+            return TensorHandle(floats.to_fp8(x, to.name), to)
+        if to.name == "bf16":
+            return TensorHandle(floats.rounded(x) if nearest else floats.truncated(x), to)
+        return TensorHandle(x.astype(numpy_type(to)), to)
+
+    def create_bitcast(self, src, dst_type):
+        data, to = _words(src), dst_type.scalar
+        if to.name == "bf16":
+            return TensorHandle(floats.from_bits(data), to)
+        return TensorHandle(data.view(numpy_type(to)), to)
+
+    create_int_to_ptr = create_ptr_to_int = create_bitcast
+
+    # --- arithmetic ---------------------------------------------------------------------------------------------------
+
+    def binary_op(self, lhs, rhs, op):
+        return _result(op(_numbers(lhs, op), rhs.data), lhs.dtype.scalar)
+
+    def unary_op(self, arg, op):
+        return _result(op(_numbers(arg, op)), arg.dtype.scalar)
+
+    def ternary_op(self, lhs, rhs, other, op):
+        last = other.data if op is np.where else _numbers(other, op)  # bits can be chosen from
+        return _result(op(lhs.data, rhs.data, last), other.dtype.scalar)
+
+    def create_fma(self, x, y, z):
+        dtype = z.dtype.scalar
+        if dtype.name != "bf16":
+            return TensorHandle(_numbers(x, "fma") * y.data + z.data, dtype)
+        exact = x.data.astype(np.float64) * y.data  # the product of two bfloat16, without error
+        return TensorHandle(floats.rounded(floats.to_odd(exact + z.data)), dtype)
+
+    def create_fabs(self, arg):
+        return self.unary_op(arg, np.abs)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        x, y = (floats.from_fp8(_convertible(each), each.dtype.scalar.name) if each.dtype.scalar.is_fp8() else each.data
+                for each in (a, b))  # fmt: skip
+        product = np.matmul(x, y, dtype=d.data.dtype)
+        product += d.data
+        return TensorHandle(product, d.dtype.scalar)
+
+    def create_dot_scaled(self, *operands):
+        raise DtypeError(_refusal("tl.dot_scaled"))
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def create_masked_load(self, ptrs, mask, other, *hints, **named_hints):
+        element = ptrs.get_element_ty()
+        if element.name == "bf16":
+            found = memory.load(ptrs.data, mask.data, _filling(ptrs, other, np.uint16), np.dtype(np.uint16))
+            return TensorHandle(floats.from_bits(found), element)
+        if element.name == "int16":
+            return TensorHandle(_whole_words(ptrs, mask, other), element)
+        return super().create_masked_load(ptrs, mask, other, *hints, **named_hints)
+
+    def create_masked_store(self, ptrs, value, mask, *hints):
+        return memory.store(ptrs.data, _words(value), mask.data)
+
+    # --- atomics ------------------------------------------------------------------------------------------------------
+
+    def create_atomic_cas(self, ptr, cmp, val, sem, scope):
+        if cmp.dtype.scalar.name != "bf16":
+            return super().create_atomic_cas(ptr, cmp, val, sem, scope)
+        as_words = [TensorHandle(_words(each), core.uint16) for each in (cmp, val)]
+        was = super().create_atomic_cas(ptr, *as_words, sem, scope)
+        return TensorHandle(floats.from_bits(was.data), cmp.dtype.scalar)
+
+    def create_atomic_rmw(self, rmwOp, ptr, val, mask, sem, scope):
+        dtype = val.dtype.scalar
+        if rmwOp == FLOAT_ADD and dtype.primitive_bitwidth == 16:
+            return self._add_narrow(ptr, val, mask, sem)
+        if rmwOp == EXCHANGE and dtype.is_floating():  # as integers
+            word = core.get_int_dtype(dtype.primitive_bitwidth, False)
+            bits = TensorHandle(val.data.view(numpy_type(word)), word)
+            was = super().create_atomic_rmw(rmwOp, ptr, bits, mask, sem, scope)
+            return TensorHandle(was.data.view(numpy_type(dtype)), dtype)
+        return super().create_atomic_rmw(rmwOp, ptr, val, mask, sem, scope)
+
+    def _add_narrow(self, ptr, val, mask, sem):
+        """Adds 16 bits by compare and swap, until no other rank and no other element came between."""
+        dtype, shape = val.dtype.scalar, ptr.data.shape
+        bfloat = dtype.name == "bf16"
+        values = np.broadcast_to(val.data, shape).ravel()
+        addresses, before = ptr.data.ravel(), np.zeros(ptr.data.size, np.uint16)
+        order = self.ir_sem_to_interpreter_sem[sem]
+        left = np.flatnonzero(np.broadcast_to(mask.data, shape))
+        while left.size:
+            at, every = addresses[left], np.ones(left.size, bool)
+            seen = memory.load(at, every, np.zeros(left.size, np.uint16), np.dtype(np.uint16))
+            if bfloat:
+                wanted = floats.to_bits(floats.rounded(floats.from_bits(seen) + values[left]))
+            else:
+                wanted = (seen.view(np.float16) + values[left]).view(np.uint16)
+            was = memory.atomic_cas(at, seen, wanted, order)
+            before[left] = was
+            left = left[was != seen]
+        before = before.reshape(shape)
+        return TensorHandle(floats.from_bits(before) if bfloat else before.view(np.float16), dtype)
+
+
+def _refusal(what: str) -> str:
+    return f"{what}: Triton's interpreter cannot compute this; cast to tl.float32 first"
+
+
+def _numbers(arg, op):
+    """An operand's data, which are numbers, not bits."""
+    dtype = arg.dtype.scalar
+    if dtype.name.startswith("fp8"):
+        raise DtypeError(_refusal(f"{getattr(op, '__name__', op)} of {dtype}"))
+    return arg.data
+
+
+def _convertible(arg):
+    name = arg.dtype.scalar.name
+    if not floats.converts(name):
+        raise DtypeError(_refusal(f"tl.dot of {name}"))
+    return arg.data
+
+
+def _result(data, dtype):
+    """What an operation made, as wide and as exact as `dtype`; comparisons make truth values."""
+    if data.dtype == np.bool_:
+        return TensorHandle(data, core.int1)
+    if dtype.name == "bf16":
+        return TensorHandle(floats.rounded(data), dtype)
+    wanted = numpy_type(dtype)
+    return TensorHandle(data.astype(wanted) if data.dtype.itemsize > wanted.itemsize else data, dtype)
+
+
+def _words(value):
+    """The data as they are in memory."""
+    return floats.to_bits(value.data) if value.dtype.scalar.name == "bf16" else value.data
+
+
+def _filling(ptrs, other, word):
+    """What a load gives where it is masked out."""
+    if other is None:
+        return np.zeros(ptrs.data.shape, word)
+    return np.ascontiguousarray(np.broadcast_to(_words(other), ptrs.data.shape))
+
+
+def _whole_words(ptrs, mask, other):
+    """Integers of 16 bits, each loaded at once, for words that say themselves whether they have arrived (`exchange`).
+
+    The interpreter copies each element by memcpy, of which a C library may make a load of two bytes and one of the last
+    byte again: of a word that is stored between them, half is new and half is old.
+    """
+    asked = np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)
+    found = np.zeros(ptrs.data.shape, np.int16)
+    if other is not None:
+        found[...] = other.data
+    at = ptrs.data[asked]
+    if at.size:
+        first, last = int(at.min()), int(at.max())
+        found[asked] = np.asarray(_Words(first, (last - first) // 2 + 1))[(at.astype(np.int64) - first) // 2]
+    return found
+
+
+class _Words:
+    """Memory from an address on, as numpy takes it: `count` integers of 16 bits."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__array_interface__ = {"data": (address, True), "shape": (count,), "typestr": "<i2", "version": 3}

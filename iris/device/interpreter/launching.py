@@ -1,0 +1,58 @@
+"""Launches in the interpreter: a kernel's signature is read once, and tensors are taken where they are, on the CPU.
+
+An error of this library goes to the caller as it is; Triton would wrap it, so that its type were lost.
+"""
+
+import inspect
+import itertools
+
+import numpy as np
+
+from ...errors import IrisError
+from .private import GridExecutor, InterpreterError, builder, implicit, interpreter
+
+
+def prepare() -> None:
+    """For this process, in which the interpreter is on."""
+    interpreter.GridExecutor = Launch
+
+
+class Launch(GridExecutor):
+    """Triton's, for tensors on the CPU."""
+
+    _known: dict = {}  # of functions: their arguments' names, defaults, and which are constants
+
+    def __init__(self, fn, arg_names, grid, pre_run_hooks=()):
+        self.fn, self.arg_names, self.grid, self.pre_run_hooks = fn, arg_names, grid, pre_run_hooks
+        if fn not in self._known:
+            super().__init__(fn, arg_names, grid, pre_run_hooks)
+            parameters = inspect.signature(fn).parameters.values()
+            defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+            self._known[fn] = frozenset(self.constexprs), defaults
+        self.constexprs, self.defaults = self._known[fn]
+
+    def __call__(self, *args, **kwargs):
+        named = {name: value for name, value in kwargs.items() if name in self.arg_names}
+        if any(getattr(each, "is_cuda", False) for each in (*args, *named.values())):
+            return super().__call__(*args, **kwargs)
+        for hook in self.pre_run_hooks:
+            hook(*args, **named)
+        interpreter._patch_lang(self.fn)
+        given = self.defaults | dict(zip(self.arg_names, args, strict=False)) | named
+        if len(args) > len(self.arg_names) or given.keys() != set(self.arg_names):
+            inspect.getcallargs(self.fn, *args, **named)  # says which are missing
+        given = {name: value if name in self.constexprs else implicit(value) for name, value in given.items()}
+        grid = self.grid(given) if callable(self.grid) else self.grid
+        columns, rows, layers = (*grid, 1, 1)[:3]
+        builder.set_grid_dim(columns, rows, layers)
+        places = itertools.product(range(columns), range(rows), range(layers))
+        try:
+            with np.errstate(all="ignore"):  # no GPU warns
+                for place in places:
+                    builder.set_grid_idx(*place)
+                    self.fn(**given)
+        except Exception as error:
+            found = error
+            while isinstance(found, InterpreterError) and found.__cause__ is not None:  # of functions that are called
+                found = found.__cause__
+            raise found if isinstance(found, IrisError) else InterpreterError(repr(found)) from error
