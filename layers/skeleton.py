@@ -1,12 +1,14 @@
 """A model without its weights: the same classes, attributes and names, every tensor on meta.
 
 What is tried on a skeleton costs no memory and leaves the model alone. It has none of the model's hooks, nor forwards
-that an instance has in place of its class's: they are the user's, who does not expect a call. It is in eval mode.
+that an instance has in place of its class's: they are the user's, who does not expect a call. It is in eval mode, and
+attends by ops that meta knows, of which a Hugging Face model has the same use as of other kernels.
 Layers of a list that are alike are one module in it, so that of a deep model it is as soon made, and changed.
 """
 
 from __future__ import annotations
 
+import copy
 from types import MethodType
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 _OWN_CALLS = ("forward", "_compiled_call_impl", "_call_impl")
+_ATTENTION = "_attn_implementation"  # the setting of a Hugging Face configuration
 _PLACES = ("idx", "index", "layer_id")  # what settings that say where in the model a layer is end with
 
 
@@ -40,6 +43,7 @@ def kind_of(module: nn.Module) -> tuple:
 class _Skeleton:
     def __init__(self, model: nn.Module) -> None:
         self._twins: dict[int, nn.Module] = {}
+        self._configurations: dict[int, Any] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         self._inside = {id(module) for module in model.modules()}
         self._first: dict[int, nn.Module] = {}  # for each module of a list, the first that is like it
@@ -57,6 +61,10 @@ class _Skeleton:
             if id(value) not in self._tensors:
                 self._tensors[id(value)] = _empty(value)
             return self._tensors[id(value)]
+        if hasattr(value, _ATTENTION):
+            if id(value) not in self._configurations:
+                self._configurations[id(value)] = _configuration(value)
+            return self._configurations[id(value)]
         if isinstance(value, MethodType) and id(value.__self__) in self._inside:
             return MethodType(value.__func__, self._module(value.__self__))
         return value
@@ -84,6 +92,13 @@ class _Skeleton:
                 attributes[key] = value.copy() if type(value) is set else self.twin(value)
         attributes["training"] = False
         return attributes
+
+
+def _configuration(configuration: Any) -> Any:
+    own = copy.deepcopy(configuration)
+    if getattr(own, _ATTENTION) not in (None, "eager", "sdpa"):
+        setattr(own, _ATTENTION, "eager")
+    return own
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
