@@ -1,5 +1,6 @@
 # make demo [RANKS=n]   a real language model on several ranks, compared with the unsplit one
-# make test             lint, then every test that needs no GPU
+# make test             lint, then the tests that need no GPU, but for slow ones
+# make test-all         lint, then every test that needs no GPU
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too
 #
 # All set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere TORCH is
@@ -17,13 +18,16 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
-.PHONY: demo test test-gpu lint bench clean distclean
+.PHONY: demo test test-all test-gpu lint bench clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) $(MODEL_STAMP)
 	$(PY) -m examples.demo $(if $(RANKS),--ranks $(RANKS))
 
 test: lint $(MODEL_STAMP)
+	$(PY) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+
+test-all: lint $(MODEL_STAMP)
 	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: $(MODEL_STAMP)

@@ -8,14 +8,17 @@ show that each check can fail.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 import itertools
 import os
 from pathlib import Path
+import queue
 import re
 import subprocess
 import sys
+import threading
+import time
 
 from tests.processes import ROOT, python_path
 from tests.untraced import copy_untraced
@@ -29,6 +32,7 @@ KEPT = ("few_rows_all", "few_rows_all_norm")  # reductions whose own part stays 
 OF_TWO = "few_rows_narrow_of_two"
 EXCHANGES = (*REDUCTIONS, *KEPT, OF_TWO, "few_rows_gather", "few_rows_gather_first")
 WORLD_SIZE = 4  # of kernel_variants.py
+_LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 300.0, 20.0  # of one kernel's compilation
 
 
 @dataclass(frozen=True)
@@ -56,32 +60,43 @@ Kernels = dict[str, Kernel]
 
 
 class Compilation:
-    """Of a target's name, its kernels by name; those of `UNTRACED` are without any call that records events."""
+    """Of a target's name, its kernels by name; those of `UNTRACED` are without any call that records events.
+
+    Triton's cache keeps what was compiled before, by the hashes of its sources and of triton.
+    """
 
     def __init__(self, new_folder: Callable[[str], Path]) -> None:
+        self._new_folder = new_folder
         self._processes: list[subprocess.Popen] = []
         self._pool = ThreadPoolExecutor(os.cpu_count())
-        self._found = {
-            target: self._pool.submit(self._compile, target, new_folder("compiled"))
-            for target in (*CUDA, *HIP, UNTRACED)
-        }
+        self._found: dict[str, Future[Kernels]] = {}
+
+    def start(self, target: str) -> None:
+        """Begins to compile for a target."""
+        if target not in self._found:
+            self._found[target] = self._pool.submit(self._compile, target, self._new_folder("compiled"))
 
     def __call__(self, target: str) -> Kernels:
+        self.start(target)
         return self._found[target].result()
 
     def _compile(self, target: str, folder: Path) -> Kernels:
-        source = ROOT
+        source, name = ROOT, target
         if target == UNTRACED:
-            target, source = "sm_90", folder / "source"
+            name, source = "sm_90", folder / "source"
             copy_untraced(source)
-        command = [sys.executable, "-m", "tests.compile_kernels", target, str(folder)]
+        command = [sys.executable, "-m", "tests.compile_kernels", name, str(folder)]
         # the path is for what `copy_untraced` leaves here
         environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
-        said = subprocess.PIPE
-        process = subprocess.Popen(command, cwd=source, env=environment, stdout=said, stderr=said, text=True)
-        self._processes.append(process)
-        _, errors = process.communicate(timeout=1200)
-        assert process.returncode == 0, errors[-4000:]
+        errors = folder / "errors"
+        with errors.open("w") as said:
+            process = subprocess.Popen(
+                command, cwd=source, env=environment, stdout=subprocess.PIPE, stderr=said, text=True
+            )
+            self._processes.append(process)
+            stuck = _followed(process)
+        assert not stuck, f"{target}: {stuck}"
+        assert process.returncode == 0, errors.read_text()[-4000:]
         return {path.stem: _read(path) for path in sorted(folder.iterdir()) if path.suffix in (".ptx", ".amdgcn")}
 
     def close(self) -> None:
@@ -89,6 +104,34 @@ class Compilation:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()
+
+
+def _followed(process: subprocess.Popen) -> str:
+    """Waits for a process that prints the name of each kernel before it compiles it. Says which one is stuck, if any.
+
+    How long one may take follows from the slowest before it, so a machine that is slow or busy meets no limit.
+    """
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout:
+            lines.put(line.strip())
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    name, slowest, begin = "starting", _LEAST_LIMIT_S / _TIMES_THE_SLOWEST, time.monotonic()
+    while True:
+        limit = max(_LEAST_LIMIT_S, _TIMES_THE_SLOWEST * slowest)
+        try:
+            line = lines.get(timeout=limit)
+        except queue.Empty:
+            process.kill()
+            return f"{name} has not been compiled in {limit:.0f} s, the slowest before took {slowest:.0f} s"
+        now = time.monotonic()
+        name, slowest, begin = line, max(slowest, now - begin), now
+        if not line:
+            process.wait()
+            return ""
 
 
 def _read(path: Path) -> Kernel:

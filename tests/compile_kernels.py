@@ -180,21 +180,26 @@ def compile_store_warp(target: GPUTarget):
     return triton.compile(source, target=target, options=dict(num_warps=fused_store_warp.WARPS))
 
 
+def compiled_variants(target: GPUTarget, pattern: str):
+    """(name, compiled kernel) of all variants whose names match; prints each name before it is compiled."""
+    for name, kernel, options, constants in [*variants(target), *traced(target)]:
+        if re.search(pattern, name):
+            print(name, flush=True)
+            yield name, compile_kernel(kernel, target, options, **constants)
+    if target.backend == "hip" and not pattern:
+        print("planned", flush=True)
+        yield from planned(target)
+    if target.arch == 90 and not pattern:
+        print("example_store_warp", flush=True)
+        yield "example_store_warp", compile_store_warp(target)
+
+
 def main(target_name: str, folder: str, pattern: str = "") -> None:
     os.nice(15)  # other tests run meanwhile
     target = TARGETS[target_name]
     if target.backend == "hip":
         platform.keep_addresses_whole()
-    found = [
-        (name, compile_kernel(kernel, target, options, **constants))
-        for name, kernel, options, constants in [*variants(target), *traced(target)]
-        if re.search(pattern, name)
-    ]
-    if target.backend == "hip" and not pattern:
-        found += planned(target)
-    if target.arch == 90 and not pattern:
-        found.append(("example_store_warp", compile_store_warp(target)))
-    for name, compiled in found:
+    for name, compiled in compiled_variants(target, pattern):
         kind = "ptx" if target.backend == "cuda" else "amdgcn"
         Path(folder, f"{name}.{kind}").write_text(compiled.asm[kind])
         Path(folder, f"{name}.shared").write_text(str(compiled.metadata.shared))

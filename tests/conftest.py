@@ -1,4 +1,9 @@
-"""Which tests run where: `gpu` ones under torchrun and only those, the rest without it; and what they share."""
+"""Which tests run where, and what they share.
+
+`gpu` ones run under torchrun and only those, the rest without it. Of the rest `make test` leaves out what is marked
+`slow`, `make test-all` nothing. These are marked here: four ranks, but for the first such test of a file and where four
+is the point (`four`); a single rank, but for the first of a test's cases; kernels for a vendor's second architecture.
+"""
 
 from collections.abc import Callable, Iterator
 import os
@@ -7,16 +12,33 @@ import pytest
 
 from tests import assembly, harness
 
+_SECOND_TARGETS = assembly.CUDA[1:] + assembly.HIP[1:]
 
-@pytest.hookimpl(trylast=True)  # so that shares are cut of what `-m` has left
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     reason = "runs without torchrun" if harness.UNDER_TORCHRUN else "needs GPUs: torchrun -m pytest -m gpu"
     for item in items:
         if (item.get_closest_marker("gpu") is not None) != harness.UNDER_TORCHRUN:
             item.add_marker(pytest.mark.skip(reason=reason))
+    if not harness.UNDER_TORCHRUN:
+        _mark_slow(items)
+    yield  # `-m` takes what it wants
     if "IRIS_TEST_SHARE" in os.environ:  # "2/4": of four shares the second; see on_gpus.py
         share, cut = map(int, os.environ["IRIS_TEST_SHARE"].split("/"))
         items[:] = items[share - 1 :: cut]
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
+    seen = set()
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        case = {1: item.function, 4: item.path}.get(given.get("world_size"))
+        if case is not None and (case in seen and item.get_closest_marker("four") is None):
+            item.add_marker(pytest.mark.slow)
+        seen.add(case)
+        if given.get("target") in _SECOND_TARGETS:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,6 +57,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
-    """Where any of the tests to come wants kernels compiled, all are, from the first test on."""
-    if not harness.UNDER_TORCHRUN and any("compiled" in item.fixturenames for item in request.session.items):
-        request.getfixturevalue("compiled")
+    """What the tests to come want compiled is, from the first test on."""
+    if harness.UNDER_TORCHRUN:
+        return
+    wanting = [item for item in request.session.items if "compiled" in item.fixturenames]
+    for target in dict.fromkeys(
+        item.callspec.params.get("target", "sm_90") if hasattr(item, "callspec") else "sm_90" for item in wanting
+    ):
+        request.getfixturevalue("compiled").start(target)

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from tests.outcomes import Failure, attempt, dumps, raise_first
-from tests.processes import forkserver, prepare_process
+from tests.processes import forkserver, patient, prepare_process
 
 UNDER_TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
 ON_GPU = UNDER_TORCHRUN and torch.cuda.is_available()
@@ -97,7 +97,7 @@ def _zero(memory: torch.Tensor) -> None:
 
 def _worker(rank: int, world_size: int, folder: str, tasks: Connection) -> None:
     prepare_process(f"{folder}/stacks-{rank}")
-    os.environ["IRIS_TIMEOUT"] = str(_WAIT_LIMIT_S)
+    os.environ["IRIS_TIMEOUT"] = str(patient(_WAIT_LIMIT_S))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     renewable = _Renewable(iris.iris(_CPU_HEAP))
     while True:
@@ -135,7 +135,7 @@ class _Pool:
 
     def run(self, body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         message = dumps((body, args))
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + patient(timeout)
         outcomes: list[Any] = [None] * len(self.pipes)
         running = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
         sound = False

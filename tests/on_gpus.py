@@ -23,7 +23,8 @@ import torch
 # Seconds that a test takes there, about, most of them for compilation; and what a share should take.
 _SECONDS = {"test_ccl.py": 16, "test_warp_roles.py": 20, "test_fuzz.py": 13, "test_compile.py": 10, "test_ops.py": 5}
 _OTHERS, _SHARE_SECONDS = 2, 80
-_ALONE = "test_litmus.py", "test_epoch.py"  # rounds, and waits of 0.3 s, need all ranks on their GPUs at the same time
+# rounds, and waits of 0.3 s, need all ranks on their GPUs at the same time, offsets beyond 4 GiB a heap for themselves
+_ALONE = "test_litmus.py", "test_epoch.py", "test_far.py"
 _MOST_HEAP = 16 << 30
 _REASONS = 6  # lines of what went wrong, at most
 _GRACE_S = 60.0  # for torchrun, which kills ranks that do not end in 30
@@ -34,11 +35,11 @@ def parse() -> argparse.Namespace:
     gpus = torch.cuda.device_count()
     ranks = max(2, gpus) if platform.sharing_gpus() else gpus or 2
     parser.add_argument("--ranks", type=int, default=ranks, help="default: all GPUs, or two that share one")
-    parser.add_argument("--jobs", type=int, help="shares at a time; default: by CPU cores, at most 12")
+    parser.add_argument("--jobs", type=int, help="shares at a time; default: by CPU cores, at most 16")
     parser.add_argument("--time-limit", type=float, default=900.0, help="seconds that a share may take")
     parser.add_argument("paths", nargs="*", default=["tests"], help="files or folders; default: all")
     args = parser.parse_args()
-    args.jobs = args.jobs or max(1, min(12, (os.cpu_count() or 1) // (2 * args.ranks)))
+    args.jobs = args.jobs or max(1, min(16, (os.cpu_count() or 1) // args.ranks))
     return args
 
 
@@ -86,12 +87,16 @@ def run(args: argparse.Namespace, logs: Path, heap: int, file: str, share: int, 
     return "\n    ".join([line, *failed]), code == 0
 
 
+def heap_of(ranks: int, jobs: int) -> int:
+    """Bytes of a heap: half of the memory for all, for models and what is not on heaps takes some too."""
+    if not torch.cuda.is_available():
+        return _MOST_HEAP
+    on_each = -(-ranks // torch.cuda.device_count())
+    return min(_MOST_HEAP, torch.cuda.get_device_properties(0).total_memory // (2 * jobs * on_each))
+
+
 def main() -> int:
     args = parse()
-    heap = _MOST_HEAP
-    if torch.cuda.is_available():  # half of the memory, for models and what is not on heaps takes some too
-        ranks = -(-args.ranks // torch.cuda.device_count())  # of a GPU
-        heap = min(heap, torch.cuda.get_device_properties(0).total_memory // (2 * args.jobs * ranks))
     logs = Path(tempfile.mkdtemp(prefix="iris-gpu-tests-"))
     todo, wrong = shares(args), 0
     where = "" if torch.cuda.is_available() else ", on CPUs, for no GPU is here"
@@ -99,6 +104,7 @@ def main() -> int:
     alone = [each for each in todo if each[0].endswith(_ALONE)]
     for several, jobs in (([each for each in todo if each not in alone], args.jobs), (alone, 1)):
         with ThreadPoolExecutor(jobs) as pool:
+            heap = heap_of(args.ranks, jobs)
             for done in as_completed([pool.submit(run, args, logs, heap, *each) for each in several]):
                 line, well = done.result()
                 wrong += not well

@@ -43,6 +43,11 @@ def forkserver() -> Any:
     return context
 
 
+def patient(seconds: float) -> float:
+    """How long to wait for what takes `seconds` at most on a machine of its own: longer where others keep it busy."""
+    return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def python_path() -> str:
     """PYTHONPATH by which a process in any folder finds what is in this one."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -104,7 +109,7 @@ def run_fresh(
         theirs.close()
         processes.append(process)
         pipes.append(ours)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + patient(timeout)
     ended = []
     for process, pipe in zip(processes, pipes, strict=True):
         outcome = None

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
+from tests.processes import patient
 
 pytestmark = both
 
@@ -243,7 +244,7 @@ def _broadcast_from_the_heap(ctx):
     begin = time.monotonic()
     came = ctx.broadcast(heap[1:, :2], src)
     inside = ctx.broadcast({"weights": [heap]}, src)["weights"][0]
-    assert time.monotonic() - begin < 5  # the elements travel, not the heap
+    assert time.monotonic() - begin < patient(5)  # the elements travel, not the heap
     for tensor in (came, inside):
         assert tensor.device == ctx.device and (tensor == src).all()
         assert ctx.cur_rank == src or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from tests.processes import python_path, run_fresh
+from tests.processes import patient, python_path, run_fresh
 
 WAITS = {
     "device_barrier": lambda ctx: ctx.device_barrier(),
@@ -59,12 +59,12 @@ def test_a_lost_rank_is_named_on_all_others_within_ten_seconds(world_size, victi
     shared = _shared_memory()
     begin = time.monotonic()
     ended = run_fresh(world_size, _wait_for_the_dead, victim, wait, how)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < patient(20)
     assert ended[victim].exitcode == (-signal.SIGKILL if how == "SIGKILL" else 0)
     for rank, end in enumerate(ended):
         if rank != victim:
             assert end.exitcode == 0, end.traceback
-            assert end.result[0] < 10
+            assert end.result[0] < patient(10)
     assert _shared_memory() <= shared
 
 
@@ -96,7 +96,7 @@ def _wait_for_the_late(rank, world_size):
 def test_a_rank_that_does_not_come_is_an_error_after_the_time_out():
     ended = run_fresh(2, _wait_for_the_late, env={"IRIS_TIMEOUT": "1.5"})
     assert [end.exitcode for end in ended] == [0, 0], ended[0].traceback
-    assert 1.5 <= ended[0].result < 4.5
+    assert 1.5 <= ended[0].result < patient(4.5)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import UNDER_TORCHRUN
-from tests.processes import run_fresh
+from tests.processes import patient, run_fresh
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
 VICTIM = 1
@@ -57,7 +57,7 @@ def waiting(rank: int, world: int, wait: str, how: str) -> float | None:
     if rank == 0:
         time.sleep(1)  # so that others' errors do not come from the end of this one
     os.kill(ctx._ranks.pids[VICTIM], signal.SIGKILL) if how == "stopped" and rank == 0 else None
-    os._exit(0) if took < LIMIT_S + 3 else os._exit(3)
+    os._exit(0) if took < patient(LIMIT_S + 3) else os._exit(3)
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -106,7 +106,7 @@ def failing(rank: int, world: int, step: str) -> None:
     with pytest.raises((kind, RuntimeError) if rank == VICTIM else kind, match=text) as raised:
         iris.iris(1 << 20, group=5 if step == "the group" and rank == VICTIM else None)
     assert rank == VICTIM or f"rank {VICTIM}: " in str(raised.value)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < patient(5)
     os._exit(0)
 
 
@@ -140,7 +140,7 @@ def leaving(rank: int, world: int, where: str) -> None:
             with iris.iris(1 << 22) as ctx:
                 reduce(ctx)
                 raise ValueError("mine")
-        assert ctx._closed and time.monotonic() - begin < 5
+        assert ctx._closed and time.monotonic() - begin < patient(5)
         time.sleep(4)  # its process lives on
         os._exit(0)
     with pytest.raises(PeerLostError, match=rf"rank {rank} lost rank {VICTIM}\b.* left"):
@@ -148,7 +148,7 @@ def leaving(rank: int, world: int, where: str) -> None:
             reduce(ctx)
             time.sleep(0.5)
             LEFT_IN[where](ctx)
-    assert time.monotonic() - begin < 5, "peers are told, not timed out"
+    assert time.monotonic() - begin < patient(5), "peers are told, not timed out"
     os._exit(0)
 
 
