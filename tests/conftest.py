@@ -2,7 +2,8 @@
 
 `gpu` ones run under torchrun and only those, the rest without it. Of the rest `make test` leaves out what is marked
 `slow`, `make test-all` nothing. These are marked here: four ranks, but for the first such test of a file and where four
-is the point (`four`); a single rank, but for the first of a test's cases; kernels for a vendor's second architecture.
+is the point (`four`); a single rank, but for the first of a test's cases; kernels for a vendor's second architecture;
+and of a test marked `some(n)` all but n cases, spread evenly.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,6 +40,21 @@ def _mark_slow(items: list[pytest.Item]) -> None:
         seen.add(case)
         if given.get("target") in _SECOND_TARGETS:
             item.add_marker(pytest.mark.slow)
+    for cases in _cases_of(items):
+        wanted = cases[0].get_closest_marker("some").args[0]
+        kept = {index * len(cases) // wanted for index in range(wanted)}
+        for index, item in enumerate(cases):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def _cases_of(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """The cases of each test that is marked `some`, without those that are slow anyway."""
+    found: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some") is not None and item.get_closest_marker("slow") is None:
+            found.setdefault(item.function, []).append(item)
+    return list(found.values())
 
 
 @pytest.fixture(scope="session", autouse=True)

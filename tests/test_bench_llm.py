@@ -13,6 +13,7 @@ from tests.processes import run_benchmark
 from tests.test_benchmarks import alone  # noqa: F401  (a fixture)
 
 
+@pytest.mark.slow
 def test_every_contender_from_end_to_end(tmp_path):
     keys = ["ours", "nccl", "transformers", "ours-unshared", "sequence-nccl", "ours-fp8", "fp8-shared"]
     asked = ["--model", "tiny", "--contenders", ",".join(keys), "--rounds", "2", "--batches", "2", "--prompts", "3"]

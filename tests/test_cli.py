@@ -106,6 +106,7 @@ def test_forwards_with_all_arguments(arguments: tuple[str, ...], known: str) -> 
     assert refused.returncode == 2 and "--no-such-option 7" in refused.stderr
 
 
+@pytest.mark.slow
 def test_paths_are_those_of_where_the_user_stands(tmp_path: Path) -> None:
     wanted = ("--device", "cpu", "--quick", "--shapes", "tiny", "--ops", "ar", "--only", "ours", "--out", "results")
     result = run("bench", "ops", *wanted, folder=tmp_path)

@@ -86,6 +86,7 @@ def test_a_missing_fence_is_seen() -> None:
 # --- tracing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tracing_that_is_off_leaves_no_instruction(compiled) -> None:
     """Every kernel is the same as one from sources without the calls that record; with the flag, they are there."""
     with_calls, without = compiled("sm_90"), compiled(UNTRACED)

@@ -37,6 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_gguf
+@pytest.mark.slow
 def test_conversion_leaves_only_the_finished_folder(cache: Path) -> None:
     assert sorted(p.name for p in cache.iterdir()) == ["SmolLM2-135M-Instruct", "lock"]
     folder = cache / "SmolLM2-135M-Instruct"

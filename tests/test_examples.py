@@ -81,6 +81,7 @@ def test_example_runs_under_torchrun() -> None:
     assert "[0/2]" in printed and "[1/2]" in printed
 
 
+@pytest.mark.slow
 def test_device_mesh_over_two_hosts() -> None:
     """Two launches of torchrun on this machine stand for two hosts, each with GPUs of its own if there are four."""
     enough = torch.cuda.device_count() >= 4
@@ -126,6 +127,7 @@ def fail(how: str) -> None:
     "how, error, text",
     [("killed", ProcessExitedException, "SIGKILL"), ("raises", ProcessRaisedException, "a rank's own words")],
 )
+@pytest.mark.some(1)
 def test_failed_rank_ends_the_run(how: str, error: type[Exception], text: str) -> None:
     start = time.monotonic()
     with pytest.raises(error, match=text):

@@ -62,6 +62,7 @@ def waiting(rank: int, world: int, wait: str, how: str) -> float | None:
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.some(6)
 def test_a_lost_rank_is_named_by_all_others(wait: str, how: str) -> None:
     ended = run_fresh(3, waiting, wait, how, env={"IRIS_TIMEOUT": str(LIMIT_S)})
     assert [ended[0].exitcode, ended[2].exitcode] == [0, 0], [end.traceback for end in ended]

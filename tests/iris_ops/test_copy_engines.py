@@ -104,6 +104,7 @@ def check_in_steps(ctx: iris.Iris, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.some(2)
 def test_results_are_right_in_steps(world_size: int) -> None:
     """Even and uneven rows, and ranks with none; a rank's columns of its own; rows that are not side by side."""
     config = FusedConfig(algorithm="copy_engines")

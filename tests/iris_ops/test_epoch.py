@@ -116,12 +116,14 @@ def as_int32(value: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [size for size in WORLDS if UNDER_TORCHRUN or size > 2])
+@pytest.mark.some(1)
 def test_calls_after_each_other_with_late_ranks(world_size: int) -> None:
     assert run_ranks(world_size, back_to_back, CALLS, None) == [0] * world_size
 
 
 @pytest.mark.parametrize("epoch", [2**31 - 9, 2**32 - 9])
 @pytest.mark.parametrize("world_size", [size for size in WORLDS if size in (2, 4)])
+@pytest.mark.some(2)
 def test_epochs_wrap(world_size: int, epoch: int) -> None:
     assert run_ranks(world_size, back_to_back, CALLS // 2, epoch) == [0] * world_size
 
@@ -200,6 +202,7 @@ def lose_a_rank(rank: int, world_size: int, case: Case, dead: int, while_waiting
 @cpu_only
 @pytest.mark.parametrize("world_size, while_waiting", [(3, False), (2, True)])
 @pytest.mark.parametrize("case", CASES[:5], ids=lambda case: f"{case.op}-{case.form}-{case.config.algorithm}")
+@pytest.mark.some(4)
 def test_a_killed_rank_is_named_within_ten_seconds(case: Case, world_size: int, while_waiting: bool) -> None:
     dead = world_size - 1
     started = time.monotonic()

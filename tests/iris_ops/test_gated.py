@@ -78,6 +78,7 @@ def gathered_body(ctx: iris.Iris, cases: list[tuple], configs: list[FusedConfig 
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.some(2)
 def test_gathered(world_size: int) -> None:
     run_ranks(world_size, gathered_body, CASES, [*OTHERS, ROLES, SMALL])
 

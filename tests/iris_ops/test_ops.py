@@ -74,6 +74,7 @@ def dtypes(world_size: int) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("op, form, algorithm", VARIANTS)
+@pytest.mark.some(42)
 def test_op_is_right_with_given_blocks(world_size: int, op: str, form: str, algorithm: str) -> None:
     called = [case for dtype in dtypes(world_size) for case in cases(op, form, algorithm, dtype)]
     assert_same_bits(called, run_ranks(world_size, check_cases, called))

@@ -87,6 +87,7 @@ def vary(ctx: iris.Iris, case: Case) -> None:
 
 @pytest.mark.parametrize("op, form", FORMS)
 @pytest.mark.parametrize("world_size", [WORLDS[-1]])
+@pytest.mark.some(2)
 def test_only_the_same_call_is_repeated(world_size: int, op: str, form: str) -> None:
     run_ranks(world_size, vary, Case(op, form, 24, 40, 32, bias=True, transposed=True, config=BLOCKS))
 
@@ -184,6 +185,7 @@ def give_back(ctx: iris.Iris, cases: list[Case]) -> list[Case]:
 
 
 @pytest.mark.parametrize("world_size", [WORLDS[-1]])
+@pytest.mark.slow
 def test_what_is_kept_of_a_call_keeps_no_memory(world_size: int) -> None:
     cases = [Case(op, form, 24, 40, 32) for op, form in FORMS]
     cases += [replace(case, config=FusedConfig(algorithm=kind)) for case in cases for kind in UNFUSED]

@@ -42,6 +42,7 @@ def check_traced(ctx, case):
 
 @pytest.mark.parametrize("op, form", FORMS)
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [1, 3])
+@pytest.mark.some(6)
 def test_ops_record_themselves(world_size, op, form):
     # every rank has rows and columns of its own, and as many
     case = Case(op, form, 32 * world_size, 36, 24, torch.float16, config=CONFIG)

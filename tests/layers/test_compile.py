@@ -141,6 +141,7 @@ def layers_body(ctx) -> None:
     assert compilations() - before == 4, "and eager"
 
 
+@pytest.mark.slow
 def test_the_layers_of_an_engine_are_compiled_once(world_size: int) -> None:
     run_ranks(world_size, layers_body)
 
@@ -173,6 +174,7 @@ def hooked_norm_body(ctx) -> None:
             handle.remove()
 
 
+@pytest.mark.slow
 def test_hooks_on_a_layer_s_norm_count(world_size: int) -> None:
     run_ranks(world_size, hooked_norm_body)
 
@@ -201,6 +203,7 @@ def hooked_module_body(ctx) -> None:
                 assert close(ctx, engine.prefill(prompts), eager.prefill(prompts)), (type(module), hook)
 
 
+@pytest.mark.slow
 def test_hooks_of_one_layer_are_not_another_s(world_size: int) -> None:
     run_ranks(world_size, hooked_module_body)
 

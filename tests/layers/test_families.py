@@ -149,6 +149,7 @@ RUNS = [(WORLDS[0], FAMILIES)] if UNDER_TORCHRUN else [(2, FAMILIES), (3, THREE_
 
 
 @pytest.mark.parametrize("world_size, families", RUNS, ids=[str(world_size) for world_size, _ in RUNS])
+@pytest.mark.some(1)
 def test_a_familys_own_plan_gives_the_unsplit_logits(world_size: int, families: dict[str, dict[str, Any]]) -> None:
     results = run_ranks(world_size, split_body, families)
     wrong = []

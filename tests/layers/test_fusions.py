@@ -59,6 +59,7 @@ def merged_body(ctx, name: str) -> tuple:
 
 @three
 @pytest.mark.parametrize("name", ["bias", "kv1", "nine_heads", "qk_norm"])
+@pytest.mark.some(2)
 def test_merged_linears_give_the_same_model(world_size: int, name: str) -> None:
     for logits, tokens, style in run_ranks(world_size, merged_body, name):
         models.assert_logits(logits, name)
@@ -203,6 +204,7 @@ def as_wide_body(ctx, sequence_parallel: int | bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, 4])
+@pytest.mark.some(1)
 def test_products_as_wide_as_their_input_are_merged(sequence_parallel: int | bool) -> None:
     """As of Qwen3-32B on two ranks; a slice that is handed the input says so."""
     first, second = run_ranks(2, as_wide_body, sequence_parallel)

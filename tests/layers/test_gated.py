@@ -295,6 +295,7 @@ def many_rows_body(ctx, name: str, sequence_parallel: int | bool, backend: str |
 @pytest.mark.parametrize("backend", [False, "eager"])
 @pytest.mark.parametrize("sequence_parallel", [False, 4])
 @pytest.mark.parametrize("world_size, name", [(2, "plain"), (3, "width130")])
+@pytest.mark.some(2)
 def test_prompts_are_gated_with_the_product(
     world_size: int, name: str, sequence_parallel: int | bool, backend: str | bool
 ) -> None:

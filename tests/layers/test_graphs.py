@@ -248,6 +248,7 @@ CASES = {
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some(1)
 def test_replayed_prompts_are_those_of_an_eager_engine(world_size: int, case: str) -> None:
     run_ranks(world_size, replayed_body, *CASES[case])
 
@@ -291,6 +292,7 @@ COMMON = {
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [3])
 @pytest.mark.parametrize("case", COMMON)
+@pytest.mark.some(1)
 def test_prompts_of_several_lengths_share_a_graph(world_size: int, case: str) -> None:
     run_ranks(world_size, common_body, *COMMON[case])
 

@@ -34,6 +34,7 @@ def greedy_body(ctx, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size, name", models.cases([*models.CONFIGS, *models.MORE]))
+@pytest.mark.some(8)
 def test_logits_and_greedy_tokens_are_the_unsplit_models(world_size: int, name: str) -> None:
     results = run_ranks(world_size, greedy_body, name)
     _, _, tokens = models.expected(name)
@@ -52,6 +53,7 @@ def attention_body(ctx, name: str, attention: str, padded: bool) -> tuple[torch.
 @ranks(3, 4)
 @pytest.mark.parametrize("attention, padded", [("eager", False), ("sdpa", True)])
 @pytest.mark.parametrize("name", ["kv2", "kv1", "nine_heads"])
+@pytest.mark.some(3)
 def test_groups_of_heads_are_right_however_attention_repeats_them(
     world_size: int, name: str, attention: str, padded: bool
 ) -> None:
@@ -90,6 +92,7 @@ def static_body(ctx, name: str, options: dict) -> tuple[torch.Tensor, set]:
 @ranks(2, 3)
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}], ids=["", "chunked"])
 @pytest.mark.parametrize("name", ["plain", "kv2", "kv1"])
+@pytest.mark.some(2)
 def test_static_cache_gives_the_same_tokens(world_size: int, name: str, options: dict) -> None:
     for tokens, caches in run_ranks(world_size, static_body, name, options):
         assert caches == {"StaticCache"}

@@ -70,6 +70,7 @@ def load_body(ctx, folder: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size, name", models.cases([*models.CONFIGS, "nine_heads", "two_heads", "fused"]))
+@pytest.mark.some(6)
 def test_loaded_by_slices_is_split_in_memory(world_size: int, saved, name: str) -> None:
     for result, tokens in run_ranks(world_size, load_body, str(saved(name)), name):
         models.assert_logits(result, name)

@@ -43,6 +43,7 @@ def tensors(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> lis
 
 @pytest.mark.parametrize("length", [2, 63, 64, 200, 500, 704, 768, 801, 1500])
 @pytest.mark.parametrize("batch, heads, kv_heads, dim", [(1, 4, 1, 64), (2, 3, 3, 80), (2, 4, 2, 128)])
+@pytest.mark.some(8)
 def test_any_length(batch: int, heads: int, kv_heads: int, dim: int, length: int) -> None:
     q, k, v = tensors(batch, heads, kv_heads, length, dim)
     out, expected = prompt_attention.prompt_attention(q, k, v, 0.2), reference(q, k, v, 0.2)
@@ -55,6 +56,7 @@ def test_any_length(batch: int, heads: int, kv_heads: int, dim: int, length: int
 
 @pytest.mark.parametrize("length", [9, 40, 200, 500, 801])
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 1, 64), (3, 3, 80)])
+@pytest.mark.some(4)
 def test_prompts_with_padding(heads: int, kv_heads: int, dim: int, length: int) -> None:
     """Before the prompts, behind them, with holes, none; what is padded may be anything that is finite."""
     q, k, v = tensors(4, heads, kv_heads, length, dim)
@@ -243,6 +245,7 @@ def compiled_body(ctx, name: str) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
 @pytest.mark.parametrize("name", ["kv2", "sliding"])
+@pytest.mark.slow
 def test_compiled_layers_read_prompts_by_it(world_size: int, name: str) -> None:
     run_ranks(world_size, compiled_body, name)
 

@@ -189,6 +189,7 @@ def compiled_body(ctx) -> None:
 
 
 @pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
+@pytest.mark.slow
 def test_a_model_that_shares_tokens_compiles_to_one_graph(world_size: int) -> None:
     run_ranks(world_size, compiled_body)
 

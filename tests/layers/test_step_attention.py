@@ -128,6 +128,7 @@ def engine_body(ctx, name: str) -> tuple[list, str]:
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [3])
 @pytest.mark.parametrize("name", ["kv2", "sliding"])
+@pytest.mark.some(1)
 def test_the_engine_makes_the_same_tokens_by_it(world_size: int, name: str) -> None:
     whole, padded = (models.generate(models.build(name), padded=padded)[:, 7:].tolist() for padded in (False, True))
     for tokens, implementation in run_ranks(world_size, engine_body, name):

@@ -96,6 +96,7 @@ MODELS = {"kv2": 4, "bias": 4, "qk_norm": 4, "offset_norm": 0, "gathered_qkv": 0
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.some(1)
 def test_logits_of_a_compiled_engine(world_size: int, name: str) -> None:
     run_ranks(world_size, engine_body, name, MODELS[name])
 
@@ -152,6 +153,7 @@ def other_products_body(ctx, weights: str | None) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.some(1)
 def test_norms_before_other_products_stay_whole(world_size: int, weights: str | None) -> None:
     run_ranks(world_size, other_products_body, weights)
 
@@ -213,6 +215,7 @@ def exchanged_body(ctx) -> None:
     assert folds == [2 * 2, 2 * 3], "in two steps, of what comes before the one that is left"
 
 
+@pytest.mark.slow
 def test_what_is_left_in_half_is_compiled_once(world_size: int) -> None:
     run_ranks(world_size, exchanged_body)
 

@@ -49,6 +49,7 @@ def reference(x, weight, bias, gated: bool, dtype: torch.dtype) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("room", [1, 9, 132])
+@pytest.mark.some(48)
 def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room: int, gated: bool, dtype) -> None:
     """`room`: for programs, as if on so many multiprocessors, which decides how rows are divided."""
     monkeypatch.setattr(step_product.platform, "num_programs", lambda device: room)
@@ -279,6 +280,7 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
 @pytest.mark.skipif(DEVICE != "cpu", reason="has the functions of its process exchanged")
 @pytest.mark.parametrize("name, gates", [("kv2", 2), ("width130", 2), ("bias", 2), ("offset_norm", 0)])
 @pytest.mark.parametrize("sequence_parallel", [False, 4], ids=["all tokens", "shared tokens"])
+@pytest.mark.some(2)
 def test_the_engine_makes_the_same_tokens_by_it(name: str, gates: int, sequence_parallel: bool | int) -> None:
     """14 tokens of prompts, and four behind; shared, each of three ranks has six of them, as few as are served."""
     whole = models.generate(models.build(name))[:, 7:].tolist()
