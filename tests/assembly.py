@@ -156,6 +156,7 @@ def all_complaints(kernels: list[Kernel], check: Callable[[Kernel], list[str]]) 
 
 # Between programs of one GPU: the next tile of a common count; which program reports a failed wait; that one failed;
 # the next recorded event.
+CAS_A_REPORT = 2  # of `bounded.report`, by the second of these
 LOCAL = (
     "atom.global.gpu.relaxed.add.u32",
     "atom.global.acq_rel.gpu.cas.b32",
@@ -195,10 +196,13 @@ def narrow_scopes(kernel: Kernel) -> list[str]:
 
 
 def narrow_stores(kernel: Kernel) -> list[str]:
-    """Stores to global memory of other than 16 bytes, but for the words of sync blocks and failure records."""
+    """Stores to global memory of other than 16 bytes, but for the words of sync blocks and failure records.
+
+    And for where `out` lies, which is told to every peer.
+    """
     kinds = re.findall(r"\bst\.(?:volatile\.)?global[a-z0-9_.:]*", kernel.text)
-    reports = kernel.text.count(LOCAL[1])
-    allowed = {"st.global.v4.b32": len(kinds), "st.global.b32": 3, "st.global.b64": 6 * reports}
+    reports = kernel.text.count(LOCAL[1]) // CAS_A_REPORT
+    allowed = {"st.global.v4.b32": len(kinds), "st.global.b32": 3, "st.global.b64": 6 * reports + WORLD_SIZE - 1}
     if "_roles_" in kernel.name:  # parts of shared tiles, kept by this rank as accumulators lie in registers
         allowed["st.global.v2.b32"] = 64
     return [
