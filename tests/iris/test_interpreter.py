@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 import pytest
+import torch
+import triton
 import triton.language as tl
 from triton.language import core
 
@@ -32,3 +34,101 @@ def test_types_that_were_made_before_are_those_asked_for() -> None:
         core.block_type(tl.int32, [])
     with pytest.raises(ValueError):
         core.block_type(tl.int32, [3])
+
+
+@triton.jit
+def operators_kernel(x_ptr, y_ptr, out, n, SIZE: tl.constexpr):
+    """out [row, SIZE]: what each operator makes of blocks, of a block and a scalar, of a block and a number."""
+    i = tl.arange(0, SIZE)
+    x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
+    row = 0
+    for other in tl.static_range(3):
+        if other == 1:
+            y = tl.load(y_ptr + n)
+        elif other == 2:
+            y = 3
+        for r in (x + y, x - y, x * y, y + x, y - x, y * x, (x < y).to(x.dtype), (x >= y).to(x.dtype), x * (x != y)):
+            tl.store(out + row * SIZE + i, r)
+            row += 1
+        if not x_ptr.dtype.element_ty.is_floating():
+            for r in (x // y, x % y, x & y, x | y, x ^ y, ((x > y) & (y > 0)).to(x.dtype), x.to(tl.int64) + y):
+                tl.store(out + row * SIZE + i, r)
+                row += 1
+
+
+def _operators(x: torch.Tensor, y: torch.Tensor, n: int):
+    for other in (y, y[n], torch.tensor(3, dtype=y.dtype)):
+        yield from (x + other, x - other, x * other, x + other, other - x, x * other)
+        yield from ((x < other).to(x.dtype), (x >= other).to(x.dtype), x * (x != other))
+        if not x.is_floating_point():
+            yield from (x.div(other, rounding_mode="trunc"), x.fmod(other), x & other, x | other, x ^ other)
+            yield from (((x > other) & (other > 0)).to(x.dtype).expand(x.shape), (x.long() + other).to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32], ids=str)
+def test_operators_whose_types_are_known(dtype: torch.dtype) -> None:
+    """From the second time on an operator takes the types of its result from the first."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, y = (torch.randint(-1000, 1000, (64,)).to(dtype) for _ in range(2))
+        y[y == 0] = 7
+        wanted = torch.stack([*_operators(x, y, 5)])
+        out = torch.zeros_like(wanted)
+        operators_kernel[(1,)](x, y, out, 5, 64)
+        assert torch.equal(out, wanted)
+
+
+@triton.jit
+def shapes_kernel(x, out, rows, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out [4, ROWS, COLS]"""
+    r, c = tl.arange(0, ROWS), tl.arange(0, COLS)
+    at = r[:, None] * COLS + c[None, :]
+    inside = (r < rows)[:, None] & (c >= 2)[None, :]
+    tile = tl.load(x + at, mask=inside, other=0.0)
+    tl.store(out + at, tile)
+    tl.store(out + ROWS * COLS + at, tile + tl.load(x + r * COLS)[:, None])
+    tl.store((out + 2 * ROWS * COLS) + at, tile.T.to(tl.float32).T * tl.load(x + c)[None, :])
+    tl.store(out + 3 * ROWS * COLS + (at + 1 - 1), at)
+
+
+def test_shapes_and_addresses_that_are_known() -> None:
+    for _ in range(3):
+        x, out = torch.randn(8, 16), torch.full((4, 8, 16), torch.nan)
+        shapes_kernel[(1,)](x, out, 5, 8, 16)
+        tile = x.clone()
+        tile[5:], tile[:, :2] = 0, 0
+        at = torch.arange(128.0).view(8, 16)
+        assert torch.equal(out, torch.stack([tile, tile + x[:, :1], tile * x[:1], at]))
+
+
+@triton.jit
+def described_kernel(x_ptr, out_ptr, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    x = tl.make_tensor_descriptor(x_ptr, [rows, cols], [cols, 1], [ROWS, COLS])
+    out = tl.make_tensor_descriptor(out_ptr, [rows, cols], [cols, 1], [ROWS, COLS])
+    out.store([row, col], x.load([row, col]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("row, col", [(0, 0), (2, 16), (5, 48), (-3, -16), (9, 0), (0, 64)])
+def test_blocks_that_a_descriptor_has_inside(dtype: torch.dtype, row: int, col: int) -> None:
+    x, out = torch.randn(8, 64).mul(50).to(dtype), torch.zeros(8, 64).to(dtype)
+    described_kernel[(1,)](x, out, row, col, 8, 64, 4, 32)
+    wanted = torch.zeros(8, 64)
+    rows, cols = slice(max(row, 0), max(row + 4, 0)), slice(max(col, 0), max(col + 32, 0))
+    wanted[rows, cols] = x.float()[rows, cols]
+    assert torch.equal(out.float(), wanted)
+
+
+@triton.jit
+def lacking_kernel(x, out):
+    tl.store(out, tl.load(x))
+
+
+def test_a_launch_takes_arguments_by_name_and_says_which_is_missing() -> None:
+    x, out = torch.ones(1), torch.zeros(1)
+    lacking_kernel[(1,)](out=out, x=x, num_warps=4)
+    assert out == 1
+    with pytest.raises(TypeError, match="out"):
+        lacking_kernel[(1,)](x)
+    with pytest.raises(TypeError):
+        lacking_kernel[(1,)](x, out, out)

@@ -1,5 +1,5 @@
 """Triton's interpreter, mended: numbers that it computes wrong (`builder`, `reductions`), and what it repeats without
-need (`repetition`). `private` names all that is Triton's own.
+need (`repetition`, `quick`, `launching`). `private` names all that is Triton's own.
 """
 
 

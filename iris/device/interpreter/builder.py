@@ -15,6 +15,7 @@ from . import floats
 from .private import (
     EXCHANGE,
     FLOAT_ADD,
+    PADDED_WITH_NAN,
     TO_NEAREST,
     InterpreterBuilder,
     TensorHandle,
@@ -117,6 +118,22 @@ class Builder(InterpreterBuilder):
     def create_masked_store(self, ptrs, value, mask, *hints):
         return memory.store(ptrs.data, _words(value), mask.data)
 
+    def create_descriptor_load(self, desc, indices, cache_modifier, eviction_policy):
+        element = desc.base.dtype.element_ty
+        inside, where = _window(desc, indices, _memory_type(element))
+        block = np.array(inside)
+        if element.name == "bf16":
+            block = floats.from_bits(block)
+        if block.shape != tuple(desc.block_shape):
+            whole = np.full(desc.block_shape, np.nan if desc.padding == PADDED_WITH_NAN else 0, block.dtype)
+            whole[where] = block
+            block = whole
+        return TensorHandle(block, element)
+
+    def create_descriptor_store(self, desc, value, indices):
+        inside, where = _window(desc, indices, _memory_type(desc.base.dtype.element_ty))
+        inside[...] = _words(value)[where]
+
     # --- atomics ------------------------------------------------------------------------------------------------------
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
@@ -193,6 +210,25 @@ def _words(value):
     return floats.to_bits(value.data) if value.dtype.scalar.name == "bf16" else value.data
 
 
+def _memory_type(element):
+    return np.dtype(np.uint16) if element.name == "bf16" else numpy_type(element)
+
+
+def _window(desc, indices, dtype):
+    """What a descriptor's block from `indices` on has in memory, as a view, and which part of the block that is."""
+    starts = [int(index.data.item()) for index in indices]
+    assert starts[-1] * dtype.itemsize % 16 == 0, "block offset start must be 16-byte aligned"
+    address, sizes, strides, where = int(desc.base.data.item()), [], [], []
+    for start, size, stride, block in zip(starts, desc.shape, desc.strides, desc.block_shape, strict=True):
+        first, end = max(start, 0), min(start + block, int(size.data.item()))
+        step = int(stride.data.item()) * dtype.itemsize
+        address += first * step
+        sizes.append(max(0, end - first))
+        strides.append(step)
+        where.append(slice(first - start, max(first, end) - start))
+    return np.asarray(_Memory(address, sizes, strides, dtype)), tuple(where)
+
+
 def _filling(ptrs, other, word):
     """What a load gives where it is masked out."""
     if other is None:
@@ -213,12 +249,19 @@ def _whole_words(ptrs, mask, other):
     at = ptrs.data[asked]
     if at.size:
         first, last = int(at.min()), int(at.max())
-        found[asked] = np.asarray(_Words(first, (last - first) // 2 + 1))[(at.astype(np.int64) - first) // 2]
+        words = np.asarray(_Memory(first, [(last - first) // 2 + 1], [2], found.dtype))
+        found[asked] = words[(at.astype(np.int64) - first) // 2]
     return found
 
 
-class _Words:
-    """Memory from an address on, as numpy takes it: `count` integers of 16 bits."""
+class _Memory:
+    """Memory at an address, as numpy takes it."""
 
-    def __init__(self, address: int, count: int) -> None:
-        self.__array_interface__ = {"data": (address, True), "shape": (count,), "typestr": "<i2", "version": 3}
+    def __init__(self, address, shape, strides, dtype) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": tuple(shape),
+            "strides": tuple(strides),
+            "typestr": dtype.str,
+            "version": 3,
+        }

@@ -13,9 +13,11 @@ Written for Triton 3.6. Imported only in a process in which the interpreter is o
 | `interpreter.ReduceOps` | reductions, slow for functions that it does not know |
 | `interpreter.GridExecutor` | a launch, which looks at the kernel's signature each time |
 | `interpreter.InterpreterError`, `_implicit_cvt` | what a launch raises, and how it takes arguments |
+| `interpreter._patch_attr` | how the language's functions are given the builder, at each call |
 | `interpreter._patch_lang` | puts the builder behind the language, at each launch and call |
-| `core.block_type`, `core.tensor` | types and values, which work out the same again and again |
-| `_ir.ROUNDING_MODE`, `ATOMIC_OP` | how an operation is asked for |
+| `core.block_type`, `core.tensor` | types and values, which work out the same again and again; operators (`quick`) |
+| `core.dtype.to_ir` | what the builder has types of; Triton's knows fewer |
+| `_ir.ROUNDING_MODE`, `ATOMIC_OP`, `PADDING_OPTION` | how an operation is asked for |
 """
 
 from triton._C.libtriton import ir as _ir
@@ -32,6 +34,7 @@ builder = interpreter.interpreter_builder
 memory = interpreter._interpreter
 implicit = interpreter._implicit_cvt
 TO_NEAREST = _ir.ROUNDING_MODE.RTNE
+PADDED_WITH_NAN = _ir.PADDING_OPTION.PAD_NAN
 FLOAT_ADD, EXCHANGE = _ir.ATOMIC_OP.FADD, _ir.ATOMIC_OP.XCHG
 XOR, OR = standard._xor_combine, standard._or_combine
 

@@ -12,11 +12,13 @@ from dataclasses import replace
 import numpy as np
 from triton.language import core
 
+from . import quick
 from .private import builder, interpreter
 
 
 def prepare() -> None:
     """For this process, in which the interpreter is on."""
+    quick.direct_builtins()
     interpreter._patch_lang = _once_a_module(interpreter._patch_lang)
     interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
     core.block_type.__init__ = _once_a_type(core.block_type.__init__, core)
@@ -48,6 +50,7 @@ def _once_a_module(patch: Callable) -> Callable:
             known[id(names)] = names  # kept, so that the id stays its own
             patch(fn)
             core.dtype.to_ir = _itself  # Triton's knows fewer types
+            quick.prepare()
         return _Kept
 
     return patched

@@ -1,0 +1,181 @@
+"""Operators of values, which in Triton's interpreter take some tens of microseconds of checks and conversions each.
+
+What type a result has follows from the operands' types alone. So the first operation on operands of given types is
+Triton's own; its result's type is kept, and later ones are one operation of numpy's on the same arrays. That goes for
+integers of 32 and 64 bits, float32, truth values, and addresses plus integers; all else remains Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from triton.language import core
+
+from .private import TensorHandle, interpreter, numpy_type
+
+_INTEGERS = {"int32": np.int32, "int64": np.int64}
+_NUMBERS = _INTEGERS | {"fp32": np.float32}
+_TRUTH = {"int1": np.bool_}
+
+
+def _quotient(a, b):
+    """Towards zero, unlike numpy's."""
+    return (a - np.fmod(a, b)) // b
+
+
+def _swapped(ufunc):
+    return lambda a, b: ufunc(b, a)
+
+
+# Of each operator: what numpy calls it, and the types that it serves.
+_OPERATORS = {
+    "add": (np.add, _NUMBERS),
+    "sub": (np.subtract, _NUMBERS),
+    "mul": (np.multiply, _NUMBERS),
+    "floordiv": (_quotient, _INTEGERS),
+    "mod": (np.fmod, _INTEGERS),
+    "lt": (np.less, _NUMBERS),
+    "le": (np.less_equal, _NUMBERS),
+    "gt": (np.greater, _NUMBERS),
+    "ge": (np.greater_equal, _NUMBERS),
+    "eq": (np.equal, _NUMBERS),
+    "ne": (np.not_equal, _NUMBERS),
+    "and": (np.bitwise_and, _INTEGERS | _TRUTH),
+    "or": (np.bitwise_or, _INTEGERS | _TRUTH),
+    "xor": (np.bitwise_xor, _INTEGERS | _TRUTH),
+}
+_REVERSED = ("add", "sub", "mul", "and", "or", "xor")
+_WIDER = {("int32", "int64"), ("int32", "fp32"), ("int1", "int32"), ("int1", "int64"), ("bf16", "fp32")}
+
+
+def prepare() -> None:
+    """Has operators take the short way, once `interpreter._patch_lang` has put Triton's own in place."""
+    tensor = core.tensor
+    for name, (ufunc, kinds) in _OPERATORS.items():
+        _replace(tensor, f"__{name}__", partial(_operator, ufunc=ufunc, kinds=kinds, of_addresses=name == "add"))
+    for name in _REVERSED:
+        ufunc, kinds = _OPERATORS[name]
+        _replace(tensor, f"__r{name}__", partial(_operator, ufunc=_swapped(ufunc), kinds=kinds))
+    _replace(tensor, "__getitem__", _with_axes)
+    _replace(tensor, "to", _cast)
+    tensor.__index__ = lambda self: self.handle.data.item()
+
+
+def direct_builtins() -> None:
+    """Has functions of the language given their semantics at once, not by a look at each argument."""
+
+    def patch(obj, name, member, builder, scope):
+        function = getattr(member, "__wrapped__", member)
+
+        def direct(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, direct)
+
+    semantic = interpreter.interpreter_semantic
+    interpreter._patch_attr = patch
+
+
+def _replace(owner: type, name: str, made: Callable) -> None:
+    whole = getattr(owner, name)
+    if not getattr(whole, "is_quick", False):
+        method = made(whole)
+        method.is_quick = True
+        setattr(owner, name, method)
+
+
+def _operator(whole: Callable, ufunc: Callable, kinds: dict, of_addresses: bool = False) -> Callable:
+    known: dict = {}  # types of results by those of operands, None where Triton's own way is taken
+
+    def quick(self, other):
+        kind = type(other)
+        if kind is core.constexpr:
+            other = other.value
+            kind = type(other)
+        if kind is core.tensor:
+            key, data = (self.type.name, other.type.name), other.handle.data
+        elif kind is int or kind is float:
+            key, data = (self.type.name, kind), other
+        else:
+            return whole(self, other)
+        found = known.get(key)
+        if found is None or kind is int and not -(2**31) <= other < 2**31:
+            result = whole(self, other)
+            if key not in known:
+                known[key] = _remembered(self, other, kind, result)
+            return result
+        type_, scalar, width = found
+        if width:
+            return core.tensor(TensorHandle(_moved(self.handle.data, data, width), self.handle.dtype), type_)
+        return core.tensor(TensorHandle(ufunc(self.handle.data, data), scalar), type_)
+
+    def _remembered(self, other, kind, result):
+        """(type of the result, its scalar type, bytes of an element where addresses are added to), or None."""
+        mine = self.type.scalar
+        theirs = other.type.scalar.name if kind is core.tensor else None
+        if mine.is_ptr():
+            whole_number = theirs in _INTEGERS or kind is int
+            if not (of_addresses and whole_number):
+                return None
+            return result.type, None, max(1, mine.element_ty.primitive_bitwidth // 8)
+        if mine.name not in kinds or kind is float and mine.name != "fp32":
+            return None
+        if theirs is not None and theirs != mine.name and not (mine.name in _INTEGERS and theirs in _INTEGERS):
+            return None
+        if kind is int and mine.name == "int1":
+            return None
+        return result.type, result.type.scalar, 0
+
+    return quick
+
+
+def _moved(addresses, steps, width):
+    if type(steps) is int:
+        return addresses + np.uint64(steps * width % 2**64)
+    steps = steps.astype(np.uint64)
+    steps *= np.uint64(width)
+    return addresses + steps
+
+
+def _with_axes(whole: Callable) -> Callable:
+    """`x[:, None]` and its like."""
+    known: dict = {}
+
+    def quick(self, slices):
+        if type(slices) is not tuple or not all(each is None or each == slice(None) for each in slices):
+            return whole(self, slices)
+        key = self.type.name, tuple(each is None for each in slices)
+        found = known.get(key)
+        if found is None:
+            result = whole(self, slices)
+            known[key] = result.type
+            return result
+        return core.tensor(TensorHandle(self.handle.data[slices], self.handle.dtype), found)
+
+    return quick
+
+
+def _cast(whole: Callable) -> Callable:
+    known: dict = {}
+
+    def quick(self, dtype, *options, **named):
+        if type(dtype) is core.constexpr:
+            dtype = dtype.value
+        if options or named or type(dtype) is not core.dtype:
+            return whole(self, dtype, *options, **named)
+        if dtype.name == self.dtype.name:
+            return self
+        key = self.type.name, dtype.name
+        found = known.get(key)
+        if found is None:
+            result = whole(self, dtype)
+            if (self.dtype.name, dtype.name) in _WIDER:
+                known[key] = result.type, numpy_type(dtype)
+            return result
+        type_, kind = found
+        return core.tensor(TensorHandle(self.handle.data.astype(kind, copy=False), dtype), type_)
+
+    return quick
