@@ -13,11 +13,10 @@ gives up on a rank, or leaves, tells the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 import hmac
-import json
 import os
 from pathlib import Path
 import pickle
@@ -28,12 +27,12 @@ import socket
 import stat
 import struct
 import tempfile
-import threading
 import time
 from typing import Any
 
 from .device.arch import has_ended
 from .errors import ArgumentError, PeerLostError, PlatformError
+from .meeting import Absent, gather
 
 _HELLO = struct.Struct("!32sI")  # nonce, rank
 _HEAD = struct.Struct("!QH")  # bytes of the message, descriptors
@@ -57,10 +56,13 @@ class Message:
 class Channel:
     """Connections to every other rank of a process group. Making one is collective.
 
-    `what`: the name under which the ranks meet in `store`; `timeout_s`: how long one waits for another.
+    `what`: the name under which the ranks meet in `store`; `timeout_s`: how long one waits for another; `broken`:
+    whether one of them is known to have ended.
     """
 
-    def __init__(self, store: Any, what: str, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, what: str, rank: int, size: int, timeout_s: float, broken: Callable[[], bool]
+    ) -> None:
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         self._counts: Counter[tuple[int, ...]] = Counter()
         self._peers: dict[int, socket.socket] = {}
@@ -79,7 +81,7 @@ class Channel:
             except OSError as error:
                 failure = f"no Unix socket in {folder or tempfile.gettempdir()}: {error}; set TMPDIR to a short path"
             own = dict(pid=os.getpid(), path=os.path.join(folder or "", "socket"), nonce=nonce, failure=failure)
-            told = self._meet(store, f"{what}/{rank}", own, [f"{what}/{peer}" for peer in range(size)], deadline)
+            told = self._meet(store, what, own, timeout_s, (), broken)
             _raise_failures([each["failure"] for each in told])
             self.pids = [int(each["pid"]) for each in told]
             try:
@@ -88,8 +90,7 @@ class Channel:
                 self._accept(listener, nonce, deadline)
             except (OSError, PlatformError) as error:
                 failure = str(error)
-            keys = [f"{what}/{peer}/connected" for peer in range(size)]
-            connected = self._meet(store, keys[rank], dict(failure=failure), keys, deadline + 1.0)
+            connected = self._meet(store, f"{what}/connected", dict(failure=failure), timeout_s + 1.0, self.pids)
             _raise_failures([each["failure"] for each in connected])
             for peer in self._peers.values():
                 peer.setblocking(False)
@@ -105,52 +106,12 @@ class Channel:
 
     # --- making the connections --------------------------------------------------------------------------------------
 
-    def _meet(self, store: Any, key: str, own: dict, keys: Sequence[str], deadline: float) -> list[dict]:
-        """What every rank has left in the store under its key, this one `own`.
-
-        In a thread of its own: where the process that serves the store is stopped, a request to it never ends.
-        """
-        outcome: list[tuple[list[dict], BaseException | None]] = []
-
-        def meet() -> None:
-            try:
-                outcome.append((self._left_in(store, key, own, keys, deadline), None))
-            except BaseException as error:
-                outcome.append(([], error))
-
-        thread = threading.Thread(target=meet, daemon=True)
-        thread.start()
-        thread.join(max(0.0, deadline - time.monotonic()) + _STORE_S)
-        if not outcome:
-            raise self._store_lost(f"no answer within {self._timeout_s:g} s (IRIS_TIMEOUT)")
-        told, error = outcome[0]
-        if error is not None:
-            raise error
-        return told
-
-    def _store_lost(self, reason: str) -> PeerLostError:
-        return PeerLostError(
-            f"rank {self.rank} lost the store of its process group while a context is made, and with it the process "
-            f"that serves it (rank 0, or torchrun): {reason}"
-        )
-
-    def _left_in(self, store: Any, key: str, own: dict, keys: Sequence[str], deadline: float) -> list[dict]:
-        told: list[dict] = []
+    def _meet(self, store: Any, what: str, own: dict, limit_s: float, *known: Any) -> list[dict]:
+        """What every rank has left in the store, this one `own`."""
         try:
-            store.set(key, json.dumps(own))
-            for peer, key in enumerate(keys):
-                pause = 50e-6
-                while not store.check([key]):
-                    if time.monotonic() > deadline or (self.pids[peer] != os.getpid() and has_ended(self.pids[peer])):
-                        raise self._loss(peer, "the creation of a context")
-                    time.sleep(pause)
-                    pause = min(2 * pause, 10e-3)
-                told.append(_plain(store.get(key), peer))
-        except RuntimeError as error:
-            if isinstance(error, (PeerLostError, PlatformError)):
-                raise
-            raise self._store_lost(str(error).splitlines()[0]) from None
-        return told
+            return gather(store, what, self.rank, self.size, own, limit_s, *known)
+        except Absent as absent:
+            raise self._loss(absent.rank, "the creation of a context", absent.reason) from None
 
     def _dial(self, rank: int, told: dict, deadline: float) -> socket.socket:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -184,8 +145,8 @@ class Channel:
                 while missing:
                     gone = [peer for peer in missing if has_ended(self.pids[peer])]
                     if gone or time.monotonic() > deadline:
-                        who = f"rank {gone[0]} ended" if gone else f"ranks {sorted(missing)} did not connect"
-                        raise PlatformError(f"{who} within {self._timeout_s:g} s (IRIS_TIMEOUT)")
+                        reason = "its process ended" if gone else ""
+                        raise self._loss((gone or sorted(missing))[0], "the creation of a context", reason)
                     for key, _ in ready.select(_LOOK_S):
                         if key.fileobj is listener:
                             with suppress(OSError):
@@ -395,17 +356,6 @@ def _raise_failures(failures: Sequence[str]) -> None:
     said = {rank: text for rank, text in enumerate(failures) if text}
     if said:
         raise PlatformError(f"the ranks could not be connected; by rank: {said}")
-
-
-def _plain(text: bytes, rank: int) -> dict:
-    """What a rank left in the store, of which anybody may have written it."""
-    try:
-        value = json.loads(text)
-        if isinstance(value, dict) and isinstance(value.get("failure"), str) and int(value.get("pid", 1)) > 0:
-            return value
-    except (ValueError, TypeError):
-        pass
-    raise PlatformError(f"what the store of the process group holds of rank {rank} is none of its: {text[:200]!r}")
 
 
 def _check_process(peer: socket.socket, rank: int, pid: int) -> None:

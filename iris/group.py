@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 import io
 import os
 import pickle
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from . import names, platform
 from .channel import Channel, Message
-from .errors import ArgumentError, IrisError, PlatformError
+from .errors import ArgumentError, IrisError, PeerLostError, PlatformError
+from .meeting import gloo_watch, join_world
 
 T = TypeVar("T")
 
@@ -29,8 +31,12 @@ class Ranks:
         refusal: IrisError | None = None
         limit = platform.DEFAULT_TIMEOUT_S
         try:
-            self.group = _resolve(group)
-            limit = platform.timeout_s()
+            with suppress(PlatformError):
+                limit = platform.timeout_s()
+            self.group = _resolve(group, limit)
+            platform.timeout_s()
+        except PeerLostError:
+            raise
         except IrisError as error:  # told to the others, who wait for this rank
             refusal = error
             if not hasattr(self, "group"):
@@ -39,7 +45,9 @@ class Ranks:
         self.size = dist.get_world_size(self.group) if self.group else 1
         self.name = names.reserve(self.group.group_name if self.group else "alone")
         if self.size > 1:
-            self._channel = Channel(_store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit)
+            self._channel = Channel(
+                _store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit, gloo_watch(self.group, limit)
+            )
         self.together("the group", lambda: _raised(refusal))
 
     @property
@@ -222,7 +230,7 @@ def _unpack(
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-def _resolve(group: Any) -> dist.ProcessGroup | None:
+def _resolve(group: Any, limit_s: float = platform.DEFAULT_TIMEOUT_S) -> dist.ProcessGroup | None:
     """A process group from what the user gave, or from the environment; None is a world of one."""
     if isinstance(group, dist.ProcessGroup):
         return group
@@ -242,6 +250,6 @@ def _resolve(group: Any) -> dist.ProcessGroup | None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if platform.name() != "cpu":
             torch.cuda.set_device(platform.device(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
-        dist.init_process_group(platform.backend())
+        join_world(platform.backend(), limit_s)
         return dist.group.WORLD
     return None

@@ -1,0 +1,213 @@
+"""How ranks that cannot talk yet find each other, in bounded time: through the store of their process group.
+
+A look into a store whose process is stopped never returns, and a process group that is made waits half an hour for a
+rank that does not come. So a thread looks, and is left behind where it must be, while this one watches the clock and
+the processes that are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+import json
+import os
+from pathlib import Path
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from .device.arch import has_ended
+from .errors import PeerLostError, PlatformError
+
+_PAUSE_S = 2e-3
+_NOTE_S = 0.1  # for a rank to say whom it has lost, before others see that it ends by that
+_STALE_S = 1.0  # a look takes this long only where the store's process is stopped
+
+
+class Absent(Exception):
+    """A rank does not come, for a reason."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank, self.reason = rank, reason
+
+
+def gather(
+    store: Any,
+    name: str,
+    rank: int,
+    size: int,
+    own: dict,
+    limit_s: float,
+    pids: Sequence[int] = (),
+    broken: Callable[[], bool] = lambda: False,
+) -> list[dict]:
+    """What every rank leaves in the `store` under `name`, this one `own`. Collective. Raises `Absent`.
+
+    `pids`: of the ranks, where they are known, else what they leave has them; `broken`: whether a rank has ended.
+    """
+    look = _Look(store, name, rank, size, own)
+    end = time.monotonic() + limit_s
+    look.start()
+    while look.is_alive():
+        look.join(_PAUSE_S)
+        missing = look.missing()
+        if not missing:
+            continue
+        if look.blamed is not None:
+            raise look.absent(look.blamed, "another rank has found it lost")
+        known = dict(enumerate(pids)) or {peer: said.get("pid") for peer, said in list(look.told.items())}
+        for peer, pid in known.items():
+            if peer != rank and pid and has_ended(pid):
+                raise look.absent(peer, "its process ended")
+        if broken():
+            time.sleep(_NOTE_S)  # for those to come that live
+            if missing := look.missing():
+                raise look.absent(missing[0], "its process ended")
+        if time.monotonic() > end:
+            late = f"it did not come within {limit_s:g} s (IRIS_TIMEOUT)"
+            stopped = [peer for peer, pid in known.items() if pid and _is_stopped(pid)]
+            if stopped:
+                raise look.absent(stopped[0], f"its process is stopped; {late}")
+            if time.monotonic() > look.since + _STALE_S and 0 in missing:
+                raise look.absent(0, f"the store does not answer; {late}")
+            raise look.absent(missing[0], late)
+    if look.failure is None:
+        return [look.told[peer] for peer in range(size)]
+    if isinstance(look.failure, dist.DistError):
+        text = str(look.failure).splitlines()[0]
+        raise Absent(look.blamed or min(look.missing(), default=0), f"its store does not answer: {text}")
+    raise look.failure
+
+
+class _Look(threading.Thread):
+    def __init__(self, store: Any, name: str, rank: int, size: int, own: dict) -> None:
+        super().__init__(name="iris-meeting", daemon=True)
+        self._store, self._name, self._rank, self._size = store, name, rank, size
+        self.told: dict[int, dict] = {rank: own}
+        self.blamed: int | None = None
+        self.failure: Exception | None = None
+        self.since = time.monotonic()
+        self._given_up = False
+
+    def missing(self) -> list[int]:
+        return [peer for peer in range(self._size) if peer not in self.told]
+
+    def run(self) -> None:
+        try:
+            self._store.set(f"{self._name}/{self._rank}", json.dumps(self.told[self._rank]))
+            while (missing := self.missing()) and not self._given_up:
+                self.since = time.monotonic()
+                if self._store.check([f"{self._name}/lost"]):
+                    blamed = int(self._store.get(f"{self._name}/lost"))
+                    self.blamed = blamed if blamed in missing else None
+                for peer in missing:
+                    if self._store.check([key := f"{self._name}/{peer}"]):
+                        self.told[peer] = _plain(self._store.get(key), peer)
+                time.sleep(_PAUSE_S)
+        except Exception as error:  # `gather` raises it
+            self.failure = error
+
+    def absent(self, rank: int, reason: str) -> Absent:
+        """Others, which may look at this rank next, are told."""
+        if self.blamed is None:
+            note = threading.Thread(target=self._note, args=(rank,), daemon=True)
+            note.start()
+            note.join(_NOTE_S)
+            time.sleep(_NOTE_S)
+        self._given_up = True
+        return Absent(rank, reason)
+
+    def _note(self, rank: int) -> None:
+        with suppress(dist.DistError):
+            self._store.set(f"{self._name}/lost", str(rank))
+
+
+def _plain(text: bytes, rank: int) -> dict:
+    """What a rank left in the store, of which anybody may have written it."""
+    try:
+        value = json.loads(text)
+        if isinstance(value, dict) and isinstance(value.get("failure"), str) and int(value.get("pid", 1)) > 0:
+            return value
+    except (ValueError, TypeError):
+        pass
+    raise PlatformError(f"what the store of the process group holds of rank {rank} is none of its: {text[:200]!r}")
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def gloo_watch(group: Any, limit_s: float) -> Callable[[], bool]:
+    """Whether a rank of a `group` has ended whose process nobody knows yet: gloo sees that by its connections."""
+    if group is None or dist.get_backend(group) != "gloo":
+        return lambda: False
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(seconds=limit_s)
+    work = group.barrier(options)
+
+    def broken() -> bool:
+        if work.is_completed():
+            try:
+                work.wait()
+            except RuntimeError:
+                return True
+        return False
+
+    return broken
+
+
+def join_world(backend: str, limit_s: float) -> None:
+    """`init_process_group` by torchrun's variables, once all ranks are there. Raises `PeerLostError` naming one."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _store_of_environment(rank, limit_s)
+    try:
+        told = gather(store, "iris/world", rank, size, dict(pid=os.getpid(), failure=""), limit_s)
+        making = threading.Thread(
+            target=dist.init_process_group, args=(backend,), kwargs=dict(store=store, rank=rank, world_size=size)
+        )
+        making.daemon = True
+        making.start()
+        end = time.monotonic() + limit_s
+        while making.is_alive():
+            making.join(10 * _PAUSE_S)
+            gone = [peer for peer, said in enumerate(told) if peer != rank and has_ended(said["pid"])]
+            if gone and making.is_alive():
+                raise Absent(gone[0], "its process ended")
+            if time.monotonic() > end:
+                stopped = [peer for peer, said in enumerate(told) if _is_stopped(said["pid"])]
+                raise Absent(
+                    (stopped or [rank])[0], f"a process group was not made within {limit_s:g} s (IRIS_TIMEOUT)"
+                )
+    except Absent as absent:
+        raise PeerLostError(
+            f"rank {rank} lost rank {absent.rank} before the creation of a context: {absent.reason}. End all ranks and "
+            f"start again."
+        ) from None
+
+
+def _store_of_environment(rank: int, limit_s: float) -> Any:
+    """The store that the variables describe, as `init_process_group` would make it, but without waiting for ranks."""
+    limit = timedelta(seconds=limit_s)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(iter(dist.rendezvous("env://", timeout=limit)))[0]
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise PlatformError(
+            f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}; expected where the ranks meet, as torchrun sets them"
+        )
+    try:
+        return dist.TCPStore(address, int(port), is_master=rank == 0, wait_for_workers=False, timeout=limit)
+    except dist.DistError as error:
+        if rank == 0:
+            raise PlatformError(f"no store can be at {address}:{port}: {str(error).splitlines()[0]}") from None
+        raise PeerLostError(
+            f"rank {rank} lost rank 0 before the creation of a context: its store at {address}:{port} did not answer "
+            f"within {limit_s:g} s (IRIS_TIMEOUT)"
+        ) from None
