@@ -366,7 +366,7 @@ class Iris(tensors.TensorMethods):
             return
         self._check_thread()
         try:
-            if not self._record_view[0]:
+            if not self._record_view[0] and self._ranks.lost is None:
                 self.barrier()  # no peer may still be writing here
         finally:
             self._end()
