@@ -32,13 +32,13 @@ from iris.errors import ArgumentError
 import torch
 from torch import nn
 
-from .autocast import current_autocast
 from .cache import cache_name, fits, has_windows, known_empty, shape_of, static_cache
 from .compiled import CompiledLayers, decoder_layers
 from .digests import compare
 from .engine_arguments import (
     check_logits,
     check_model,
+    check_no_autocast,
     check_options,
     check_prompts,
     check_sampling,
@@ -105,13 +105,13 @@ class Engine:
             )
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
         self.graphs = device.type == "cuda" if graphs is None else graphs
+        check_no_autocast(device.type)
         if self.graphs and device.type != "cuda":
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
         wanted = device.type == "cuda" if step_attention is None else step_attention
         # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
         capturable = wanted and use_step_attention(model) and self.graphs
         self._sharing = sharing_of(model)
-        self._autocast = current_autocast(device.type)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
         self._cache_name = cache_name(model)
         like = {"dtype": torch.long, "device": device}
@@ -158,7 +158,7 @@ class Engine:
         def check() -> tuple:
             positive(max_new_tokens=max_new_tokens)
             check_sampling(temperature, top_p, seed)
-            self._check_autocast()
+            check_no_autocast(self.tokens.device.type)
             tokens = tokens_of(prompts, words_of(self.model))
             return stops(stop), tokens, padded_before(tokens, max_new_tokens, self.batch_size, self.max_length)
 
@@ -255,7 +255,7 @@ class Engine:
         return logits
 
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
-        self._check_autocast()
+        check_no_autocast(self.tokens.device.type)
         if self.cache.holder is not None:
             raise ArgumentError("prompts come behind others in the engine's cache: expected reset() before them")
         compare(self.ctx, "Engine", prompts=prompts, mask=mask)
@@ -330,16 +330,8 @@ class Engine:
             )
         self._held, self._made = self._held + steps, self._made + steps
 
-    def _check_autocast(self) -> None:
-        now = current_autocast(self.tokens.device.type)
-        if now != self._autocast:
-            raise ArgumentError(
-                f"autocast is to {now}: expected {self._autocast}, as when the engine was made; its graphs and its"
-                " cache are of that"
-            )
-
     def _expect_prompts(self) -> None:
-        self._check_autocast()
+        check_no_autocast(self.tokens.device.type)
         if self._shape is None:
             raise ArgumentError("the engine holds no prompts: expected prefill() or read() since the last reset()")
         if self.cache.holder is not self.tokens:

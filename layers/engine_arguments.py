@@ -10,6 +10,7 @@ from iris.errors import ArgumentError
 import torch
 from torch import nn
 
+from .autocast import current_autocast
 from .cache import cache_bytes
 from .positions import count_from_zero, positions_known
 from .sharded import positive
@@ -115,3 +116,12 @@ def check_logits(logits: Any, shape: torch.Size, device: torch.device) -> None:
         raise ArgumentError(f"logits is a {type(logits).__name__}: expected a tensor")
     if logits.shape != shape or logits.device != device:
         raise ArgumentError(f"logits is {list(logits.shape)} on {logits.device}: expected {list(shape)} on {device}")
+
+
+def check_no_autocast(device_type: str) -> None:
+    """Raises `ArgumentError` inside `torch.autocast`, where an engine's graphs and its cache would be of two dtypes."""
+    if (dtype := current_autocast(device_type)) is not None:
+        raise ArgumentError(
+            f"autocast to {dtype} is enabled: expected an engine outside of it, of a model in the dtype that it shall"
+            f" compute in, as model.to({dtype}) gives it"
+        )

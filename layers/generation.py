@@ -83,6 +83,9 @@ def agree_on_samples(model, ctx) -> None:
 
 def _get_logits_processor(self, generation_config, *args, **kwargs):
     if not args and not kwargs:  # generate() says more
+        name = self.config._attn_implementation or ""
+        if name.startswith("paged|"):  # some releases set it before they come here
+            self.set_attn_implementation(name.removeprefix("paged|"))
         raise ArgumentError(f"model is split: expected a whole one for a ContinuousBatchingManager; {BATCHING}")
     return type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
 

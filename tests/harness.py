@@ -227,6 +227,12 @@ def agreed(value: Any) -> Any:
     return box[0]
 
 
+def once(work: Callable[[], Any]) -> Any:
+    """The result of `work()`, which under torchrun rank 0 does while the others wait: to write what all ranks read."""
+    first = not UNDER_TORCHRUN or os.environ["RANK"] == "0"
+    return agreed(work() if first else None)
+
+
 def _control() -> Any:
     """The group through which the ranks of torchrun tell each other about tests."""
     if "control" not in _session:

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 import torch
 
-from tests.harness import WORLDS, agreed, both, run_ranks
+from tests.harness import WORLDS, agreed, both, once, run_ranks
 from tests.layers import models
 from tests.layers.test_malformed import configure
 
@@ -102,7 +102,7 @@ def refused_body(ctx, root: str) -> None:
 @two_ranks
 def test_what_transformers_would_act_on_is_refused_by_name(world_size: int, tmp_path: Path) -> None:
     root = agreed(tmp_path)
-    if root == tmp_path:
+    if root == tmp_path:  # rank 0's
         for case, (spoil, _) in REFUSED.items():
             models.build("plain").save_pretrained(root / case)
             spoil(root / case)
@@ -167,7 +167,7 @@ def served_body(ctx, root: str) -> dict[str, tuple[torch.Tensor, torch.dtype, di
 @two_ranks
 def test_what_transformers_acts_on_is_done_alike(world_size: int, tmp_path: Path) -> None:
     root = agreed(tmp_path)
-    if root == tmp_path:
+    if root == tmp_path:  # rank 0's
         for case, prepare in SERVED.items():
             models.build("plain").save_pretrained(root / case)
             prepare(root / case)
@@ -211,7 +211,7 @@ def allowed_body(ctx, folder: str, generate: str) -> torch.Tensor:
 @two_ranks
 def test_code_runs_where_it_is_allowed(world_size: int, tmp_path: Path) -> None:
     root = agreed(tmp_path)
-    if root == tmp_path:
+    if root == tmp_path:  # rank 0's
         for name in ("code", "generate"):
             models.build("plain").save_pretrained(root / name)
         auto = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
@@ -239,7 +239,7 @@ def kept_body(ctx, folder: str) -> dict[str, torch.dtype]:
 @two_ranks
 def test_what_transformers_keeps_in_float32_stays_so(world_size: int, tmp_path: Path) -> None:
     folder = agreed(tmp_path)
-    models.build("plain").save_pretrained(folder)
+    once(lambda: models.build("plain").save_pretrained(folder))
     load = transformers.AutoModelForCausalLM.from_pretrained
     expected = kept_dtypes(lambda: load(folder, dtype=torch.bfloat16))
     assert set(expected.values()) == {torch.bfloat16, torch.float32}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import torch
 from torch import nn
 
-from tests.harness import WORLDS, agreed, both, run_ranks
+from tests.harness import WORLDS, agreed, both, once, run_ranks
 from tests.layers import models
 
 pytestmark = both
@@ -40,7 +40,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 
 def single_file(source: Path, folder: Path, change=lambda tensors: tensors) -> Path:
-    """A copy of a saved model in one file, its tensors as `change` leaves them."""
+    """A copy of a saved model in one file, its tensors as `change` leaves them; the same folder for all ranks."""
+    folder = agreed(folder)
+    once(lambda: _write_single(source, folder, change))
+    return folder
+
+
+def _write_single(source: Path, folder: Path, change) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for path in source.glob("*.safetensors"):
         tensors.update(load_file(path))
@@ -48,7 +54,6 @@ def single_file(source: Path, folder: Path, change=lambda tensors: tensors) -> P
         (folder / path.name).write_text(path.read_text())
     tensors = {name: tensor.clone() for name, tensor in change(tensors).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 # --- the same model --------------------------------------------------------------------------------------------------
@@ -364,7 +369,7 @@ SPOILT = [
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_unreadable_checkpoints(world_size: int, saved, tmp_path: Path, spoil) -> None:
     folder = single_file(saved("plain"), tmp_path)
-    expected = spoil(folder)
+    expected = once(lambda: spoil(folder))
     for text, result in run_ranks(world_size, refused_body, str(folder), str(saved("plain"))):
         assert expected in text
         models.assert_logits(result, "plain")
@@ -378,9 +383,10 @@ def nowhere_body(ctx, folder: str) -> str:
 
 @every_world
 def test_a_folder_that_is_not_there(world_size: int, tmp_path: Path) -> None:
-    for text in run_ranks(world_size, nowhere_body, str(tmp_path / "nowhere")):
+    folder = agreed(tmp_path)
+    for text in run_ranks(world_size, nowhere_body, str(folder / "nowhere")):
         assert "nowhere' is no folder" in text
-    file = agreed(tmp_path) / "file"
+    file = folder / "file"
     file.touch()
     for text in run_ranks(world_size, nowhere_body, str(file)):
         assert "file' is no folder, but a file" in text

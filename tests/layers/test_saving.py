@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import torch
 from torch import nn
 
-from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, agreed, both, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, agreed, both, once, run_ranks
 from tests.layers import models, test_families
 
 transformers = pytest.importorskip("transformers")
@@ -152,15 +152,20 @@ def old_names_body(ctx, folder: str) -> dict[str, torch.Tensor]:
             for name in OLD_NAMES}  # fmt: skip
 
 
-@two_ranks
-def test_renames_of_transformers_are_honoured(world_size: int, tmp_path: Path) -> None:
+def save_with_old_names(folder: Path) -> None:
     for name, (pattern, replacement) in OLD_NAMES.items():
         model = whole_of_family(name)
         tensors = {re.sub(pattern, replacement, key): value for key, value in model.state_dict().items()}
         assert tensors.keys() != model.state_dict().keys()
-        model.config.save_pretrained(tmp_path / name)
-        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    for results in run_ranks(world_size, old_names_body, str(tmp_path)):
+        model.config.save_pretrained(folder / name)
+        save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
+
+
+@two_ranks
+def test_renames_of_transformers_are_honoured(world_size: int, tmp_path: Path) -> None:
+    folder = agreed(tmp_path)
+    once(lambda: save_with_old_names(folder))
+    for results in run_ranks(world_size, old_names_body, str(folder)):
         for name, result in results.items():
             model = whole_of_family(name)
             single, double = test_families.logits(model), test_families.logits(model.double())
@@ -262,10 +267,15 @@ def test_host_memory_and_bytes_read_are_those_of_the_part(world_size: int, tmp_p
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     whole = {name: torch.full(parameter.shape, 0.5) for name, parameter in model.named_parameters()}
-    config.save_pretrained(tmp_path)
-    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    folder = agreed(tmp_path)
+
+    def save() -> None:
+        config.save_pretrained(folder)
+        save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+
+    once(save)
     total, largest = sum(each.nbytes for each in whole.values()), max(each.nbytes for each in whole.values())
-    for held, rise, read in run_ranks(world_size, host_body, str(tmp_path)):
+    for held, rise, read in run_ranks(world_size, host_body, str(folder)):
         assert held <= read <= held + 2 * MIB, "what is beside the weights: headers and the configuration"
         on_host = 0 if ON_GPU else held
         assert rise <= on_host + 2 * largest + 16 * MIB < total
