@@ -125,7 +125,9 @@ class Builder(InterpreterBuilder):
         if element.name == "bf16":
             block = floats.from_bits(block)
         if block.shape != tuple(desc.block_shape):
-            whole = np.full(desc.block_shape, np.nan if desc.padding == PADDED_WITH_NAN else 0, block.dtype)
+            whole = np.zeros(desc.block_shape, block.dtype)
+            if desc.padding == PADDED_WITH_NAN:
+                whole.fill(np.nan)
             whole[where] = block
             block = whole
         return TensorHandle(block, element)

@@ -13,6 +13,7 @@ Written for Triton 3.6. Imported only in a process in which the interpreter is o
 | `interpreter.ReduceOps` | reductions, slow for functions that it does not know |
 | `interpreter.GridExecutor` | a launch, which looks at the kernel's signature each time |
 | `interpreter.InterpreterError`, `_implicit_cvt` | what a launch raises, and how it takes arguments |
+| `interpreter.TritonSemantic` | what brings two operands to one type and shape (`quick`) |
 | `interpreter._patch_attr` | how the language's functions are given the builder, at each call |
 | `interpreter._patch_lang` | puts the builder behind the language, at each launch and call |
 | `core.block_type`, `core.tensor` | types and values, which work out the same again and again; operators (`quick`) |
@@ -30,6 +31,7 @@ InterpreterError = interpreter.InterpreterError
 GridExecutor = interpreter.GridExecutor
 ReduceOps = interpreter.ReduceOps
 ReduceScan = interpreter.ReduceScanOpInterface
+Semantic = interpreter.TritonSemantic
 builder = interpreter.interpreter_builder
 memory = interpreter._interpreter
 implicit = interpreter._implicit_cvt

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from triton.language import core
 
-from .private import TensorHandle, interpreter, numpy_type
+from .private import Semantic, TensorHandle, interpreter, numpy_type
 
 _INTEGERS = {"int32": np.int32, "int64": np.int64}
 _NUMBERS = _INTEGERS | {"fp32": np.float32}
@@ -60,6 +60,8 @@ def prepare() -> None:
         _replace(tensor, f"__r{name}__", partial(_operator, ufunc=_swapped(ufunc), kinds=kinds))
     _replace(tensor, "__getitem__", _with_axes)
     _replace(tensor, "to", _cast)
+    _replace(Semantic, "broadcast_impl_value", _of_one_shape)
+    _replace(Semantic, "binary_op_type_checking_impl", _of_one_type)
     tensor.__index__ = lambda self: self.handle.data.item()
 
 
@@ -138,6 +140,42 @@ def _moved(addresses, steps, width):
     steps = steps.astype(np.uint64)
     steps *= np.uint64(width)
     return addresses + steps
+
+
+def _of_one_shape(whole: Callable) -> Callable:
+    """Two values, each seen as a block of the shape that both have room in."""
+    known: dict = {}  # by both types, the types of what is given back and their shape
+
+    def quick(self, lhs, rhs):
+        key = lhs.type.name, rhs.type.name
+        found = known.get(key)
+        if found is None:
+            left, right = whole(self, lhs, rhs)
+            known[key] = left.type, right.type, tuple(size.value for size in left.shape)
+            return left, right
+        left, right, shape = found
+        return _seen(lhs, left, shape), _seen(rhs, right, shape)
+
+    return quick
+
+
+def _seen(value, type_, shape):
+    if value.type.name == type_.name:
+        return value
+    return core.tensor(TensorHandle(np.broadcast_to(value.handle.data, shape), value.handle.dtype), type_)
+
+
+def _of_one_type(whole: Callable) -> Callable:
+    """Two values of one type and shape, ready for an operation; of one type are those that operators serve."""
+
+    def quick(self, lhs, rhs, *options, **named):
+        if type(lhs) is core.tensor and type(rhs) is core.tensor:
+            kind = lhs.dtype.name
+            if kind == rhs.dtype.name and (kind in _NUMBERS or kind in _TRUTH):
+                return self.broadcast_impl_value(lhs, rhs)
+        return whole(self, lhs, rhs, *options, **named)
+
+    return quick
 
 
 def _with_axes(whole: Callable) -> Callable:
