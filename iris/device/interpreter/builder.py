@@ -23,6 +23,9 @@ from .private import (
     numpy_type,
 )
 
+_SMALL = 1024  # elements, which are handled as they come
+_ALL = np.ones(1, bool)
+
 
 class Builder(InterpreterBuilder):
     """Triton's, with the numbers that numpy lacks."""
@@ -108,15 +111,16 @@ class Builder(InterpreterBuilder):
 
     def create_masked_load(self, ptrs, mask, other, *hints, **named_hints):
         element = ptrs.get_element_ty()
-        if element.name == "bf16":
-            found = memory.load(ptrs.data, mask.data, _filling(ptrs, other, np.uint16), np.dtype(np.uint16))
-            return TensorHandle(floats.from_bits(found), element)
         if element.name == "int16":
             return TensorHandle(_whole_words(ptrs, mask, other), element)
-        return super().create_masked_load(ptrs, mask, other, *hints, **named_hints)
+        found = _loaded(ptrs.data, _asked(mask), None if other is None else _words(other), _memory_type(element))
+        return TensorHandle(floats.from_bits(found) if element.name == "bf16" else found, element)
 
     def create_masked_store(self, ptrs, value, mask, *hints):
-        return memory.store(ptrs.data, _words(value), mask.data)
+        addresses, values, asked = ptrs.data, _words(value), _asked(mask)
+        if _are_few(asked):
+            addresses, values, asked = addresses[asked], np.broadcast_to(values, asked.shape)[asked], _ALL
+        memory.store(addresses, values, np.broadcast_to(asked, addresses.shape))
 
     def create_descriptor_load(self, desc, indices, cache_modifier, eviction_policy):
         element = desc.base.dtype.element_ty
@@ -231,11 +235,30 @@ def _window(desc, indices, dtype):
     return np.asarray(_Memory(address, sizes, strides, dtype)), tuple(where)
 
 
-def _filling(ptrs, other, word):
-    """What a load gives where it is masked out."""
+def _asked(mask):
+    """Which elements a load or a store touches."""
+    asked = mask.data if isinstance(mask, TensorHandle) else mask
+    return asked if asked.dtype == np.bool_ else asked.astype(bool)
+
+
+def _are_few(asked) -> bool:
+    """Whether it pays to pick out the elements, for what handles one after the other."""
+    return asked.size > _SMALL and 4 * np.count_nonzero(asked) < asked.size
+
+
+def _loaded(addresses, asked, other, kind):
     if other is None:
-        return np.zeros(ptrs.data.shape, word)
-    return np.ascontiguousarray(np.broadcast_to(_words(other), ptrs.data.shape))
+        found = np.zeros(addresses.shape, kind)
+    elif other.shape == addresses.shape and other.dtype == kind:
+        found = other
+    else:
+        found = np.broadcast_to(other, addresses.shape).astype(kind)
+    if not _are_few(asked):
+        return memory.load(addresses, asked, found, kind)
+    found = found.copy() if found is other else found
+    at = addresses[asked]
+    found[asked] = memory.load(at, np.ones(at.shape, bool), np.zeros(at.shape, kind), kind)
+    return found
 
 
 def _whole_words(ptrs, mask, other):
@@ -244,7 +267,7 @@ def _whole_words(ptrs, mask, other):
     The interpreter copies each element by memcpy, of which a C library may make a load of two bytes and one of the last
     byte again: of a word that is stored between them, half is new and half is old.
     """
-    asked = np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)
+    asked = np.broadcast_to(_asked(mask), ptrs.data.shape)
     found = np.zeros(ptrs.data.shape, np.int16)
     if other is not None:
         found[...] = other.data
