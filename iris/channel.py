@@ -276,16 +276,17 @@ class Channel:
         def messages() -> Iterator[tuple[int, tuple]]:
             look = time.monotonic() + _LOOK_S
             while missing or sending:
+                ended: dict[int, str] = {}  # raised once the others' word of who was lost first has been read
                 for key, ready in selector.select(_LOOK_S):
                     peer, before = key.data, events(key.data)
                     if ready & selectors.EVENT_WRITE and not _send(key.fileobj, sending, peer):
                         ready |= selectors.EVENT_READ  # it is gone; what it said before still counts
                     try:
                         message = _receive(key.fileobj, buffers, peer) if ready & selectors.EVENT_READ else None
-                    except (BrokenPipeError, ConnectionResetError):
-                        raise self._loss(peer, what, "its process ended, or it closed the context") from None
                     except OSError as error:
-                        raise self._loss(peer, what, str(error)) from None
+                        closed = isinstance(error, (BrokenPipeError, ConnectionResetError))
+                        ended[peer] = "its process ended, or it closed the context" if closed else str(error)
+                        continue
                     if message is not None:
                         self._refuse_if_lost(peer, message, what)
                         missing.discard(peer)
@@ -293,6 +294,8 @@ class Channel:
                         selector.modify(key.fileobj, now, peer) if now else selector.unregister(key.fileobj)
                     if message is not None:
                         yield peer, message
+                for peer, reason in ended.items():
+                    raise self._loss(peer, what, reason)
                 now = time.monotonic()
                 if now > look or now > deadline:
                     look = now + _LOOK_S
@@ -315,21 +318,22 @@ class Channel:
 
     def _refuse_if_lost(self, peer: int, message: tuple, what: str) -> None:
         (_, _, topic), said, _ = message
+        if topic == _LEFT:
+            raise self._loss(peer, what, f"it left by {said}")
         if topic == _LOST:
-            self.lost = int(said) if said != self.rank else peer
-            if said == self.rank:
+            lost, reason = said
+            if lost == self.rank:
+                self.lost = peer
                 raise PeerLostError(
                     f"rank {self.rank} comes too late to {what}: rank {peer} has given up on it. {_REMEDY}"
                 )
-            raise PeerLostError(f"rank {self.rank} lost rank {said} before {what}, as rank {peer} found. {_REMEDY}")
-        if topic == _LEFT:
-            self.lost = peer
-            raise PeerLostError(f"rank {self.rank} lost rank {peer} before {what}: it left by {said}. {_REMEDY}")
+            raise self._loss(lost, what, reason if "as rank" in reason else f"{reason}, as rank {peer} found")
 
     def _loss(self, peer: int, what: str, reason: str = "") -> PeerLostError:
+        """The error of a lost peer, of which the others are told before this rank ends, too."""
         self.lost = peer
-        self.tell(_LOST, peer)
         reason = reason or f"it did not come within {self._timeout_s:g} s (IRIS_TIMEOUT)"
+        self.tell(_LOST, (peer, reason))
         return PeerLostError(f"rank {self.rank} lost rank {peer} before {what}: {reason}. {_REMEDY}")
 
 
