@@ -32,6 +32,7 @@ import torch  # noqa: E402
 from benchmarks import launch, report, stress  # noqa: E402
 from tests import harness  # noqa: E402
 import tests.layers  # noqa: E402, F401  so that the server of ranks imports models' code
+from tests.processes import run_fresh  # noqa: E402
 from tests.soak import faults, resources  # noqa: E402
 from tests.soak.states import HOWS, STATES  # noqa: E402
 
@@ -59,7 +60,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = args.device == "cuda"
     args.ranks = args.ranks or (max(2, torch.cuda.device_count()) if gpu else 2)
     args.parts = args.parts or (PARTS[1:] if gpu else PARTS)
-    args.jobs = args.jobs or max(4, min(12, (os.cpu_count() or 2) // args.ranks))  # most of them wait
+    args.jobs = args.jobs or max(4, min(16, (os.cpu_count() or 2) // args.ranks))  # most of them wait
     args.timeout = args.timeout or (10.0 if gpu else 5.0)
     args.calls = (100_000 if gpu else 2000) if args.calls is None else args.calls
     args.replays = (10_000 if gpu else 20) if args.replays is None else args.replays
@@ -97,9 +98,8 @@ class Soak:
         partial.replace(path)
 
     def run(self) -> bool:
-        harness.run_ranks(2, resources.held_by_rank)  # starts the server that ranks are forked from, which stays
-        harness.close_pools()
-        before = resources.Before(self.folder / "tmp")
+        run_fresh(2, faults.nothing)
+        before = resources.Before(self.folder / "tmp", self.args.ranks if self.args.device == "cuda" else 0)
         for part in self.args.parts:
             getattr(self, part)()
             self.write()

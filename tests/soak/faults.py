@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+import faulthandler
 import itertools
 import os
 from pathlib import Path
@@ -28,7 +29,8 @@ from tests.processes import Ended, run_fresh
 from tests.soak.states import FAULT, HOWS, MODEL, PID, STATES, Fault, fail_later
 
 SLACK_S = 10.0  # beside the time-out, for a machine that is busy with other cases
-_SETTING_UP_S = 90.0  # until the victim fails
+HUNG, _HANGS_S = 86, 3.0  # the exit code of a rank that hangs, and how much longer than it may it is let
+_SETTING_UP_S = 60.0  # until the victim fails
 _LONGEST_DELAY_S = 0.5  # of work in the state before that
 QUIET = {"TQDM_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "TRANSFORMERS_VERBOSITY": "error"}
 _MOST_FAILURES = 20  # of which one run tells
@@ -56,8 +58,32 @@ class Told:
     text: str
 
 
+def _watch(rank: int, case: Case, folder: Path, limit_s: float) -> None:
+    """Ends this process where it hangs after the fault; its stack is in a file then. From a thread."""
+    longest_s = _HANGS_S + limit_s * (2 if rank == case.victim else 1)  # a stopped one goes on after the others' errors
+
+    def watch() -> None:
+        while not (folder / f"over-{rank}").exists():
+            time.sleep(0.5)
+            with suppress(OSError, ValueError):
+                if time.monotonic() - float((folder / FAULT).read_text()) > longest_s:
+                    with open(folder / f"stack-{rank}", "w") as file:
+                        faulthandler.dump_traceback(file)
+                    _wake(case, folder)
+                    os._exit(HUNG)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _wake(case: Case, folder: Path) -> None:
+    if case.how == "SIGSTOP":
+        with suppress(OSError, ValueError):
+            os.kill(int((folder / PID).read_text()), signal.SIGCONT)
+
+
 def rank_body(rank: int, world: int, case: Case, model: Path, folder: Path, limit_s: float) -> Told | None:
     caught, told = threading.Event(), None
+    _watch(rank, case, folder, limit_s)
     try:
         with STATES[case.state](model, folder) as work:
             work()
@@ -78,9 +104,8 @@ def rank_body(rank: int, world: int, case: Case, model: Path, folder: Path, limi
         end = time.monotonic() + limit_s
         while time.monotonic() < end and not all(other.exists() for other in others):
             time.sleep(0.02)
-    elif case.how == "SIGSTOP":
-        with suppress(OSError):
-            os.kill(int((folder / PID).read_text()), signal.SIGCONT)
+    else:
+        _wake(case, folder)
     return told
 
 
@@ -90,6 +115,10 @@ def _causes(error: BaseException | None) -> str:
         texts.append(f"{type(error).__name__}: {error}")
         error = error.__cause__ or error.__context__
     return " <- ".join(texts)
+
+
+def nothing(rank: int, world: int) -> None:
+    """Starts the server that ranks are forked from, and nothing else."""
 
 
 def warm_body(rank: int, world: int, state: str, model: Path, folder: Path) -> int:
@@ -113,6 +142,9 @@ def run_case(case: Case, model: Path, folder: Path, timeout_s: float) -> dict[st
     if failed_at is None:
         wrong.append("the victim never came to its fault")
     for rank, end in enumerate(ended):
+        if end.exitcode == HUNG:
+            wrong.append(f"rank {rank} hangs: {(folder / f'stack-{rank}').read_text()[:3000]}")
+            continue
         reason = _victim(case, end) if rank == case.victim else _survivor(case, end, failed_at, limit_s, seconds)
         wrong += [f"rank {rank} {reason}"] if reason else []
     if left := sorted(os.listdir(temporary)):

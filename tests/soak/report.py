@@ -84,6 +84,8 @@ def _resources(found: dict) -> str:
         f"{found['temporary_files_left']} temporary files left",
         f"file descriptors of the parent {found['descriptors'][0]} before, {found['descriptors'][1]} after",
     ]
+    if "gpu_mib_less" in found:
+        said.append(f"the GPU that lost most memory has {max(0, found['gpu_mib_less'])} MiB less")
     if "most_rss_mib_more" in found:
         said.append(
             f"the rank that grew most by {max(0, found['most_rss_mib_more'])} MiB of memory, "

@@ -15,6 +15,7 @@ import torch
 from tests.harness import run_ranks
 
 GROWTH_MIB = 64  # of a rank, for what Python, torch and triton keep of calls that were new to them
+GPU_MIB = 64  # of a GPU, for what its driver keeps
 _SETTLES_S = 5.0  # in which what other programs have for a moment goes again
 
 
@@ -47,17 +48,29 @@ def shared() -> set[str]:
 class Before:
     """What there was when it was made; `after` compares."""
 
-    def __init__(self, temporary: Path) -> None:
-        self.temporary = temporary
-        self.here, self.shared, self.files = held(), shared(), set(os.listdir(temporary))
+    def __init__(self, temporary: Path, gpus: int) -> None:
+        self.temporary, self.gpus = temporary, gpus
+        self.free = self._free_mib()  # first, for it may open files
+        self.here, self.shared, self.files = held(), shared(), self._files()
+
+    def _files(self) -> set[str]:
+        """Without the cache of torch's compiler, which stays on purpose."""
+        return {name for name in os.listdir(self.temporary) if not name.startswith("torchinductor_")}
+
+    def _free_mib(self) -> list[int]:
+        return [torch.cuda.mem_get_info(gpu)[0] >> 20 for gpu in range(self.gpus)]
+
+    def _taken_mib(self) -> int:
+        """Of the GPU that has lost most."""
+        return max((was - now for was, now in zip(self.free, self._free_mib(), strict=True)), default=0)
 
     def after(self) -> tuple[dict[str, Any], list[str]]:
         """Figures, and what is wrong with them."""
         end = time.monotonic() + _SETTLES_S
-        while (more := shared() - self.shared) and time.monotonic() < end:
+        while ((more := shared() - self.shared) or self._taken_mib() > GPU_MIB) and time.monotonic() < end:
             time.sleep(0.2)
         now = held()
-        left = sorted(set(os.listdir(self.temporary)) - self.files)
+        left = sorted(self._files() - self.files)
         wrong = [f"{now['descriptors']} file descriptors, {self.here['descriptors']} before"]
         wrong = wrong if now["descriptors"] > self.here["descriptors"] else []
         wrong += [f"left in /dev/shm: {', '.join(sorted(more))}"] if more else []
@@ -67,6 +80,9 @@ class Before:
             "shared_memory_left": len(more),
             "temporary_files_left": len(left),
         }
+        if self.gpus:
+            figures["gpu_mib_less"] = taken = self._taken_mib()
+            wrong += [f"a GPU has {taken} MiB less"] if taken > GPU_MIB else []
         return figures, wrong
 
 
