@@ -20,7 +20,12 @@ import tempfile
 import time
 from typing import Any
 
-_QUIET = {"TQDM_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "TRANSFORMERS_VERBOSITY": "error"}
+_QUIET = {
+    "TQDM_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore",
+}
 # The server that ranks are forked from must not begin to use a GPU, not even to ask whether there is one.
 _FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 for _name, _value in (_QUIET | _FORKS).items():

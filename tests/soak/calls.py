@@ -33,7 +33,7 @@ def draw_collective(rng: random.Random, world: int) -> ccl.Case:
     dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32, torch.int32])
     configs = [None, ccl.FLAGS]
     if dtype.is_floating_point and world in (2, 4):  # words of other numbers of ranks are refused for some shapes
-        configs += [ccl.ONE, ccl.TWO] if op == "all_reduce" else [ccl.WORDS]
+        configs += {"all_reduce": [ccl.ONE, ccl.TWO], "reduce_scatter": []}.get(op, [ccl.WORDS])
     return ccl.Case(
         op,
         (rows, cols * world if op == "all_to_all" else cols),
