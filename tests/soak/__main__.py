@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from typing import Any
 
 _QUIET = {
@@ -106,7 +107,10 @@ class Soak:
         run_fresh(2, faults.nothing)
         before = resources.Before(self.folder / "tmp", self.args.ranks if self.args.device == "cuda" else 0)
         for part in self.args.parts:
-            getattr(self, part)()
+            try:
+                getattr(self, part)()
+            except Exception as error:
+                self.failures.append(f"{part}: {error!r}\n{traceback.format_exc()[-2000:]}")
             self.write()
         harness.close_pools()
         figures, wrong = before.after()

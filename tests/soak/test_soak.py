@@ -18,7 +18,7 @@ from benchmarks.timing import Captured
 from tests.harness import UNDER_TORCHRUN, run_ranks
 from tests.processes import Ended
 from tests.soak import __main__ as soak
-from tests.soak import faults, report
+from tests.soak import faults, report, resources
 from tests.soak.calls import Calls
 from tests.soak.faults import Case, Told
 from tests.soak.states import HOWS, STATES
@@ -44,6 +44,14 @@ def test_random_calls_of_late_ranks() -> None:
     calls = Calls(number=7, say=lambda text: None)
     calls.run([2], time.monotonic() + 30, most=5)
     assert not calls.failures and calls.ops and calls.collectives, calls.table()
+
+
+def test_what_ranks_hold_is_told() -> None:
+    before, after = resources.of_ranks([2]), resources.of_ranks([2])
+    more, wrong = resources.growth(before, after)
+    assert not wrong and more["most_descriptors_more"] == more["most_heap_bytes_more"] == 0
+    after[2][1]["descriptors"] += 3
+    assert resources.growth(before, after)[1] == ["a rank holds 3 descriptors more"]
 
 
 def test_a_run_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
