@@ -41,6 +41,7 @@ _MAX_FDS, _MAX_PACKET = 64, 1 << 16
 _CHUNK = 48 << 10  # bytes of a message in one packet
 _MAX_STRANGERS = 64  # that have connected and not said who they are
 _STORE_S = 0.5  # that an answer of the store may come late
+_ENDS_S = 0.3  # for a killed process to have ended, whose connections end before
 _LOOK_S = 0.1  # between two looks at whether awaited processes live
 _LOST, _LEFT = "lost", "left"
 
@@ -70,39 +71,43 @@ class Channel:
         self.lost: int | None = None
         """A rank that this one has given up on."""
         deadline = time.monotonic() + timeout_s
-        folder, listener = None, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         told: list[dict] = []
         nonce, failure = secrets.token_hex(16), ""
+        # All have read its name before it is made, so that the others can remove what a killed rank leaves.
+        folder = os.path.join(tempfile.gettempdir(), f"iris-{secrets.token_hex(8)}")
         try:
+            own = dict(pid=os.getpid(), path=os.path.join(folder, "socket"), nonce=nonce, failure="")
+            told = self._meet(store, what, own, timeout_s, (), broken)
+            self.pids = [int(each["pid"]) for each in told]
+            self._meet(store, f"{what}/read", dict(failure=""), timeout_s, self.pids)
             try:
-                folder = tempfile.mkdtemp(prefix="iris-")  # mode 0700
+                os.mkdir(folder, 0o700)
                 listener.bind(os.path.join(folder, "socket"))
                 listener.listen(128)
             except OSError as error:
-                failure = f"no Unix socket in {folder or tempfile.gettempdir()}: {error}; set TMPDIR to a short path"
-            own = dict(pid=os.getpid(), path=os.path.join(folder or "", "socket"), nonce=nonce, failure=failure)
-            told = self._meet(store, what, own, timeout_s, (), broken)
-            _raise_failures([each["failure"] for each in told])
-            self.pids = [int(each["pid"]) for each in told]
+                failure = f"no Unix socket in {folder}: {error}; set TMPDIR to a short path"
+            listening = self._meet(store, f"{what}/listening", dict(failure=failure), timeout_s, self.pids)
+            _raise_failures([each["failure"] for each in listening])
             try:
                 for peer in range(rank):
                     self._peers[peer] = self._dial(peer, told[peer], deadline)
                 self._accept(listener, nonce, deadline)
             except (OSError, PlatformError) as error:
                 failure = str(error)
+            listener.close()
+            shutil.rmtree(folder, ignore_errors=True)  # before the others go on
             connected = self._meet(store, f"{what}/connected", dict(failure=failure), timeout_s + 1.0, self.pids)
             _raise_failures([each["failure"] for each in connected])
             for peer in self._peers.values():
                 peer.setblocking(False)
         except BaseException:
             self.close()
-            for each in told:
-                _remove_socket_of_ended(each)
+            _remove_sockets_of_ended(told)
             raise
         finally:
             listener.close()
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     # --- making the connections --------------------------------------------------------------------------------------
 
@@ -340,15 +345,21 @@ class Channel:
 _REMEDY = "Expected the same calls in the same order on all ranks; end all ranks and start again."
 
 
-def _remove_socket_of_ended(told: dict) -> None:
+def _remove_sockets_of_ended(told: Sequence[dict]) -> None:
     """What a killed rank cannot remove. Only a socket in a folder that is called as ours are goes, for anybody may
     have written the path."""
-    path = Path(str(told["path"]))
-    with suppress(OSError, ValueError):
-        if has_ended(int(told["pid"])) and path.name == "socket" and path.parent.name.startswith("iris-"):
-            if stat.S_ISSOCK(path.lstat().st_mode):
-                path.unlink()
-            path.parent.rmdir()
+    end = time.monotonic() + _ENDS_S
+    for each in told:
+        path = Path(str(each["path"]))
+        with suppress(OSError, ValueError):
+            if path.name != "socket" or not path.parent.name.startswith("iris-"):
+                continue
+            while path.parent.exists() and not has_ended(int(each["pid"])) and time.monotonic() < end:
+                time.sleep(0.01)
+            if has_ended(int(each["pid"])):
+                if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
+                    path.unlink()
+                path.parent.rmdir()
 
 
 def close_all(fds) -> None:

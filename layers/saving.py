@@ -9,13 +9,14 @@ disk, rank 0 puts the new files in the old ones' place (`replacement`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 import copy
 from dataclasses import dataclass
 import math
 import os
 from pathlib import Path
 import re
-from tempfile import TemporaryDirectory
+import shutil
 from types import MethodType
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import nn
 
 from .checkpoint import StoredTensor, layout
 from .fused import Slice
-from .replacement import Replacement
+from .replacement import PARTIAL, Replacement
 from .shard import Shard, concat
 from .sharded import check_context, part_of
 from .staging import Staging
@@ -97,7 +98,7 @@ def _save(model: Any, folder: Any, ctx, max_shard_size: Any, refusal: str | None
         problems: list[str] = []
         if ctx.cur_rank == 0:
             try:
-                replacement = Replacement(folder, shards, _configurations(model))
+                replacement = Replacement(folder, shards, _configurations(model, folder))
                 for name, tensors in zip(replacement.names, shards, strict=True):
                     header, _, size = _places(held, tensors)
                     replacement.create(name, header, size)
@@ -225,14 +226,25 @@ def _write(folder: Path, files: dict[str, list[str]], held: dict[str, _Held], st
             os.close(out)
 
 
-def _configurations(model: nn.Module) -> dict[str, bytes]:
-    """The files beside the weights, as transformers writes them; it refuses some configurations."""
+def _configurations(model: nn.Module, folder: Path) -> dict[str, bytes]:
+    """The files beside the weights, as transformers writes them; it refuses some configurations.
+
+    It writes files, into a folder inside `folder`: were the process killed, the next save would remove that.
+    """
+    aside, is_new = folder / f".configuration{PARTIAL}", not folder.exists()
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = model.dtype, [type(model).__name__]
-    with TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        config.save_pretrained(aside)
         if getattr(model, "generation_config", None) is not None:
             generation = copy.copy(model.generation_config)
             generation.disable_compile = None  # see `generation`: it is of the split model only
-            generation.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+            generation.save_pretrained(aside)
+        return {path.name: path.read_bytes() for path in sorted(aside.iterdir()) if path.is_file()}
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()  # `Replacement` makes it

@@ -20,9 +20,9 @@ def agree(ctx, refusal: str | None, asked: dict[str, Any]) -> None:
     """Raises on every rank if one of them refuses its arguments, or if what they `asked` differs. Collective."""
     own = refusal, {name: "a function" if callable(value) else said(value) for name, value in asked.items()}
     told = [ctx.broadcast(own, src=src) for src in range(ctx.num_ranks)]
-    for refused, _ in told:
-        if refused:
-            raise ArgumentError(refused)
+    refusals = _by_rank([[refused] if refused else [] for refused, _ in told])
+    if refusals:
+        raise ArgumentError(refusals[0])
     first = told[0][1]
     for rank, (_, others) in enumerate(told):
         for name in sorted(first.keys() | others.keys()):
@@ -41,11 +41,23 @@ def checked(ctx, call: str, check: Callable[[], Checked]) -> Checked:
 def raise_together(problems: list[str], what: str, ctx) -> None:
     """Raises on every rank if any rank has a problem. Collective."""
     own = [shown(line, _LONGEST_LINE) for line in problems]
-    told = [line for src in range(ctx.num_ranks) for line in ctx.broadcast(own, src=src)]
-    if told:
-        lines = list(dict.fromkeys(told))
+    lines = _by_rank([ctx.broadcast(own, src=src) for src in range(ctx.num_ranks)])
+    if lines:
         listed = lines[:_MOST_LINES] + ([f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else [])
         raise CheckpointError(f"{shown(what)}, {len(lines)} problem(s):\n  " + "\n  ".join(listed))
+
+
+def _by_rank(told: list[list[str]]) -> list[str]:
+    """What the ranks told, each line once; with the first rank that has it where not all have, unless it says so."""
+    ranks: dict[str, list[int]] = {}
+    for rank, lines in enumerate(told):
+        for line in lines:
+            ranks.setdefault(line, []).append(rank)
+    everyone = len(told)
+    return [
+        line if len(those) == everyone or line.startswith("rank ") else f"rank {those[0]}: {line}"
+        for line, those in ranks.items()
+    ]
 
 
 def digest(value: Any) -> str:

@@ -390,3 +390,20 @@ def test_a_folder_that_is_not_there(world_size: int, tmp_path: Path) -> None:
     file.touch()
     for text in run_ranks(world_size, nowhere_body, str(file)):
         assert "file' is no folder, but a file" in text
+
+
+def one_rank_body(ctx, folder: str) -> None:
+    def fail(folder: Path, trust_remote_code: bool) -> None:
+        raise OSError("mine alone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.cur_rank == 1:
+            patch.setattr("layers.pretrained.check_contents", fail)
+        with pytest.raises(CheckpointError, match=r"2 problem\(s\):\n  rank 0: .*\n  rank 1: mine alone"):
+            layers.from_pretrained(folder, ctx)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_a_problem_of_one_rank_names_it(world_size: int, tmp_path: Path) -> None:
+    if world_size > 1:
+        run_ranks(world_size, one_rank_body, str(agreed(tmp_path)))

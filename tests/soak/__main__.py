@@ -62,10 +62,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON file")
     parser.add_argument("--name", help="of the JSON file; default: soak, GPU, ranks")
+    parser.add_argument("--add", action="store_true", help="to what the file has of parts that this run leaves out")
     args = parser.parse_args(argv)
     gpu = args.device == "cuda"
     args.ranks = args.ranks or (max(2, torch.cuda.device_count()) if gpu else 2)
     args.parts = args.parts or (PARTS[1:] if gpu else PARTS)
+    if gpu and "calls" in args.parts:
+        parser.error("--parts calls: expected stress,faults on GPUs, where every random shape would be compiled")
     args.jobs = args.jobs or max(4, min(16, (os.cpu_count() or 2) // args.ranks))  # most of them wait
     args.timeout = args.timeout or (10.0 if gpu else 5.0)
     args.calls = (100_000 if gpu else 2000) if args.calls is None else args.calls
@@ -85,6 +88,18 @@ class Soak:
         self.failures: list[str] = []
         self.written = report.describe_run(team, args) | {"cpus": os.cpu_count(), "seconds_asked": args.seconds}
         self.written |= {"timeout_s": args.timeout, "slack_s": faults.SLACK_S}
+        self.seconds = 0.0
+        if args.add and (path := report.path(self.written, args)).exists():
+            self._add(json.loads(path.read_text()))
+
+    def _add(self, earlier: dict[str, Any]) -> None:
+        """The parts of an `earlier` run, on as many GPUs of the same kind, beside those of this one."""
+        kept = {
+            part: earlier[part] for part in (*PARTS, "resources") if part in earlier and part not in self.args.parts
+        }
+        self.failures += [each for each in earlier["failures"] if each not in self.failures]
+        self.seconds = earlier["seconds"]
+        self.written |= kept | {"command": f"{earlier['command']} && {self.written['command']}"}
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.begin:4.0f} s] {text}", flush=True)
@@ -96,7 +111,7 @@ class Soak:
 
     def write(self, **found: Any) -> None:
         self.written |= found
-        self.written["seconds"] = time.monotonic() - self.begin
+        self.written["seconds"] = self.seconds + time.monotonic() - self.begin
         self.written["failures"] = self.failures
         path = report.path(self.written, self.args)
         partial = path.with_suffix(".partial")
@@ -122,7 +137,7 @@ class Soak:
     def calls(self) -> None:
         from tests.soak.calls import Calls
 
-        end = self.share(0.35)
+        end = self.share(0.22)
         worlds = sorted({2, 3, self.args.ranks})
         found = Calls(1000 * self.args.seed, say=self.say)
         found.run(worlds, min(end, self.share(0.3)))  # what is kept of calls that are new, is kept by now
@@ -137,10 +152,10 @@ class Soak:
         gpu = self.args.device == "cuda"
         here = self.folder / "stress"
         left = self.end - time.monotonic()
-        limit_s = 0.5 * left if gpu else min(left, max(60.0, 0.2 * left))
+        limit_s = 0.6 * left if gpu else min(left, max(50.0, 0.12 * left))
         asked = ["--ranks", self.args.ranks, "--device", self.args.device, "--calls", self.args.calls, "--replays",
-                 self.args.replays, "--seed", self.args.seed, "--time-limit", limit_s / 3, "--out", here]  # fmt: skip
-        asked += ["--name", "stress"] + ([] if gpu else ["--graph-calls", 20])
+                 self.args.replays, "--seed", self.args.seed, "--out", here, "--name", "stress"]  # fmt: skip
+        asked += ["--time-limit", limit_s / 4] if gpu else ["--time-limit", limit_s / 3, "--graph-calls", 20]
         options = stress.parse([str(each) for each in asked])
         code = launch.launch(stress.run, options, limit_s)
         path = here / "stress.json"

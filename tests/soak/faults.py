@@ -19,6 +19,7 @@ import random
 import re
 import signal
 import statistics
+import tempfile
 import threading
 import time
 from typing import Any
@@ -83,6 +84,7 @@ def _wake(case: Case, folder: Path) -> None:
 
 def rank_body(rank: int, world: int, case: Case, model: Path, folder: Path, limit_s: float) -> Told | None:
     caught, told = threading.Event(), None
+    tempfile.tempdir = os.environ["TMPDIR"]  # which may be another one in the server that this process is forked from
     _watch(rank, case, folder, limit_s)
     try:
         with STATES[case.state](model, folder) as work:
@@ -175,7 +177,7 @@ def _victim(case: Case, end: Ended) -> str | None:
     if not isinstance(told, Told):
         return _no_error(end)
     if case.how == "exception":
-        return None if Fault.__name__ in told.text else f"raised another exception than its own: {told.text}"
+        return None if Fault.text in told.text else f"raised another exception than its own: {told.text}"
     return None if told.typed else f"went on and raised what is no IrisError: {told.text}"
 
 

@@ -29,6 +29,8 @@ MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embe
 class Fault(Exception):
     """The victim's own exception."""
 
+    text = "the victim's own"
+
 
 @contextmanager
 def op_wait(model: Path, folder: Path) -> Iterator[Work]:
@@ -131,7 +133,7 @@ def fail_later(how: str, delay_s: float, folder: Path) -> threading.Event:
             again = how == "exception" and not caught.wait(_AGAIN_S)
 
     def raise_fault(*_: object) -> None:
-        raise Fault("the victim's own")
+        raise Fault(Fault.text)
 
     signal.signal(signal.SIGUSR2, raise_fault)
     threading.Thread(target=fail, daemon=True).start()
