@@ -21,28 +21,19 @@ import time
 import traceback
 from typing import Any
 
-_QUIET = {
-    "TQDM_DISABLE": "1",
-    "TORCH_CPP_LOG_LEVEL": "FATAL",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "PYTHONWARNINGS": "ignore",
-}
-# The server that ranks are forked from must not begin to use a GPU, not even to ask whether there is one.
-_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-for _name, _value in (_QUIET | _FORKS).items():
-    os.environ.setdefault(_name, _value)
+import iris  # noqa: F401  before triton on a machine without a GPU
+import torch
 
-import iris  # noqa: E402, F401  before triton on a machine without a GPU
-import torch  # noqa: E402
-
-from benchmarks import launch, report, stress  # noqa: E402
-from tests import harness  # noqa: E402
-import tests.layers  # noqa: E402, F401  so that the server of ranks imports models' code
-from tests.processes import run_fresh  # noqa: E402
-from tests.soak import faults, resources  # noqa: E402
-from tests.soak.states import HOWS, STATES  # noqa: E402
+from benchmarks import launch, report, stress
+from tests import harness
+import tests.layers  # noqa: F401  so that the server of ranks imports models' code
+from tests.processes import run_fresh
+from tests.soak import faults, resources
+from tests.soak.states import HOWS, STATES
 
 PARTS = ("calls", "stress", "faults")
+# The server that ranks are forked from must not begin to use a GPU, not even to ask whether there is one.
+_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _STOPS_S = 10.0  # before the end of the time, in which what is under way ends
 
 
@@ -205,4 +196,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    for name, value in (faults.QUIET | _FORKS).items():
+        os.environ.setdefault(name, value)
     sys.exit(main())

@@ -33,7 +33,12 @@ SLACK_S = 10.0  # beside the time-out, for a machine that is busy with other cas
 HUNG, _HANGS_S = 86, 3.0  # the exit code of a rank that hangs, and how much longer than it may it is let
 _SETTING_UP_S = 60.0  # until the victim fails
 _LONGEST_DELAY_S = 0.5  # of work in the state before that
-QUIET = {"TQDM_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "TRANSFORMERS_VERBOSITY": "error"}
+QUIET = {
+    "TQDM_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore",
+}
 _MOST_FAILURES = 20  # of which one run tells
 
 
