@@ -45,7 +45,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(PY) -m benchmarks.ops
 
-PIP_INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check
 have = $(PY) -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(1)
 GPU_SITE = $(PYTHON) -c 'import os, torch; torch.cuda.is_available() or exit(1); print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null
 SITE = $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'

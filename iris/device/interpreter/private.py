@@ -17,6 +17,7 @@ Written for Triton 3.6. Imported only in a process in which the interpreter is o
 | `interpreter._patch_attr` | how the language's functions are given the builder, at each call |
 | `interpreter._patch_lang` | puts the builder behind the language, at each launch and call |
 | `core.block_type`, `core.tensor` | types and values, which work out the same again and again; operators (`quick`) |
+| `core._unwrap_if_constexpr` | asked of each argument of each function (`quick`) |
 | `core.dtype.to_ir` | what the builder has types of; Triton's knows fewer |
 | `_ir.ROUNDING_MODE`, `ATOMIC_OP`, `PADDING_OPTION` | how an operation is asked for |
 """

@@ -62,6 +62,8 @@ def prepare() -> None:
     _replace(tensor, "to", _cast)
     _replace(Semantic, "broadcast_impl_value", _of_one_shape)
     _replace(Semantic, "binary_op_type_checking_impl", _of_one_type)
+    _replace(Semantic, "to_tensor", _a_tensor)
+    _replace(core, "_unwrap_if_constexpr", _plain)
     tensor.__index__ = lambda self: self.handle.data.item()
 
 
@@ -81,7 +83,7 @@ def direct_builtins() -> None:
     interpreter._patch_attr = patch
 
 
-def _replace(owner: type, name: str, made: Callable) -> None:
+def _replace(owner, name: str, made: Callable) -> None:
     whole = getattr(owner, name)
     if not getattr(whole, "is_quick", False):
         method = made(whole)
@@ -174,6 +176,22 @@ def _of_one_type(whole: Callable) -> Callable:
             if kind == rhs.dtype.name and (kind in _NUMBERS or kind in _TRUTH):
                 return self.broadcast_impl_value(lhs, rhs)
         return whole(self, lhs, rhs, *options, **named)
+
+    return quick
+
+
+def _a_tensor(whole: Callable) -> Callable:
+    def quick(self, x, check_type=True):
+        return x if type(x) is core.tensor else whole(self, x, check_type)
+
+    return quick
+
+
+def _plain(whole: Callable) -> Callable:
+    plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, str, bool, type(None)}
+
+    def quick(x):
+        return x if type(x) in plain else whole(x)
 
     return quick
 
