@@ -29,6 +29,7 @@ import torch
 
 from tests.outcomes import Failure, attempt, dumps
 
+ENV_START = "IRIS_TEST_START"  # "spawn" where a process that is forked cannot use the GPU
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -36,7 +37,9 @@ def forkserver() -> Any:
     """The multiprocessing context whose server has imported what every rank needs."""
     for name, value in _child_environment().items():
         os.environ.setdefault(name, value)
-    context = mp.get_context("forkserver")
+    context = mp.get_context(os.environ.get(ENV_START, "forkserver"))
+    if context.get_start_method() != "forkserver":
+        return context
     models = ["transformers.models.llama.modeling_llama"] if "tests.layers" in sys.modules else []  # takes seconds
     # `torch.testing` asks of all that it compares whether it is a DTensor
     context.set_forkserver_preload(["tests.harness", "iris.device", "torch.distributed.tensor", *models])

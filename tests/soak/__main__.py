@@ -27,7 +27,7 @@ import torch
 from benchmarks import launch, report, stress
 from tests import harness
 import tests.layers  # noqa: F401  so that the server of ranks imports models' code
-from tests.processes import run_fresh
+from tests.processes import ENV_START, run_fresh
 from tests.soak import faults, resources
 from tests.soak.states import HOWS, STATES
 
@@ -79,6 +79,7 @@ class Soak:
         self.failures: list[str] = []
         self.written = report.describe_run(team, args) | {"cpus": os.cpu_count(), "seconds_asked": args.seconds}
         self.written |= {"timeout_s": args.timeout, "slack_s": faults.SLACK_S}
+        args.name = args.name or f"soak_{report.slug(self.written['gpu']).partition('-')[0]}_x{args.ranks}"
         self.seconds = 0.0
         if args.add and (path := report.path(self.written, args)).exists():
             self._add(json.loads(path.read_text()))
@@ -110,7 +111,9 @@ class Soak:
         partial.replace(path)
 
     def run(self) -> bool:
-        run_fresh(2, faults.nothing)
+        if any(end.exitcode for end in run_fresh(2, faults.touch, self.args.device)):
+            self.say("a forked process cannot use the GPU: ranks are spawned, which takes them seconds")
+            os.environ[ENV_START] = "spawn"
         before = resources.Before(self.folder / "tmp", self.args.ranks if self.args.device == "cuda" else 0)
         for part in self.args.parts:
             try:

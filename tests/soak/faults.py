@@ -124,8 +124,9 @@ def _causes(error: BaseException | None) -> str:
     return " <- ".join(texts)
 
 
-def nothing(rank: int, world: int) -> None:
-    """Starts the server that ranks are forked from, and nothing else."""
+def touch(rank: int, world: int, device: str) -> None:
+    """Uses the device as little as can be; also starts the server that ranks are forked from."""
+    torch.zeros(1, device=device)
 
 
 def warm_body(rank: int, world: int, state: str, model: Path, folder: Path) -> int:
