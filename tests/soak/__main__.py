@@ -177,7 +177,7 @@ class Soak:
         latest = self.end - args.timeout - faults.SLACK_S  # what begins then ends in time
         run.run(faults.draw(args.ranks, args.times, args.states, list(HOWS), args.seed), model, latest, tell)
         self.failures += run.failures
-        self.write(faults=run.table())
+        self.write(faults=run.table(), repeated=run.repeated)
 
 
 def main(argv: list[str] | None = None) -> int:

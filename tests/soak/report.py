@@ -65,6 +65,8 @@ def _faults(run: dict) -> str:
         f"| state | {' | '.join(hows)} |",
         f"|---|{'---:|' * len(hows)}",
     ]
+    if run.get("repeated"):
+        lines[0] = f"{lines[0][:-1]}; {run['repeated']} were repeated, whose ranks the busy machine made late:"
     for state, row in run["faults"].items():
         lines.append(f"| {state} | {' | '.join(_cell(row.get(how)) for how in hows)} |")
     return "\n".join(lines)
