@@ -41,8 +41,8 @@ def of_ranks(worlds: list[int]) -> dict[int, list[dict[str, int]]]:
 
 
 def shared() -> set[str]:
-    """Names in shared memory, but the semaphores that other programs' worker pools come and go with."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """Names in shared memory, but semaphores: the library makes none, and worker pools of others leave theirs."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 class Before:
