@@ -132,3 +132,5 @@ def test_a_launch_takes_arguments_by_name_and_says_which_is_missing() -> None:
         lacking_kernel[(1,)](x)
     with pytest.raises(TypeError):
         lacking_kernel[(1,)](x, out, out)
+    with pytest.raises(TypeError, match="multiple values"):
+        lacking_kernel[(1,)](x, out, x=x)

@@ -39,10 +39,12 @@ class Launch(GridExecutor):
             hook(*args, **named)
         interpreter._patch_lang(self.fn)
         given = self.defaults | dict(zip(self.arg_names, args, strict=False)) | named
-        if len(args) > len(self.arg_names) or given.keys() != set(self.arg_names):
-            inspect.getcallargs(self.fn, *args, **named)  # says which are missing
+        twice = not named.keys().isdisjoint(self.arg_names[: len(args)])
+        if twice or len(args) > len(self.arg_names) or given.keys() != set(self.arg_names):
+            inspect.getcallargs(self.fn, *args, **named)  # says which is missing, or one too many
         given = {name: value if name in self.constexprs else implicit(value) for name, value in given.items()}
         grid = self.grid(given) if callable(self.grid) else self.grid
+        assert len(grid) <= 3, "grid must have at most 3 dimensions"
         columns, rows, layers = (*grid, 1, 1)[:3]
         builder.set_grid_dim(columns, rows, layers)
         places = itertools.product(range(columns), range(rows), range(layers))
@@ -55,4 +57,6 @@ class Launch(GridExecutor):
             found = error
             while isinstance(found, InterpreterError) and found.__cause__ is not None:  # of functions that are called
                 found = found.__cause__
-            raise found if isinstance(found, IrisError) else InterpreterError(repr(found)) from error
+            if isinstance(found, IrisError):
+                raise found from None
+            raise InterpreterError(repr(found)) from error
