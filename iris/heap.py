@@ -50,7 +50,7 @@ class Heap:
         self.size = segment.local.numel()
         self.base = segment.local.data_ptr()
         self._ends = Offsets(self.size), Offsets(self.size)  # users', and the library's, counted down from the top
-        self._taken = [0, 0]
+        self._taken, self._reached = [0, 0], [0, 0]  # how many blocks, and how far, from each end
         self._blocks: dict[int, Allocation] = {}
         self.digest = _DIGEST
         """A number of 62 bits that is the same on ranks with the same allocations, in whatever order they were made."""
@@ -73,8 +73,9 @@ class Heap:
         return self.size - sum(end - begin for begin, end in self._live())
 
     def cut(self, used: tuple[int, int]) -> list[tuple[int, int]]:
-        """Frees what was taken beyond an earlier `used`. Returns the [begin, end) that this was."""
-        (low, high), (begin, top) = used, self.used
+        """Frees what was taken beyond an earlier `used`. Returns the [begin, end) that was used there since."""
+        (low, high), (begin, top) = used, self._reached
+        self._reached = list(used)
         for offset, block in list(self._blocks.items()):
             beyond = self.size - offset > high if block.library else offset >= low
             if beyond:
@@ -125,6 +126,7 @@ class Heap:
             end.give(offset)
             raise
         self._taken[library] += 1
+        self._reached[library] = max(self._reached[library], end.used)
         block = self._blocks[begin] = Allocation(
             self._taken[library], library, begin, nbytes, what, nbytes if filled is None else filled
         )
