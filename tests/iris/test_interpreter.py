@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 import pytest
 import torch
@@ -117,6 +121,12 @@ def test_blocks_that_a_descriptor_has_inside(dtype: torch.dtype, row: int, col: 
     rows, cols = slice(max(row, 0), max(row + 4, 0)), slice(max(col, 0), max(col + 32, 0))
     wanted[rows, cols] = x.float()[rows, cols]
     assert torch.equal(out.float(), wanted)
+
+
+def test_nothing_is_mended_where_the_interpreter_is_off() -> None:
+    """Not even imported: what is mended is of Triton's interpreter, which kernels for GPUs never meet."""
+    code = "import iris, sys; sys.exit(any(m.startswith('iris.device.interpreter.') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"}).returncode == 0
 
 
 @triton.jit
