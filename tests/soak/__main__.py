@@ -149,7 +149,7 @@ class Soak:
         limit_s = 0.6 * left if gpu else min(left, max(50.0, 0.12 * left))
         asked = ["--ranks", self.args.ranks, "--device", self.args.device, "--calls", self.args.calls, "--replays",
                  self.args.replays, "--seed", self.args.seed, "--out", here, "--name", "stress"]  # fmt: skip
-        asked += ["--time-limit", limit_s / 4] if gpu else ["--time-limit", limit_s / 3, "--graph-calls", 20]
+        asked += ["--time-limit", round(limit_s / 3)] + ([] if gpu else ["--graph-calls", 20])
         options = stress.parse([str(each) for each in asked])
         code = launch.launch(stress.run, options, limit_s)
         path = here / "stress.json"
