@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import agreement, graphed, names, platform, repeat, tensors
+from . import agreement, failures, graphed, names, platform, repeat, tensors
 from .barrier import DeviceBarrier
 from .device import bounded
 from .device.context import HEADER, pack
@@ -31,7 +31,7 @@ from .errors import (
     ThreadError,
 )
 from .group import Ranks
-from .heap import GRANULE, Heap, first_difference
+from .heap import GRANULE, Heap
 from .log import rank_logger
 from .memory import map_segment
 from .memory.offsets import rounded
@@ -39,7 +39,6 @@ from .streams import SideStream
 from .tracing import Tracing
 
 _MAX_HEAP = 1 << 46
-_SAID_S = 10.0  # for a peer that has found a difference, too, to say what it has allocated
 
 
 def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> Iris:
@@ -327,9 +326,10 @@ class Iris(tensors.TensorMethods):
         self._check_thread()
         kind, waiter, rank, peer, expected, seen = self._record_view
         if kind in (bounded.OUT_DIFFERS.value, bounded.HEAPS_DIFFER.value):
-            self._difference = self._difference or self._heaps_differ(kind, bounded.WAITERS[waiter], peer, expected)
+            if not self._difference:
+                self._difference = failures.heaps_differ(self._ranks, self._heap, kind, waiter, peer, expected)
             raise NotSymmetricError(self._difference)
-        raise PeerLostError(lost_message(kind, waiter, rank, peer, expected, seen))
+        raise PeerLostError(failures.lost(kind, waiter, rank, peer, expected, seen))
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -338,27 +338,6 @@ class Iris(tensors.TensorMethods):
                 f"calls from one thread, so that all ranks make them in the same order. To hand the context over, call "
                 f"ctx.take_over() in the thread that goes on, when the other has ended its last call."
             )
-
-    def _heaps_differ(self, kind: int, call: str, peer: int, place: int) -> str:
-        """What to say after a barrier, or an op whose peers write `out`, has found that heaps differ.
-
-        `peer` comes here too, for it has compared itself with this rank, and tells its allocations.
-        """
-        try:
-            self._ranks.tell("allocations", self._heap.allocations())
-            theirs = self._ranks.hear(peer, "allocations", min(_SAID_S, platform.timeout_s()))
-            blame = first_difference({self.cur_rank: self._heap.allocations(), peer: theirs})
-        except PeerLostError as error:
-            blame = f"rank {peer} differs from rank {self.cur_rank}; which allocation does is not known: {error}"
-        if kind == bounded.OUT_DIFFERS.value:
-            found = (
-                f"{call}: out lies {place} bytes from the beginning of the heap on rank {self.cur_rank} and elsewhere "
-                f"on rank {peer}, and peers write it; expected the same allocation on all ranks"
-            )
-        else:
-            found = "the ranks' heaps differ; expected the same allocations and frees on all ranks"
-        remedy = "For parts whose sizes differ by rank use ctx.empty_ragged(...). End all ranks and start again."
-        return f"{found}. {f'{blame[0].upper()}{blame[1:]}. ' if blame else ''}{remedy}"
 
     def close(self) -> None:
         """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless."""
@@ -461,20 +440,6 @@ def _refusal(heap_size: Any) -> IrisError | None:
     except PlatformError as error:
         return error
     return None
-
-
-def lost_message(kind: int, waiter: int, rank: int, peer: int, expected: int, seen: int) -> str:
-    """What a failure record says of a lost peer."""
-    whom = f"rank {peer}" if peer != rank else "a rank that another of its own programs waits for"
-    call, void = bounded.WAITERS[waiter], "Results since then are void; end all ranks and start again."
-    if kind == bounded.LEFT.value:
-        return f"rank {rank} lost {whom}, which left its context by an exception while {call} waited for it. {void}"
-    if not expected:
-        return f"rank {rank} lost {whom} in {call}. {void}"
-    return (
-        f"rank {rank} lost {whom}: {call} waited for its signal {expected} and saw {seen} until the process ended or "
-        f"{platform.timeout_s():g} s (IRIS_TIMEOUT) had passed{platform.serialised()}. {void}"
-    )
 
 
 def _agree(told: list[_Told]) -> None:

@@ -1,0 +1,48 @@
+"""What a failure record says, which kernels leave for the host (`device/bounded.py`)."""
+
+from __future__ import annotations
+
+from . import platform
+from .device import bounded
+from .errors import PeerLostError
+from .group import Ranks
+from .heap import Heap, first_difference
+
+_SAID_S = 10.0  # for a peer that has found a difference, too, to say what it has allocated
+
+
+def lost(kind: int, waiter: int, rank: int, peer: int, expected: int, seen: int) -> str:
+    """Of a lost peer."""
+    whom = f"rank {peer}" if peer != rank else "a rank that another of its own programs waits for"
+    call, void = bounded.WAITERS[waiter], "Results since then are void; end all ranks and start again."
+    if kind == bounded.LEFT.value:
+        return f"rank {rank} lost {whom}, which left its context by an exception while {call} waited for it. {void}"
+    if not expected:
+        return f"rank {rank} lost {whom} in {call}. {void}"
+    return (
+        f"rank {rank} lost {whom}: {call} waited for its signal {expected} and saw {seen} until the process ended or "
+        f"{platform.timeout_s():g} s (IRIS_TIMEOUT) had passed{platform.serialised()}. {void}"
+    )
+
+
+def heaps_differ(ranks: Ranks, heap: Heap, kind: int, waiter: int, peer: int, place: int) -> str:
+    """Of heaps that differ, as a barrier found, or an op whose peers write `out`, which lies at `place` here.
+
+    `peer` comes here too, for it has compared itself with this rank, and tells its allocations.
+    """
+    rank = ranks.rank
+    try:
+        ranks.tell("allocations", heap.allocations())
+        theirs = ranks.hear(peer, "allocations", min(_SAID_S, platform.timeout_s()))
+        blame = first_difference({rank: heap.allocations(), peer: theirs})
+    except PeerLostError as error:
+        blame = f"rank {peer} differs from rank {rank}; which allocation does is not known: {error}"
+    if kind == bounded.OUT_DIFFERS.value:
+        found = (
+            f"{bounded.WAITERS[waiter]}: out lies {place} bytes from the beginning of the heap on rank {rank} and "
+            f"elsewhere on rank {peer}, and peers write it; expected the same allocation on all ranks"
+        )
+    else:
+        found = "the ranks' heaps differ; expected the same allocations and frees on all ranks"
+    remedy = "For parts whose sizes differ by rank use ctx.empty_ragged(...). End all ranks and start again."
+    return f"{found}. {f'{blame[0].upper()}{blame[1:]}. ' if blame else ''}{remedy}"
