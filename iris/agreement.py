@@ -43,7 +43,7 @@ class Agreement:
         members = tuple(sorted(map(int, members)))
         self._calls[members] += 1
         number, own = self._calls[members], (call, {name: str(value) for name, value in facts.items()})
-        told = self._ranks.exchange("a comparison of calls", own, (), members, f"call number {number}, {call}")
+        told = self._ranks.exchange("a comparison of calls", own, members=members, what=f"call number {number}, {call}")
         said = {peer: message.value for peer, message in zip(members, told, strict=True)}
         if difference := _difference(call, number, said):
             raise ArgumentError(difference)

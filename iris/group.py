@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 import io
 import os
@@ -60,18 +60,9 @@ class Ranks:
         """A rank that this one has given up on."""
         return self._channel.lost if self._channel else None
 
-    def exchange(
-        self,
-        topic: str,
-        value: Any = None,
-        fds: Sequence[int] = (),
-        members: Sequence[int] | None = None,
-        what: str | None = None,
-    ) -> list[Message]:
-        """As `Channel.exchange`."""
-        if self._channel is None:
-            return [Message(value)]
-        return self._channel.exchange(topic, value, fds, members, what)
+    def exchange(self, topic: str, value: Any = None, **options: Any) -> list[Message]:
+        """What each rank says about `topic`; `options` as `Channel.exchange`. Alone, what this rank says."""
+        return [Message(value)] if self._channel is None else self._channel.exchange(topic, value, **options)
 
     def all_gather(self, value: Any, what: str = "an exchange of the hosts") -> list[Any]:
         """Every rank's `value`, any picklable object, in rank order. `what`: how errors call it."""

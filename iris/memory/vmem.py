@@ -69,7 +69,7 @@ class VirtualSegment:
     def _exchange(
         self, topic: str, numbers: tuple[int, ...] = (), failure: str = "", fds: Sequence[int] = ()
     ) -> list[_Said]:
-        told = self._ranks.exchange(topic, (numbers, failure), fds)
+        told = self._ranks.exchange(topic, (numbers, failure), fds=fds)
         return [_Said(*message.value, message.fds) for message in told]
 
     # --- growing and shrinking ---------------------------------------------------------------------------------------
