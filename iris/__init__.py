@@ -27,6 +27,7 @@ from .device import (  # noqa: E402
 )
 from .errors import IrisError  # noqa: E402
 from .log import DEBUG, ERROR, INFO, WARNING, set_logger_level  # noqa: E402
+from .version import __version__  # noqa: E402
 
 __all__ = [
     "DEBUG",
@@ -36,6 +37,7 @@ __all__ = [
     "DeviceContext",
     "Iris",
     "IrisError",
+    "__version__",
     "atomic_add",
     "atomic_and",
     "atomic_cas",

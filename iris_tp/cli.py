@@ -4,6 +4,7 @@
     iris-tp plan matmul_all_reduce 2048 8192 2048 --ranks 4 --gpu h200    which kernel a call would take, and why
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
     iris-tp doctor                                                   what this machine lacks, and how to get it
+    iris-tp --version
 
 `plan` is arithmetic: it needs neither a GPU nor ranks. Whatever follows `demo` or the name of a benchmark is handed on.
 The exit code is 0, or 1 where `doctor` finds something to fix, or 2 for a wrong question; else that of what was run.
@@ -15,6 +16,7 @@ import argparse
 from importlib.util import find_spec
 import os
 from pathlib import Path
+import runpy
 import subprocess
 import sys
 
@@ -49,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser(lists_benchmarks: bool) -> argparse.ArgumentParser:
     """`lists_benchmarks`: whether bench has a --help of its own; behind a benchmark's name it is the benchmark's."""
     parser = argparse.ArgumentParser("iris-tp", description="Tensor-parallel layers over fused ops.")
+    parser.add_argument("--version", action="version", version=f"iris-tp {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="a real language model on several ranks", add_help=False)
     bench = commands.add_parser("bench", help="measure on this machine", add_help=lists_benchmarks)
@@ -66,6 +69,11 @@ def _parser(lists_benchmarks: bool) -> argparse.ArgumentParser:
     plan.add_argument("--fp8", action="store_true", help="B in eight bits, with a scale for each column")
     plan.add_argument("--algorithm", help="the best of this one, as one_shot or sequential (FusedConfig.algorithm)")
     return parser
+
+
+def _version() -> str:
+    """By its file: `iris` may be what cannot be imported here."""
+    return runpy.run_path(str(Path(find_spec("iris").origin).with_name("version.py")))["__version__"]
 
 
 def _plan(args: argparse.Namespace) -> int:

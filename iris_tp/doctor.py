@@ -23,9 +23,9 @@ OK, NOTE, FIX = "ok", "note", "FIX"
 PYTHON = (3, 10)  # the least, as pyproject.toml has it
 # name of the distribution: (least, below), as pyproject.toml has them
 REQUIRED = {
-    "torch": ((2, 9), None),
-    "triton": ((3, 6), (3, 7)),
-    "numpy": ((1, 26), (2, 4)),
+    "torch": ((2, 10), None),
+    "triton": ((3, 6), (3, 10)),
+    "numpy": ((1, 26), None),
     "safetensors": ((0, 4), None),
 }
 OPTIONAL = {"transformers": ((5, 15), None), "accelerate": ((1, 0), None)}

@@ -1,0 +1,146 @@
+"""The distribution, as somebody who has no checkout gets it: what is in it, what it says, and that it works alone."""
+
+from email.message import Message
+from email.parser import Parser
+from importlib.util import find_spec
+import os
+from pathlib import Path
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import iris
+import pytest
+
+from tests.processes import ROOT, patient
+
+PACKAGES = {"iris", "iris_ops", "iris_tp", "layers"}
+SOURCE = (*PACKAGES, "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE")
+
+if missing := [name for name in ("build", "setuptools", "twine") if find_spec(name) is None]:
+    pytest.skip(f"not installed: {', '.join(missing)}", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist. Built from a copy: setuptools leaves files beside what it builds."""
+    folder = tmp_path_factory.mktemp("package")
+    for name in SOURCE:
+        source, copy = ROOT / name, folder / "source" / name
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(source, copy)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), "source"]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patient(120))
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(next(dist.glob("*.whl")))
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(wheel.read(name).decode())
+
+
+def test_wheel_and_sdist_pass_the_index_s_checks(dist: Path) -> None:
+    files = sorted(map(str, dist.iterdir()))
+    assert len(files) == 2
+    checked = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True, timeout=60
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_wheel_has_the_packages_and_nothing_else_on_top(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    assert {name.split("/")[0] for name in names} == {*PACKAGES, f"iris_tp-{iris.__version__}.dist-info"}
+    in_tree = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == in_tree
+
+
+def test_sdist_has_no_tests_without_what_they_need(dist: Path) -> None:
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        top = {Path(name).parts[1] for name in files.getnames() if "/" in name}
+    assert {"pyproject.toml", "setup.py", "README.md", "CHANGELOG.md", "LICENSE"} <= top
+    assert not {"tests", "benchmarks", "examples"} & top
+
+
+def test_version_is_the_one_of_the_source(metadata: Message) -> None:
+    assert metadata["Name"] == "iris-tp"
+    assert metadata["Version"] == iris.__version__
+    assert metadata["License-Expression"] == "MIT"
+
+
+def test_links_of_the_description_lead_out_of_the_repository(metadata: Message) -> None:
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text, readme = metadata.get_payload(), (ROOT / "README.md").read_text()
+    links, theirs = (re.findall(r"\]\(([^)\s]+)\)", page) for page in (text, readme))
+    assert len(links) == len(theirs)
+    for link, there in zip(links, theirs, strict=True):
+        if re.match("[a-z]+:|#", there):
+            assert link == there
+            continue
+        kind, file = re.fullmatch(rf"{urls['Repository']}/(blob|raw)/main/([^#]+)(?:#.*)?", link).groups()
+        assert (ROOT / file).exists(), there
+        assert (kind == "raw") == (Path(file).suffix in (".svg", ".png"))
+
+
+def test_every_python_that_is_promised_is_classified(metadata: Message) -> None:
+    classifiers = metadata.get_all("Classifier")
+    least = int(metadata["Requires-Python"].removeprefix(">=3."))
+    named = [int(found[1]) for each in classifiers if (found := re.fullmatch(r".* :: Python :: 3\.(\d+)", each))]
+    assert named == list(range(least, max(named) + 1))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    wheel.extractall(folder)
+    return folder
+
+
+def run(installed: Path, folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    """`iris-tp ARGUMENTS` of the wheel, in a folder with nothing in it."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(installed), **variables}
+    command = [sys.executable, "-m", "iris_tp", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=patient(300))
+
+
+def test_the_command_says_its_version(installed: Path, tmp_path: Path) -> None:
+    said = run(installed, tmp_path, "--version")
+    assert (said.returncode, said.stdout) == (0, f"iris-tp {iris.__version__}\n"), said.stderr
+
+
+EXTRAS = "hf,demo,bench,vmem"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("neighbour", ["torch==2.15.*", "vllm==0.33.*"])
+def test_all_extras_go_with(neighbour: str, dist: Path, tmp_path: Path) -> None:
+    """Within a minute, whatever Python this is."""
+    if find_spec("uv") is None:
+        pytest.skip("not installed: uv")
+    (wheel,) = dist.glob("*.whl")
+    wanted = tmp_path / "wanted.txt"
+    wanted.write_text(f"iris-tp[{EXTRAS}] @ {wheel.as_uri()}\n{neighbour}\n")
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--no-header", "--no-annotate"]
+    command += ["--no-python-downloads", "--python-version", "3.12", "--python-platform", "linux", str(wanted)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
+    if found.returncode and re.search("failed to fetch|error sending request", found.stderr, re.IGNORECASE):
+        pytest.skip("no package index")
+    assert found.returncode == 0, found.stderr
+    assert {"torch", "triton", "transformers", "gguf"} <= set(re.findall(r"^([a-z]+)==", found.stdout, re.MULTILINE))
