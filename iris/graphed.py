@@ -27,8 +27,9 @@ import weakref
 
 import torch
 
-from . import platform, repeat
+from . import platform
 from .errors import PlatformError
+from .triton_private import launch_listeners
 
 if TYPE_CHECKING:
     from .context import Iris
@@ -60,7 +61,7 @@ class Graphs:
         self.most = _MOST if wanted() else 0
         self._capturer = capturer or Capturer(ctx.device)
         self._kept: weakref.WeakSet[Graphed] = weakref.WeakSet()
-        self.listeners = repeat.listeners()
+        self.listeners = launch_listeners()
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -36,7 +36,7 @@ def prepare_triton() -> None:
         keep_addresses_whole()
     if os.environ.get(ENV_INTERPRET) is not None or torch.cuda.is_available():
         return
-    if "triton" in sys.modules and not _triton_interprets():
+    if "triton" in sys.modules and not interpreting():
         raise PlatformError(
             "triton was imported before iris on a machine without a GPU, so its interpreter is off. "
             "Import iris first, or set TRITON_INTERPRET=1 before Python starts."
@@ -54,16 +54,11 @@ def keep_addresses_whole() -> None:
 
 
 @functools.cache
-def _triton_interprets() -> bool:
-    from triton.language import standard
-    from triton.runtime.interpreter import InterpretedFunction
-
-    return isinstance(standard.cdiv, InterpretedFunction)
-
-
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter in this process."""
-    return _triton_interprets()
+    from .triton_private import interprets  # by now the interpreter has been set up, or not
+
+    return interprets()
 
 
 def name() -> str:
@@ -123,10 +118,9 @@ def shared_bytes(dev: torch.device) -> int:
     """The shared memory that a program may take; Triton refuses a kernel that takes more."""
     if dev.type == "cpu":
         return 1 << 40
-    from triton.runtime import driver  # by now the interpreter has been set up, or not
+    from .triton_private import max_shared_bytes
 
-    index = torch.cuda.current_device() if dev.index is None else dev.index
-    return driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return max_shared_bytes(torch.cuda.current_device() if dev.index is None else dev.index)
 
 
 @functools.cache
@@ -138,8 +132,10 @@ def has_warp_roles(dev: torch.device) -> bool:
 @functools.cache
 def beside(dev: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that begins by `arch.follow()`: from Hopper on, programmatic dependent launch."""
+    from .triton_private import FUSED
+
     able = dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev) >= (9, 0)
-    return {"launch_pdl": True} if able else {}
+    return FUSED | ({"launch_pdl": True} if able else {})
 
 
 def timeout_s() -> float:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-import inspect
+from functools import cache, lru_cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .heap import extent
+from .log import logger
+from .triton_private import FUSED, DirectLaunch, GluonDescriptor, TensorDescriptor, direct_launch, launch_listeners
 
 # Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
 ALIGNMENT = 16
@@ -124,7 +123,7 @@ def launch(
     known = kernels.get(key)
     first = known is None
     if first:
-        compiled = kernel[grid](**args, **options)
+        compiled = kernel[grid](**args, **(FUSED | options))
         if compiled is None:  # the interpreter compiles nothing
             return None
         if len(kernels) >= _KEPT:
@@ -151,9 +150,20 @@ def in_turn(first: Launch | None, second: Launch | None) -> Launch | None:
     return Launch(lambda: first.again() and second.again(), moved)
 
 
-def listeners() -> tuple[list, list]:
-    """Who is told before and after each launch, a profiler for one: Triton's own lists, which fill and empty."""
-    return triton.knobs.runtime.launch_enter_hook.calls, triton.knobs.runtime.launch_exit_hook.calls
+def _native(compiled, device: torch.device, has_descriptors: bool) -> _Native | None:
+    """None where there is no way past triton's look-up, which is said once: it costs some 50 us a launch."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    how = direct_launch(compiled, device, has_descriptors)
+    if isinstance(how, DirectLaunch):
+        return _Native(how)
+    _say_once(how)
+    return None
+
+
+@cache
+def _say_once(why: str) -> None:
+    logger.warning("kernels are launched through triton's own look-up, some 50 us slower each: %s", why)
 
 
 def _specialization(value: object) -> object:
@@ -162,40 +172,15 @@ def _specialization(value: object) -> object:
     return "descriptor" if isinstance(value, _DESCRIPTORS) else value
 
 
-def _native(compiled, device: torch.device, has_descriptors: bool) -> _Native | None:
-    """None where Triton's CUDA launcher is not as this file knows it (triton 3.6)."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    try:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        runner = compiled.run
-        call = inspect.getclosurevars(runner.launch).nonlocals["launcher"] if has_descriptors else runner.launch
-        if runner.global_scratch_size or runner.profile_scratch_size:
-            return None
-        head = compiled.function, runner.launch_cooperative_grid, runner.launch_pdl, None, None
-        head += compiled.packed_metadata, None, None, None
-        current_stream = partial(triton.runtime.driver.active.get_current_stream, device.index)
-        return _Native(call, current_stream, head, compiled.metadata.tensordesc_meta, make_tensordesc_arg)
-    except (ImportError, AttributeError, KeyError, TypeError):
-        return None
-
-
 @dataclass(frozen=True)
 class _Native:
-    """Triton's C launcher of a compiled kernel: `call(*grid, stream, *head, *arguments)`."""
+    """A compiled kernel, launched past triton's look-up."""
 
-    call: Callable
-    current_stream: Callable[[], int]
-    head: tuple
-    maps: list | None
-    """How a tensor descriptor becomes a map that the hardware reads, for each of them."""
-    arguments_of: Callable[[Any, Any], list]
-    """A tensor descriptor as arguments, given how."""
+    how: DirectLaunch
 
     def prepare(self, grid: tuple[int, int, int], values: list, moving: Sequence[int]) -> Launch:
         """A launch on `values`. It holds addresses, not tensors."""
-        maps = iter(self.maps or [None] * len(values))
+        maps = iter(self.how.maps or [None] * len(values))
         which = {address: i for i, address in enumerate(moving) if address}
         arguments: list[Any] = []
         slots = []  # where arguments stand that come from an address, the number of the address, and how they come
@@ -225,8 +210,9 @@ class _Native:
         return Launch(self._again(grid, arguments), moved)
 
     def _again(self, grid: tuple[int, int, int], arguments: list) -> Callable[[], bool]:
-        call, current_stream, head = self.call, self.current_stream, self.head
-        (enter, leave), (x, y, z) = listeners(), grid
+        call, current_stream, head = self.how.call, self.how.current_stream, self.how.head
+        behind = self.how.behind(arguments)
+        (enter, leave), (x, y, z) = launch_listeners(), grid
         last = x, y, z, None
 
         def again() -> bool:
@@ -235,14 +221,14 @@ class _Native:
                 return False
             stream, ready = current_stream(), last
             if ready[3] != stream:
-                ready = last = (x, y, z, stream, *head, *arguments)
+                ready = last = (x, y, z, stream, *head, *behind)
             call(*ready)
             return True
 
         return again
 
     def _described(self, how: Any, shape: list[int], strides: list[int], padding: str, address: int) -> list:
-        return self.arguments_of(_Described(address, shape, strides, padding), how)
+        return self.how.arguments_of(_Described(address, shape, strides, padding), how)
 
 
 class _Described(NamedTuple):
@@ -252,6 +238,7 @@ class _Described(NamedTuple):
     shape: list[int]
     strides: list[int]
     padding: str
+    round_f32_to_tf32: bool = False
 
     @property
     def base(self) -> _Described:

@@ -29,6 +29,7 @@ from .device.context import TRACING_WORDS, own_context
 from .device.sync import signal, wait
 from .device.tracing import EVENT_WORDS, HEADER_WORDS, NAMES
 from .errors import ArgumentError, CaptureError
+from .triton_private import FUSED
 
 if TYPE_CHECKING:
     from .context import Iris
@@ -228,7 +229,7 @@ class Tracing:
         ctx = self._ctx
         ctx.barrier()  # also: all that is recorded has been
         clock_offset_kernel[(1,)](
-            ctx.get_device_context(), *self._clock, _ROUND_TRIPS, WORLD_SIZE=ctx.num_ranks, num_warps=1
+            ctx.get_device_context(), *self._clock, _ROUND_TRIPS, WORLD_SIZE=ctx.num_ranks, num_warps=1, **FUSED
         )
         found = self._clock[-1].tolist()
         ctx.check()

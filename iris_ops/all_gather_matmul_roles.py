@@ -15,13 +15,12 @@ from iris.device.bounded import WAITERS
 from iris.device.context import own_context
 from iris.device.function import device_function
 from iris.device.sync import wait
+from iris.triton_private import aggregate, async_load, base_value
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 import triton.language as tl
-from triton.language.core import _aggregate, base_value
 
 from . import roles_operands
 from .config import FusedConfig
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from iris.context import Iris
 
 
-@_aggregate
+@aggregate
 class SourceTiles:
     """The tiles of all ranks' rows, `part_rows` each, num_m by num_n of them a rank; this rank's come first."""
 
@@ -76,7 +75,7 @@ def _of_source(row, part_rows, M, BLOCK_M: tl.constexpr):
     return end, begin + first_row(row - begin, end - begin, BLOCK_M)
 
 
-@_aggregate
+@aggregate
 class _Gathered:
     """Where other ranks' rows than those of `rank` arrive: in `rows` [M, K], when the rank's flag is `expected`."""
 
@@ -98,9 +97,9 @@ class _Gathered:
         """Rows from `row` on: this rank's from `own`."""
         first = self.rank * self.part_rows
         if (ctx.world_size == 1) | (row >= first) & (row < first + self.part_rows):
-            tma.async_copy_global_to_shared(own, [row - first, k], loaded, place)
+            async_load(own, [row - first, k], loaded, place)
         else:
-            tma.async_copy_global_to_shared(self.rows, [row, k], loaded, place)
+            async_load(self.rows, [row, k], loaded, place)
 
     @gluon.jit
     def first(self, row):

@@ -16,14 +16,20 @@ gives them. What makes it cheap here:
 """
 
 from iris import platform
+from iris.triton_private import (
+    GluonDescriptor,
+    aggregate,
+    async_load,
+    base_value,
+    mbarrier,
+    mma_v2,
+    program_barrier,
+    word_descriptor,
+)
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate, base_value
 
 from .operands import of_whole_vectors
 from .problem import FP8
@@ -94,7 +100,7 @@ def _apart(words):
     )  # fmt: skip
 
 
-@_aggregate
+@aggregate
 class Stream:
     """A program's operands on their way. a, b: descriptors of A and of B as words [K/128, rows or columns, 32].
 
@@ -128,11 +134,11 @@ class Stream:
         loaded = self.loaded.index(stage)
         mbarrier.expect(loaded, self.a.block_type.nbytes + self.T * self.b.block_type.nbytes, pred=wanted)
         first = step * self.ring.shape[1]
-        tma.async_copy_global_to_shared(self.a, [first, 0, 0], loaded, self.rows.index(stage), pred=wanted)
+        async_load(self.a, [first, 0, 0], loaded, self.rows.index(stage), pred=wanted)
         for t in gl.static_range(self.T):
             col = group * self.WIDTH + (t * _COLUMNS) % self.WIDTH + (t * _COLUMNS) // self.WIDTH * self.N
             place = self.ring.index(stage * self.T + t)
-            tma.async_copy_global_to_shared(self.b, [first, col, 0], loaded, place, pred=wanted)
+            async_load(self.b, [first, col, 0], loaded, place, pred=wanted)
 
 
 @gluon.jit
@@ -186,14 +192,14 @@ def multiply(stream, at, BLOCK_M: gl.constexpr):
             even, odd = mma_v2(y[0], x[0], accs[2 * t]), mma_v2(y[1], x[1], accs[2 * t + 1])
             so_far = so_far + (mma_v2(y[2], x[2], even), mma_v2(y[3], x[3], odd))
         accs = so_far
-        gl.thread_barrier()  # all warps have read this stage
+        program_barrier()  # all warps have read this stage
         stream.load(stage, group, step)
         group, step = _next(stream, group, step)
         last = stage == stream.STAGES - 1
         stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
     for t in gl.static_range(stream.T):
         stream.sums.slice(t * _COLUMNS, _COLUMNS, dim=1).store(accs[2 * t] + accs[2 * t + 1])
-    gl.thread_barrier()
+    program_barrier()
     return group, step, stage, phase
 
 
@@ -282,11 +288,11 @@ def operands(A: torch.Tensor, B: torch.Tensor) -> dict:
     return dict(a=a, b=b, BLOCK_M=block_m, SLICES=WARPS)
 
 
-def _described(words: torch.Tensor, rows: int) -> TensorDescriptor:
+def _described(words: torch.Tensor, rows: int) -> GluonDescriptor:
     """[rows, words] as the hardware loads it: [lines, rows, 32], of which `rows` of four lines at a time."""
     lines = words.as_strided(
         (words.shape[1] // _WORDS.value, words.shape[0], _WORDS.value), (_WORDS.value, words.stride(0), 1)
     )
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * words.itemsize, rank=3)
     block = [WARPS, rows, _WORDS.value]
-    return TensorDescriptor(lines, list(lines.shape), list(lines.stride()), block, layout)
+    return word_descriptor(lines, block, layout)

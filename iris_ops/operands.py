@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from iris.triton_private import TensorDescriptor
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .problem import TMA_ALIGNMENT
 

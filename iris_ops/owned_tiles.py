@@ -1,14 +1,14 @@
 """The tiles of a reduction: who sums which, where they stand, and in which order a rank computes them."""
 
 from iris.device.function import device_function
+from iris.triton_private import aggregate, base_value
 import triton
 import triton.language as tl
-from triton.language.core import _aggregate, base_value
 
 from .tiles import grouped, known
 
 
-@_aggregate
+@aggregate
 class OwnedTiles:
     """All ranks' tiles of `A @ B`, M by N: each rank owns `part_rows` rows or, with `BY_COLS`, `part_cols` columns.
 

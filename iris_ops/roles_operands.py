@@ -5,9 +5,9 @@ And which calls they serve.
 from __future__ import annotations
 
 from iris import platform
+from iris.triton_private import GluonDescriptor
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .config import FusedConfig
 from .operands import as_stored, folded, of_whole_vectors
@@ -77,14 +77,14 @@ def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
-def described(t: torch.Tensor, block: tuple[int, ...], lies=None) -> TensorDescriptor:
+def described(t: torch.Tensor, block: tuple[int, ...], lies=None) -> GluonDescriptor:
     """`t` as the hardware loads it, a block at a time. `lies`: (shape, strides), if others than the tensor's."""
     shape, strides = lies or (list(t.shape), list(t.stride()))
     layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[t.dtype])
-    return TensorDescriptor(t, shape, strides, list(block), layout)
+    return GluonDescriptor(t, shape, strides, list(block), layout)
 
 
-def rows_described(A: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+def rows_described(A: torch.Tensor, block: tuple[int, int]) -> GluonDescriptor:
     """A as kernels load its rows: folded, where they are fewer than a tile's (`tiles.first_row`)."""
     high = block[0]
     if high // 2 <= A.shape[0] < high:

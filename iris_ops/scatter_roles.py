@@ -19,11 +19,11 @@ from iris.device.exchange import load_bases, put, remote, take
 from iris.device.function import device_function
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
+from iris.triton_private import aggregate, base_value
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 import triton.language as tl
-from triton.language.core import _aggregate, base_value
 
 from .few_rows import part_at
 from .roles_operands import MOVING
@@ -37,7 +37,7 @@ _THREADS = gl.constexpr(32 * MOVING)
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVING], [0]))
 
 
-@_aggregate
+@aggregate
 class OthersFirst:
     """The order of num_m by num_n tiles: `group` columns of them after the other; in each, column by column, first
     those with rows of the peer's, then the `own` row blocks from number `begin` on.

@@ -3,9 +3,9 @@
 from iris.device import arch
 from iris.device.function import device_function
 from iris.device.sync import signal, wait
+from iris.triton_private import aggregate, base_value
 import triton
 import triton.language as tl
-from triton.language.core import _aggregate, base_value
 
 
 @triton.constexpr_function
@@ -15,7 +15,7 @@ def known(x):
     return tl.constexpr(x) if isinstance(x, int) else x
 
 
-@_aggregate
+@aggregate
 class Matrix:
     """A matrix [rows, cols] in memory, read by tiles; what lies beyond its edges reads as zero.
 
@@ -106,7 +106,7 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
     return first + inside % height, inside // height
 
 
-@_aggregate
+@aggregate
 class PartTiles:
     """Where the tiles of a matrix, or of this rank's part of one, stand in it, num_m by num_n of them."""
 

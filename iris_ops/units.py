@@ -9,14 +9,14 @@ programs. (Stream-K: Osama et al., 2023.)
 """
 
 from iris.device.function import device_function
+from iris.triton_private import aggregate, base_value
 import triton
 import triton.language as tl
-from triton.language.core import _aggregate, base_value
 
 from .tiles import known
 
 
-@_aggregate
+@aggregate
 class Units:
     """Of `tiles` tiles of `steps` steps along K; numbers 0 to P - 1 are heads, P to 2 P - 1 bodies of P programs.
 

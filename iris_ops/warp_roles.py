@@ -23,24 +23,27 @@ column, whether to add the bias). What is computed beyond a short part, or beyon
 from iris.device import arch
 from iris.device.sync import signal, wait
 from iris.device.tracing import PRODUCT
-import triton
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from iris.triton_private import (
+    aggregate,
+    async_load,
+    base_value,
     mbarrier,
-    tma,
+    program_barrier,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate, base_value
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from .tiles import first_row, known, rows_from
 
 NOWHERE = gl.constexpr(None)  # what rows are gathered from that all lie in `a`, and scales that there are not
 
 
-@_aggregate
+@aggregate
 class Shared:
     """A program's shared memory: the ring of operands, finished tiles, and what says which warps may go on.
 
@@ -101,15 +104,15 @@ def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.cons
     if gathered is not None:
         gathered.load(ctx, a, row, k, loaded, rows)
     elif shared.FOLDED:
-        tma.async_copy_global_to_shared(a, [0, 0, k], loaded, rows)
+        async_load(a, [0, 0, k], loaded, rows)
     else:
-        tma.async_copy_global_to_shared(a, [row, k], loaded, rows)
+        async_load(a, [row, k], loaded, rows)
     if GATED:
-        tma.async_copy_global_to_shared(b, [0, col, k], loaded, shared.b_parts.index(stage))
+        async_load(b, [0, col, k], loaded, shared.b_parts.index(stage))
     elif B_TRANSPOSED:
-        tma.async_copy_global_to_shared(b, [col, k], loaded, shared.b_parts.index(stage))
+        async_load(b, [col, k], loaded, shared.b_parts.index(stage))
     else:
-        tma.async_copy_global_to_shared(b, [k, col], loaded, shared.b_parts.index(stage))
+        async_load(b, [k, col], loaded, shared.b_parts.index(stage))
 
 
 @gluon.jit
@@ -185,8 +188,8 @@ def multiply_tiles(
     GATED: gl.constexpr = len(b.block_shape) == 3
     BOTH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], a.dtype)
     ALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], a.dtype)
-    finished = shared.product._reinterpret(
-        shared.product.dtype, [shared.PLACES, BLOCK_M, BLOCK_N], shared.product.layout
+    finished = reinterpret(
+        shared.product, shared.product.dtype, [shared.PLACES, BLOCK_M, BLOCK_N], shared.product.layout
     )
     programs = gl.num_programs(0)
     count = units.count(programs)
@@ -225,15 +228,15 @@ def multiply_tiles(
             mbarrier.wait(shared.loaded.index(stage), phase)
             x, y = shared.a_parts.index(stage), shared.b_parts.index(stage)
             if shared.FOLDED:
-                x = x._reinterpret(x.dtype, [BLOCK_M, BLOCK_K], ALL)
+                x = reinterpret(x, x.dtype, [BLOCK_M, BLOCK_K], ALL)
             if GATED:
-                y = y._reinterpret(y.dtype, [BLOCK_N, BLOCK_K], BOTH)
+                y = reinterpret(y, y.dtype, [BLOCK_N, BLOCK_K], BOTH)
             if B_TRANSPOSED:
                 y = y.permute((1, 0))
             acc = warpgroup_mma(x, y, acc, is_async=True)
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
             if unit < count:
-                gl.thread_barrier()  # all warps have multiplied the step before, whose place is free now
+                program_barrier()  # all warps have multiplied the step before, whose place is free now
                 _load(
                     ctx, a, gathered, b, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k, B_TRANSPOSED
                 )
@@ -253,7 +256,7 @@ def multiply_tiles(
             place = done % shared.PLACES
             mbarrier.wait(shared.free.index(place), done // shared.PLACES & 1 ^ 1)
             finished.index(place).store(product.to(finished.dtype))
-            gl.thread_barrier()
+            program_barrier()
             mbarrier.arrive(shared.ready.index(place), count=1)
             done += 1
 
@@ -291,7 +294,7 @@ def part_of(shared, done, part):
 def give_back(shared, done, part):
     """With its last part, which has been loaded, the place of tile `done` is free again."""
     if part == shared.PARTS - 1:
-        gl.thread_barrier()
+        program_barrier()
         mbarrier.arrive(shared.free.index(done % shared.PLACES), count=1)
 
 

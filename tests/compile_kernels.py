@@ -17,6 +17,7 @@ from types import SimpleNamespace
 os.environ["TRITON_INTERPRET"] = "0"
 
 from iris import platform  # noqa: E402
+from iris.triton_private import FUSED  # noqa: E402
 from iris_ops import arguments, fp8_tiles  # noqa: E402
 from iris_ops.machine import machine_named  # noqa: E402
 from iris_ops.plan import plan  # noqa: E402
@@ -120,7 +121,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     triton.runtime.driver.set_active(_Driver(target))
     of = GluonASTSource if kernel.is_gluon() else ASTSource
     source = of(kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options=FUSED | options)
 
 
 def _block(name: str, constants: dict, folded: bool, in_gluon) -> str:
@@ -157,7 +158,7 @@ def planned(target: GPUTarget):
         A = _meta(dtype, part if problem.op in (GATHER_MATMUL, MATMUL_GATHER) else whole, problem.K)
         B, bias = _meta(dtype, problem.N, problem.K).t(), _meta(dtype, problem.N)
         kernel, grid, args = arguments.way_of(problem, config)(ctx, workspace, problem, config, out, A, B, bias)
-        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+        options = FUSED | dict(num_warps=config.num_warps, num_stages=config.num_stages)
         yield f"planned_{problem.op}_{problem.M}", kernel.warmup(**args, **options, grid=grid)
 
 
@@ -177,7 +178,7 @@ def compile_store_warp(target: GPUTarget):
     attrs = {place: [["tt.divisibility", 16]] for place in whole}
     triton.runtime.driver.set_active(_Driver(target))
     source = GluonASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=target, options=dict(num_warps=fused_store_warp.WARPS))
+    return triton.compile(source, target=target, options=FUSED | dict(num_warps=fused_store_warp.WARPS))
 
 
 def compiled_variants(target: GPUTarget, pattern: str):

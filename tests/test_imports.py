@@ -62,6 +62,50 @@ def test_pure_modules_know_no_triton(module: str) -> None:
     assert "triton" not in names
 
 
+# What triton and Gluon document, by the modules that have it. All else is for `iris/triton_private.py`.
+PUBLIC_TRITON = ("triton", "triton.language", "triton.experimental.gluon", "triton.experimental.gluon.language")
+PUBLIC_TRITON += ("triton.experimental", "triton.tools.tensor_descriptor")
+
+
+@pytest.mark.parametrize("package", [*FORBIDDEN, "benchmarks", "examples"])
+def test_one_module_has_all_private_names_of_triton(package: str) -> None:
+    allowed = {*PUBLIC_TRITON, "triton.tools.tensor_descriptor.TensorDescriptor"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.name != "triton_private.py"
+        for line, name in imports_of(path, functions=True)
+        if name.split(".")[0] == "triton" and name not in allowed
+    ]
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if path.name != "triton_private.py":
+            wrong += [f"{path.relative_to(ROOT)}:{line} reads {name}" for line, name in _of_triton(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _of_triton(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that read attributes of triton that may change: `triton.runtime...`, `gl._name`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            inner = node.value.id == "triton" and node.attr in ("runtime", "knobs", "compiler", "backends")
+            if inner or node.value.id in ("triton", "tl", "gl") and node.attr.startswith("_"):
+                yield node.lineno, f"{node.value.id}.{node.attr}"
+
+
+@pytest.mark.parametrize("package", ["iris", "iris_ops", "layers"])
+def test_each_launch_says_whether_products_and_sums_are_fused(package: str) -> None:
+    """By `**FUSED`, by the options of `platform.beside` or `_rounding`, which have it, or by `repeat.launch`."""
+    wrong = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Subscript) and ast.unparse(called.value).endswith("kernel"):
+                spread = [ast.unparse(each.value) for each in node.keywords if each.arg is None]
+                if not any(word in each for each in spread for word in ("FUSED", "platform.beside", "options")):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_imports_sees_each_form() -> None:
     source = "import a.b\nfrom .. import c\nfrom .d import e\ndef f():\n    import g\nif TYPE_CHECKING:\n    import h\n"
     found = {name for _, name in imports(ast.parse(source), ("p", "q"), functions=False)}

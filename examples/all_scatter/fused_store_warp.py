@@ -9,17 +9,18 @@ explicit layouts, can give warps different work, and it has no interpreter: this
 
 from iris.device import sync
 from iris.device.context import own_context
-import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from iris.triton_private import (
+    GluonDescriptor,
+    async_load,
     mbarrier,
-    tma,
+    program_barrier,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from examples.all_scatter import common
 from examples.all_scatter.common import USER, Case, place
@@ -38,8 +39,8 @@ def _fetch(a, b, a_parts, b_parts, loaded, number, total, num_k, M, N, GROUP_M: 
         k = number % num_k * a.block_shape[1]
         stage = number % STAGES
         mbarrier.expect(loaded.index(stage), a.block_type.nbytes + b.block_type.nbytes)
-        tma.async_copy_global_to_shared(a, [row, k], loaded.index(stage), a_parts.index(stage))
-        tma.async_copy_global_to_shared(b, [col, k], loaded.index(stage), b_parts.index(stage))
+        async_load(a, [row, k], loaded.index(stage), a_parts.index(stage))
+        async_load(b, [col, k], loaded.index(stage), b_parts.index(stage))
 
 
 @gluon.jit
@@ -66,7 +67,7 @@ def _multiply(
         product = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.wait(free, t & 1 ^ 1)
         tile.store(product.to(a.dtype))
-        gl.thread_barrier()
+        program_barrier()
         mbarrier.arrive(ready, count=1)
 
 
@@ -86,7 +87,7 @@ def _store_and_push(
         for part in gl.static_range(BLOCK_M // ROWS):
             values = tile.slice(part * ROWS, ROWS, 0).load(MOVE)
             if part == BLOCK_M // ROWS - 1:
-                gl.thread_barrier()
+                program_barrier()
                 mbarrier.arrive(free, count=1)
             r, c = row + part * ROWS + rows, col + columns
             mask = (r < M)[:, None] & (c < N)[None, :]
@@ -149,9 +150,9 @@ def constants(world_size: int, group_m: int) -> dict:
     )
 
 
-def _described(t: torch.Tensor, rows: int) -> TensorDescriptor:
+def _described(t: torch.Tensor, rows: int) -> GluonDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for([rows, TILE_K], gl.bfloat16)
-    return TensorDescriptor.from_tensor(t, [rows, TILE_K], layout)
+    return GluonDescriptor.from_tensor(t, [rows, TILE_K], layout)
 
 
 def all_scatter(case: Case) -> None:

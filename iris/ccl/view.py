@@ -10,9 +10,9 @@ still speak of the same elements. `LAYOUT` says how:
 
 import triton
 import triton.language as tl
-from triton.language.core import _aggregate, base_value
 
 from ..device.function import device_function
+from ..triton_private import aggregate, base_value
 
 FLAT, ROWS, TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -23,7 +23,7 @@ def _value(x):
     return tl.constexpr(x) if isinstance(x, int) else x
 
 
-@_aggregate
+@aggregate
 class View:
     """`n` elements; part p begins at p * `share` (in TILES: in tiles) and has `limit` of them, and p * `part_step`
     further on in memory. INTERLEAVED: the parts take turns, a unit each.

@@ -7,8 +7,8 @@ address of the ranks' names or 0, heap bases ..., process ids ...]`.
 
 import triton
 import triton.language as tl
-from triton.language.core import _aggregate
 
+from ..triton_private import aggregate
 from . import rma
 from .function import device_function
 from .tracing import DeviceTracing, device_tracing
@@ -178,7 +178,7 @@ class RemoteAccess:
         return rma.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
 
 
-@_aggregate
+@aggregate
 class DeviceContext(RemoteAccess):
     """This rank's view of the heap inside a kernel. Make it with `DeviceContext.initialize`."""
 

@@ -11,8 +11,8 @@ whose result the program awaits, about a microsecond, just before the span.
 
 import triton
 import triton.language as tl
-from triton.language.core import _aggregate, base_value
 
+from ..triton_private import aggregate, base_value
 from . import arch
 from .function import device_function
 
@@ -35,7 +35,7 @@ USER = tl.constexpr(64)
 NAMES = ("load", "store", "get", "put", "copy", "atomic", "wait", "product", "push", "sum", "signal")
 
 
-@_aggregate
+@aggregate
 class DeviceTracing:
     """`DeviceContext.tracing`."""
 

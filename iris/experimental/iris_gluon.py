@@ -21,17 +21,17 @@ Gluon has no interpreter: kernels need a GPU, though they can be compiled ahead 
 
 import triton
 import triton.language as tl
-from triton.language.core import _aggregate
 
 from ..context import Iris, iris
 from ..device.context import RemoteAccess
 from ..device.function import device_function
 from ..device.tracing import DeviceTracing, device_tracing
+from ..triton_private import aggregate
 
 __all__ = ["Iris", "IrisDeviceCtx", "iris"]
 
 
-@_aggregate
+@aggregate
 class IrisDeviceCtx(RemoteAccess):
     """This rank's view of the heap inside a Gluon kernel. Make it with `IrisDeviceCtx.initialize`."""
 

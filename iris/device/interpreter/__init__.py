@@ -1,13 +1,14 @@
 """Triton's interpreter, mended: numbers that it computes wrong (`builder`, `reductions`), and what it repeats without
-need (`repetition`, `quick`, `launching`). `private` names all that is Triton's own.
+need (`repetition`, `quick`, `launching`). `iris/triton_private.py` names all that is
+Triton's own.
 """
 
 
 def prepare() -> None:
     """Mends the interpreter for this process, in which it is on."""
+    from ...triton_private import TensorHandle, replace_builder
     from . import launching, reductions, repetition
     from .builder import Builder
-    from .private import TensorHandle, replace_builder
 
     repetition.prepare()
     reductions.prepare()

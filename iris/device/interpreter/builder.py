@@ -1,6 +1,6 @@
 """What an operation of a kernel does in the interpreter, where Triton's own `InterpreterBuilder` does it wrong.
 
-Triton 3.6 keeps a bfloat16 as an integer of 16 bits and an fp8 number as one of 8, and computes on those. Here a block
+Triton keeps a bfloat16 as an integer of 16 bits and an fp8 number as one of 8, and computes on those. Here a block
 of bfloat16 is made of numbers (`floats.py`); loads, stores, casts to bits and atomics turn them to words and back. An
 fp8 number stays a byte: it can be moved, cast and multiplied by `tl.dot`; all else raises, as no GPU computes in fp8.
 """
@@ -8,20 +8,20 @@ fp8 number stays a byte: it can be moved, cast and multiplied by `tl.dot`; all e
 from functools import partialmethod
 
 import numpy as np
-from triton.language import core
 
 from ...errors import DtypeError
-from . import floats
-from .private import (
+from ...triton_private import (
     EXCHANGE,
     FLOAT_ADD,
     PADDED_WITH_NAN,
     TO_NEAREST,
     InterpreterBuilder,
     TensorHandle,
+    core,
     memory,
     numpy_type,
 )
+from . import floats
 
 _SMALL = 1024  # elements, which are handled as they come
 _ALL = np.ones(1, bool)
@@ -122,7 +122,7 @@ class Builder(InterpreterBuilder):
             addresses, values, asked = addresses[asked], np.broadcast_to(values, asked.shape)[asked], _ALL
         memory.store(addresses, values, np.broadcast_to(asked, addresses.shape))
 
-    def create_descriptor_load(self, desc, indices, cache_modifier, eviction_policy):
+    def create_descriptor_load(self, desc, indices, *hints):
         element = desc.base.dtype.element_ty
         inside, where = _window(desc, indices, _memory_type(element))
         block = np.array(inside)

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 
 from ...errors import IrisError
-from .private import GridExecutor, InterpreterError, builder, implicit, interpreter
+from ...triton_private import GridExecutor, InterpreterError, builder, implicit, interpreter
 
 
 def prepare() -> None:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from triton.language import core
 
-from .private import Semantic, TensorHandle, interpreter, numpy_type
+from ...triton_private import Semantic, TensorHandle, core, interpreter, numpy_type, semantic
 
 _INTEGERS = {"int32": np.int32, "int64": np.int64}
 _NUMBERS = _INTEGERS | {"fp32": np.float32}
@@ -79,7 +78,6 @@ def direct_builtins() -> None:
 
         scope.set_attr(obj, name, direct)
 
-    semantic = interpreter.interpreter_semantic
     interpreter._patch_attr = patch
 
 

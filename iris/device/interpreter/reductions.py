@@ -3,8 +3,8 @@
 import numpy as np
 
 from ...errors import DtypeError
+from ...triton_private import OR, XOR, ReduceOps, ReduceScan
 from . import floats
-from .private import OR, XOR, ReduceOps, ReduceScan
 
 _AT_ONCE = {XOR: np.bitwise_xor, OR: np.bitwise_or}
 

@@ -1,7 +1,7 @@
 """What Triton's interpreter does again and again without need, done once.
 
-That is most of the time of kernels on small tensors, and nothing that they compute or check changes. Triton 3.6, at
-each launch and each call of a jit function inside a kernel, looks through the whole language for functions to put its
+That is most of the time of kernels on small tensors, and nothing that they compute or check changes. Triton, at each
+launch and each call of a jit function inside a kernel, looks through the whole language for functions to put its
 own in place of; computes whether an int32 overflows, though without its debug option it drops the answer; and writes
 down a table of numpy's dtypes, and what a value's type and shape are called, for each value made.
 """
@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from triton.language import core
 
+from ...triton_private import builder, core, interpreter
 from . import quick
-from .private import builder, interpreter
 
 
 def prepare() -> None:

@@ -1,0 +1,186 @@
+"""Every private or version-dependent name of triton that this project uses, each with its reason.
+
+Written for triton 3.6 to 3.9. What a version lacks is told once, when iris is imported. A user's own kernel needs none
+of this, but for the names in Gluon that changed: `program_barrier`, `async_load`, `reinterpret`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .errors import PlatformError
+
+SUPPORTED = "triton>=3.6,<3.10"
+
+try:
+    # Gluon is experimental, and its modules for NVIDIA GPUs change most.
+    from triton._C.libtriton import ir as _ir
+    from triton.experimental.gluon import language as _gl
+    from triton.experimental.gluon.language._core import shared_memory_descriptor as _shared
+    from triton.experimental.gluon.language.nvidia import ampere as _ampere
+    from triton.experimental.gluon.language.nvidia import hopper as _hopper
+    from triton.experimental.gluon.nvidia import hopper as _hopper_host
+    from triton.language import core, standard
+    from triton.runtime import interpreter
+    from triton.tools import tensor_descriptor as _tensor_descriptor
+
+    # Structs inside kernels, and the type of a field of theirs that may be a tensor or a constant.
+    _aggregate, base_value = core._aggregate, core.base_value
+    TensorDescriptor, GluonDescriptor = _tensor_descriptor.TensorDescriptor, _hopper_host.TensorDescriptor
+    mma_v2, mbarrier, _tma = _ampere.mma_v2, _hopper.mbarrier, _hopper.tma
+    warpgroup_mma, warpgroup_mma_init = _hopper.warpgroup_mma, _hopper.warpgroup_mma_init
+    warpgroup_mma_wait = _hopper.warpgroup_mma_wait
+    # Renamed: in 3.7; in 3.8, the old name raises in 3.9; in 3.9.
+    program_barrier = _gl.thread_barrier if hasattr(_gl, "thread_barrier") else _gl.barrier
+    async_load = _tma.async_load if hasattr(_tma, "async_load") else _tma.async_copy_global_to_shared
+    reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
+    # Who is told before and after each launch, a profiler for one.
+    _launch_enter, _launch_exit = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+
+    # The rest is what `device/interpreter` reads or replaces.
+    # A value: a numpy array and its dtype. What an operation does to such, and the one object that all kernels share.
+    TensorHandle, InterpreterBuilder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
+    # What brings two operands to one type and shape.
+    Semantic = interpreter.TritonSemantic
+    # Reductions and scans, which go past the builder, and functions that they take element by element.
+    ReduceOps, ReduceScan = interpreter.ReduceOps, interpreter.ReduceScanOpInterface
+    XOR, OR = standard._xor_combine, standard._or_combine
+    # A launch, which looks at the kernel's signature each time, what it raises, and how it takes arguments.
+    GridExecutor, InterpreterError, implicit = (
+        interpreter.GridExecutor,
+        interpreter.InterpreterError,
+        interpreter._implicit_cvt,
+    )
+    # Loads, stores and atomics on addresses, in C.
+    memory = interpreter._interpreter
+    # How an operation is asked for.
+    TO_NEAREST, PADDED_WITH_NAN = _ir.ROUNDING_MODE.RTNE, _ir.PADDING_OPTION.PAD_NAN
+    FLOAT_ADD, EXCHANGE = _ir.ATOMIC_OP.FADD, _ir.ATOMIC_OP.XCHG
+    # Replaced in place: how the language's functions are given the builder, at each launch and call; which numpy dtype
+    # holds a dtype; types and values, which work out the same again and again.
+    _REPLACED = interpreter._patch_attr, interpreter._patch_lang, interpreter._get_np_dtype
+    _REPLACED += core._unwrap_if_constexpr, core.dtype.to_ir, core.block_type.with_element_ty, core.tensor.__init__
+except (ImportError, AttributeError) as _error:
+    raise PlatformError(
+        f"triton {triton.__version__} is not as iris knows triton 3.6 to 3.9: {_error}. "
+        f"Install one of those: pip install '{SUPPORTED}'"
+    ) from _error
+
+# Options for each launch of a kernel of this project: a product and a sum become one instruction. Triton's default is
+# to change in 3.10, and bits with it.
+FUSED = {"enable_fp_fusion": True}
+
+
+# --- in kernels -------------------------------------------------------------------------------------------------------
+
+
+def aggregate(cls: type) -> Any:
+    """Makes `cls` a struct that kernels can hold. What plain classes have that it inherits from is copied into it."""
+    plain = [base for base in cls.__mro__[1:-1] if not hasattr(base, "__triton_aggregate__")]
+    own = {name: value for base in reversed(plain) for name, value in vars(base).items() if not name.startswith("__")}
+    own |= {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return _aggregate(type(cls.__name__, tuple(base for base in cls.__bases__ if base not in plain), own))
+
+
+def word_descriptor(base: torch.Tensor, block: list[int], layout: Any) -> Any:
+    """Gluon's descriptor of `base`, whose elements may have 64 bits: 3.9 refuses those where one is made on the host,
+    though its compiler takes them.
+    """
+    made = object.__new__(GluonDescriptor)
+    made.base, made.shape, made.strides = base, list(base.shape), list(base.stride())
+    made.block_shape, made.layout = block, layout
+    return made
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+def launch_listeners() -> tuple[list, list]:
+    """Who is told before and after each launch: triton's own lists, which fill and empty."""
+    return _launch_enter.calls, _launch_exit.calls
+
+
+class DirectLaunch(NamedTuple):
+    """triton's C launcher of a compiled kernel: `call(*grid, stream, *head, *behind(arguments))`."""
+
+    call: Callable
+    current_stream: Callable[[], int]
+    head: tuple
+    behind: Callable[[list], tuple]
+    maps: list | None
+    """How a tensor descriptor becomes a map that the hardware reads, for each of them."""
+    arguments_of: Callable[[Any, Any], list]
+    """A tensor descriptor as arguments, given how."""
+
+
+def direct_launch(compiled, device: torch.device, has_descriptors: bool) -> DirectLaunch | str:
+    """How to launch `compiled`, a kernel for an NVIDIA GPU, directly; else why that is not known."""
+    try:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        runner = compiled.run
+        call = inspect.getclosurevars(runner.launch).nonlocals["launcher"] if has_descriptors else runner.launch
+        if runner.global_scratch_size or runner.profile_scratch_size:
+            return "the kernel wants scratch memory"
+        if getattr(runner, "gsan_enabled", False):
+            return "the sanitizer of triton is on"
+        scratch = hooks = None, None
+        head = compiled.function, runner.launch_cooperative_grid, runner.launch_pdl
+        if hasattr(runner, "kernel_signature"):  # from 3.7 on one launcher for all kernels, which is told of the types
+            head += (compiled.packed_metadata, None, *hooks, *scratch, runner.arg_annotations, runner.kernel_signature)
+            behind = _as_one
+        else:
+            head += (*scratch, compiled.packed_metadata, None, *hooks)
+            behind = tuple
+        if len(inspect.signature(make_tensordesc_arg).parameters) == 3:  # from 3.8 on, for other backends
+            described = partial(_described, make_tensordesc_arg)
+        else:
+            described = make_tensordesc_arg
+        stream = partial(triton.runtime.driver.active.get_current_stream, device.index)
+        return DirectLaunch(call, stream, head, behind, compiled.metadata.tensordesc_meta, described)
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"triton {triton.__version__} has another launcher than 3.6 to 3.9 ({error!r})"
+
+
+def _as_one(arguments: list) -> tuple:
+    return (tuple(arguments),)
+
+
+def _described(make, descriptor, how):
+    return make(descriptor, how, None)
+
+
+def max_shared_bytes(index: int) -> int:
+    """The shared memory that a program may take on GPU number `index`; triton refuses a kernel that takes more."""
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
+# --- the interpreter --------------------------------------------------------------------------------------------------
+
+
+def interprets() -> bool:
+    """Whether the interpreter was on when triton was imported."""
+    return isinstance(standard.cdiv, interpreter.InterpretedFunction)
+
+
+def rewritten(jitted: Any) -> Callable:
+    """A jit function of the interpreter's, which runs as its caller has set up the language."""
+    return jitted.rewrite()
+
+
+def numpy_type(dtype):
+    """The numpy dtype of what the interpreter holds for `dtype`: float32 for bfloat16 once `prepare` was called."""
+    return interpreter._get_np_dtype(dtype)
+
+
+def replace_builder(kind: type) -> None:
+    """Has `kind` do what kernels ask for, for kernels that are launched from now on."""
+    interpreter.InterpreterBuilder = kind
+    builder.__class__ = kind
