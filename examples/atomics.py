@@ -4,11 +4,10 @@ python -m examples.atomics
 """
 
 import iris
+from iris_tp import launch
 import torch
 import triton
 import triton.language as tl
-
-from examples import _launch
 
 BINS = tl.constexpr(16)
 
@@ -52,7 +51,7 @@ def rank_main(n: int = 1000, tasks: int = 24) -> None:
 
 
 def main() -> None:
-    _launch.run(rank_main)
+    launch.run(rank_main)
 
 
 if __name__ == "__main__":

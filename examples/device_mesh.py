@@ -10,12 +10,12 @@ model, and their fused ops stay inside the host. Each group answers its own part
 import os
 
 import iris
+from iris_tp import launch
 import layers
 import torch
 import torch.distributed as dist
 from torch.distributed import init_device_mesh
 
-from examples import _launch
 from examples.split_a_model import tiny_llama
 
 
@@ -50,8 +50,8 @@ def rank_main(tokens: int = 4) -> None:
 
 
 def main() -> None:
-    ranks = _launch.default_ranks(on_cpu=4)
-    _launch.run(rank_main, ranks - ranks % 2 or 1)
+    ranks = launch.default_ranks(on_cpu=4)
+    launch.run(rank_main, ranks - ranks % 2 or 1)
 
 
 if __name__ == "__main__":

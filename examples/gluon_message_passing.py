@@ -10,11 +10,10 @@ GPUs; without, it says so and ends.
 from iris import platform
 from iris.device import sync
 import iris.experimental.iris_gluon as iris_gl
+from iris_tp import launch
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from examples import _launch
 
 WARPS = 4
 
@@ -55,7 +54,7 @@ def main() -> None:
     if torch.cuda.device_count() < (1 if platform.sharing_gpus() else 2):
         print("skipped: Gluon kernels need a GPU, and this example two; examples.message_passing runs anywhere")
         return
-    _launch.run(rank_main, 2)
+    launch.run(rank_main, 2)
 
 
 if __name__ == "__main__":

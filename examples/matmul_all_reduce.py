@@ -4,9 +4,8 @@ python -m examples.matmul_all_reduce
 """
 
 import iris
+from iris_tp import launch
 import torch
-
-from examples import _launch
 
 
 def rank_main(M: int = 128, N: int = 256, K: int = 192) -> None:
@@ -32,7 +31,7 @@ def rank_main(M: int = 128, N: int = 256, K: int = 192) -> None:
 
 
 def main() -> None:
-    _launch.run(rank_main)
+    launch.run(rank_main)
 
 
 if __name__ == "__main__":

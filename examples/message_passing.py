@@ -8,11 +8,10 @@ wait is bounded: if the other rank is lost, the kernel ends and the next host ca
 
 import iris
 from iris.device import sync
+from iris_tp import launch
 import torch
 import triton
 import triton.language as tl
-
-from examples import _launch
 
 
 @triton.jit
@@ -46,7 +45,7 @@ def rank_main(passes: int = 6, n: int = 1000) -> None:
 
 
 def main() -> None:
-    _launch.run(rank_main, 2)
+    launch.run(rank_main, 2)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ owner's memory; the signals before and after are what orders the two.
 
 import iris
 from iris.device import sync
+from iris_tp import launch
 import torch
 import triton
 import triton.language as tl
-
-from examples import _launch
 
 OWNER, WORKER = tl.constexpr(0), tl.constexpr(1)
 READY, DONE = tl.constexpr(0), tl.constexpr(1)  # flags
@@ -60,7 +59,7 @@ def rank_main(n: int = 1000) -> None:
 
 
 def main() -> None:
-    _launch.run(rank_main, 2)
+    launch.run(rank_main, 2)
 
 
 if __name__ == "__main__":

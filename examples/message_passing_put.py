@@ -5,11 +5,10 @@ python -m examples.message_passing_put
 
 import iris
 from iris.device import sync
+from iris_tp import launch
 import torch
 import triton
 import triton.language as tl
-
-from examples import _launch
 
 
 @triton.jit
@@ -54,7 +53,7 @@ def rank_main(n: int = 1000, block: int = 128) -> None:
 
 
 def main() -> None:
-    _launch.run(rank_main, 2)
+    launch.run(rank_main, 2)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ number of the call, which the kernel itself counts: nothing is reset, and a capt
 
 import iris
 from iris.device import sync
+from iris_tp import launch
 import torch
 import triton
 import triton.language as tl
-
-from examples import _launch
 
 
 @triton.jit
@@ -61,7 +60,7 @@ def rank_main(n: int = 1000, repeats: int = 3) -> None:
 
 
 def main() -> None:
-    _launch.run(rank_main)
+    launch.run(rank_main)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ python -m examples.split_a_model
 """
 
 import iris
+from iris_tp import launch
 import layers
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from examples import _launch
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -41,7 +40,7 @@ def rank_main(tokens: int = 8) -> None:
 
 
 def main() -> None:
-    _launch.run(rank_main)
+    launch.run(rank_main)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ python -m examples.store_load
 """
 
 import iris
+from iris_tp import launch
 import torch
 import triton
 import triton.language as tl
-
-from examples import _launch
 
 
 @triton.jit
@@ -46,7 +45,7 @@ def rank_main(n: int = 1000) -> None:
 
 
 def main() -> None:
-    _launch.run(rank_main)
+    launch.run(rank_main)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import tempfile
 
 import iris
 from iris.device import tracing
+from iris_tp import launch
 import torch
 import triton
 import triton.language as tl
-
-from examples import _launch
 
 ADD_UP = tracing.USER  # our own kind of event
 
@@ -64,7 +63,7 @@ def rank_main(folder: str, n: int = 1000, M: int = 48, N: int = 64, K: int = 32)
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        _launch.run(rank_main, None, folder)
+        launch.run(rank_main, None, folder)
 
 
 if __name__ == "__main__":

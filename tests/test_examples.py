@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 
+from iris_tp import launch
 import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from examples import _launch
 from examples.all_scatter import common
 from tests.harness import run_ranks
 from tests.processes import patient
@@ -131,21 +131,21 @@ def fail(how: str) -> None:
 def test_failed_rank_ends_the_run(how: str, error: type[Exception], text: str) -> None:
     start = time.monotonic()
     with pytest.raises(error, match=text):
-        _launch.run(fail, 3, how)
+        launch.run(fail, 3, how)
     assert time.monotonic() - start < patient(40)
 
 
 def test_more_ranks_than_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert _launch.default_ranks() == 2
+    assert launch.default_ranks() == 2
     with pytest.raises(ValueError, match="3 ranks need 3 GPUs and this machine shows 2"):
-        _launch.check_ranks(3)
+        launch.check_ranks(3)
     monkeypatch.setenv("IRIS_SHARE_GPUS", "1")
-    _launch.check_ranks(3)
-    assert _launch.default_ranks() == 3
+    launch.check_ranks(3)
+    assert launch.default_ranks() == 3
 
 
 def test_no_ranks_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        _launch.check_ranks(0)
+        launch.check_ranks(0)

