@@ -4,9 +4,10 @@
 can be called inside `@triton.jit`.
 """
 
-from . import platform
+from . import platform, requirements
 
-platform.prepare_triton()  # before anything imports triton
+requirements.check_triton()  # before anything imports it
+platform.prepare_triton()
 
 from .context import Iris, iris  # noqa: E402
 from .device import (  # noqa: E402

@@ -31,8 +31,9 @@ import time
 from typing import Any
 
 from .device.arch import has_ended
-from .errors import ArgumentError, PeerLostError, PlatformError
+from .errors import ArgumentError, PeerLostError, PlatformError, VersionError
 from .meeting import Absent, gather
+from .requirements import versions
 
 _HELLO = struct.Struct("!32sI")  # nonce, rank
 _HEAD = struct.Struct("!QH")  # bytes of the message, descriptors
@@ -78,9 +79,13 @@ class Channel:
         folder = os.path.join(tempfile.gettempdir(), f"iris-{secrets.token_hex(8)}")
         try:
             own = dict(pid=os.getpid(), path=os.path.join(folder, "socket"), nonce=nonce, failure="")
+            own["versions"] = versions()
             told = self._meet(store, what, own, timeout_s, (), broken)
             self.pids = [int(each["pid"]) for each in told]
-            self._meet(store, f"{what}/read", dict(failure=""), timeout_s, self.pids)
+            try:
+                self._meet(store, f"{what}/read", dict(failure=""), timeout_s, self.pids)
+            finally:  # by now the others have read this rank's, too
+                _check_versions(told)
             try:
                 os.mkdir(folder, 0o700)
                 listener.bind(os.path.join(folder, "socket"))
@@ -365,6 +370,17 @@ def _remove_sockets_of_ended(told: Sequence[dict]) -> None:
 def close_all(fds) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def _check_versions(told: list[dict]) -> None:
+    """Before anything is pickled, which another version may read otherwise."""
+    given = [str(each.get("versions", "another version of iris")) for each in told]
+    other = next((rank for rank, said in enumerate(given) if said != given[0]), None)
+    if other is not None:
+        raise VersionError(
+            f"rank 0 has {given[0]}; rank {other} has {given[other]}; expected the same on all ranks: run them in one "
+            f"environment, or install the same versions in each"
+        )
 
 
 def _raise_failures(failures: Sequence[str]) -> None:

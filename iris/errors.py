@@ -49,6 +49,10 @@ class PlatformError(IrisError, RuntimeError):
     """This machine or this process cannot run the library as it is set up."""
 
 
+class VersionError(PlatformError, ImportError):
+    """The versions of this library, torch and triton do not go together, in a process or among ranks."""
+
+
 class CaptureError(IrisError, RuntimeError):
     """Something that cannot be part of a CUDA graph was asked for while one is captured."""
 

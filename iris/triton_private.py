@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .errors import PlatformError
-
-SUPPORTED = "triton>=3.6,<3.10"
+from .errors import VersionError
+from .requirements import SUPPORTED
 
 try:
     # Gluon is experimental, and its modules for NVIDIA GPUs change most.
@@ -68,7 +67,7 @@ try:
     _REPLACED = interpreter._patch_attr, interpreter._patch_lang, interpreter._get_np_dtype
     _REPLACED += core._unwrap_if_constexpr, core.dtype.to_ir, core.block_type.with_element_ty, core.tensor.__init__
 except (ImportError, AttributeError) as _error:
-    raise PlatformError(
+    raise VersionError(
         f"triton {triton.__version__} is not as iris knows triton 3.6 to 3.9: {_error}. "
         f"Install one of those: pip install '{SUPPORTED}'"
     ) from _error

@@ -67,7 +67,7 @@ PUBLIC_TRITON = ("triton", "triton.language", "triton.experimental.gluon", "trit
 PUBLIC_TRITON += ("triton.experimental", "triton.tools.tensor_descriptor")
 
 
-@pytest.mark.parametrize("package", [*FORBIDDEN, "benchmarks", "examples"])
+@pytest.mark.parametrize("package", ["iris", "iris_ops", "layers", "iris_tp", "benchmarks", "examples"])
 def test_one_module_has_all_private_names_of_triton(package: str) -> None:
     allowed = {*PUBLIC_TRITON, "triton.tools.tensor_descriptor.TensorDescriptor"}
     wrong = [
@@ -148,3 +148,32 @@ def test_iris_first_needs_no_setting() -> None:
 def test_iris_on_amd_keeps_triton_from_cutting_addresses() -> None:
     code = "import torch, triton; torch.version.hip = '6.4'; import iris; assert not triton.knobs.amd.use_buffer_ops"
     run_python(f"import os; os.environ.update(AMDGCN_USE_BUFFER_OPS='1', TRITON_INTERPRET='0'); {code}")
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("3.5.1", "triton is 3.5.1, beside torch "),
+        ("3.10.0+git1", "triton is 3.10.0+git1, beside torch "),
+        (None, "needs triton, which is not installed: pip install 'triton>=3.6,<3.10'"),
+    ],
+)
+def test_a_triton_of_another_version_is_named(given: str | None, said: str, tmp_path: Path) -> None:
+    """Before it is imported, which this one cannot be."""
+    if given:
+        (tmp_path / "triton").mkdir()
+        (tmp_path / "triton" / "__init__.py").write_text(f"__version__ = '{given}'\nraise RuntimeError('imported')\n")
+        find = f"sys.path.insert(0, {str(tmp_path)!r})"
+    else:
+        find = "importlib.util.find_spec = lambda name: None"
+    code = f"import importlib.util, sys\n{find}\ntry:\n    import iris\nexcept ImportError as error:\n    print(error)"
+    printed = run_python(code)
+    assert said in printed
+    assert not given or "pip install 'torch>=2.10,<2.16' 'triton>=3.6,<3.10'" in printed
+
+
+def test_the_range_of_triton_is_the_package_s() -> None:
+    from iris import requirements
+
+    assert f'"{requirements.SUPPORTED}"' in (ROOT / "pyproject.toml").read_text()
+    assert requirements.triton_version() == __import__("triton").__version__

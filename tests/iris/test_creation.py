@@ -7,7 +7,8 @@ import signal
 import time
 
 import iris
-from iris.errors import ArgumentError, HeapExhausted, PeerLostError, PlatformError
+from iris import channel
+from iris.errors import ArgumentError, HeapExhausted, PeerLostError, PlatformError, VersionError
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,6 +68,26 @@ def failing(rank: int, world: int, step: str) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_no_rank_fails_alone_while_a_context_is_made(step: str) -> None:
     ended = run_fresh(3, failing, step, env={"IRIS_TIMEOUT": "20"})
+    assert [end.exitcode for end in ended] == [0, 0, 0], [end.traceback for end in ended]
+
+
+TRITONS = ("3.6.0", "3.7.1", "3.7.1")
+
+
+def mixed(rank: int, world: int) -> None:
+    channel.versions = lambda: f"iris 0.1.0, torch 2.13.0, triton {TRITONS[rank]}"
+    begin = time.monotonic()
+    for _ in range(2):  # it leaves nothing behind that the next one stumbles over
+        with pytest.raises(VersionError, match="rank 0 has .* triton 3.6.0; rank 1 has .* triton 3.7.1; expected"):
+            iris.iris(1 << 20)
+    assert time.monotonic() - begin < patient(10)
+    channel.versions = lambda: "the same"
+    with iris.iris(1 << 20) as ctx:
+        ctx.barrier()
+
+
+def test_mixed_versions_are_told_to_every_rank() -> None:
+    ended = run_fresh(3, mixed, env={"IRIS_TIMEOUT": "20"})
     assert [end.exitcode for end in ended] == [0, 0, 0], [end.traceback for end in ended]
 
 

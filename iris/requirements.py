@@ -1,0 +1,52 @@
+"""Which triton this goes with, and which versions a process has: told before anything of triton is imported.
+
+A triton of another version fails in some name that it lacks, deep inside; so its version is looked at first. It is read
+from the source of the module that `import triton` would take, not from what pip has noted: a copy that lies on
+PYTHONPATH in front of the installed one has no such note.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from pathlib import Path
+import re
+import sys
+
+import torch
+
+from .errors import VersionError
+from .version import __version__
+
+LEAST, BELOW = (3, 6), (3, 10)  # of triton, as pyproject.toml has them
+SUPPORTED = "triton>={}.{},<{}.{}".format(*LEAST, *BELOW)
+
+
+def check_triton() -> None:
+    """Raises `VersionError` where there is no triton, or one of another version than this is written for."""
+    found = triton_version()
+    if found is None:
+        raise VersionError(f"iris {__version__} needs triton, which is not installed: pip install '{SUPPORTED}'")
+    numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
+    if numbers and not LEAST <= numbers < BELOW:
+        raise VersionError(
+            f"triton is {found}, beside torch {torch.__version__}; iris {__version__} is written for {SUPPORTED}. "
+            f"Each CUDA build of torch requires one triton, so take both: pip install 'torch>=2.10,<2.16' '{SUPPORTED}'"
+        )
+
+
+@functools.cache
+def triton_version() -> str | None:
+    """Of the triton that this process has imported or would import; "" where it does not say, None without any."""
+    if "triton" in sys.modules:
+        return getattr(sys.modules["triton"], "__version__", "")
+    spec = find_spec("triton")
+    if spec is None or spec.origin is None:
+        return None
+    said = re.search(r"^__version__ = ['\"]([^'\"]+)", Path(spec.origin).read_text(), re.MULTILINE)
+    return said[1] if said else ""
+
+
+def versions() -> str:
+    """Of what ranks must have alike, as one line."""
+    return f"iris {__version__}, torch {torch.__version__}, triton {triton_version()}"
