@@ -13,6 +13,11 @@ import pytest
 
 from tests import assembly, harness
 
+if harness.ON_GPU:
+    from tests import compile_once
+
+    compile_once.prepare()
+
 _SECOND_TARGETS = assembly.CUDA[1:] + assembly.HIP[1:]
 
 
