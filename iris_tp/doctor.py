@@ -29,6 +29,10 @@ REQUIRED = {
     "safetensors": ((0, 4), None),
 }
 OPTIONAL = {"transformers": ((5, 15), None), "accelerate": ((1, 0), None)}
+# The triton that GPU builds of torch require, for those builds that do not say so, which are for CPUs.
+TRITON_OF_TORCH = {
+    (2, 10): (3, 6), (2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)
+}  # fmt: skip
 VMEM = {"cuda-bindings": ((12, 8), None)}
 
 _VARIABLES = ("IRIS_ALLOCATOR", "IRIS_DEBUG", "IRIS_OP_GRAPHS", "IRIS_TIMEOUT")
@@ -47,9 +51,9 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything there is to say about this machine and this environment."""
-    checks = [versions, gpus, peers, links, virtual_memory, memory, environment]
+    checks = [versions, pair, gpus, peers, links, virtual_memory, memory, environment]
     if importlib.util.find_spec("torch") is None:
-        checks = [versions, memory, environment]
+        checks = [versions, pair, memory, environment]
     return [finding for check in checks for finding in check()]
 
 
@@ -82,27 +86,80 @@ def _version(
 ) -> Finding:
     """`purpose`: what it is for, where it is not required."""
     bounds = f">={_dotted(least)}" + (f",<{_dotted(below)}" if below else "")
-    try:
-        given = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        if name == "triton" and (other := _rocm_triton()):
-            given = other
-        else:
-            missing = f"{name} is not installed"
-            why = "" if required else f"  (for {purpose})"
-            return Finding(FIX if required else NOTE, missing, f"pip install '{name}{bounds}'{why}")
-    found = tuple(int(part) for part in re.findall(r"\d+", given)[:3])
+    given = _installed(name)
+    if given is None:
+        missing = f"{name} is not installed"
+        why = "" if required else f"  (for {purpose})"
+        return Finding(FIX if required else NOTE, missing, f"pip install '{name}{bounds}'{why}")
+    found = _release(given)
     if found < least or (below and found >= below):
         return Finding(FIX, f"{name} is {given}; expected {bounds}", f"pip install '{name}{bounds}'")
     return Finding(OK, f"{name} {given}")
 
 
-def _rocm_triton() -> str | None:
-    """torch for AMD brings Triton under another name."""
-    try:
-        return importlib.metadata.version("pytorch-triton-rocm")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _installed(name: str) -> str | None:
+    """The version of a distribution; torch for AMD brings Triton under other names."""
+    for each in (name, "pytorch-triton-rocm", "triton-rocm") if name == "triton" else (name,):
+        try:
+            return importlib.metadata.version(each)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def pair() -> Iterator[Finding]:
+    """Whether torch and triton go together: a GPU build of torch calls the compiler of one triton, which it requires.
+
+    A build for CPUs requires none, and in the interpreter any triton goes that this library knows.
+    """
+    torch, triton = _installed("torch"), _installed("triton")
+    if torch is None or triton is None:
+        return
+    for requirement in importlib.metadata.requires("torch") or []:
+        wanted = re.match(r"(?:pytorch-)?(triton(?:-rocm)?) *\(?([=~<>!][^;)]*)", requirement)
+        if wanted and "extra ==" not in requirement:
+            name, clauses = requirement[: wanted.start(2)].rstrip(" ("), wanted[2].replace(" ", "")
+            if not _meets(triton, clauses):
+                what = f"torch {torch} requires {name}{clauses}, and triton is {triton}: they do not go together"
+                yield Finding(FIX, what, _pair_remedy(f"{name}{clauses}", _release(clauses)[:2]))
+            return
+    other = TRITON_OF_TORCH.get(_release(torch)[:2])
+    if other and other != _release(triton)[:2]:
+        what = f"torch {torch}, a build for CPUs, beside triton {triton}: GPU builds of it require {_dotted(other)}"
+        yield Finding(NOTE, what, f"pip install 'triton=={_dotted(other)}.*'  (to test what GPUs run)")
+
+
+def _pair_remedy(requirement: str, wanted: tuple[int, ...]) -> str:
+    """The triton that torch wants, or another torch where this library does not know that triton."""
+    least, below = REQUIRED["triton"]
+    if below and least <= wanted < below:
+        return f"pip install '{requirement}'"
+    first, last = min(TRITON_OF_TORCH), max(TRITON_OF_TORCH)
+    return f"pip install 'torch>={_dotted(first)},<{_dotted((last[0], last[1] + 1))}'"
+
+
+def _meets(version: str, clauses: str) -> bool:
+    """Whether a release is one of those that `==3.6.0`, `~=3.8.0`, `>=3.6,<3.7` ask for."""
+    given = _release(version)
+    for operator, text in re.findall(r"([=~<>!]=|[<>])([\d.]+)", clauses):
+        wanted = _release(text)
+        front = given[: len(wanted)]
+        held = {
+            "==": front == wanted,
+            "!=": front != wanted,
+            "~=": front[:-1] == wanted[:-1] and front >= wanted,
+            ">=": given >= wanted,
+            "<=": given <= wanted,
+            ">": given > wanted,
+            "<": given < wanted,
+        }[operator]
+        if not held:
+            return False
+    return True
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from iris import agreement, graphed
+from iris import agreement, graphed, requirements
 from iris.errors import PlatformError
 from iris.memory.base import ALLOCATORS
 from iris_ops.machine import machine_named
@@ -155,6 +155,7 @@ def test_doctor_wants_the_versions_of_the_package() -> None:
         assert found, name
         assert found.groups() == (doctor._dotted(least), below and doctor._dotted(below))
     assert doctor._ALLOCATORS == ALLOCATORS
+    assert doctor.REQUIRED["triton"] == (requirements.LEAST, requirements.BELOW)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,54 @@ def test_doctor_compares_versions(given: str | None, level: str, monkeypatch: py
     finding = doctor._version("triton", (3, 6), (3, 10), True)
     assert finding.level == level
     assert level == "ok" or "pip install 'triton>=3.6,<3.10'" in finding.remedy
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, requires: str, **packages: str) -> None:
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in packages:
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return packages[name.replace("-", "_")]
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    requirements = ["filelock", "triton>=9; extra == 'all'", *filter(None, [requires])]
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: requirements)
+
+
+LINUX = '; platform_system == "Linux"'
+
+
+@pytest.mark.parametrize(
+    "torch, requires, triton, level, remedy",
+    [
+        ("2.11.0", f"triton==3.6.0{LINUX}", "3.6.0", None, ""),
+        ("2.11.0", f"triton==3.6.0{LINUX}", "3.9.0", "FIX", "pip install 'triton==3.6.0'"),
+        ("2.14.1", f'triton~=3.8.0{LINUX} and python_version < "3.15"', "3.8.2", None, ""),
+        ("2.14.1", f'triton~=3.8.0{LINUX} and python_version < "3.15"', "3.6.0", "FIX", "pip install 'triton~=3.8.0'"),
+        ("2.14.1", "triton (>=3.8,<3.9)", "3.9.0", "FIX", "pip install 'triton>=3.8,<3.9'"),
+        ("2.9.1", f"triton==3.5.1{LINUX}", "3.6.0", "FIX", "pip install 'torch>=2.10,<2.16'"),
+        ("2.16.0", f"triton~=3.10.0{LINUX}", "3.9.0", "FIX", "pip install 'torch>=2.10,<2.16'"),
+        ("2.13.0+cpu", "", "3.7.1", None, ""),
+        ("2.13.0+cpu", "", "3.6.0", "note", "pip install 'triton==3.7.*'  (to test what GPUs run)"),
+        ("2.16.0+cpu", "", "3.9.0", None, ""),
+    ],
+)
+def test_doctor_knows_which_triton_a_torch_requires(
+    torch: str, requires: str, triton: str, level: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, requires, torch=torch, triton=triton)
+    findings = list(doctor.pair())
+    assert [(finding.level, finding.remedy) for finding in findings] == ([(level, remedy)] if level else [])
+    assert all(f"torch {torch}" in finding.what and triton in finding.what for finding in findings)
+
+
+def test_doctor_finds_the_triton_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = f"pytorch-triton-rocm==3.6.0{LINUX}"
+    installed(monkeypatch, wanted, torch="2.11.0+rocm7.0", pytorch_triton_rocm="3.6.0")
+    assert not list(doctor.pair())
+    installed(monkeypatch, wanted, torch="2.11.0+rocm7.0", pytorch_triton_rocm="3.7.0")
+    assert next(doctor.pair()).remedy == "pip install 'pytorch-triton-rocm==3.6.0'"
+    installed(monkeypatch, wanted, torch="2.11.0+rocm7.0")
+    assert not list(doctor.pair()), "that there is none is said of the versions"
 
 
 def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -240,7 +289,7 @@ def test_doctor_looks_for_the_driver_s_bindings(
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     monkeypatch.setattr(doctor, "_broken", lambda module: broken)
-    for other in ("versions", "gpus", "peers", "links", "memory", "environment"):
+    for other in ("versions", "pair", "gpus", "peers", "links", "memory", "environment"):
         monkeypatch.setattr(doctor, other, list)
     (finding,) = doctor.examine()
     if said is None:
