@@ -13,7 +13,7 @@ gives up on a rank, or leaves, tells the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 import hmac
@@ -147,7 +147,8 @@ class Channel:
 
     def _accept(self, listener: socket.socket, nonce: str, deadline: float) -> None:
         """Waits for the ranks above this one. Strangers may call as often as they like, and say nothing."""
-        missing, strangers = set(range(self.rank + 1, self.size)), []
+        missing = set(range(self.rank + 1, self.size))
+        strangers: list[socket.socket] = []
         listener.setblocking(False)
         with selectors.DefaultSelector() as ready:
             ready.register(listener, selectors.EVENT_READ)
@@ -163,12 +164,12 @@ class Channel:
                                 caller, _ = listener.accept()
                                 caller.setblocking(False)
                                 strangers.append(caller)
-                                ready.register(caller, selectors.EVENT_READ)
+                                ready.register(caller, selectors.EVENT_READ, caller)
                             if len(strangers) > _MAX_STRANGERS:
                                 ready.unregister(strangers[0])
                                 strangers.pop(0).close()
                             continue
-                        caller = key.fileobj
+                        caller = key.data
                         ready.unregister(caller)
                         strangers.remove(caller)
                         rank = self._introduced(caller, nonce, missing)
@@ -269,7 +270,7 @@ class Channel:
 
     @contextmanager
     def _reading(
-        self, peers: Sequence[int], outgoing: dict[int, Iterator[bytes]], what: str, timeout_s: float,
+        self, peers: Sequence[int], outgoing: dict[int, Iterator[bytes | memoryview]], what: str, timeout_s: float,
         fds: Sequence[int] = (),
     ) -> Iterator[Iterator[tuple[int, tuple]]]:  # fmt: skip
         """An iterator over one message of each of `peers`, as they come, while `outgoing` packets are sent to them."""
@@ -289,10 +290,10 @@ class Channel:
                 ended: dict[int, str] = {}  # raised once the others' word of who was lost first has been read
                 for key, ready in selector.select(_LOOK_S):
                     peer, before = key.data, events(key.data)
-                    if ready & selectors.EVENT_WRITE and not _send(key.fileobj, sending, peer):
+                    if ready & selectors.EVENT_WRITE and not _send(self._peers[peer], sending, peer):
                         ready |= selectors.EVENT_READ  # it is gone; what it said before still counts
                     try:
-                        message = _receive(key.fileobj, buffers, peer) if ready & selectors.EVENT_READ else None
+                        message = _receive(self._peers[peer], buffers, peer) if ready & selectors.EVENT_READ else None
                     except OSError as error:
                         closed = isinstance(error, (BrokenPipeError, ConnectionResetError))
                         ended[peer] = "its process ended, or it closed the context" if closed else str(error)
@@ -367,7 +368,7 @@ def _remove_sockets_of_ended(told: Sequence[dict]) -> None:
                 path.parent.rmdir()
 
 
-def close_all(fds) -> None:
+def close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
 
@@ -398,7 +399,7 @@ def _check_process(peer: socket.socket, rank: int, pid: int) -> None:
         )
 
 
-def _packets(data: bytes, num_fds: int) -> Iterator[bytes]:
+def _packets(data: bytes, num_fds: int) -> Iterator[bytes | memoryview]:
     yield _HEAD.pack(len(data), num_fds) + data[:_CHUNK]
     view = memoryview(data)
     for begin in range(_CHUNK, len(data), _CHUNK):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,10 +38,17 @@ from .memory.offsets import rounded
 from .streams import SideStream
 from .tracing import Tracing
 
+if TYPE_CHECKING:
+    from iris_ops.ops import Ops
+
+    from .ccl.collectives import Collectives
+    from .group import Members
+    from .memory.pool import Pool
+
 _MAX_HEAP = 1 << 46
 
 
-def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> Iris:
+def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None) -> Iris:
     """Makes the symmetric heap and returns this rank's handle on it. Collective: every rank calls it.
 
     `heap_size`: bytes on each rank, the same on all, rounded up to whole 256. `allocator_type`: "torch" (PyTorch
@@ -63,7 +70,7 @@ class Iris(tensors.TensorMethods):
     `get_heap_bases()` gives them; `group_name`, by which compiled graphs find the context.
     """
 
-    def __init__(self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Any = None) -> None:
+    def __init__(self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None) -> None:
         self._closed = True  # until it is built
         self._thread = threading.get_ident()
         self._ranks = Ranks(group)
@@ -110,7 +117,7 @@ class Iris(tensors.TensorMethods):
         memory = self._heap.reserve((DeviceBarrier.WORDS * self.num_ranks + 1,), torch.int32).zero_()
         self._barrier, self._status = DeviceBarrier(self, memory[:-1]), memory[-1:]
         self._record = torch.zeros(bounded.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self._record_view = memoryview(self._record.numpy())
+        self._record_view = self._record.numpy().data
         words = pack(
             self.cur_rank,
             self._segment.bases,
@@ -123,7 +130,9 @@ class Iris(tensors.TensorMethods):
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._difference = ""  # between heaps, once it is known
         self.agreement = agreement.Agreement(self._ranks) if agreement.wanted() and self.num_ranks > 1 else None
-        self._ops = self._ccl = self._pool = None
+        self._ops: Ops | None = None
+        self._ccl: Collectives | None = None
+        self._pool: Pool | None = None
         self._tracing: Tracing | None = None
         self._side = SideStream(self.device)
         platform.synchronize(self.device)
@@ -158,7 +167,7 @@ class Iris(tensors.TensorMethods):
         """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
         return platform.num_programs(self.device)
 
-    def barrier(self, stream: torch.cuda.Stream | None = None, group: Any = None) -> None:
+    def barrier(self, stream: torch.cuda.Stream | None = None, group: Members | Sequence[int] = None) -> None:
         """Waits for the device, or for `stream`, then until every rank (of `group`) has come here.
 
         `group`: a process group, one dimension of a DeviceMesh or a list of ranks of this context, with this one in it.
@@ -174,7 +183,7 @@ class Iris(tensors.TensorMethods):
         platform.synchronize(self.device)
         self.check()
 
-    def device_barrier(self, group: Any = None) -> None:
+    def device_barrier(self, group: Members | Sequence[int] = None) -> None:
         """A barrier of the ranks (of `group`, as in `barrier`) in the current stream's order.
 
         Can be captured and replayed. Raises `PeerLostError` in a later call where a rank did not come in time.
@@ -248,7 +257,7 @@ class Iris(tensors.TensorMethods):
         return self._heap.trim()
 
     @property
-    def ops(self):
+    def ops(self) -> Ops:
         """The fused operations of `iris_ops`."""
         if self._ops is None:
             self.check()
@@ -258,7 +267,7 @@ class Iris(tensors.TensorMethods):
         return self._ops
 
     @property
-    def ccl(self):
+    def ccl(self) -> Collectives:
         """The collectives of `iris.ccl`."""
         if self._ccl is None:
             self.check()
@@ -293,7 +302,9 @@ class Iris(tensors.TensorMethods):
             yield
         except PeerLostError:
             waiter = bounded.WAITERS.index("an exchange of the hosts")
-            for at, word in enumerate((waiter, self.cur_rank, self._ranks.lost, 0, 0), 1):
+            lost = self._ranks.lost
+            assert lost is not None  # as the error says
+            for at, word in enumerate((waiter, self.cur_rank, lost, 0, 0), 1):
                 self._record_view[at] = word
             self._record_view[0] = bounded.LOST.value
             raise
@@ -355,7 +366,8 @@ class Iris(tensors.TensorMethods):
         names.remove(self.group_name)
         if self._pool is not None:
             self._pool.close()
-        self._ops = self._ccl = self._tracing = self._barrier = self._pool = None  # they hold heap memory
+        self._ops = self._ccl = self._tracing = self._pool = None  # they hold heap memory
+        del self._barrier  # it does, too
         self.agreement = None
         self._ranks.close()
         self._segment.close()

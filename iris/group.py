@@ -7,7 +7,7 @@ from contextlib import suppress
 import io
 import os
 import pickle
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,13 @@ from . import names, platform
 from .channel import Channel, Message
 from .errors import ArgumentError, IrisError, PeerLostError, PlatformError
 from .meeting import gloo_watch, join_world
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Members: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
 T = TypeVar("T")
 
@@ -26,7 +33,7 @@ class Ranks:
     `name`: of the context, the same on all ranks and no other's.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Members = None) -> None:
         self._channel: Channel | None = None
         refusal: IrisError | None = None
         limit = platform.DEFAULT_TIMEOUT_S
@@ -44,7 +51,7 @@ class Ranks:
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.size = dist.get_world_size(self.group) if self.group else 1
         self.name = names.reserve(self.group.group_name if self.group else "alone")
-        if self.size > 1:
+        if self.group is not None and self.size > 1:
             self._channel = Channel(
                 _store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit, gloo_watch(self.group, limit)
             )
@@ -73,7 +80,7 @@ class Ranks:
 
         On that rank what it raised; on the others the same kind of error, or a `PlatformError`, which names the rank.
         """
-        result, own = None, None
+        own: Exception | None = None
         try:
             result = work()
         except Exception as error:
@@ -92,7 +99,7 @@ class Ranks:
 
     def broadcast(self, value: Any, src: int) -> Any:
         """Rank `src`'s `value`, any picklable object. Tensors on its GPU arrive on the receiver's."""
-        box = None
+        box: tuple[bytes | None, str | None] | None = None
         if self.rank == src:
             try:
                 box = (_pickled(value), None)
@@ -119,6 +126,7 @@ class Ranks:
 
     def hear(self, rank: int, topic: str, timeout_s: float) -> Any:
         """What `rank` has told, or tells in time, about `topic`. Raises `PeerLostError` where it does not."""
+        assert self._channel is not None, "a rank that is alone hears nobody"
         return self._channel.hear(rank, topic, timeout_s)
 
     def leave(self, error: BaseException) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 import hashlib
 import math
+from typing import Any
 
 import torch
 
@@ -58,14 +59,15 @@ class Heap:
         """Blocks that torch's pool cuts and gives back itself, at times that differ by rank: not in `digest`."""
 
     @property
-    def memory(self) -> torch.Tensor | None:
+    def memory(self) -> torch.Tensor:
         """The heap's bytes, uint8; who keeps them keeps the heap mapped."""
         return self._segment.local
 
     @property
     def used(self) -> tuple[int, int]:
         """Bytes up to the last allocation, from the low end and from the high end."""
-        return tuple(end.used for end in self._ends)
+        low, high = self._ends
+        return low.used, high.used
 
     @property
     def free_bytes(self) -> int:
@@ -258,4 +260,5 @@ def check_memory(call: str, names: Sequence[str], begins: Sequence[int], spans: 
 
 def _first_byte(tensor: torch.Tensor) -> int:
     # not tensor.data_ptr(), which is 0 for an empty tensor
-    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    offset: Any = tensor.storage_offset()  # an int, for torch does not trace here
+    return tensor.untyped_storage().data_ptr() + offset * tensor.element_size()

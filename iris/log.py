@@ -1,8 +1,9 @@
 """Log lines `[Iris] [rank/world] message`, with one level for the whole process."""
 
+from collections.abc import Mapping, MutableMapping
 import logging
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from .errors import ArgumentError
 
@@ -45,5 +46,7 @@ def rank_logger(rank: int, world_size: int) -> logging.LoggerAdapter:
 
 
 class _RankAdapter(logging.LoggerAdapter):
-    def process(self, msg, kwargs):
+    extra: Mapping[str, object]
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
         return f"[{self.extra['rank']}/{self.extra['world']}] {msg}", kwargs

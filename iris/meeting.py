@@ -59,7 +59,8 @@ def gather(
             continue
         if look.blamed is not None:
             raise look.absent(look.blamed, "another rank has found it lost")
-        known = dict(enumerate(pids)) or {peer: said.get("pid") for peer, said in list(look.told.items())}
+        known: dict[int, int | None] = dict(enumerate(pids))
+        known = known or {peer: said.get("pid") for peer, said in list(look.told.items())}
         for peer, pid in known.items():
             if peer != rank and pid and has_ended(pid):
                 raise look.absent(peer, "its process ended")

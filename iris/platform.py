@@ -187,7 +187,7 @@ def is_capturing(dev: torch.device) -> bool:
     return dev.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def synchronize(dev: torch.device, stream=None) -> None:
+def synchronize(dev: torch.device, stream: torch.cuda.Stream | None = None) -> None:
     """Waits on the host until the device, or one stream of it, is idle."""
     if dev.type == "cuda":
         (stream or torch.cuda).synchronize()

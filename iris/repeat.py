@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import triton
@@ -45,7 +45,7 @@ class Calls:
     """
 
     def __init__(self, tensors: int) -> None:
-        self.known: dict[tuple, Any] = {}
+        self.known: dict[tuple | None, Any] = {}  # None is no key of a call
         self._tensors = tensors
         self._prepared: dict[tuple, Any] = {}
         self._moves: dict[tuple, Callable] = {}
@@ -92,6 +92,10 @@ def device_of(device: torch.device) -> Callable[[torch.Tensor], Any]:
     return attrgetter("device") if device.type == "cpu" else torch.Tensor.get_device
 
 
+@overload
+def alias(t: torch.Tensor, distance: int = 0) -> torch.Tensor: ...
+@overload
+def alias(t: None, distance: int = 0) -> None: ...
 def alias(t: torch.Tensor | None, distance: int = 0) -> torch.Tensor | None:
     """`t`'s memory, or what lies `distance` bytes from it, as a tensor that does not keep it.
 
@@ -120,7 +124,7 @@ def launch(
     launched again; what `args` have of such memory begins there. None where there is no way to launch it again.
     """
     key = (kernel, *options.values(), *map(_specialization, args.values()))
-    known = kernels.get(key)
+    known: Any = kernels.get(key)
     first = known is None
     if first:
         compiled = kernel[grid](**args, **(FUSED | options))
@@ -132,7 +136,7 @@ def launch(
         known = kernels[key] = compiled, _native(compiled, device, has_descriptors)
     compiled, native = known
     values = [args[name] for name in kernel.arg_names]
-    found = native and native.prepare(grid, values, moving)
+    found = native.prepare(grid, values, moving) if native else None
     if not first and (found is None or not found.again()):
         compiled[grid](*values)
     return found
@@ -142,15 +146,23 @@ def in_turn(first: Launch | None, second: Launch | None) -> Launch | None:
     """Two launches behind each other as one; None where one cannot be made again."""
     if first is None or second is None:
         return None
+    move_first, move_second = first.moved, second.moved
+    again = _both(first.again, second.again)
+    if move_first is None or move_second is None:
+        return Launch(again)
 
     def moved(addresses: Sequence[int]) -> Callable[[], bool] | None:
-        before, behind = first.moved(addresses), second.moved(addresses)
-        return (lambda: before() and behind()) if before and behind else None
+        before, behind = move_first(addresses), move_second(addresses)
+        return _both(before, behind) if before and behind else None
 
-    return Launch(lambda: first.again() and second.again(), moved)
+    return Launch(again, moved)
 
 
-def _native(compiled, device: torch.device, has_descriptors: bool) -> _Native | None:
+def _both(first: Callable[[], bool], second: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: first() and second()
+
+
+def _native(compiled: Any, device: torch.device, has_descriptors: bool) -> _Native | None:
     """None where there is no way past triton's look-up, which is said once: it costs some 50 us a launch."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None

@@ -77,7 +77,7 @@ class Lane:
     @contextmanager
     def instead_of(self, stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | None]:
         """What is launched in the block goes into this lane, and behind it into `stream`, the current one, again."""
-        if self.stream is None:
+        if self.stream is None or stream is None:
             yield None
             return
         torch.cuda.set_stream(self.stream)

@@ -70,7 +70,8 @@ class TensorMethods:
         call = f"empty({', '.join(map(described, size))}, dtype={dtype})"
         if platform.is_capturing(self.device):
             raise CaptureError("empty_ragged() is collective and cannot be called while a graph is captured")
-        plan, refusal = None, None
+        plan: torch.Tensor | None = None
+        refusal: IrisError | None = None
         try:
             plan = _asked(torch.empty, size, {"device": "meta", "dtype": _checked_dtype(dtype)}, call)
         except IrisError as error:
@@ -81,6 +82,7 @@ class TensorMethods:
                 raise type(error)(f"rank {rank}: {error}")
         if len({kind for _, _, kind in told}) > 1:
             raise DtypeError(f"dtype differs between ranks: {[kind for _, _, kind in told]}; expected the same on all")
+        assert plan is not None  # for no rank refused
         return self._heap.allocate(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in told))
 
     def full(self, *size_and_value: Any, **options: Any) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Tracing:
         self.enabled = False
         self.names = dict(enumerate(NAMES))  # of event ids; add your own
         self._buffer: torch.Tensor | None = None
-        self._clock: tuple[torch.Tensor, ...] | None = None
+        self._clock: tuple[torch.Tensor, ...] = ()
         self._began: list[Offset] = []
 
     def enable(self, max_events: int = 1 << 20) -> None:
@@ -128,7 +128,7 @@ class Tracing:
             if not fine:
                 raise ArgumentError(f"max_events is {given}; expected an integer from 1 to {MOST_EVENTS}")
         self._ctx.barrier()  # no kernel of this device still records
-        if self._clock is None:
+        if not self._clock:
             self._clock = self._clock_memory()
         if self._buffer is None or self._capacity != max_events:
             # not zeroed: only the records of counted events are read
@@ -159,7 +159,7 @@ class Tracing:
         """This rank's events, `EVENT` records in no particular order. Waits for the device."""
         count = min(self._count(), self._capacity)
         first = HEADER_WORDS.value
-        return self._buffer[first : first + count * EVENT_WORDS.value].cpu().numpy().view(EVENT)
+        return self._recorded()[first : first + count * EVENT_WORDS.value].cpu().numpy().view(EVENT)
 
     def aligned(self) -> np.ndarray:
         """This rank's events as `events()` has them, times in ns on rank 0's clock."""
@@ -193,7 +193,7 @@ class Tracing:
 
     @property
     def _capacity(self) -> int:
-        return (self._buffer.numel() - HEADER_WORDS.value) // EVENT_WORDS.value
+        return 0 if self._buffer is None else (self._buffer.numel() - HEADER_WORDS.value) // EVENT_WORDS.value
 
     def _check(self) -> None:
         self._ctx.check()
@@ -256,7 +256,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
 
 
-def _nanoseconds(ticks):
+def _nanoseconds(ticks: Any) -> Any:
     return ticks * (10**9 // platform.ticks(1))
 
 
@@ -296,7 +296,7 @@ def chrome_trace(parts: list[_Part], names: dict[int, str], start: int) -> dict[
 
 
 def _span(event: np.void, rank: int, thread: int, names: dict[int, str], start: int) -> dict[str, Any]:
-    args = {name: int(event[name]) for name in ("program", "target_rank", "pid_m", "pid_n", "bytes")}
+    args: dict[str, Any] = {name: int(event[name]) for name in ("program", "target_rank", "pid_m", "pid_n", "bytes")}
     args["address"] = hex(int(event["address"]))
     if not event["end"]:
         args["unfinished"] = True

@@ -102,7 +102,9 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _forward(module: str, arguments: list[str]) -> int:
     """Runs a module of the checkout that these packages lie in, as a process of its own."""
-    root = Path(find_spec("iris").origin).parents[1]
+    spec = find_spec("iris")
+    assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parents[1]
     if not (root / f"{module.replace('.', '/')}.py").exists():
         print(
             f"iris-tp: {module} is part of the source checkout, not of the installed packages; run it from there, or"

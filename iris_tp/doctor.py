@@ -265,7 +265,7 @@ def topology(text: str) -> dict[tuple[int, int], str]:
     rows = [re.sub(r"\x1b\[\d*m", "", line).split() for line in text.splitlines()]
     columns = next((row for row in rows if row[:2] == ["GPU0", "GPU1"]), [])
     ours = [name for name in columns if re.fullmatch(r"GPU\d+", name)]
-    found = {}
+    found: dict[tuple[int, int], str] = {}
     for row in rows:
         if row and row[0] in ours and row != columns:
             a = int(row[0][3:])

@@ -36,6 +36,7 @@ from .workspace import Workspace
 
 if TYPE_CHECKING:
     from ..context import Iris
+    from ..group import Members
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class _Prepared:
     members: Group
     spans: tuple[int, int]
     problem: Problem
-    plan: Plan
-    room: launch.Room
+    plan: Plan | None  # None, as the room, where there are no elements
+    room: launch.Room | None
 
 
 class Collectives:
@@ -72,22 +73,34 @@ class Collectives:
         self._calls = repeat.Calls(2)
         self._device_of = repeat.device_of(ctx.device)
 
-    def all_to_all(self, out, inp, group=None, async_op=False, config=None, workspace=None) -> Workspace:
+    def all_to_all(
+        self, out: torch.Tensor, inp: torch.Tensor, group: Members = None, async_op: bool = False,
+        config: Config | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
         """Columns j * N ... of `inp` (M, N * w) to rank j, whose columns i * N ... of `out` they are, from rank i."""
         return self._call(ALL_TO_ALL, out, inp, None, group, async_op, config, workspace)
 
-    def all_gather(self, out, inp, group=None, async_op=False, config=None, workspace=None) -> Workspace:
+    def all_gather(
+        self, out: torch.Tensor, inp: torch.Tensor, group: Members = None, async_op: bool = False,
+        config: Config | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
         """`out` (w * M, N): every rank's `inp` (M, N), in rank order. `inp` may be this rank's part of `out`."""
         return self._call(ALL_GATHER, out, inp, None, group, async_op, config, workspace)
 
-    def all_reduce(self, out, inp, op=None, group=None, async_op=False, config=None, workspace=None) -> Workspace:
+    def all_reduce(
+        self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp | None = None, group: Members = None,
+        async_op: bool = False, config: Config | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
         """`out`: the sum over ranks of `inp`, of any shape, kept in fp32 and rounded once; `out` may be `inp`.
 
         The same bits on every rank and in each run, but for the variants "atomic" and "spinlock".
         """
         return self._call(ALL_REDUCE, out, inp, op, group, async_op, config, workspace)
 
-    def reduce_scatter(self, out, inp, op=None, group=None, async_op=False, config=None, workspace=None) -> Workspace:
+    def reduce_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp | None = None, group: Members = None,
+        async_op: bool = False, config: Config | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
         """This rank's rows of the sum over ranks of `inp` (M, N), if `out` is (M/w, N), parts as torch.chunk splits.
 
         If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`,
@@ -95,7 +108,10 @@ class Collectives:
         """
         return self._call(REDUCE_SCATTER, out, inp, op, group, async_op, config, workspace)
 
-    def all_reduce_preamble(self, out, inp, config=None, workspace=None, group=None) -> Workspace:
+    def all_reduce_preamble(
+        self, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, workspace: Workspace | None = None,
+        group: Members = None,
+    ) -> Workspace:  # fmt: skip
         """A workspace for `all_reduce` calls like this one, which can then be captured at once. Launches no sum."""
         ctx = self._ctx
         ctx.check()
@@ -107,13 +123,15 @@ class Collectives:
             self._reserve(workspace, self._prepare(ALL_REDUCE, out, inp, config or Config(), members), out)
         return workspace
 
-    def new_workspace(self, group=None) -> Workspace:
+    def new_workspace(self, group: Members = None) -> Workspace:
         """An empty workspace, for calls that may run beside others of the group."""
         self._ctx.check()
         return Workspace(self._group(group))
 
-    def plan(self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, group=None) -> Plan:
-        """What a call would do, and the time that it should take; launches nothing."""
+    def plan(
+        self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, group: Members = None
+    ) -> Plan | None:
+        """What a call would do, and the time that it should take; launches nothing. None where `inp` is empty."""
         self._ctx.check()
         if op not in OPS:
             raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")
@@ -137,7 +155,10 @@ class Collectives:
             out.copy_(target)
         return workspace
 
-    def _call(self, op, out, inp, reduce_op, group, async_op, config, workspace) -> Workspace:
+    def _call(
+        self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
+        async_op: bool, config: Config | None, workspace: Workspace | None,
+    ) -> Workspace:  # fmt: skip
         self._ctx.check()
         key = self._key(op, out, inp, reduce_op, group, config, workspace)
         try:
@@ -153,7 +174,10 @@ class Collectives:
             return done
         return self._make(key, op, out, inp, reduce_op, group, async_op, config, workspace)
 
-    def _make(self, key, op, out, inp, reduce_op, group, async_op, config, workspace) -> Workspace:
+    def _make(
+        self, key: tuple | None, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None,
+        group: Members, async_op: bool, config: Config | None, workspace: Workspace | None,
+    ) -> Workspace:  # fmt: skip
         """A call that is not among those that were made before."""
         ctx, calls = self._ctx, self._calls
         check_async(op, async_op)
@@ -161,26 +185,27 @@ class Collectives:
         if workspace is not None:
             workspace = self._workspace_of(op, prepared.members, workspace)
         (to, at), (got, given) = calls.addresses(key), prepared.spans
+        problem, chosen = prepared.problem, prepared.plan
         check_memory(op, ("out", "inp"), (to, at), (got, given))
         if at < to + got and to < at + given:
             check_overlap(op, out, inp, prepared.members.rank)
         if ctx.agreement is not None:
-            facts = {"shapes": prepared.problem, "plan": prepared.plan, "async_op": async_op}
+            facts: dict[str, Any] = {"shapes": problem, "plan": chosen, "async_op": async_op}
             own = workspace is None or workspace is self._workspaces.get(prepared.members)
             facts["workspace"] = "the group's own" if own else "another"
-            if given and launch.writes_to_peers(prepared.problem, prepared.plan):
+            if chosen is not None and launch.writes_to_peers(problem, chosen):
                 inside = ctx._heap.holds(to, to + got)
                 facts["out"] = f"at {ctx._heap.offset(out)} of the heap" if inside else "outside the heap"
             ctx.compare(op, prepared.members.ranks, **facts)
         workspace = workspace or self._workspace_of(op, prepared.members, None)
-        if not given:
+        if chosen is None:
             return workspace
         staged = self._reserve(workspace, prepared, out)
 
         def go() -> None:
             again, launched = calls.moved(key, staged is None), None
             if again is None or not again():
-                launched = self._launch(workspace, prepared, out if staged is None else staged, inp, key)
+                launched = self._launch(workspace, problem, chosen, out if staged is None else staged, inp, key)
                 again = launched and launched.again
             if staged is not None:
                 out.copy_(staged)
@@ -195,15 +220,20 @@ class Collectives:
         ctx.check()
         return workspace
 
-    def _launch(self, workspace: Workspace, prepared: _Prepared, out, inp, key: tuple | None) -> repeat.Launch | None:
-        problem, chosen = prepared.problem, prepared.plan
+    def _launch(
+        self, workspace: Workspace, problem: Problem, chosen: Plan, out: torch.Tensor, inp: torch.Tensor,
+        key: tuple | None,
+    ) -> repeat.Launch | None:  # fmt: skip
         args = launch.arguments(workspace, problem, chosen, bits(out, problem.reduces), bits(inp, problem.reduces))
         kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
         options = launch.options(chosen, self._machine)
         moving = self._calls.addresses(key)
         return repeat.launch(self._kernels, self._ctx.device, kernel, grid, args, moving, **options)
 
-    def _key(self, op, out, inp, reduce_op, group, config, workspace) -> tuple | None:
+    def _key(
+        self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
+        config: Config | None, workspace: Workspace | None,
+    ) -> tuple | None:  # fmt: skip
         """What a call comes down to: one with the same key passes the same checks and launches the same."""
         try:
             if (out.requires_grad or inp.requires_grad) and torch.is_grad_enabled():
@@ -220,7 +250,10 @@ class Collectives:
         except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
             return None
 
-    def _checked(self, op, out, inp, reduce_op, group, config) -> _Prepared:
+    def _checked(
+        self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
+        config: Config | None,
+    ) -> _Prepared:  # fmt: skip
         check_tensors(op, out, inp, self._ctx.device)
         _check_options(op, reduce_op, config)
         return self._prepare(op, out, inp, config or Config(), self._group(group))
@@ -234,11 +267,12 @@ class Collectives:
 
     def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
         """Makes room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
-        room, staged, begin, grown = prepared.room, None, out.data_ptr(), True
+        room, chosen, staged, begin, grown = prepared.room, prepared.plan, None, out.data_ptr(), True
+        assert room is not None and chosen is not None  # for there are elements
         on_heap = self._ctx._heap.holds(begin, begin + prepared.spans[0])
         try:
             grown = workspace.reserve(room.area, room.flags, room.nbytes, room.fill)
-            if launch.writes_to_peers(prepared.problem, prepared.plan) and not on_heap:
+            if launch.writes_to_peers(prepared.problem, chosen) and not on_heap:
                 nbytes = out.numel() * out.element_size()
                 # kernels compare where results lie before they write them
                 grown |= workspace.reserve("results", 0, nbytes, meet=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -142,7 +143,7 @@ def _cuts(problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) ->
     by_columns = op == ALL_TO_ALL or problem.cols > 0
     source, target = (rows_of(op, name, t, by_columns) for name, t in (("inp", inp), ("out", out)))
     if op == ALL_TO_ALL:
-        cut = dict(n=problem.part, share=0, limit=problem.part)
+        cut: dict[str, Any] = dict(n=problem.part, share=0, limit=problem.part)
         width = source.cols // w
         return _view("in", source, width, step=width * source.stride_col, **cut) | _view(
             "out", target, width, step=width * target.stride_col, **cut

@@ -6,6 +6,7 @@ Every function here is a no-op, or plain Triton, wherever the architecture alrea
 import os
 import select
 import time
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -54,7 +55,8 @@ def _host_pause(polls):
     time.sleep(50e-6 * 2 ** min(7, int(polls.handle.data.item())))
 
 
-for _function in (_host_clock, _host_any_gone, _host_pause):
+_builtins: tuple[Any, ...] = (_host_clock, _host_any_gone, _host_pause)
+for _function in _builtins:
     _function.__triton_builtin__ = True
 
 

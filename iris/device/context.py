@@ -5,6 +5,8 @@ The context tensor is int64, one a rank, built by `pack` on the host and read he
 address of the ranks' names or 0, heap bases ..., process ids ...]`.
 """
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
@@ -24,6 +26,11 @@ def pack(rank: int, bases: list[int], pids: list[int], status: int, record: int,
 
 class RemoteAccess:
     """The methods of a device context, by its rank and words."""
+
+    if TYPE_CHECKING:  # fields of the aggregate that inherits from it
+        rank: tl.tensor
+        world_size: tl.constexpr
+        words: tl.tensor
 
     @device_function
     def heap_bases(self):

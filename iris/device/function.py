@@ -6,14 +6,19 @@ that are jit functions. The rewritten function alone, which runs in the language
 neither trouble.
 """
 
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
 import triton
 
 from .. import platform
 from ..triton_private import rewritten
 from . import interpreter
 
+P = ParamSpec("P")
 
-def device_function(fn):
+
+def device_function(fn: Callable[P, object]) -> Callable[P, Any]:
     """A function for kernels and other device functions to call."""
     jitted = triton.jit(fn)
     return rewritten(jitted) if platform.interpreting() else jitted

@@ -6,7 +6,7 @@ folder asks how: the heap hands out offsets, and a pointer becomes a peer's by t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 import os
 from typing import Protocol
@@ -25,13 +25,14 @@ class Segment(Protocol):
     """One rank's view of the memory that all ranks share."""
 
     local: torch.Tensor
-    """This rank's bytes: uint8 [size] on the device, zeroed where memory stands behind them."""
+    """This rank's bytes: uint8 [size] on the device, zeroed where memory stands behind them. Empty once closed."""
 
     bases: list[int]
     """Where each rank's segment begins in this process's address space."""
 
-    span: int
-    """Bytes of address space from a base on that belong to the heap: `local`, and what was imported behind it."""
+    @property
+    def span(self) -> int:
+        """Bytes of address space from a base on that belong to the heap: `local`, and what was imported behind it."""
 
     def back(self, begin: int, end: int) -> None:
         """Sees to it that memory stands behind these bytes of `local`. Collective where some is missing."""
@@ -55,12 +56,12 @@ class Segment(Protocol):
 class FixedSegment:
     """What segments have in common that are allocated once and whole."""
 
-    local: torch.Tensor | None
+    local: torch.Tensor
     bases: list[int]
 
     @property
     def span(self) -> int:
-        return 0 if self.local is None else self.local.numel()
+        return self.local.numel()
 
     def back(self, begin: int, end: int) -> None:
         pass
@@ -80,6 +81,9 @@ class FixedSegment:
     def imported(self, offset: int) -> bool:
         return False
 
+    def dismiss(self, offset: int) -> None:
+        pass  # nothing was imported
+
 
 def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -> Segment:
     """Maps `size` bytes of every rank everywhere. Collective.
@@ -96,19 +100,19 @@ def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -
     return ranks.together("importing", _symmetric)(size, device, ranks)
 
 
-def _virtual() -> type[Segment]:
+def _virtual() -> Callable[..., Segment]:
     from .vmem import VirtualSegment
 
     return VirtualSegment
 
 
-def _shared() -> type[Segment]:
+def _shared() -> Callable[..., Segment]:
     from .shared_memory import SharedMemorySegment
 
     return SharedMemorySegment
 
 
-def _symmetric() -> type[Segment]:
+def _symmetric() -> Callable[..., Segment]:
     from .torch_symmetric import TorchSymmetricSegment
 
     return TorchSymmetricSegment

@@ -71,7 +71,7 @@ class HostPages:
         pass
 
     def tensor(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
-        span = (ctypes.c_uint8 * nbytes).from_address(address)
+        span: Any = (ctypes.c_uint8 * nbytes).from_address(address)
         span.owner = owner  # frombuffer keeps the span
         return torch.frombuffer(span, dtype=torch.uint8)
 

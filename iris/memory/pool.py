@@ -51,9 +51,9 @@ class DevicePool:
         self._failure: BaseException | None = None
         allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(self._allocate)
         release = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(self._release)
-        addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in (allocate, release))
+        addresses = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (allocate, release))
         allocator = torch._C._cuda_customAllocator(*addresses)
-        self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool(allocator)
+        self._pool = torch.cuda.MemPool(allocator)
         # torch may call back as long as the process lives, whenever a tensor dies; and a pool that nobody closed must
         # not be freed while the interpreter ends
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((self, allocator, allocate, release)))
@@ -70,7 +70,7 @@ class DevicePool:
             return None  # torch raises OutOfMemoryError
 
     def _release(self, address: int | None, size: int, device: int, stream: int | None) -> None:
-        if self._held.pop(address, None) is not None:
+        if address is not None and self._held.pop(address, None) is not None:
             self._heap.give(address - self._heap.base)
 
     @contextmanager
@@ -96,7 +96,8 @@ class DevicePool:
 
     def close(self) -> None:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._pool))
-        self._pool = self._failure = None  # torch gives back what no tensor lies in
+        self._failure = None
+        del self._pool  # torch gives back what no tensor lies in
 
 
 class HostPool:

@@ -49,7 +49,7 @@ class SharedMemorySegment(FixedSegment):
 
     def close(self) -> None:
         self._maps.clear()
-        self.local = None
+        self.local = torch.empty(0, dtype=torch.uint8)
 
 
 def _address(region: mmap.mmap) -> int:
@@ -62,7 +62,7 @@ def _map(fd: int, size: int) -> tuple[mmap.mmap, int]:
     base = -(-_address(region) // ALIGNMENT) * ALIGNMENT
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
     if libc.mmap(base, size, protection, flags, fd, 0) != base:
         raise OSError(ctypes.get_errno(), f"cannot map {size} bytes of shared memory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ _ENV_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 class TorchSymmetricSegment(FixedSegment):
     def __init__(self, size: int, device: torch.device, ranks: Ranks) -> None:
-        self._handle = None
+        self._handle: Any = None
 
         def make() -> torch.Tensor:
             with allocating(size):
@@ -25,26 +26,26 @@ class TorchSymmetricSegment(FixedSegment):
 
         def map_peers() -> list[int]:
             if ranks.group is None:
-                return [self.local.data_ptr()]
+                return [local.data_ptr()]
             import torch.distributed._symmetric_memory as symm_mem
 
             if platform.sharing_gpus():
                 os.environ[_ENV_OVERLAPPING] = "1"
-            self._handle = symm_mem.rendezvous(self.local, ranks.group.group_name)
+            self._handle = symm_mem.rendezvous(local, ranks.group.group_name)
             return [int(pointer) for pointer in self._handle.buffer_ptrs]
 
         def check() -> None:
             if any(base % ALIGNMENT for base in self.bases):
                 raise PlatformError(f"the driver mapped heaps at {list(map(hex, self.bases))}, not on 2 MiB boundaries")
-            self.local.zero_()
+            local.zero_()
 
-        self.local = ranks.together("allocating the heap", make)
+        local = self.local = ranks.together("allocating the heap", make)
         self.bases = ranks.together("mapping the heaps", map_peers)
         ranks.together("zeroing the heap", check)
 
     def close(self) -> None:
         self._handle = None
-        self.local = None
+        self.local = torch.empty(0, dtype=torch.uint8)
 
 
 def _symmetric(size: int, device: torch.device) -> torch.Tensor:

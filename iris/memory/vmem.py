@@ -70,7 +70,7 @@ class VirtualSegment:
         self, topic: str, numbers: tuple[int, ...] = (), failure: str = "", fds: Sequence[int] = ()
     ) -> list[_Said]:
         told = self._ranks.exchange(topic, (numbers, failure), fds=fds)
-        return [_Said(*message.value, message.fds) for message in told]
+        return [_Said(message.value[0], message.value[1], message.fds) for message in told]
 
     # --- growing and shrinking ---------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class VirtualSegment:
     def close(self) -> None:
         self._pages.idle()
         self._unmap_peers()
-        self._regions, self.local, self.span = [], None, 0
+        self._regions, self.local, self.span = [], torch.empty(0, dtype=torch.uint8), 0
 
     def _unmap_peers(self) -> None:
         for rank, region in enumerate(self._regions):

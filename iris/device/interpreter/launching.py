@@ -20,6 +20,7 @@ def prepare() -> None:
 class Launch(GridExecutor):
     """Triton's, for tensors on the CPU."""
 
+    constexprs: frozenset[str]
     _known: dict = {}  # of functions: their arguments' names, defaults, and which are constants
 
     def __init__(self, fn, arg_names, grid, pre_run_hooks=()):

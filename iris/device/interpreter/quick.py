@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def _swapped(ufunc):
 
 
 # Of each operator: what numpy calls it, and the types that it serves.
-_OPERATORS = {
+_OPERATORS: dict[str, tuple[Callable, Any]] = {
     "add": (np.add, _NUMBERS),
     "sub": (np.subtract, _NUMBERS),
     "mul": (np.multiply, _NUMBERS),
