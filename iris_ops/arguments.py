@@ -52,7 +52,10 @@ def _grid(device: torch.device, config: FusedConfig, units: int) -> tuple[int, i
     return max(1, min(units, config.num_programs or limit, limit)), 1, 1
 
 
-def _product(out, A, B, bias, config: FusedConfig, k_step: int = 0, n_step: int = 0, folds: bool = True) -> dict:
+def _product(
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig,
+    k_step: int = 0, n_step: int = 0, folds: bool = True,
+) -> dict:  # fmt: skip
     """The arguments that say how what is multiplied lies in memory. `k_step`, `n_step`: where in B parts begin.
 
     `folds`: see `operands.rows_operand`.
@@ -107,7 +110,10 @@ def _any(ctx: Iris, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> 
     )
 
 
-def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
+def _reduce_scatter(
+    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+) -> Launch:  # fmt: skip
     rows, cols, by_cols = owned_part(problem, config)
     args = dict(
         staging=workspace.staging.view(problem.dtype),
@@ -129,7 +135,10 @@ def _reduce_scatter(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     return reduce_scatter_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args
 
 
-def _roles(ctx, workspace, problem, config, args: dict, A, B, bias) -> tuple[tuple[int, int, int], dict]:
+def _roles(
+    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, args: dict,
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+) -> tuple[tuple[int, int, int], dict]:  # fmt: skip
     """Grid and arguments of a kernel whose programs' warps have roles; see `units.Units` of shared tiles."""
     programs, rates = platform.num_programs(ctx.device), machine_of(ctx.device)
     shared, sharers = shared_tiles(problem, config, programs)
@@ -146,7 +155,10 @@ def _roles(ctx, workspace, problem, config, args: dict, A, B, bias) -> tuple[tup
     return grid, args | own | roles_operands.arguments(A, B, bias, config)
 
 
-def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
+def _few_rows(
+    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+) -> Launch:  # fmt: skip
     w, by_cols, gather = problem.world_size, problem.form == "cols", problem.op == MATMUL_GATHER
     rows, cols = exchanged_part(problem, config)
     tile_rows, tile_cols = (rows, cols) if gather else (problem.M, problem.N)
@@ -190,7 +202,10 @@ def _few_rows(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     return few_rows_kernel, grid, args
 
 
-def streamed(ctx, workspace, problem, config, out, A, B, bias, scale) -> Launch:
+def streamed(
+    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
+) -> Launch:  # fmt: skip
     M, N = out.shape
     programs = min(config.num_programs or platform.num_programs(ctx.device), platform.num_programs(ctx.device))
     T = fp8_rows.tiles_at_once(N, programs)
@@ -236,7 +251,10 @@ def _gathered(problem: Problem, A: torch.Tensor, gathered: torch.Tensor, tile: o
     )
 
 
-def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
+def _few_rows_gather(
+    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+) -> Launch:  # fmt: skip
     rows, cols, _ = gathered_part(problem)
     ld = exchange_ld(problem.K)
     gathered = workspace.staging.view(problem.dtype)[: problem.M * ld].view(problem.M, ld)[:, : problem.K]
@@ -260,7 +278,10 @@ def _few_rows_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch
     return few_rows_gather_kernel, grid, args
 
 
-def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
+def _matmul_gather(
+    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+) -> Launch:  # fmt: skip
     w, by_cols = problem.world_size, problem.form == "cols"
     rows, cols = problem.part_rows, problem.part_cols
     args = dict(
@@ -277,7 +298,10 @@ def _matmul_gather(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
     return matmul_all_gather_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args
 
 
-def _gather_matmul(ctx, workspace, problem, config, out, A, B, bias) -> Launch:
+def _gather_matmul(
+    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+) -> Launch:  # fmt: skip
     w, by_k = problem.world_size, problem.form == "k"
     rows, cols, ld = gathered_part(problem)
     gathered = workspace.staging.view(problem.dtype)[: w * rows * ld].view(w * rows, ld)[:, :cols]

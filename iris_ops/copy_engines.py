@@ -118,8 +118,9 @@ def staged_elements(problem: Problem) -> int:
 
 
 def prepare(
-    workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, scale=None
-) -> Callable[[], bool]:
+    workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
+) -> Callable[[], bool]:  # fmt: skip
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
     # as rows: where one row is at most one wide, parts along K fit, too, and those without rows are (1, 0)
@@ -148,7 +149,9 @@ def prepare(
     return again
 
 
-def _serves_at_once(problem: Problem, config: FusedConfig, out, A, B, gathered) -> bool:
+def _serves_at_once(
+    problem: Problem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor
+) -> bool:
     """Whether one kernel multiplies all rows. Ranks may differ in this.
 
     Rows of A that stand apart are copied by a kernel, which may find no room beside one that waits for peers' copies.
@@ -158,10 +161,14 @@ def _serves_at_once(problem: Problem, config: FusedConfig, out, A, B, gathered) 
 
 
 # What multiplies: a function that begins with this rank's rows, and one for the others', given the current stream.
-_Ways = tuple[Callable[[], None], Callable[[object], None]]
+_Ways = tuple[Callable[[], None], Callable[[torch.cuda.Stream | None], None]]
 
 
-def _at_once(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, _scale, gathered) -> _Ways:
+def _at_once(
+    workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, _scale: torch.Tensor | None,
+    gathered: torch.Tensor,
+) -> _Ways:  # fmt: skip
     launch = all_gather_matmul_roles.product(
         workspace.ctx, workspace.products, workspace.kernels, problem, config, out, A, gathered, B, bias,
         workspace.arrivals, workspace.barrier.passed,
@@ -169,7 +176,11 @@ def _at_once(workspace: Workspace, problem: Problem, config: FusedConfig, out, A
     return launch, lambda stream: None
 
 
-def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, scale, gathered) -> _Ways:
+def _in_steps(
+    workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
+    gathered: torch.Tensor,
+) -> _Ways:  # fmt: skip
     rank = workspace.ctx.cur_rank
     multiply = gating.multiply if problem.gated else torch_product.multiply
 
@@ -187,7 +198,7 @@ def _in_steps(workspace: Workspace, problem: Problem, config: FusedConfig, out, 
         if own is not None:
             own()
 
-    def rest(stream) -> None:
+    def rest(stream: torch.cuda.Stream | None) -> None:
         with arrivals.instead_of(stream) as lane:
             entered.wait(lane)
             for arrived, mark in zip(waits, marks, strict=False):

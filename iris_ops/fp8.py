@@ -18,7 +18,7 @@ All-reduces and reduce-scatters of rounded rows have the kernels of 16 bits, in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from iris import platform, repeat
 from iris.device import arch
@@ -140,10 +140,10 @@ def product(
     if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype):
         made = F.linear(x, restored(weight, scale, x.dtype), bias)
     else:
-        direct = out is not None and of_whole_vectors(out) and out.is_contiguous()
-        made = rounded_product(x, weight, scale, bias, out if direct else None)
-        if direct:
-            return out
+        direct = out if out is not None and of_whole_vectors(out) and out.is_contiguous() else None
+        made = rounded_product(x, weight, scale, bias, direct)
+        if direct is not None:
+            return direct
     return made if out is None else out.copy_(made)
 
 
@@ -161,7 +161,7 @@ def rounded_product(
         out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
         fp8_tiles.multiply(out, rounded, scale_x, weight, scale, bias if bias is None else bias.contiguous())
         return out
-    factors = dict(scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
+    factors: dict[str, Any] = dict(scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
     if out is None:
         made = torch._scaled_mm(rounded, weight.t(), **factors)
     else:

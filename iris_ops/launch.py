@@ -42,7 +42,9 @@ def gates(config: FusedConfig) -> bool:
     return config.algorithm == "copy_engines"
 
 
-def _eight_bits(problem: Problem, config: FusedConfig, out, A, B) -> torch.Tensor | None:
+def _eight_bits(
+    problem: Problem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor
+) -> torch.Tensor | None:
     """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
     rounds = problem.op != GATHER_MATMUL and problem.M > fp8_rows.MOST_ROWS
     if not rounds or not fp8.multiplies_in_fp8(B.shape, B.device, A.dtype):

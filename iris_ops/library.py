@@ -22,6 +22,7 @@ operator has a gradient, and one that is asked for is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iris import names
@@ -60,7 +61,10 @@ def product(
     return _run(op, ctx, A, B, bias, size, mean_part, scale)
 
 
-def _run(op: str, ctx: Iris, A, B, bias, size, mean_part, scale) -> torch.Tensor:
+def _run(
+    op: str, ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int],
+    mean_part: int | None, scale: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     if scale is not None and op not in SCALED:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     out = A.new_empty(size)
@@ -69,7 +73,9 @@ def _run(op: str, ctx: Iris, A, B, bias, size, mean_part, scale) -> torch.Tensor
     return out
 
 
-def _config(op: str, ctx: Iris, A, B, size, mean_part) -> FusedConfig | None:
+def _config(
+    op: str, ctx: Iris, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
+) -> FusedConfig | None:
     """What all ranks take though their parts differ in size; None: each finds it by its own."""
     if mean_part is None or op == MATMUL_GATHER:
         return None
@@ -89,10 +95,16 @@ def _register(op: str) -> None:
     # B comes as a transposed weight: a compiler that laid it out anew would copy every weight in every step
     _library.define(op + _SCHEMA, tags=(torch.Tag.needs_exact_strides,))
 
-    def kernel(A, B, bias, size, group, mean_part=None, scale=None):
+    def kernel(
+        A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int], group: str,
+        mean_part: int | None = None, scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         return _run(op, names.find(group), A, B, bias, size, mean_part, scale)
 
-    def fake(A, B, bias, size, group, mean_part=None, scale=None):
+    def fake(
+        A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int], group: str,
+        mean_part: int | None = None, scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         _check_gradients(op, A=A, B=B, bias=bias, scale=scale)
         return A.new_empty(size)
 
@@ -104,7 +116,10 @@ for _op in (*OPS, GATED):
     _register(_op)
 
 
-def _reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None):
+def _reduce_norm(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
+    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     ctx, M, N = names.find(group), A.shape[0], B.shape[1]
     out, scaled = A.new_empty(M, N), A.new_empty(M, N)
     squares = A.new_empty(norm_ahead.spans(N), M, dtype=torch.float32)
@@ -114,7 +129,10 @@ def _reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None
     return out, scaled, squares
 
 
-def _fake_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None):
+def _fake_reduce_norm(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
+    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_gradients(norm_ahead.OP, A=A, B=B, bias=bias, residual=residual, weight=weight, scale=scale)
     squares = A.new_empty(norm_ahead.spans(residual.shape[1]), residual.shape[0], dtype=torch.float32)
     return A.new_empty(residual.shape), A.new_empty(residual.shape), squares
@@ -136,12 +154,12 @@ def gather_rows(ctx: Iris, rows: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _fake_rows(rows, group):
+def _fake_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
     _check_gradients("gather_rows", rows=rows)
     return rows.new_empty(names.find(group).num_ranks * rows.shape[0], rows.shape[1])
 
 
-def _fake_gated(A, B, bias, group):
+def _fake_gated(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
     check_gated(A, B, bias)
     return A.new_empty(A.shape[0], B.shape[1] // 2)
 

@@ -34,7 +34,7 @@ def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
     if not machine.warp_roles or problem.dtype.itemsize != 2 or problem.M <= FEW:
         return None
     ours = {config: gemm_us(problem, config, machine) for config in BROUGHT}
-    config = min(ours, key=ours.get)
+    config = min(ours, key=ours.__getitem__)
     theirs = torch_product.expected_us(*problem.gemm, machine) + gating.gate_us(problem, machine)
     return config if ours[config] + machine.launch_us < theirs else None
 

@@ -8,7 +8,7 @@ first call of a problem, but for the graph that several launches become when the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from iris import platform, repeat
 from iris.errors import ArgumentError
@@ -84,8 +84,10 @@ class Ops:
         self._device_of = repeat.device_of(ctx.device)
 
     def matmul_all_reduce(
-        self, out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None
-    ) -> Workspace:
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
+        async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> Workspace:  # fmt: skip
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`.
 
         With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`, which A's dtype must have
@@ -95,8 +97,10 @@ class Ops:
         return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace, scale=scale)
 
     def matmul_all_reduce_norm(
-        self, out, scaled, squares, A, B, residual, weight, bias=None, config=None, workspace=None, scale=None
-    ) -> Workspace:
+        self, out: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
+        residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
+    ) -> Workspace:  # fmt: skip
         """`out [M,N] = residual [M,N] + sum over ranks of A @ B + bias`, and the first half of an RMSNorm of its rows.
 
         `scaled` [M,N] is `out * weight [N]`; `squares`, float32 [ceil(N/64),M], the sums of `out**2` over 64 columns.
@@ -108,8 +112,10 @@ class Ops:
         return self._call(norm_ahead.OP, out, A, B, bias, False, config, workspace, ahead, scale)
 
     def all_gather_matmul(
-        self, out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None
-    ) -> Workspace:
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
+        async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> Workspace:  # fmt: skip
         """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K.
 
         With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`. Gathered rows of bf16 are
@@ -117,7 +123,10 @@ class Ops:
         """
         return self._call(GATHER_MATMUL, out, A, B, bias, async_op, config, workspace, scale=scale)
 
-    def all_gather_matmul_gated(self, out, A, B, bias=None, config=None, workspace=None, scale=None) -> Workspace:
+    def all_gather_matmul_gated(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
+    ) -> Workspace:  # fmt: skip
         """`out [M,N/2] = silu(C[:,:N/2]) * C[:,N/2:]` of `C [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K].
 
         The first half of a gated MLP whose tokens the ranks share. Where programs with roles multiply (`FusedConfig`),
@@ -125,7 +134,10 @@ class Ops:
         """
         return self._call(GATED, out, A, B, bias, False, config, workspace, scale=scale)
 
-    def matmul_all_gather(self, out, A, B, bias=None, async_op=False, config=None, workspace=None) -> Workspace:
+    def matmul_all_gather(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
+        async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
         """`out [M,N] = gather(A @ B + bias)`: A [M/w,K], B [K,N], by rows, or A [M,K], B [K,N/w], by columns.
 
         By columns, `bias` is [N/w], this rank's part.
@@ -133,8 +145,10 @@ class Ops:
         return self._call(MATMUL_GATHER, out, A, B, bias, async_op, config, workspace)
 
     def matmul_reduce_scatter(
-        self, out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None
-    ) -> Workspace:
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
+        async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> Workspace:  # fmt: skip
         """This rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w].
 
         `scale`: as in `all_gather_matmul`; each rank has its own.
@@ -177,8 +191,10 @@ class Ops:
         return plan(problem, machine_of(self._ctx.device), explained, algorithm)
 
     def _call(
-        self, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None = None, scale=None
-    ) -> Workspace:
+        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, async_op: bool,
+        config: FusedConfig | None, workspace: Workspace | None, ahead: Ahead | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> Workspace:  # fmt: skip
         ctx, calls = self._ctx, self._calls if ahead is None else self._ending_calls
         ctx.check()
         key = self._key(op, out, A, B, bias, config, workspace, ahead, scale)
@@ -196,8 +212,10 @@ class Ops:
         return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, ahead, scale)
 
     def _make(
-        self, calls: repeat.Calls, key, op, out, A, B, bias, async_op, config, workspace, ahead: Ahead | None, scale
-    ) -> Workspace:
+        self, calls: repeat.Calls, key: tuple | None, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
+        bias: torch.Tensor | None, async_op: bool, config: FusedConfig | None, workspace: Workspace | None,
+        ahead: Ahead | None, scale: torch.Tensor | None,
+    ) -> Workspace:  # fmt: skip
         """A call that cannot be repeated as it is."""
         ctx = self._ctx
         check_async(op, async_op)
@@ -238,7 +256,7 @@ class Ops:
 
         def go() -> None:
             again, launched = calls.moved(key, direct), None
-            target = out if direct else staged
+            target = out if staged is None else staged
             if halves:
                 target = out.new_empty(problem.M, problem.N)
             if again is None or not again():
@@ -270,10 +288,18 @@ class Ops:
     ) -> None:  # fmt: skip
         """Where ranks compare their calls: raises where this one differs. `out`: if peers write there, or may."""
         problem, config = prepared.problem, replace(prepared.config, prediction=None)  # which is each rank's own
-        facts = {"form": problem.form, "M": problem.M, "dtype": problem.dtype, "config": config, "async_op": async_op}
+        facts: dict[str, Any] = {
+            "form": problem.form,
+            "M": problem.M,
+            "dtype": problem.dtype,
+            "config": config,
+            "async_op": async_op,
+        }
         facts["bias"] = "none" if bias is None else "given"
-        own = workspace is None or workspace is self._workspace
-        facts["workspace"] = "the context's own" if own else f"at {self._ctx._heap.offset(workspace.sync)} of the heap"
+        if workspace is None or workspace is self._workspace:
+            facts["workspace"] = "the context's own"
+        else:
+            facts["workspace"] = f"at {self._ctx._heap.offset(workspace.sync)} of the heap"
         if problem.fp8:
             facts["B"] = "in eight bits"
         if problem.op != GATHER_MATMUL:  # where each rank has columns of its own
@@ -284,7 +310,10 @@ class Ops:
             facts["out"] = "outside the heap" if out is None else f"at {self._ctx._heap.offset(out)} of the heap"
         self._ctx.compare(op, **facts)
 
-    def _key(self, op, out, A, B, bias, config, workspace, ahead: Ahead | None, scale) -> tuple | None:
+    def _key(
+        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+        config: FusedConfig | None, workspace: Workspace | None, ahead: Ahead | None, scale: torch.Tensor | None,
+    ) -> tuple | None:  # fmt: skip
         """What a call comes down to: one with the same key passes the same checks and launches the same."""
         try:
             if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
@@ -330,7 +359,10 @@ class Ops:
         if not isinstance(workspace, Workspace) or workspace.ctx is not self._ctx:
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
 
-    def _prepare(self, op: str, out, A, B, bias, config: FusedConfig | None, ahead: Ahead | None, scale) -> _Prepared:
+    def _prepare(
+        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+        config: FusedConfig | None, ahead: Ahead | None, scale: torch.Tensor | None,
+    ) -> _Prepared:  # fmt: skip
         """Checks whatever does not depend on addresses, and chooses."""
         device = self._ctx.device
         check_tensors(op, out, A, B, bias, scale, device)

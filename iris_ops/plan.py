@@ -14,7 +14,7 @@ from iris.errors import ArgumentError
 import torch
 
 from . import fp8, fp8_rows, tritonblas
-from .config import FusedConfig
+from .config import FusedConfig, Prediction
 from .kinds import programs_of, scatters, swaps, words_with_roles
 from .machine import INTERPRETER, Machine
 from .predict import predict, push_us
@@ -48,7 +48,9 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
     if why := _converting(problem, machine):
         found = _plan(replace(problem, fp8=False), machine, explained, algorithm)
         return replace(found, reasons=(*found.reasons[:1], why, *found.reasons[1:])) if explained else found
-    reasons, scored, others = [], [], set()
+    reasons: list[str] = []
+    scored: list[tuple[float, int, FusedConfig, Prediction]] = []
+    others: set[str] = set()
     for candidate in _candidates(problem, machine):
         if objection := _objection(problem, candidate):
             if explained:

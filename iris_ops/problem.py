@@ -7,7 +7,7 @@ parts have ceil(size / world_size) elements, the last may be short or empty.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris.heap import check_tensor
@@ -27,7 +27,10 @@ NORM = "matmul_all_reduce_norm"
 GATED = "all_gather_matmul_gated"
 # Those that take B in eight bits, with scales (`fp8.py`).
 SCALED = (ALL_REDUCE, NORM, GATHER_MATMUL, GATED, REDUCE_SCATTER)
-_KINDS = {NORM: {"op": ALL_REDUCE, "normed": True}, GATED: {"op": GATHER_MATMUL, "gated": True}}
+_KINDS: dict[str, dict[str, Any]] = {
+    NORM: {"op": ALL_REDUCE, "normed": True},
+    GATED: {"op": GATHER_MATMUL, "gated": True},
+}
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn  # of B, where there are scales
@@ -159,7 +162,7 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
     rows, cols = out.shape
     w = world_size
 
-    def fits(form: str, M: int, N: int, K: int, **expected: tuple[int, int]) -> Problem | None:
+    def fits(form: str, M: int, N: int, K: int, **expected: tuple[int, float]) -> Problem | None:
         given = {"A": (m, k), "B": (kb, n), "out": (rows, cols)}
         if all(given[name] == shape for name, shape in expected.items()):
             return Problem(op, form, M, N, K, w, A.dtype)
@@ -214,7 +217,8 @@ def check_tensors(
     """Raises a typed error for a tensor of the wrong kind, dimension, dtype, device or size."""
     if scale is not None:
         _check_scale(op, B, scale, device)
-    for name, t in (("A", A), ("B", B), ("bias", bias), ("out", out)):
+    given: tuple[tuple[str, Any], ...] = (("A", A), ("B", B), ("bias", bias), ("out", out))
+    for name, t in given:
         if t is None and name == "bias":
             continue
         check_kind(op, name, t, device)

@@ -77,7 +77,9 @@ def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
-def described(t: torch.Tensor, block: tuple[int, ...], lies=None) -> GluonDescriptor:
+def described(
+    t: torch.Tensor, block: tuple[int, ...], lies: tuple[list[int], list[int]] | None = None
+) -> GluonDescriptor:
     """`t` as the hardware loads it, a block at a time. `lies`: (shape, strides), if others than the tensor's."""
     shape, strides = lies or (list(t.shape), list(t.stride()))
     layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[t.dtype])

@@ -75,10 +75,15 @@ def staged_elements(problem: Problem) -> int:
     return problem.M * (problem.K if problem.op == GATHER_MATMUL else problem.N)
 
 
-def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, scale=None) -> Callable:
+def prepare(
+    workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
+) -> Callable[[], bool]:  # fmt: skip
     """A function that launches product and collectives on tensors at these addresses, in the current stream."""
     ctx = workspace.ctx
     between = workspace.staging[: staged_elements(problem) * problem.dtype.itemsize].view(problem.dtype)
+    product: tuple[torch.Tensor | None, ...]
+    moved: list[tuple[str, torch.Tensor, torch.Tensor]]
     once = bias if ctx.cur_rank == 0 else None
     if problem.op == ALL_REDUCE:
         product, moved = (out, A, B, once, scale), [(ccl.ALL_REDUCE, rows, rows) for rows in _pieces(out)]
@@ -92,7 +97,7 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, out, A,
         partial_sums = between.view(problem.M, problem.N)
         product, moved = (partial_sums, A, B, once, scale), [(ccl.REDUCE_SCATTER, out, partial_sums)]
     multiply = partial(torch_product.multiply, *product)
-    parts = [multiply, *(ctx.ccl._ready(*each, workspace.collective) for each in moved)]
+    parts: list[Callable[[], object]] = [multiply, *(ctx.ccl._ready(*each, workspace.collective) for each in moved)]
     if problem.op == GATHER_MATMUL:
         parts.reverse()
 

@@ -26,6 +26,8 @@ from .problem import REDUCE_SCATTER, Problem, part_of
 from .sum_parts import sum_parts_kernel
 
 if TYPE_CHECKING:
+    import torch
+
     from .config import FusedConfig
     from .machine import Machine
     from .workspace import Workspace
@@ -65,8 +67,9 @@ def staged_elements(problem: Problem) -> int:
 
 
 def prepare(
-    workspace: Workspace, problem: Problem, config: FusedConfig, out, A, B, bias, scale=None
-) -> Callable[[], bool]:
+    workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
+) -> Callable[[], bool]:  # fmt: skip
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     ctx = workspace.ctx
     arriving, shards = workspace.views.get(problem) or _views(workspace, problem)
@@ -102,7 +105,9 @@ def prepare(
     return again
 
 
-def _sum(workspace: Workspace, problem: Problem, out, arriving, bias) -> Callable[[], None]:
+def _sum(
+    workspace: Workspace, problem: Problem, out: torch.Tensor, arriving: torch.Tensor, bias: torch.Tensor | None
+) -> Callable[[], None]:
     """A function that launches the sum of the parts."""
     device, (rows, columns) = workspace.ctx.device, out.shape
     key = out.data_ptr(), 0 if bias is None else bias.data_ptr(), problem, out.stride(), bias is None
