@@ -119,7 +119,7 @@ class DirectLaunch(NamedTuple):
     """A tensor descriptor as arguments, given how."""
 
 
-def direct_launch(compiled, device: torch.device, has_descriptors: bool) -> DirectLaunch | str:
+def direct_launch(compiled: Any, device: torch.device, has_descriptors: bool) -> DirectLaunch | str:
     """How to launch `compiled`, a kernel for an NVIDIA GPU, directly; else why that is not known."""
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -152,7 +152,7 @@ def _as_one(arguments: list) -> tuple:
     return (tuple(arguments),)
 
 
-def _described(make, descriptor, how):
+def _described(make: Callable, descriptor: Any, how: Any) -> list:
     return make(descriptor, how, None)
 
 
@@ -174,7 +174,7 @@ def rewritten(jitted: Any) -> Callable:
     return jitted.rewrite()
 
 
-def numpy_type(dtype):
+def numpy_type(dtype: Any) -> Any:
     """The numpy dtype of what the interpreter holds for `dtype`: float32 for bfloat16 once `prepare` was called."""
     return interpreter._get_np_dtype(dtype)
 

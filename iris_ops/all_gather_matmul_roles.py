@@ -189,7 +189,8 @@ def all_gather_matmul_roles_kernel(
 
 
 def product(
-    ctx: "Iris", calls: repeat.Calls, kernels: dict, problem: Problem, config: FusedConfig, out, A, gathered, B, bias,
+    ctx: "Iris", calls: repeat.Calls, kernels: dict, problem: Problem, config: FusedConfig, out: torch.Tensor,
+    A: torch.Tensor, gathered: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
     flags: torch.Tensor, passed: torch.Tensor,
 ) -> Callable[[], None]:  # fmt: skip
     """A function that launches the kernel on tensors at these addresses; `A` is this rank's rows, `gathered` has all.
@@ -220,7 +221,10 @@ def product(
     return launch
 
 
-def _arguments(problem: Problem, config: FusedConfig, out, A, gathered, B, bias) -> dict:
+def _arguments(
+    problem: Problem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, gathered: torch.Tensor, B: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> dict:  # fmt: skip
     args = roles_operands.arguments(A, B, bias, config, folds=False)
     if problem.gated:
         stored = as_stored(B)

@@ -15,6 +15,8 @@ gives them. What makes it cheap here:
                 loads of the program itself.
 """
 
+from typing import TYPE_CHECKING
+
 from iris import platform
 from iris.triton_private import (
     GluonDescriptor,
@@ -32,8 +34,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .operands import of_whole_vectors
-from .problem import FP8
+from .problem import FP8, Problem
 from .tiles import known
+
+if TYPE_CHECKING:
+    from .machine import Machine
 
 MOST_ROWS = 16
 WARPS = 4
@@ -263,7 +268,7 @@ def shared_bytes(rows: int, T: int, stages: int) -> int:
     return stages * block + WARPS * triton.next_power_of_2(T) * _COLUMNS.value * rows * 4
 
 
-def expected_us(problem, machine) -> float:
+def expected_us(problem: Problem, machine: "Machine") -> float:
     """Microseconds of the product: memory gives four fifths of its rate to a stream with rests between its groups."""
     m, n, k = problem.gemm
     return (2 * m * k + k * n) / (0.8 * machine.hbm_gbs * 1e3)

@@ -79,7 +79,9 @@ def second_half(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torc
     return (scaled.float() * factors.view(*scaled.shape[:-1], 1)).to(scaled.dtype)
 
 
-def finish(out: torch.Tensor, residual, weight, scaled, squares) -> None:
+def finish(
+    out: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor
+) -> None:
     """What `norm_ahead` does, of `out` without the residual, where the kernel that made it has no such end."""
     out += residual
     for own, made in zip((scaled, squares), first_half(out, weight), strict=True):

@@ -75,7 +75,14 @@ def _parser(lists_benchmarks: bool) -> argparse.ArgumentParser:
 
 def _version() -> str:
     """By its file: `iris` may be what cannot be imported here."""
-    return runpy.run_path(str(Path(find_spec("iris").origin).with_name("version.py")))["__version__"]
+    return runpy.run_path(str(_package().with_name("version.py")))["__version__"]
+
+
+def _package() -> Path:
+    """The file of the package `iris`, which is not imported."""
+    spec = find_spec("iris")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -102,9 +109,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _forward(module: str, arguments: list[str]) -> int:
     """Runs a module of the checkout that these packages lie in, as a process of its own."""
-    spec = find_spec("iris")
-    assert spec is not None and spec.origin is not None
-    root = Path(spec.origin).parents[1]
+    root = _package().parents[1]
     if not (root / f"{module.replace('.', '/')}.py").exists():
         print(
             f"iris-tp: {module} is part of the source checkout, not of the installed packages; run it from there, or"

@@ -14,6 +14,7 @@ instance. How many heads there are is read off the module and its weights; layer
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from iris.errors import StyleError
 from torch import nn
@@ -24,7 +25,7 @@ from .shard import HeadSplit, Shard, split_heads
 _FUSED = "query_key_value"
 
 
-def head_split(name: str, module: nn.Module, styles: dict[str, str], world: int, rank: int) -> HeadSplit:
+def head_split(name: str, module: Any, styles: dict[str, str], world: int, rank: int) -> HeadSplit:
     """Which heads of attention `module` this rank holds; `styles` are those of its children."""
     column = {child for child, style in styles.items() if style in COLUMN | PACKED}
     row = [child for child, style in styles.items() if style in ROW]
@@ -85,7 +86,7 @@ def head_parameters(
             )
 
 
-def set_local_heads(module: nn.Module, heads: HeadSplit) -> None:
+def set_local_heads(module: Any, heads: HeadSplit) -> None:
     """Tells the attention instance how many heads it has now."""
     module.num_key_value_groups = heads.groups
     local = {heads.num_heads: heads.num_local_heads, heads.num_kv_heads: heads.num_local_kv_heads}

@@ -25,10 +25,10 @@ class _Unfollowed(Scheduler):
     previous_node = property(lambda self: None, lambda self, node: None)
 
 
-class WaitFirst(getattr(custom_graph_pass, "CustomSchedulerPass", object)):
+class WaitFirst(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]
     """A pass over what is to be generated. Caches of compiled graphs know it by its `uuid`, or pickle it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._source = custom_graph_pass.get_hash_for_files((__file__,))
 
     def __call__(self, nodes: list) -> list:

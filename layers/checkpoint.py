@@ -13,7 +13,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from iris.errors import CheckpointError
 import torch
@@ -54,7 +54,7 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def __getitem__(self, index) -> torch.Tensor:
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
         shape = [stop - start for start, stop in self._bounds(index)]
         out = torch.empty(shape, dtype=self.dtype, device=self.staging.device)
@@ -91,7 +91,9 @@ class Checkpoint(Mapping[str, StoredTensor]):
     """
 
     def __init__(self, folder: str | Path, staging: Staging, explicit: Any = None):
-        self.folder, self._tensors, self._files = Path(folder), {}, []
+        self.folder = Path(folder)
+        self._tensors: dict[str, StoredTensor] = {}
+        self._files: list[int] = []
         names, index = weight_files(self.folder, explicit)
         problems: list[str] = []
         elsewhere: dict[str, str] = {}
@@ -205,7 +207,7 @@ def _checked(name: str, entry: Any) -> tuple[int, int]:
     return offsets[0], offsets[1]
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 63 for each in value)
 
 

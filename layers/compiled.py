@@ -29,10 +29,11 @@ count as recompilations of another's. A context that is exchanged in the layers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 import functools
 import types
+from typing import TYPE_CHECKING, Any
 
 from iris import platform
 from iris.errors import ArgumentError
@@ -47,6 +48,9 @@ from .plan import is_hooked
 from .prompt_attention import is_places
 from .sharded import ShardedLinear
 
+if TYPE_CHECKING:
+    from transformers import StaticCache
+
 _NORM = "input_layernorm"
 
 
@@ -56,10 +60,10 @@ class CompiledLayers:
     The cache is allocated already. A layer that cannot be compiled as a whole raises `ArgumentError` then.
     """
 
-    def __init__(self, model: nn.Module, layers: list[nn.Module], cache, backend: str):
+    def __init__(self, model: nn.Module, layers: list[nn.Module], cache: StaticCache, backend: str):
         self.layers, self.cache, self.backend = layers, cache, backend
         norms = [getattr(layer, _NORM, None) for layer in layers]
-        self._norms = None if None in norms else norms
+        self._norms: list[Any] = [] if None in norms else norms
         self._known: tuple = None, None  # what the last layer returned, and what the next one's norm makes of that
         self._version: int | None = None  # of what it returned
         self._slots = [tuple(t.detach() for t in (c.keys, c.values, c.cumulative_length)) for c in cache.layers]
@@ -78,7 +82,7 @@ class CompiledLayers:
         self._few_rows = min((each.few_rows(each in gated) for each in split if each.dim == 0), default=0)
         self._halved = len(layers) if suited and served else 0  # so many layers, the first, have norms in two halves
 
-    def _compile(self, function: types.FunctionType):
+    def _compile(self, function: Any) -> Callable:
         own = types.FunctionType(function.__code__.replace(), globals())  # torch keeps what is compiled by code object
         return torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
 
@@ -104,7 +108,7 @@ class CompiledLayers:
             self._known = None, None
         torch._foreach_add_(self._lengths, length)
 
-    def _forward(self, index: int, length: int, *args, **kwargs) -> torch.Tensor:
+    def _forward(self, index: int, length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         layer, given = self.layers[index], {key: value for key, value in kwargs.items() if value is not self.cache}
         if len(given) + 1 != len(kwargs) or not args:
             raise self._refusal(layer, "it is not called with hidden states first, and the cache by name")
@@ -133,7 +137,7 @@ class CompiledLayers:
         self._version = _version(self._known[0])
         return self._known[0]
 
-    def _normed(self, index: int, length: int, hidden: torch.Tensor):
+    def _normed(self, index: int, length: int, hidden: torch.Tensor) -> Any:
         """What the norm of layer `index` makes of its input: of a step of few rows in two halves (`step_norms`)."""
         norm = self._norms[index]
         known = self._known[1] if hidden is self._known[0] and _version(hidden) == self._version else None
@@ -151,14 +155,17 @@ class CompiledLayers:
         )
 
 
-def _run(layer, following, normed, name: str, keys, values, start, args: tuple, kwargs: dict):
+def _run(
+    layer: Any, following: Any, normed: Any, name: str, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor,
+    args: tuple, kwargs: dict,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """What is compiled: a layer's forward with the cache's slots as its argument `name`, and the norm that follows."""
     kwargs = {name: _Slots(keys, values, start), **kwargs}
     if following is None:
         return type(layer).forward(layer, *args, **kwargs), None
     halves = isinstance(normed, tuple)
     own = layer.input_layernorm
-    own.known = args[0], step_norms.second_half(*normed, own.norm.eps) if halves else normed
+    own.known = args[0], step_norms.second_half(normed[0], normed[1], own.norm.eps) if halves else normed
     hidden = type(layer).forward(layer, *args, **kwargs)
     own.known = None, None
     # by its class, for hooks are not what is guarded
@@ -178,11 +185,11 @@ def _version(hidden: torch.Tensor) -> int | None:
     return None if hidden.is_inference() else hidden._version
 
 
-def _first_half(hidden: torch.Tensor, weight: torch.Tensor):
+def _first_half(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return step_norms.first_half(hidden, weight)
 
 
-def _rotate(module: nn.Module, *args, **kwargs):
+def _rotate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -211,7 +218,7 @@ class _Backend:
 
                 self.options["config_patches"] |= beside.patches()
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list):
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
         self.left = not step_norms.fold(graph.graph)
         graph.recompile()
         return self._compile(graph, inputs, **self.options)
@@ -233,7 +240,9 @@ class _Slots:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor):
         self.keys, self.values, self.start = keys, values, start
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object):
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes what is new, [B, heads, T, D], behind; all that there is then."""
         at = self.start + torch.arange(keys.shape[2], device=keys.device)
         self.keys.index_copy_(2, at, keys)

@@ -152,7 +152,7 @@ def _no_more_parameters(most: int) -> Iterator[None]:
 
 def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
     """Gives the parameters and buffers that transformers keeps in float32 that dtype."""
-    plan = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
+    plan: Any = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
     if not plan:
         return
     kept = re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in plan))

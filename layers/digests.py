@@ -6,7 +6,7 @@ debug mode nothing is computed, and no hook is there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 import zlib
 
 from iris import platform
@@ -15,17 +15,21 @@ from torch import nn
 
 from .engine_arguments import check_tokens
 
+if TYPE_CHECKING:
+    from iris.context import Iris
+
 _PLAIN = bool, int, float, str, bytes, type(None), torch.dtype, torch.device
 _OWN = "streamer", "tokenizer", "assistant_tokenizer"  # of a process: they may differ
 
 
-def compare(ctx, call: str, **arguments: Any) -> None:
+def compare(ctx: Iris, call: str, **arguments: Any) -> None:
     """In debug mode: raises `ArgumentError` on all ranks where one of the named `arguments` differs between them."""
     if is_compared(ctx):
-        ctx.compare(call, **{name: digest(each) for name, each in arguments.items() if name not in _OWN})
+        facts: dict[str, Any] = {name: digest(each) for name, each in arguments.items() if name not in _OWN}
+        ctx.compare(call, **facts)
 
 
-def is_compared(ctx) -> bool:
+def is_compared(ctx: Iris) -> bool:
     """Whether calls are compared now: in debug mode, while nothing is captured or traced."""
     if ctx.agreement is None or torch.compiler.is_compiling():
         return False
@@ -39,7 +43,7 @@ def digest(value: Any, depth: int = 3) -> str:
         if value.is_meta:
             return kind
         flat = value.detach().contiguous().cpu().flatten()
-        return f"{kind} with checksum {zlib.crc32(flat.view(torch.uint8).numpy()):08x}"
+        return f"{kind} with checksum {zlib.crc32(flat.view(torch.uint8).numpy().data):08x}"
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, nn.Module):
@@ -63,7 +67,7 @@ def _crc(texts: list[str]) -> str:
     return f"{zlib.crc32(repr(texts).encode()):08x}"
 
 
-def watch_inputs(model: nn.Module, ctx) -> None:
+def watch_inputs(model: nn.Module, ctx: Iris) -> None:
     """Hooks that compare what the model is called with, in debug mode, and check what its tables are asked for.
 
     On a CPU the latter costs nothing worth saying, and on a GPU the host would wait: there it is done in debug mode
@@ -83,7 +87,7 @@ def watch_inputs(model: nn.Module, ctx) -> None:
 
 
 class _Compare:
-    def __init__(self, ctx, name: str) -> None:
+    def __init__(self, ctx: Iris, name: str) -> None:
         self.ctx, self.name = ctx, name
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -91,10 +95,10 @@ class _Compare:
 
 
 class _Look:
-    def __init__(self, ctx, name: str) -> None:
+    def __init__(self, ctx: Iris, name: str) -> None:
         self.ctx, self.name = ctx, name
 
-    def __call__(self, module: nn.Module, args: tuple) -> None:
+    def __call__(self, module: Any, args: tuple) -> None:
         if torch.compiler.is_compiling() or not args or not isinstance(args[0], torch.Tensor) or args[0].is_meta:
             return
         if is_compared(self.ctx):

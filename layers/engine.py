@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 import inspect
 from math import gcd
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris.errors import ArgumentError
 import torch
@@ -54,11 +55,17 @@ from .step_attention import NAME
 from .step_attention import use as use_step_attention
 from .together import checked
 
+if TYPE_CHECKING:
+    from iris.context import Iris
+    from transformers import StaticCache
+
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
 _GRAPH_TOKENS = 8192  # of prompts that are captured: of more, the device takes longer than the host
 
+_Method = TypeVar("_Method", bound=Callable)
 
-def _untracked(method: Callable) -> Callable:
+
+def _untracked(method: _Method) -> _Method:
     """`method` without gradients, nor in inference mode: tensors made there could not be changed outside."""
     return torch.inference_mode(False)(torch.no_grad()(method))
 
@@ -81,12 +88,12 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        ctx,
+        ctx: Iris,
         batch_size: int = 1,
         max_length: int = 2048,
         *,
         graphs: bool | None = None,
-        cache=None,
+        cache: StaticCache | None = None,
         step_attention: bool | None = None,
         compile: bool | str = False,
         prompt_graphs: int = 32,
@@ -114,7 +121,7 @@ class Engine:
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
         self._cache_name = cache_name(model)
-        like = {"dtype": torch.long, "device": device}
+        like: dict[str, Any] = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
         self.positions = torch.zeros(batch_size, 1, **like)
         self.mask = torch.zeros(batch_size, max_length, dtype=torch.bool, device=device)  # where the cache has tokens
@@ -123,7 +130,8 @@ class Engine:
         self.count = torch.zeros(1, **like)  # ... and how many of each row
         self.sampler = Sampler(device)
         # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
-        own = model.config._attn_implementation in ("sdpa", NAME) and not has_windows(model.config)
+        config: Any = model.config
+        own = config._attn_implementation in ("sdpa", NAME) and not has_windows(config)
         self._seen = self.mask[:, None, None] if own else self.mask
         self._keeps_any = "Tensor" in str(_annotation(model, "logits_to_keep"))  # else so many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
@@ -163,7 +171,7 @@ class Engine:
             return stops(stop), tokens, padded_before(tokens, max_new_tokens, self.batch_size, self.max_length)
 
         ends, prompts, (rows, mask) = checked(self.ctx, "Engine.generate", check)
-        rows, mask = (None if each is None else each.to(self.tokens.device) for each in (rows, mask))
+        rows, mask = rows.to(self.tokens.device), None if mask is None else mask.to(self.tokens.device)
         asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
         compare(self.ctx, "Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=prompts)
         self.sampler.set(temperature, top_p)
@@ -278,8 +286,7 @@ class Engine:
 
         Raises `ArgumentError` for another shape or device, and where no prompts have been read since the last `reset`.
         """
-        self._expect_prompts()
-        check_logits(logits, self._shape, self.tokens.device)
+        check_logits(logits, self._expect_prompts(), self.tokens.device)
         compare(self.ctx, "Engine.accept", logits=logits)
         if self._made == self.max_length:
             raise ArgumentError(
@@ -330,14 +337,18 @@ class Engine:
             )
         self._held, self._made = self._held + steps, self._made + steps
 
-    def _expect_prompts(self) -> None:
+    def _expect_prompts(self) -> torch.Size:
+        """The shape of the logits of the prompts that the engine holds. Raises where it holds none."""
         check_no_autocast(self.tokens.device.type)
         if self._shape is None:
             raise ArgumentError("the engine holds no prompts: expected prefill() or read() since the last reset()")
         if self.cache.holder is not self.tokens:
             raise ArgumentError("another engine has used the cache that both share: expected reset(), and prompts anew")
+        return self._shape
 
-    def _logits(self, tokens, mask, positions, keep: torch.Tensor | int = 1) -> torch.Tensor:
+    def _logits(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, keep: torch.Tensor | int = 1
+    ) -> torch.Tensor:
         """Of one token a row, so many from the end or at `keep` [1]: the head's product is the largest there is."""
         with nullcontext() if self._compiled is None else self._compiled.serving(tokens.shape[1]):
             result = self.model(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numbers import Real
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError
 import torch
@@ -14,6 +14,9 @@ from .autocast import current_autocast
 from .cache import cache_bytes
 from .positions import count_from_zero, positions_known
 from .sharded import positive
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 
 def check_model(model: Any, device: torch.device) -> None:
@@ -29,7 +32,7 @@ def check_model(model: Any, device: torch.device) -> None:
         raise ArgumentError(f"model is a {type(model).__name__}, whose positions do not begin at 0: use its generate()")
 
 
-def check_sizes(model: nn.Module, ctx, batch_size: int, max_length: int) -> None:
+def check_sizes(model: nn.Module, ctx: Iris, batch_size: int, max_length: int) -> None:
     """Raises for sizes of which the model has no positions, or the device has no memory, be all of it free."""
     positive(batch_size=batch_size, max_length=max_length)
     if (known := positions_known(model)) is not None and max_length > known:
@@ -39,7 +42,7 @@ def check_sizes(model: nn.Module, ctx, batch_size: int, max_length: int) -> None
     check_memory(model, ctx, batch_size, max_length, "batch_size, max_length")
 
 
-def check_memory(model: nn.Module, ctx, rows: int, length: int, names: str) -> None:
+def check_memory(model: nn.Module, ctx: Iris, rows: int, length: int, names: str) -> None:
     """Raises where a static cache of `rows` and `length`, which are called by `names`, could not be allocated."""
     tokens = torch.long.itemsize + torch.bool.itemsize  # what an engine's `output` and `mask` take
     needed = cache_bytes(model, ctx.num_ranks, rows, length) + tokens * rows * length
@@ -77,7 +80,7 @@ def check_sampling(temperature: Any, top_p: Any, seed: Any) -> None:
         raise ArgumentError(f"seed is {seed!r}: expected None or an integer of 64 bits")
 
 
-def words_of(model: nn.Module) -> int:
+def words_of(model: Any) -> int:
     """How many tokens the vocabulary of `model` has: as many as its embedding has rows."""
     return model.get_input_embeddings().weight.shape[0]
 

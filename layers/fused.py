@@ -17,11 +17,11 @@ checkpoint as its linear would, under its linear's name.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 import inspect
 import textwrap
-from typing import Any
+from typing import Any, TypeGuard
 import weakref
 
 from iris.errors import ShapeError
@@ -80,7 +80,10 @@ class Slice(nn.Module):
         """Fills this rank's rows of parameter `name` from the whole tensor, or from a safetensors slice of it."""
         self.merged.load_shard(name, source, self.index)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
         """Refuses the unsplit model's tensors, which would be left out without a word where `strict` is False."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         for key in ("weight", "bias"):
@@ -109,7 +112,8 @@ class Product:
         """The merged product of `x`, and `kwargs` of the module's forward, as its slices take it."""
         product = self.multiply(x, kwargs)
         if _is_ambiguous(self.merged):
-            self.merged.made = _ANY if torch.compiler.is_compiling() else weakref.ref(product)
+            merged: Any = self.merged
+            merged.made = _ANY if torch.compiler.is_compiling() else weakref.ref(product)
         return product
 
     def multiply(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
@@ -181,7 +185,7 @@ def sole_use(forward: Callable) -> tuple[str, set[str]] | None:
     Beside, its leading dimensions may be asked for (`x.shape[:-1]`), its dtype and its device. None if there is more.
     """
     try:
-        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
+        function: Any = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
         module, name = (argument.arg for argument in function.args.args[:2])
     except (OSError, TypeError, SyntaxError, AttributeError, ValueError):
         return None
@@ -202,7 +206,7 @@ def sole_use(forward: Callable) -> tuple[str, set[str]] | None:
     return name, children
 
 
-def _is_child(node: ast.AST, module: str) -> bool:
+def _is_child(node: ast.AST, module: str) -> TypeGuard[ast.Attribute]:
     """`self.something`"""
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module
 
@@ -212,7 +216,10 @@ def _is_leading(node: ast.Attribute, user: ast.AST) -> bool:
     return node.attr in ("dtype", "device") or (node.attr == "shape" and ast.unparse(user).endswith(".shape[:-1]"))
 
 
-def _merge(module, name: str, children: list[str], linears: Sequence[ColumnParallelLinear], hook, argument: str):
+def _merge(
+    module: nn.Module, name: str, children: list[str], linears: Sequence[ColumnParallelLinear], hook: type[Product],
+    argument: str,
+) -> None:  # fmt: skip
     first = linears[0]
     parts: tuple[Shard, ...] = sum((each.parts for each in linears), ())
     sizes = (first.in_features, sum(each.out_features for each in linears))

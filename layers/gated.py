@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from typing import Any
 
 from iris import platform
 from iris_ops.matmul_gated import FEW
@@ -23,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import step_product
 from .fused import Product
+from .linear import ColumnParallelLinear
 from .plan import is_hooked
 
 _MERGED = "gate_up_proj"
@@ -31,6 +33,11 @@ _MERGED = "gate_up_proj"
 class GatedMLP(nn.Module):
     """`mlp`, with all that it holds but its hook, `product`, which makes the merged product of gate and up."""
 
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    act_fn: nn.Module
+    down_proj: nn.Module
+
     def __init__(self, mlp: nn.Module, product: Product):
         super().__init__()
         vars(self).update((key, held) for key, held in vars(mlp).items() if not key.startswith("_forward_pre_hooks"))
@@ -38,7 +45,7 @@ class GatedMLP(nn.Module):
         self._whole = self._passed_over()  # in a tuple: no further children
         self._with_roles = platform.has_warp_roles(product.merged.ctx.device)  # a compiler would warn
 
-    def forward(self, *args, **kwargs) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         (x,) = *args, *kwargs.values()  # by whatever name
         merged = self.merged
         x = merged.check(x, merged.in_features)
@@ -53,7 +60,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
 
     @property
-    def merged(self) -> nn.Module:
+    def merged(self) -> ColumnParallelLinear:
         """The linear of gate and up."""
         return self._product.merged
 
@@ -67,7 +74,7 @@ class GatedMLP(nn.Module):
         return same and not any(is_hooked(each) for each in now)
 
 
-def has_many_rows(x: torch.Tensor, merged: nn.Module, with_roles: bool) -> bool:
+def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, with_roles: bool) -> bool:
     """Whether programs with roles may multiply `x`: more than a few rows, or a number that is open to a compiler."""
     if not with_roles or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
         return False
@@ -87,7 +94,8 @@ def fuse_gates(model: nn.Module) -> int:
             if type(module) not in plain:
                 plain[type(module)] = is_plain(type(module).forward)
             if plain[type(module)]:
-                (hook,) = module._forward_pre_hooks.values()
+                hooks: Any = module._forward_pre_hooks.values()
+                (hook,) = hooks
                 found.append((parent, child, GatedMLP(module, hook)))
     for parent, child, mlp in found:
         setattr(parent, child, mlp)
@@ -102,7 +110,7 @@ def _is_merged(module: nn.Module) -> bool:
     return plainly and own >= {_MERGED, "act_fn", "down_proj"} and own.isdisjoint({"forward", "_compiled_call_impl"})
 
 
-def is_silu(activation: object) -> bool:
+def is_silu(activation: Any) -> bool:
     """Whether it is silu, seen by trying."""
     x = torch.linspace(-100, 100, 401, device="cpu")
     try:
@@ -111,12 +119,12 @@ def is_silu(activation: object) -> bool:
         return False
 
 
-def is_plain(forward) -> bool:
+def is_plain(forward: Any) -> bool:
     """Whether a forward of one argument returns `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`."""
     if hasattr(forward, "__wrapped__"):  # the source would be that of the one inside
         return False
     try:
-        function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+        function: Any = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
         module, name = (argument.arg for argument in function.args.args)
     except (OSError, TypeError, SyntaxError, AttributeError, ValueError):
         return False

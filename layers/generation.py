@@ -18,7 +18,7 @@ they would end the process. With IRIS_DEBUG=1 ranks compare what they were given
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError
 import torch
@@ -32,11 +32,14 @@ from .positions import positions_known
 from .sharded import ShardedLinear, check_context
 from .together import checked
 
+if TYPE_CHECKING:
+    from iris.context import Iris
+
 # Those that lie on the device whole.
 _STATIC = "static", "sliding_window", "hybrid", "hybrid_chunked"
 
 
-def share_rng(ctx) -> None:
+def share_rng(ctx: Iris) -> None:
     """Collective: gives every rank rank 0's states of the random generators that sampling draws from.
 
     Those of `ctx.device` and of the CPU, where transformers draws what follows prompts that lie there.
@@ -51,7 +54,7 @@ def share_rng(ctx) -> None:
         torch.cuda.set_rng_state(gpu.cpu(), device)
 
 
-def agree_on_samples(model, ctx) -> None:
+def agree_on_samples(model: Any, ctx: Iris) -> None:
     """Makes `model.generate` of this instance draw the same tokens on every rank, and refuse what could not."""
     if not hasattr(model, "generate"):
         return
@@ -62,7 +65,7 @@ def agree_on_samples(model, ctx) -> None:
         return  # split before, in other places
     model._own_generate = own  # the checkpoint's, whose code the user trusts
 
-    def generate(self, *args, **kwargs):
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_context(ctx)
         given = _Given(self, ctx, args, kwargs)
         compare(ctx, "generate", own=self.generation_config, **given.arguments)
@@ -73,7 +76,7 @@ def agree_on_samples(model, ctx) -> None:
         own = self._own_generate
         return type(self).generate(self, *args, **kwargs) if own is None else own(*args, **kwargs)
 
-    generate.agrees = True
+    vars(generate)["agrees"] = True
     model.generate = MethodType(generate, model)
     if hasattr(model, "_get_logits_processor"):  # what ContinuousBatchingManager calls of a model that it is given
         model._get_logits_processor = MethodType(_get_logits_processor, model)
@@ -81,7 +84,7 @@ def agree_on_samples(model, ctx) -> None:
         model._get_static_cache_init_shape = MethodType(lambda self: None, model)  # at the first update they are seen
 
 
-def _get_logits_processor(self, generation_config, *args, **kwargs):
+def _get_logits_processor(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
     if not args and not kwargs:  # generate() says more
         name = self.config._attn_implementation or ""
         if name.startswith("paged|"):  # some releases set it before they come here
@@ -96,7 +99,7 @@ class _Given:
     _NAMES = "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",\
         "synced_gpus", "assistant_model", "streamer"  # fmt: skip
 
-    def __init__(self, model: nn.Module, ctx, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: Any, ctx: Iris, args: tuple, kwargs: dict[str, Any]) -> None:
         self.model, self.ctx, self.arguments = model, ctx, {**dict(zip(self._NAMES, args, strict=False)), **kwargs}
         self.configs = self.arguments.get("generation_config"), model.generation_config
 

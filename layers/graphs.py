@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 from iris import log
 from iris.graphed import abandon
 import torch
 
 _SEEN = 256  # keys of work that came once
-_STANCE = "fail_on_recompile"  # torch's error names it
+_STANCE: Final = "fail_on_recompile"  # torch's error names it
 
 Work = Callable[..., torch.Tensor]
 
@@ -47,6 +48,7 @@ class Captured:
             raise
         # As it begins to capture, torch fills what holds the generator's state, in the capturing stream; a replay fills
         # it anew, in the current one.
+        assert capture.capture_stream is not None
         torch.cuda.current_stream().wait_stream(capture.capture_stream)
 
     def replay(self, inputs: tuple) -> torch.Tensor:
@@ -69,7 +71,9 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def run(self, key: Hashable, work: Work, *inputs: torch.Tensor | None, random: torch.Generator | None = None):
+    def run(
+        self, key: Hashable, work: Work, *inputs: torch.Tensor | None, random: torch.Generator | None = None
+    ) -> torch.Tensor:
         """`work(*inputs)`, which for the same key launches the same. `random`: the generator that it draws from."""
         if self.most and key not in self._kept and not self._failed:
             if key in self._seen:
@@ -97,7 +101,7 @@ class Graphs:
             _remember(self._kept, key, graph, self.most)
 
 
-def _compiling_nothing():
+def _compiling_nothing() -> AbstractContextManager:
     """A block in which to compile is an error, unless the user's own stance is that nothing is."""
     own = torch._dynamo.eval_frame._stance.stance
     return torch.compiler.set_stance(_STANCE) if own == "default" else nullcontext()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from iris.errors import ArgumentError, DeviceError, DtypeError
 import torch
@@ -17,6 +18,9 @@ from torch import nn
 
 from .plan import DTYPES
 from .sharded import ShardedLinear
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 _BEFORE = "call it on the unsplit model, and split that"
 BATCHING = "each process would schedule requests by itself; use layers.Engine or generate()"
@@ -45,7 +49,7 @@ _REFUSED = {
 }
 
 
-def guard(model: nn.Module, ctx) -> None:
+def guard(model: Any, ctx: Iris) -> None:
     """Gives this instance its own `train`, `_apply`, `tie_weights` and refusals, and puts it into eval mode."""
     vars(model).update(train=MethodType(_train, model), _apply=MethodType(_applying(ctx), model))
     model.eval()
@@ -68,14 +72,14 @@ def retie(model: nn.Module) -> None:
             module.weight = nn.Parameter(rows, requires_grad=False)
 
 
-def _train(self, mode: bool = True):
+def _train(self: Any, mode: bool = True) -> Any:
     if mode:
         raise ArgumentError(f"mode is True: expected False, {_INFERENCE}")
     return type(self).train(self, mode)
 
 
-def _applying(ctx) -> Callable:
-    def _apply(self, fn, recurse=True):
+def _applying(ctx: Iris) -> Callable:
+    def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         trial = fn(torch.empty(0, dtype=torch.float32, device=ctx.device))
         if trial.device != ctx.device:
             raise DeviceError(f"device is {trial.device}: expected {ctx.device}, the context's, for a split model")
@@ -88,7 +92,7 @@ def _applying(ctx) -> Callable:
     return _apply
 
 
-def _tie_weights(self, *args, **kwargs) -> None:
+def _tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
     """Ties again: heads that are split to the rows of their embedding, what is whole as the class does."""
     held = {name: module for name, module in self.named_modules() if hasattr(module, "load_shard")}
     pairs = self.get_expanded_tied_weights_keys(all_submodels=True)
@@ -104,7 +108,7 @@ def _tie_weights(self, *args, **kwargs) -> None:
 
 
 def _refusing(name: str, remedy: str) -> Callable:
-    def refuse(self, *args, **kwargs):
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(f"{name} is called on a split model: expected not to be; {remedy}")
 
     return refuse

@@ -21,6 +21,7 @@ are ordinary tensors, new in each call, so no later call overwrites what a model
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, ShapeError
 from iris_ops import library
@@ -29,6 +30,9 @@ from torch import nn
 
 from .shard import Shard, chunk, merged, split_heads
 from .sharded import LOCAL, ShardedLinear, check_context, check_linears, flags, parts_or_plain, positive
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -44,7 +48,7 @@ class ColumnParallelLinear(ShardedLinear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         *,
-        ctx,
+        ctx: Iris,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         parts: tuple[Shard, ...] | None = None,
@@ -110,7 +114,7 @@ class ColumnParallelLinear(ShardedLinear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         *,
-        ctx,
+        ctx: Iris,
         parts: tuple[Shard, ...] | None = None,
     ) -> ColumnParallelLinear:
         """This rank's part of `linear`, copied to the context's device (empty if `linear` is on meta)."""
@@ -131,7 +135,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         *,
-        ctx,
+        ctx: Iris,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
@@ -144,14 +148,14 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
                          ctx=ctx, dtype=dtype, device=device, parts=parts)  # fmt: skip
 
     @classmethod
-    def from_linear(
+    def from_linear(  # type: ignore[override]  # from other arguments
         cls,
         linear: nn.Linear | Sequence[nn.Linear],
         out_features: Sequence[int] | None = None,
         gather_output: bool = False,
         sequence_parallel: bool = False,
         *,
-        ctx,
+        ctx: Iris,
     ) -> MergedColumnParallelLinear:
         """From one fused Linear and the sizes of its outputs, or from a list with a Linear for each output."""
         linears = _as_list(linear)
@@ -173,7 +177,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         *,
-        ctx,
+        ctx: Iris,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
@@ -198,7 +202,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         return y.split(self._sizes, dim=-1)
 
     @classmethod
-    def from_linear(
+    def from_linear(  # type: ignore[override]  # from other arguments
         cls,
         linear: nn.Linear | Sequence[nn.Linear],
         head_dim: int,
@@ -207,7 +211,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         *,
-        ctx,
+        ctx: Iris,
     ) -> QKVParallelLinear:
         """From one fused Linear, or from the list [q, k, v]."""
         linears = _as_list(linear)
@@ -230,7 +234,7 @@ class RowParallelLinear(ShardedLinear):
         reduce_results: bool = True,
         sequence_parallel: bool = False,
         *,
-        ctx,
+        ctx: Iris,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         parts: tuple[Shard, ...] | None = None,
@@ -277,7 +281,7 @@ class RowParallelLinear(ShardedLinear):
         reduce_results: bool = True,
         sequence_parallel: bool = False,
         *,
-        ctx,
+        ctx: Iris,
         parts: tuple[Shard, ...] | None = None,
     ) -> RowParallelLinear:
         """This rank's part of `linear`, copied to the context's device (empty if `linear` is on meta)."""

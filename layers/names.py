@@ -63,7 +63,9 @@ def _renamed(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, str], l
     transforms = get_model_conversion_mapping(model, own)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    state, found, problems = model.state_dict(), {}, []
+    state = model.state_dict()
+    found: dict[str, str] = {}
+    problems: list[str] = []
     for name in sorted(stored):  # the order that renames by group rely on
         target, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:  # it has its name already

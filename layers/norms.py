@@ -7,6 +7,7 @@ A module is exchanged only if it is a plain one: a copy of it with a random weig
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,20 +47,21 @@ def fuse_norms(model: nn.Module) -> int:
             if kind not in plain:
                 plain[kind] = is_plain(module, eps)
             if plain[kind]:
-                found.append((parent, child, RMSNorm(module.weight, eps).train(module.training)))
+                norm: Any = module
+                found.append((parent, child, RMSNorm(norm.weight, eps).train(norm.training)))
     for parent, child, norm in found:
         setattr(parent, child, norm)
     return len(found)
 
 
 @torch.no_grad()
-def is_plain(module: nn.Module, eps: float) -> bool:
+def is_plain(module: Any, eps: float) -> bool:
     """Whether `module` computes what RMSNorm does, seen by trying."""
     parameters = dict(module.named_parameters())
     if list(parameters) != ["weight"] or module.weight.dim() != 1 or list(module.children()):
         return False
     random = torch.Generator("cpu").manual_seed(0)
-    here = {"generator": random, "device": "cpu"}  # be torch's default another
+    here: dict[str, Any] = {"generator": random, "device": "cpu"}  # be torch's default another
     trial = copy.deepcopy(module)
     size = module.weight.shape[0]
     trial.weight = nn.Parameter(torch.randn(size, **here))

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 import hashlib
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from iris.errors import ArgumentError, IrisError, PlatformError
 from torch import nn
@@ -39,21 +39,36 @@ from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParalle
 from .norms import fuse_norms
 from .report import Report, make_report
 from .saving import wrap_save_pretrained
+from .shard import Shard
 from .sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
 from .skeleton import skeleton
 from .snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 # the ops of linears whose weights are stored so
 _FP8 = {"fp8": (LOCAL, GATHERED), "fp8_all": (LOCAL, GATHERED, REDUCED)}
 _Result = TypeVar("_Result")
 
 
+class Options(TypedDict, total=False):
+    """Those of `parallelize`, for functions that pass them on."""
+
+    plan: str | dict[str, str]
+    filter_fn: Callable[[str, nn.Module], bool] | None
+    fuse: bool
+    weights: str | None
+    sequence_parallel: bool | int | str
+    partial: bool
+
+
 def parallelize(
     model: nn.Module,
-    ctx,
+    ctx: Iris,
     *,
-    plan="auto",
-    filter_fn=None,
+    plan: str | dict[str, str] = "auto",
+    filter_fn: Callable[[str, nn.Module], bool] | None = None,
     fuse: bool = True,
     weights: str | None = None,
     sequence_parallel: bool | int | str = "auto",
@@ -78,7 +93,7 @@ def parallelize(
     check_context(ctx)
 
     def prove() -> _Split:
-        options = {"fuse": fuse, "weights": weights, "sequence_parallel": sequence_parallel, "partial": partial}
+        options: dict[str, Any] = dict(fuse=fuse, weights=weights, sequence_parallel=sequence_parallel, partial=partial)
         check_options(plan=plan, filter_fn=filter_fn, **options)
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
@@ -106,8 +121,10 @@ def parallelize(
 
 
 def check_options(
-    *, plan="auto", filter_fn=None, fuse=True, weights=None, sequence_parallel="auto", partial=False
-) -> None:
+    *, plan: str | dict[str, str] = "auto", filter_fn: Callable[[str, nn.Module], bool] | None = None,
+    fuse: bool = True, weights: str | None = None, sequence_parallel: bool | int | str = "auto",
+    partial: bool = False,
+) -> None:  # fmt: skip
     """Raises `ArgumentError` for options of `parallelize` that no model could be split by."""
     styles_of.check_plan(plan)
     flags(fuse=fuse, partial=partial)
@@ -160,14 +177,17 @@ class _Alone:
 
     num_ranks, cur_rank = 1, 0
 
-    def __init__(self, ctx) -> None:
+    def __init__(self, ctx: Iris) -> None:
         self.device = ctx.device
 
     def check(self) -> None:
         """Nothing: the context was checked."""
 
 
-def _resolve(model: nn.Module, plan, filter_fn, *, fuse, weights, sequence_parallel, partial) -> _Split:
+def _resolve(
+    model: nn.Module, plan: str | dict[str, str], filter_fn: Callable[[str, nn.Module], bool] | None, *,
+    fuse: bool, weights: str | None, sequence_parallel: bool | int | str, partial: bool,
+) -> _Split:  # fmt: skip
     styles = styles_of.resolve_plan(model, plan, filter_fn)
     automatic = plan == "auto"
     by_default = sequence_parallel == "auto"
@@ -190,7 +210,7 @@ def _resolve(model: nn.Module, plan, filter_fn, *, fuse, weights, sequence_paral
     return _Split(styles, linears, own, fuse, weights, bool(sequence_parallel), least)
 
 
-def _carry_out(model: nn.Module, split: _Split, ctx) -> dict[str, str]:
+def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     """Swaps the modules of `model`; the styles of what it has now."""
     styles, heads = split.styles, _split_heads(model, split.linears, ctx)
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
@@ -223,7 +243,7 @@ def _carry_out(model: nn.Module, split: _Split, ctx) -> dict[str, str]:
     return styles
 
 
-def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx) -> Report:
+def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) -> Report:
     empty = any(parameter.is_meta for parameter in model.parameters())
     model.requires_grad_(False)
     if not empty:
@@ -231,19 +251,23 @@ def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx) -> Rep
         retie(model)
     guard(model, ctx)
     if split.by_own_plan and hasattr(model, "tp_plan"):
-        model._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
+        holder: Any = model
+        holder._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
     agree_on_samples(model, ctx)
     watch_inputs(model, ctx)
     wrap_save_pretrained(model, ctx)
     return make_report(model, styles, ctx)
 
 
-def _together(ctx, step: Callable[[], _Result], said: Callable[[_Result], dict[str, Any]] = lambda _: {}) -> _Result:
+def _together(
+    ctx: Iris, step: Callable[[], _Result], said: Callable[[_Result], dict[str, Any]] = lambda _: {}
+) -> _Result:
     """What `step` gives. Raises on every rank if it raises on one of them, or if what is `said` of it differs.
 
     Collective. A rank that fails raises its own error, the others one of the same kind that names the rank.
     """
-    result, error, own = None, None, {}
+    error: Exception | None = None
+    own: dict[str, Any] = {}
     try:
         result = step()
         own = said(result)
@@ -276,7 +300,7 @@ def _described(error: Exception) -> tuple[type[IrisError], str]:
     return PlatformError, f"{type(error).__name__}: {error}"
 
 
-def _split_heads(model: nn.Module, styles: dict[str, str], ctx) -> dict:
+def _split_heads(model: nn.Module, styles: dict[str, str], ctx: Any) -> dict:
     """The heads of this rank in each attention module whose projections are split."""
     children: dict[str, dict[str, str]] = {}
     for name, style in styles.items():
@@ -289,7 +313,9 @@ def _split_heads(model: nn.Module, styles: dict[str, str], ctx) -> dict:
     }
 
 
-def _split(linear: nn.Linear, style: str, parts, tied: str | None, ctx, sequential: bool) -> ShardedLinear:
+def _split(
+    linear: nn.Linear, style: str, parts: tuple[Shard, ...] | None, tied: str | None, ctx: Any, sequential: bool
+) -> ShardedLinear:
     gather = style in styles_of.GATHERED
     if style in styles_of.ROW | styles_of.ROW_SPLIT:
         kind = sequence.ScatteringRow if sequential and style in styles_of.ROW else RowParallelLinear

@@ -21,10 +21,11 @@ shape from hidden states, which would then be a part of the sequence; the linear
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 import re
 import sys
+from typing import Any
 
 from iris.errors import ArgumentError, DtypeError, PlatformError, StyleError
 import torch
@@ -69,14 +70,16 @@ def check_version(model: nn.Module) -> None:
         raise PlatformError(f"transformers is {library.__version__}: expected {least} or newer")
 
 
-def check_plan(plan) -> None:
+def check_plan(plan: object) -> None:
     """Raises for what is no plan, whatever the model."""
     named = isinstance(plan, dict) and all(isinstance(each, str) for pair in plan.items() for each in pair)
     if not named and not (isinstance(plan, str) and plan == "auto"):
         raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
 
 
-def resolve_plan(model: nn.Module, plan, filter_fn=None) -> dict[str, str]:
+def resolve_plan(
+    model: nn.Module, plan: Any, filter_fn: Callable[[str, nn.Module], bool] | None = None
+) -> dict[str, str]:
     """Full module names to styles: every module of the plan that is there, checked to be one that can be served."""
     check_plan(plan)
     check_version(model)
@@ -130,7 +133,7 @@ def _refuse_lazy(model: nn.Module) -> None:
             raise ArgumentError(f"{name} is of no size yet: expected a model whose lazy modules have been called once")
 
 
-def _check(name: str, styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
+def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
     style = styles[name]
     if style not in SPLIT | WHOLE:
         why = ", it is a mixture of experts" if "expert" in name + style else ""
@@ -179,11 +182,11 @@ def _holds_linears(module: nn.Module) -> bool:
     return any(isinstance(each, nn.Linear) for each in module.modules())
 
 
-def _head(model: nn.Module) -> nn.Module | None:
+def _head(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, nn.Module]) -> None:
+def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, Any]) -> None:
     """Raises where a split would lose what a linear has, or leave with each rank what all of them need."""
     head = _head(model)
     holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
@@ -275,7 +278,9 @@ def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module], automat
                     )
 
 
-def _filtered(styles: dict[str, str], modules: dict[str, nn.Module], filter_fn) -> dict[str, str]:
+def _filtered(
+    styles: dict[str, str], modules: dict[str, nn.Module], filter_fn: Callable[[str, nn.Module], bool]
+) -> dict[str, str]:
     kept = {name: style for name, style in styles.items() if name not in modules or filter_fn(name, modules[name])}
     for name, style in styles.items():
         parent = name.rpartition(".")[0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 
-def positions_known(model: nn.Module) -> int | None:
+def positions_known(model: Any) -> int | None:
     """How many positions a model has that looks them up in a table; None of one that computes them."""
     most = getattr(model.config, "max_position_embeddings", None)
     words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -16,7 +18,7 @@ def positions_known(model: nn.Module) -> int | None:
     return most if looked_up else None
 
 
-def count_from_zero(model: nn.Module, device: torch.device) -> bool:
+def count_from_zero(model: Any, device: torch.device) -> bool:
     """Whether transformers' generate() gives a prompt's first token position 0, seen by trying."""
     positions = torch.arange(2, device=device)[None]
     try:

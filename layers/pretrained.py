@@ -12,12 +12,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 import inspect
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, CheckpointError, PlatformError
 import torch
@@ -27,22 +27,34 @@ from . import names
 from .checkpoint import Checkpoint, StoredTensor
 from .configuration import DTYPES, empty_model, read_config
 from .folder import check_contents
-from .parallelize import check_options, parallelize, retie
+from .parallelize import Options, check_options, parallelize, retie
 from .shard import fill
 from .sharded import check_context, flags, part_of
 from .staging import Staging
 from .together import agree, raise_together, shown, words
 
+if TYPE_CHECKING:
+    from iris.context import Iris
+    from transformers import GenerationMixin, PreTrainedModel
+    from typing_extensions import Unpack
+
+    from .report import Report
+
+    class SplitModel(PreTrainedModel, GenerationMixin):
+        """What type checkers see of a model, whose class transformers chooses."""
+
+        parallel_report: Report
+
 
 def from_pretrained(
     path_or_id: str | Path,
-    ctx,
+    ctx: Iris,
     *,
     dtype: torch.dtype | None = None,
     strict: bool = True,
     trust_remote_code: bool = False,
-    **options: Any,
-) -> nn.Module:
+    **options: Unpack[Options],
+) -> SplitModel:
     """A causal language model, split over the ranks of `ctx` by its own tensor-parallel plan, in eval mode. Collective.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
@@ -81,7 +93,9 @@ def from_pretrained(
     return model.eval()
 
 
-def _read(folder: Path, staging: Staging, dtype: torch.dtype | None, strict: bool, trust_remote_code: bool):
+def _read(
+    folder: Path, staging: Staging, dtype: torch.dtype | None, strict: bool, trust_remote_code: bool
+) -> tuple[Any, Any, dict[str, str], list[str]]:
     """The empty model, the open checkpoint, the stored name of each of the model's tensors, and what is wrong."""
     model = checkpoint = None
     sources: dict[str, str] = {}
@@ -100,7 +114,9 @@ def _read(folder: Path, staging: Staging, dtype: torch.dtype | None, strict: boo
     return model, checkpoint, sources, problems
 
 
-def _refusal(path_or_id: Any, dtype: Any, strict: Any, trust_remote_code: Any, options: dict[str, Any]) -> str | None:
+def _refusal(
+    path_or_id: Any, dtype: Any, strict: Any, trust_remote_code: Any, options: Mapping[str, Any]
+) -> str | None:
     if not isinstance(path_or_id, (str, Path)):
         return f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path"
     if not str(path_or_id) or "\0" in str(path_or_id):
@@ -124,7 +140,7 @@ def _place(path_or_id: str | Path) -> str:
     return os.path.abspath(path_or_id) if os.path.isdir(path_or_id) else str(path_or_id)
 
 
-def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx) -> Path:
+def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx: Iris) -> Path:
     """Where the files are. Rank 0 looks, and downloads if it must."""
     found = error = None
     if ctx.cur_rank == 0 and os.path.lexists(path_or_id) and not os.path.isdir(path_or_id):
@@ -146,7 +162,7 @@ def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx) -> Path:
 
 
 @contextmanager
-def _in_turn(ctx, wanted: bool) -> Iterator[None]:
+def _in_turn(ctx: Iris, wanted: bool) -> Iterator[None]:
     """If `wanted`, rank 0 first: it copies a model's code to where transformers imports it from."""
     if wanted and ctx.cur_rank:
         ctx.broadcast(None)
@@ -185,13 +201,13 @@ def _tie(model: nn.Module, stored: dict[str, StoredTensor], device: torch.device
             setattr(module, key, getattr(other, of))
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
     """The module that has the parameter or buffer `name`, and as what."""
     parent, _, key = name.rpartition(".")
     return model.get_submodule(parent), key
 
 
-def _compute_buffers(model: nn.Module, device: torch.device) -> None:
+def _compute_buffers(model: Any, device: torch.device) -> None:
     """Fills the buffers that are not stored, as the model's class initialises them. Whatever was loaded stays."""
     computed = set()
     for name, buffer in list(model.named_non_persistent_buffers()):
@@ -207,7 +223,7 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     type(model).initialize_weights(model)  # this instance's own refuses
 
 
-def _progress(tensors: dict[str, StoredTensor], ctx) -> Iterator[tuple[str, StoredTensor]]:
+def _progress(tensors: dict[str, StoredTensor], ctx: Iris) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors in the order of the files, with a bar on rank 0 only."""
     from tqdm import tqdm
 

@@ -13,14 +13,16 @@ prompt looks at padding, either.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # As torch prefers them on Hopper, and whether a user has switched one off.
-_BACKENDS = {
+_BACKENDS: dict[Any, Callable[[], bool]] = {
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
@@ -79,20 +81,23 @@ def prompt_attention(
     elif more:
         rows = [F.pad(each, (0, 0, 0, 0, 0, more)) for each in rows]
     with _backends(by_cudnn) if _has_plans(q.device) else nullcontext():
+        query, key, value = (each.transpose(1, 2) for each in rows)
         out = F.scaled_dot_product_attention(
-            *(each.transpose(1, 2) for each in rows), is_causal=True, scale=scale, enable_gqa=heads != k.shape[1]
+            query, key, value, is_causal=True, scale=scale, enable_gqa=heads != k.shape[1]
         ).transpose(1, 2)
     return (out[:, :length] if places is None else out[row, place]).contiguous()
 
 
-def _backends(by_cudnn: bool):
+def _backends(by_cudnn: bool) -> AbstractContextManager:
     """A block in which torch prefers cuDNN, or does without, of the backends that are switched on."""
     found = [each for each, enabled in _BACKENDS.items() if enabled()]
     others = [each for each in found if each is not SDPBackend.CUDNN_ATTENTION]
     return sdpa_kernel(found if by_cudnn or not others else others, set_priority=True)
 
 
-def serves(module, query, key, value, mask, options: dict) -> bool:
+def serves(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: dict
+) -> bool:
     """Whether it attends as transformers would, and is the faster one over prompts of many lengths."""
     return (
         mask is None

@@ -60,7 +60,7 @@ def stops(stop: int | Iterable[int] | None) -> set[int]:
     """The tokens after which a row ends."""
     try:
         one = not isinstance(stop, Iterable) or (isinstance(stop, torch.Tensor) and stop.dim() == 0)
-        several = () if stop is None else (stop,) if one else stop
+        several: Any = () if stop is None else (stop,) if one else stop
         return {index(token) for token in several}
     except TypeError:
         raise ArgumentError(f"stop is {stop!r}: expected None, a token, or several") from None

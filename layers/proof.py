@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 import inspect
 import sys
+from types import FrameType
 from typing import Any
 
 from iris.errors import StyleError
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from . import reads, sequence
 from .cache import cache_name
@@ -112,7 +114,7 @@ def _compare(expected: _Run, run: _Run, arguments: dict[str, Any], split: nn.Mod
 _REMEDY = "the plan, on this many ranks, does not fit what the module does; leave it whole"
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
@@ -148,8 +150,8 @@ class _Run:
                 vars(module).pop("forward", None)
         return self.error is None
 
-    def _watch(self, name: str):
-        def look(module, args, output):
+    def _watch(self, name: str) -> RemovableHandle:
+        def look(module: nn.Module, args: tuple, output: Any) -> None:
             self.shapes.setdefault(name, []).append(_shape(output))
             self.order.append(name)
 
@@ -161,7 +163,7 @@ class _Run:
     def culprit(self) -> str:
         """The name of the innermost module in whose call the error was raised."""
         names, found = self.names(), self.name
-        trace = self.error.__traceback__
+        trace = None if self.error is None else self.error.__traceback__
         while trace is not None:
             found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
             trace = trace.tb_next
@@ -186,7 +188,7 @@ class _OnMeta(TorchDispatchMode):
                 path = self._names[id(each)]
                 self._weights |= {id(tensor): f"{path}.{key}" for key, tensor in each.named_parameters(recurse=False)}
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is _VALUE and args[0].is_meta:
             kind = args[0].dtype
             return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
@@ -221,7 +223,7 @@ def _caller() -> tuple[nn.Module | None, bool]:
 
     Not the slice whose weight is asked for, but who asks.
     """
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not (isinstance(module, Slice) and frame.f_code.co_name != "forward"):
@@ -274,7 +276,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return next((shape for each in held if (shape := _shape(each)) is not None), None)
 
 
-def _stand_in(layer: ShardedLinear) -> None:
+def _stand_in(layer: Any) -> None:
     """Makes a layer on meta give what it would, without a kernel."""
     layer.exchanged = lambda op, x, size: x.new_empty(size)
     layer.local_product = lambda x, biased=True: x.new_empty(*x.shape[:-1], layer.weight.shape[0])
@@ -293,7 +295,7 @@ def _run_once(model: nn.Module) -> list[nn.Module]:
 def _remembered(forward: Callable) -> Callable:
     given: dict[tuple, Any] = {}
 
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         given_so = (*args, *kwargs.values())
         key = tuple(each if isinstance(each, (bool, int, float, str)) else _shape(each) for each in given_so)
         if key not in given:

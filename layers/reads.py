@@ -66,7 +66,8 @@ def check(model: nn.Module, linears: Collection[str]) -> None:
     split = {id(model.get_submodule(name)): name for name in linears}
     for around in sorted({parent for name in linears for parent in _parents(name)}):
         module = model.get_submodule(around)
-        for chain, conditions in _reads_of(type(module)):
+        kind: Any = type(module)
+        for chain, conditions in _reads_of(kind):
             owner: Any = module
             for key in chain[:-1]:
                 owner = getattr(owner, key, None)
@@ -82,7 +83,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 @cache
-def _reads_of(kind: type) -> tuple[_Read, ...]:
+def _reads_of(kind: Any) -> tuple[_Read, ...]:
     """The parameters that the forward of a class reads off its module, itself or in what it calls with it."""
     found: list[_Read] = []
     known = set()

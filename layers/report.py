@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 import re
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from .sharded import ShardedLinear
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
-def make_report(model: nn.Module, styles: dict[str, str], ctx) -> Report:
+def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris) -> Report:
     """The report of `model` as it is now, split by `styles`."""
     report = Report(ctx.cur_rank, ctx.num_ranks)
     for name, module in model.named_modules():

@@ -18,7 +18,7 @@ from pathlib import Path
 import re
 import shutil
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iris_ops.fp8 import restored
 import torch
@@ -31,6 +31,9 @@ from .shard import Shard, concat
 from .sharded import check_context, part_of
 from .staging import Staging
 from .together import agree, digest, raise_together, said, shown, words
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class _Held:
             at += stop - start
 
 
-def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size: int | str = "5GB") -> None:
+def save_pretrained(model: nn.Module, folder: str | Path, ctx: Iris, *, max_shard_size: int | str = "5GB") -> None:
     """Writes the whole of a split `model`, its configuration too, into `folder`, which every rank must see. Collective.
 
     Several files of at most `max_shard_size` (bytes, or a text like "5GB"; one tensor may be larger) and an index, or
@@ -80,11 +83,11 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx, *, max_shard_size
     _save(model, folder, ctx, max_shard_size, None)
 
 
-def _save(model: Any, folder: Any, ctx, max_shard_size: Any, refusal: str | None) -> None:
+def _save(model: Any, folder: Any, ctx: Iris, max_shard_size: Any, refusal: str | None) -> None:
     refusal = refusal or _refusal(model, folder, max_shard_size)
     held: dict[str, _Held] = {}
     if not refusal:
-        folder, most = Path(os.path.abspath(folder)), _bytes_of(max_shard_size)
+        folder, most = Path(os.path.abspath(folder)), _bytes_of(max_shard_size) or 0
         try:
             held = dict(_held(model))
         except Exception as error:  # the other ranks are waiting for a word
@@ -150,18 +153,19 @@ def _bytes_of(size: Any) -> int | None:
 _SAVED_SO = {"safe_serialization": [True], "is_main_process": [True, False], "push_to_hub": [False]}
 
 
-def wrap_save_pretrained(model: nn.Module, ctx) -> None:
+def wrap_save_pretrained(model: nn.Module, ctx: Iris) -> None:
     """Makes `model.save_pretrained` of this instance save the whole model: the class's own would save rank 0's part."""
     if hasattr(model, "save_pretrained"):
 
-        def save(self, save_directory: str | Path, *, max_shard_size: int | str = "5GB", **options: Any) -> None:
+        def save(self: Any, save_directory: str | Path, *, max_shard_size: int | str = "5GB", **options: Any) -> None:
             refusal = None
             for name, value in options.items():
                 if not any(value is each for each in _SAVED_SO.get(name, ())):
                     refusal = f"save_pretrained: {name} is {shown(said(value))}: expected max_shard_size only"
             _save(self, save_directory, ctx, max_shard_size, refusal)
 
-        model.save_pretrained = MethodType(save, model)
+        holder: Any = model
+        holder.save_pretrained = MethodType(save, model)
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
@@ -226,7 +230,7 @@ def _write(folder: Path, files: dict[str, list[str]], held: dict[str, _Held], st
             os.close(out)
 
 
-def _configurations(model: nn.Module, folder: Path) -> dict[str, bytes]:
+def _configurations(model: Any, folder: Path) -> dict[str, bytes]:
     """The files beside the weights, as transformers writes them; it refuses some configurations.
 
     It writes files, into a folder inside `folder`: were the process killed, the next save would remove that.

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 import inspect
 import re
+from typing import TYPE_CHECKING, Any
 
 from iris.errors import ShapeError, StyleError
 from iris_ops import library
@@ -32,6 +33,9 @@ from .fused import Product, families_of, sole_use
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .shard import chunk
 from .sharded import GATHERED, LOCAL, SCATTERED
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 LEAST = 2048  # tokens; from there on prompts that are replayed gain, on two H200s and on four, and 1024 lose
 # A gather by copy engines costs the host some 150 us until it has come often enough to be a graph. What is launched
@@ -73,7 +77,7 @@ class Sharing:
 class GatheringColumn(ColumnParallelLinear):
     """A column-parallel linear that takes all tokens, [B, T, K], or this rank's, [rows, K], and gives all of them."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.op = GATHERED
 
@@ -81,7 +85,7 @@ class GatheringColumn(ColumnParallelLinear):
     def served_by(self) -> str:
         return f"{self.named(LOCAL)}, of shared tokens {self.op}"
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # as many tokens a rank
         if input.dim() != 2:
             return self.local_product(self.check(input, self.in_features))
         x = self.rows(input, self.in_features)
@@ -137,7 +141,7 @@ class SequenceProduct(Product):
 class _Share:
     """Before the first layer: all tokens become this rank's."""
 
-    def __init__(self, ctx, name: str, sharing: Sharing):
+    def __init__(self, ctx: Iris, name: str, sharing: Sharing):
         self.ctx, self.name, self.sharing = ctx, name, sharing
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -157,7 +161,7 @@ class _Share:
 class _Gather:
     """After the last layer: this rank's tokens become all of them."""
 
-    def __init__(self, ctx, sharing: Sharing):
+    def __init__(self, ctx: Iris, sharing: Sharing):
         self.ctx, self.sharing = ctx, sharing
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
@@ -170,10 +174,10 @@ class _GatherStates:
     for and, where the last layer was not called, for somebody has cut the stack, those at the end.
     """
 
-    def __init__(self, ctx, sharing: Sharing):
+    def __init__(self, ctx: Iris, sharing: Sharing):
         self.ctx, self.sharing = ctx, sharing
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output):
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         self.sharing.now = False
         inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         given = next(each for each in inputs if each is not None)
@@ -185,7 +189,7 @@ class _GatherStates:
                 setattr(output, name, whole)
         return output
 
-    def whole(self, held, given: torch.Tensor):
+    def whole(self, held: Any, given: torch.Tensor) -> Any:
         if isinstance(held, tuple):
             return tuple(self.whole(each, given) for each in held)
         if not torch.is_tensor(held) or held.dim() != 2:
@@ -233,12 +237,13 @@ def check(model: nn.Module, styles: dict[str, str]) -> None:
             raise StyleError(f"{parent} takes no position_embeddings: sequence parallel reads the length off them")
     names = layers_of(families)
     inside = [{parent.removeprefix(name) for parent in families if parent.startswith(f"{name}.")} for name in names]
-    whole = len(model.get_submodule(names[0].rpartition(".")[0])) == len(names)
+    stack: Any = model.get_submodule(names[0].rpartition(".")[0])
+    whole = len(stack) == len(names)
     if not whole or len(inside[0]) < 2 or any(each != inside[0] for each in inside):
         raise StyleError("the plan splits only a part of the decoder layers: sequence parallel expects all of each")
 
 
-def share_tokens(model: nn.Module, styles: dict[str, str], ctx, least: int | None) -> None:
+def share_tokens(model: nn.Module, styles: dict[str, str], ctx: Iris, least: int | None) -> None:
     """Hooks at the entrance of the first decoder layer, at the exit of the last and at that of the model around.
 
     `least`: None for `LEAST`, and more where calls are launched piece by piece.

@@ -10,8 +10,8 @@ are for inference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris_ops import fp8_rows, library
@@ -25,6 +25,10 @@ from . import fp8, step_product
 from .autocast import autocast, autocast_dtype
 from .gradients import check_no_gradient, may_differentiate
 from .shard import Shard, concat, fill, plain
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+    from typing_extensions import Self
 
 LOCAL = "matmul (local)"
 REDUCED, SCATTERED, GATHERED = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
@@ -41,9 +45,13 @@ class ShardedLinear(nn.Module):
     dim: int
     op: str  # the op that serves forward, for reports
     sequence_parallel: bool
+    tied_to: str  # of a head that is a view of an embedding: the name of its weight
     own_steps = True  # whether products of few rows without an exchange are ours, where that is faster
 
-    def __init__(self, in_features, out_features, bias, parts: tuple[Shard, ...], ctx, dtype, device):
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, parts: tuple[Shard, ...], ctx: Iris,
+        dtype: torch.dtype | None, device: torch.device | str | None,
+    ):  # fmt: skip
         super().__init__()
         positive(in_features=in_features, out_features=out_features)
         _check_kind(dtype, device, ctx)
@@ -55,7 +63,7 @@ class ShardedLinear(nn.Module):
         even = shard.size * ctx.num_ranks == shard.total
         self._mean_part = None if even else -(-shard.total // ctx.num_ranks)
         local = (shard.size, in_features) if self.dim == 0 else (out_features, shard.size)
-        like = {"dtype": dtype, "device": ctx.device if device is None else device}
+        like: dict[str, Any] = {"dtype": dtype, "device": ctx.device if device is None else device}
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
         self.weight_scale: nn.Parameter | None = None  # of fp8 weights, with the dtype of what goes in and comes out
@@ -133,7 +141,7 @@ class ShardedLinear(nn.Module):
             setattr(self, name, parameter)
         return parameter
 
-    def load_linears(self, linears: Sequence[nn.Linear]) -> ShardedLinear:
+    def load_linears(self, linears: Sequence[nn.Linear]) -> Self:
         """Fills this layer from one Linear that holds all outputs, or from one for each output. Returns itself."""
         fused = len(linears) == 1
         if not fused and len(linears) != len(self.parts):
@@ -239,7 +247,7 @@ class ShardedLinear(nn.Module):
         # what is summed over ranks has no steps of its own, and its depth may differ between them
         self.own_steps = type(self).own_steps and (streamed or self._op_in_fp8 == REDUCED)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """As torch's, but a change of dtype is one of `dtype`: fp8 weights and their scales stay what they are."""
         if self.weight_scale is None:
             return super()._apply(fn, recurse)
@@ -249,12 +257,15 @@ class ShardedLinear(nn.Module):
         self._choose_fp8()
         return self
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]]["rank"] = self.ctx.cur_rank, self.ctx.num_ranks
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
         """Refuses another rank's part, which may have the same shape."""
         own = self.ctx.cur_rank, self.ctx.num_ranks
         held = local_metadata.get("rank", own)
@@ -281,7 +292,8 @@ def split_parameter(module: nn.Module, key: str, part: Shard) -> None:
     if not whole.is_meta:
         part.fill(local, whole, 0)
     setattr(module, key, nn.Parameter(local, requires_grad=False))
-    module._row_parts = {**getattr(module, "_row_parts", {}), key: part}
+    holder: Any = module
+    holder._row_parts = {**getattr(module, "_row_parts", {}), key: part}
 
 
 def part_of(module: nn.Module, key: str) -> Shard | None:
@@ -329,7 +341,7 @@ def flags(or_none: bool = False, /, **options: bool | None) -> None:
             raise ArgumentError(f"{name} is {value!r}: expected {'None or ' * or_none}a bool")
 
 
-def parts_or_plain(parts: Any, features: int, ctx) -> tuple[Shard, ...]:
+def parts_or_plain(parts: Any, features: int, ctx: Iris) -> tuple[Shard, ...]:
     """`parts`, checked; of None, one chunk of all features."""
     if parts is None:
         return (plain(features, ctx.num_ranks, ctx.cur_rank),)

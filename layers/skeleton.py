@@ -66,7 +66,8 @@ class _Skeleton:
                 self._configurations[id(value)] = _configuration(value)
             return self._configurations[id(value)]
         if isinstance(value, MethodType) and id(value.__self__) in self._inside:
-            return MethodType(value.__func__, self._module(value.__self__))
+            owner: Any = value.__self__
+            return MethodType(value.__func__, self._module(owner))
         return value
 
     def _module(self, module: nn.Module) -> nn.Module:
@@ -77,7 +78,7 @@ class _Skeleton:
         return self._twins[id(module)]
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
-        attributes = {}
+        attributes: dict[str, Any] = {}
         for key, value in vars(module).items():
             if key in _OWN_CALLS:
                 continue

@@ -7,7 +7,7 @@ was read does not stay in the process's memory. Every byte is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import os
 
 import torch
@@ -53,7 +53,7 @@ class Staging:
         for first in range(0, local.shape[0] if row else 0, step):
             rows = local[first : first + step]
             buffer = self._free(min(step, local.shape[0]) * row)[: rows.shape[0] * row]
-            yield rows, start + first * stride, buffer.view(dtype).view(rows.shape), memoryview(buffer.numpy())
+            yield rows, start + first * stride, buffer.view(dtype).view(rows.shape), buffer.numpy().data
 
     def _free(self, size: int) -> torch.Tensor:
         """The buffer whose turn it is, of at least `size` bytes, once what it last held has gone."""
@@ -78,7 +78,7 @@ def _runs(memory: memoryview, rows: int, offset: int, stride: int) -> Iterator[t
         yield offset + i * stride, memory[i * row : (i + 1) * row]
 
 
-def _all(transfer, file: int, memory: memoryview, offset: int) -> int:
+def _all(transfer: Callable[[int, list[memoryview], int], int], file: int, memory: memoryview, offset: int) -> int:
     """`transfer` of all of `memory`, for the system may move less at a time; its length."""
     done = 0
     while done < len(memory):

@@ -13,6 +13,7 @@ padding have no mask then, even while a CUDA graph is captured, where transforme
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import Any
 
 from iris import platform
 from iris.device import arch
@@ -154,7 +155,7 @@ def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
     return min(range(min(_MOST_PARTS, blocks), 0, -1), key=blocks_until_the_end)
 
 
-def step_attention(q, k, v, mask, scale: float) -> torch.Tensor:
+def step_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """[B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D], where mask [B, L] is true: somewhere in each row."""
     batch, heads, dim = q.shape
     kv_heads, length = k.shape[1:3]
@@ -191,7 +192,10 @@ _library.impl("step_attention", step_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("iris_layers::step_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)
 
 
-def attend(module, query, key, value, attention_mask, scaling=None, **options):
+def attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    scaling: float | None = None, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     here = torch.ops.iris_layers if torch.compiler.is_compiling() else None
@@ -213,7 +217,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
 
 
-def _serves(query, key, value, mask) -> bool:
+def _serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return (
         mask is not None
         and mask.dtype == torch.bool
@@ -226,7 +230,7 @@ def _serves(query, key, value, mask) -> bool:
     )
 
 
-def mask_of(**asked):
+def mask_of(**asked: Any) -> torch.Tensor | None:
     """A mask as transformers asks for it; but of a prompt, which finds an empty cache, no wider than that.
 
     Where torch's own causal one is the same it is None, or `places_of` the tokens that are seen.
@@ -246,7 +250,7 @@ def mask_of(**asked):
     return mask[..., :length] if mask is not None and alone else mask
 
 
-def use(model: nn.Module) -> bool:
+def use(model: Any) -> bool:
     """Makes `model` attend by this; False, and nothing changes, if it does not attend by transformers' sdpa now."""
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import operator
+from typing import Any
 
 from iris_ops.norm_ahead import OP, first_half, second_half
 import torch
@@ -95,7 +96,7 @@ def _value(node: fx.Node) -> torch.Tensor:
 
 
 def _call(graph: fx.Graph, target: Callable | str, args: tuple) -> fx.Node:
-    return (graph.call_method if isinstance(target, str) else graph.call_function)(target, args)
+    return graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args)
 
 
 def _parts(graph: fx.Graph, node: fx.Node, count: int) -> list[fx.Node]:
@@ -103,7 +104,8 @@ def _parts(graph: fx.Graph, node: fx.Node, count: int) -> list[fx.Node]:
 
 
 def _halve(graph: fx.Graph, norm: fx.Node) -> None:
-    total, shape, weight, eps = (*norm.args, None, None)[:4]
+    args: tuple[Any, ...] = (*norm.args, None, None)
+    total, shape, weight, eps = args[:4]
     if list(shape) != [_value(total).shape[-1]] or weight is None or eps is None or norm.kwargs:
         return
     if _value(weight).dtype != _value(total).dtype:
@@ -123,9 +125,13 @@ def _fold_second(graph: fx.Graph, half: fx.Node) -> None:
 
 
 def _fold_first(graph: fx.Graph, half: fx.Node) -> None:
-    total, weight = half.args
-    reduction, view, residual = _reduced(total)
-    A, B, bias, size, group, mean_part, scale = (*reduction.args, None, None)[:7]
+    given: tuple[Any, ...] = half.args
+    total, weight = given
+    found = _reduced(total)
+    assert found is not None  # as `_norms_a_sum` says
+    reduction, view, residual = found
+    args: tuple[Any, ...] = (*reduction.args, None, None)
+    A, B, bias, size, group, mean_part, scale = args[:7]
     with graph.inserting_before(total):
         flat = _call(graph, "reshape", (residual, *size))
         fused = _call(graph, getattr(torch.ops.iris_ops, OP), (A, B, bias, flat, weight, group, mean_part, scale))
@@ -134,7 +140,8 @@ def _fold_first(graph: fx.Graph, half: fx.Node) -> None:
     out.meta["example_value"] = _value(total)  # of which the next sum may be asked
     total.replace_all_uses_with(out)
     for part in list(half.users):
-        part.replace_all_uses_with((scaled, squares)[part.args[1]])
+        _, index = part.args
+        part.replace_all_uses_with(squares if index else scaled)
         graph.erase_node(part)
     for node in (half, total, view, reduction):
         graph.erase_node(node)

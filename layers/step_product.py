@@ -256,7 +256,9 @@ def gated(
     return _called(x, weight, bias, scale, True)
 
 
-def _called(x, weight, bias, scale, gated: bool) -> torch.Tensor:
+def _called(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None, gated: bool
+) -> torch.Tensor:
     call = torch.ops.iris_layers.step_product if torch.compiler.is_compiling() else step_product
     return call(x, weight, bias, scale, gated)
 

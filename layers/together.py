@@ -6,17 +6,20 @@ Names come from files, which may hold anything: a message shows them escaped, cu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 import zlib
 
 from iris.errors import ArgumentError, CheckpointError
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 Checked = TypeVar("Checked")
 
 _MOST_LINES, _MOST_IN_LINE, _LONGEST_LINE, _LONGEST_PART, _LONGEST_NAME = 40, 20, 4000, 600, 200
 
 
-def agree(ctx, refusal: str | None, asked: dict[str, Any]) -> None:
+def agree(ctx: Iris, refusal: str | None, asked: dict[str, Any]) -> None:
     """Raises on every rank if one of them refuses its arguments, or if what they `asked` differs. Collective."""
     own = refusal, {name: "a function" if callable(value) else said(value) for name, value in asked.items()}
     told = [ctx.broadcast(own, src=src) for src in range(ctx.num_ranks)]
@@ -31,14 +34,14 @@ def agree(ctx, refusal: str | None, asked: dict[str, Any]) -> None:
                 raise ArgumentError(f"{name} is {here} on rank 0 and {there} on rank {rank}: expected the same")
 
 
-def checked(ctx, call: str, check: Callable[[], Checked]) -> Checked:
+def checked(ctx: Iris, call: str, check: Callable[[], Checked]) -> Checked:
     """What `check` gives, before a `call` that all ranks make: where it raises on one of them, it raises on all."""
     ctx.check()
     with ctx._exchanging():
         return ctx._ranks.together(call, check)
 
 
-def raise_together(problems: list[str], what: str, ctx) -> None:
+def raise_together(problems: list[str], what: str, ctx: Iris) -> None:
     """Raises on every rank if any rank has a problem. Collective."""
     own = [shown(line, _LONGEST_LINE) for line in problems]
     lines = _by_rank([ctx.broadcast(own, src=src) for src in range(ctx.num_ranks)])

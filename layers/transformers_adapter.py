@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, PlatformError, ShapeError, StyleError
 import torch
@@ -27,9 +27,12 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 from .plan import COLUMN, GATHERED, ROW, ROW_SPLIT
 from .sharded import ShardedLinear, check_context
 
+if TYPE_CHECKING:
+    from iris.context import Iris
+
 
 @contextmanager
-def fused_styles(ctx) -> Iterator[None]:
+def fused_styles(ctx: Iris) -> Iterator[None]:
     """Within the block, models that transformers loads with a tensor-parallel plan run their Linears by our ops.
 
     `ctx` has to be of the ranks that transformers splits over: all of them, or its mesh's "tp" dimension. Raises
@@ -48,7 +51,7 @@ def fused_styles(ctx) -> Iterator[None]:
             registry.register(name, original)
 
 
-def _registry():
+def _registry() -> Any:
     try:
         from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES as registry
     except ImportError as error:
@@ -66,7 +69,7 @@ def _registry():
 class _FusedStyle:
     """A style of transformers' registry: the original's parameters, our forward."""
 
-    def __init__(self, name: str, original: Any, ctx) -> None:
+    def __init__(self, name: str, original: Any, ctx: Iris) -> None:
         self._name, self._original, self._ctx = name, original, ctx
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +78,7 @@ class _FusedStyle:
     def validate_param(self, *_: Any, **__: Any) -> None:
         """Nothing: ours gathers uneven parts, which older versions of the original refuse."""
 
-    def install_forward(self, module: nn.Module, mesh) -> nn.Module:
+    def install_forward(self, module: Any, mesh: Any) -> nn.Module:
         if type(module) is not nn.Linear:
             raise StyleError(f"module is a {type(module).__name__}: style {self._name!r} splits a torch.nn.Linear only")
         here, given = (self._ctx.cur_rank, self._ctx.num_ranks), (mesh.get_local_rank(), mesh.size())
@@ -84,12 +87,12 @@ class _FusedStyle:
                 f"ctx is rank {here[0]} of {here[1]}, transformers splits as rank {given[0]} of {given[1]}: expected"
                 " the same ranks; pass iris.iris(group=mesh['tp'])"
             )
-        module.forward = _Forward(module, self._layer(module))
+        vars(module).update(forward=_Forward(module, self._layer(module)))
         return module
 
     def _layer(self, linear: nn.Linear) -> ShardedLinear:
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-        like = {"ctx": self._ctx, "dtype": linear.weight.dtype, "device": "meta"}
+        like: dict[str, Any] = {"ctx": self._ctx, "dtype": linear.weight.dtype, "device": "meta"}
         if self._name in COLUMN | GATHERED:
             return ColumnParallelLinear(*sizes, gather_output=self._name in GATHERED, **like)
         return RowParallelLinear(*sizes, input_is_parallel=self._name in ROW, **like)
@@ -99,7 +102,8 @@ class _Forward:
     """The forward of `linear`, whose parameters are DTensors, by `layer`, which borrows their local tensors."""
 
     def __init__(self, linear: nn.Linear, layer: ShardedLinear) -> None:
-        self._linear, self._layer, self._weight = linear, layer, None
+        self._linear, self._layer = linear, layer
+        self._weight: torch.Tensor | None = None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         weight = self._linear.weight

@@ -30,15 +30,15 @@ def is_hip():
 
 
 # Called by interpreted kernels only; the mark lets the compiler pass over the names in branches that it drops.
-def _host_clock():
+def _host_clock() -> int:
     return time.monotonic_ns()
 
 
-def _host_any_gone(pids):
+def _host_any_gone(pids: Any) -> bool:
     return any(has_ended(pid) for pid in pids.handle.data.flat if pid)
 
 
-def has_ended(pid):
+def has_ended(pid: int) -> bool:
     """Whether the process has ended; on the host."""
     try:
         descriptor = os.pidfd_open(int(pid))
@@ -50,7 +50,7 @@ def has_ended(pid):
         os.close(descriptor)
 
 
-def _host_pause(polls):
+def _host_pause(polls: Any) -> None:
     # The peer that we wait for may need this very core: soon longer than a poll takes, though short for a quick answer.
     time.sleep(50e-6 * 2 ** min(7, int(polls.handle.data.item())))
 
