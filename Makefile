@@ -43,6 +43,7 @@ soak: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.ops
@@ -51,7 +52,7 @@ PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check
 have = $(PY) -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(1)
 GPU_SITE = $(PYTHON) -c 'import os, torch; torch.cuda.is_available() or exit(1); print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null
 SITE = $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest hypothesis ruff matplotlib
+NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest hypothesis ruff mypy matplotlib
 
 # With a GPU, .venv sees torch and the packages beside it, pip too, through a .pth file: --system-site-packages does not
 # see those of a virtual environment. Only if one is missing is anything installed.
@@ -75,7 +76,7 @@ $(MODEL_STAMP): $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

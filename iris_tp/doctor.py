@@ -30,7 +30,7 @@ REQUIRED = {
 }
 OPTIONAL = {"transformers": ((5, 15), None), "accelerate": ((1, 0), None)}
 # The triton that GPU builds of torch require, for those builds that do not say so, which are for CPUs.
-TRITON_OF_TORCH = {
+TRITON_OF_TORCH: dict[tuple[int, ...], tuple[int, ...]] = {
     (2, 10): (3, 6), (2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)
 }  # fmt: skip
 VMEM = {"cuda-bindings": ((12, 8), None)}

@@ -7,6 +7,7 @@ needs only `iris.iris()`. The first rank that fails ends the others, and `run` r
 from collections.abc import Callable, Iterator
 import contextlib
 import os
+from typing import Any
 
 from iris import platform
 import torch
@@ -34,7 +35,7 @@ def check_ranks(ranks: int) -> None:
         )
 
 
-def run(rank_main: Callable[..., None], ranks: int | None = None, *args) -> None:
+def run(rank_main: Callable[..., None], ranks: int | None = None, *args: Any) -> None:
     """Runs `rank_main(*args)` on every rank and returns when all have; raises if one fails."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank_main(*args)
