@@ -269,6 +269,7 @@ def refuse(ctx: iris.Iris) -> None:
     other.close()
     empty = ctx.zeros(0, 5)
     ccl.all_reduce(empty, empty.clone(), ReduceOp.SUM)
+    assert ccl.plan("all_reduce", empty, empty.clone()) is None
     x.fill_(float(ctx.cur_rank))
     ccl.all_reduce(y, x)  # the context stays usable
     assert (y == w * (w - 1) / 2).all()
