@@ -15,9 +15,11 @@ import pytest
 import triton
 
 from tests.assembly import (
+    AMONG_PROGRAMS,
     CAS_A_REPORT,
     CUDA,
     EXCHANGES,
+    FUSED,
     KEPT,
     LOCAL,
     OF_TWO,
@@ -59,6 +61,19 @@ def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
         looks = r"atom\.global\.sys\.acquire\.add\.u32|ld\.global\.sys\.acquire\.b32"
         assert kernel.count(looks) >= 2, kernel.name
     assert compiled(target)["rma_put_and_signal"].count(r"sys\.release\.exch\.b32") == 1
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_acquires_at_every_look_at_a_flag(compiled, target: str) -> None:
+    """Also in the loop of a wait, at a lock, and among the programs of one GPU that gather rows together."""
+    kernels = compiled(target)
+    relaxed = r"\b(?:atom|ld)\.global\.(?:sys\.relaxed|relaxed\.sys)\.(?:add\.|cas\.|exch\.)?[bu]32"
+    for name, kernel in kernels.items():
+        if name.startswith((*FUSED, "ccl_", "few_rows")):
+            assert not kernel.count(relaxed), name
+    assert kernels["ccl_spinlock"].count(r"\batom\.global\.acquire\.sys\.cas\.b32")
+    for access in AMONG_PROGRAMS:
+        assert kernels["few_rows_gather_first"].count(re.escape(access)) == 1, access
 
 
 @pytest.mark.parametrize("target", CUDA)

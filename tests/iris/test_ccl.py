@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
 import iris
 from iris.ccl import Config
+from iris.ccl.plan import machine_of, plan
+from iris.ccl.problem import REDUCE_SCATTER, Problem
+from iris.errors import ArgumentError
 import pytest
 import torch
 
@@ -229,3 +233,12 @@ def plan_units(plan, case: Case, world_size: int) -> int:
 @pytest.mark.parametrize("world_size", [2, 3] if not UNDER_TORCHRUN else [])
 def test_lanes(world_size: int) -> None:
     run_ranks(world_size, check_lanes, 3)
+
+
+@pytest.mark.parametrize("n, served", [(4, False), (5, True), (6, True)])
+def test_words_scatter_sums_only_where_every_rank_has_a_part(n: int, served: bool) -> None:
+    """Of three: who waits for no word would run ahead."""
+    problem = Problem(REDUCE_SCATTER, n, 2, 0, torch.float32, 3)
+    machine = machine_of(torch.device("cpu"), 1)
+    with nullcontext() if served else pytest.raises(ArgumentError, match="expected protocol 'flags'"):
+        assert plan(problem, Config(protocol="words"), machine).protocol == "words"

@@ -13,12 +13,16 @@ import time
 import iris
 from iris import platform
 from iris.device import sync
+from iris.device.bounded import deadline
+from iris.device.context import own_context
 from iris.errors import PeerLostError
-from iris_ops import FusedConfig
+from iris_ops import FusedConfig, all_gather_matmul
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
 from iris_ops.workspace import Workspace
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.checks import poison
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
@@ -167,6 +171,110 @@ def test_flags_that_were_never_set_vouch_for_nothing(world_size: int, op: str, f
     run_ranks(world_size, never_set, Case(op, form, 33, 40, 24, config=BLOCKS))
 
 
+@triton.jit
+def reached_kernel(out, seen, expected, exact: tl.constexpr):
+    tl.store(out, tl.cast(sync._reached(tl.load(seen), tl.load(expected), exact), tl.int32))
+
+
+def compare(ctx: iris.Iris) -> None:
+    """A flag has reached an epoch that is its own or up to 2^31 before it, across the wrap too."""
+    last = 2**31 - 1
+    for expected in (0, 5, last - 1, last, -last - 1, -7, -1):
+        for ahead in (-last, -3, -1, 0, 1, 3, last):
+            pair = (as_int32(expected + ahead), expected)
+            seen, wanted = (torch.tensor([value], dtype=torch.int32, device=ctx.device) for value in pair)
+            for exact in (False, True):
+                out = torch.full((1,), -1, dtype=torch.int32, device=ctx.device)
+                reached_kernel[(1,)](out, seen, wanted, exact)
+                assert out.item() == (ahead == 0 if exact else ahead >= 0), (*pair, exact)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:1])
+def test_flags_are_compared_across_the_wrap(world_size: int) -> None:
+    run_ranks(world_size, compare)
+
+
+@triton.jit
+def deadlines_kernel(words, out, WORLD_SIZE: tl.constexpr):
+    ctx = own_context(words, WORLD_SIZE)
+    tl.store(out, deadline(ctx))
+    tl.store(out + 1, deadline(ctx, 2))
+
+
+def more_patience(ctx: iris.Iris) -> None:
+    words, out = ctx.get_device_context(), torch.zeros(2, dtype=torch.int64, device=ctx.device)
+    deadlines_kernel[(1,)](words, out, ctx.num_ranks)
+    once, twice = out.tolist()
+    assert twice - once > 0.9 * words[4].item(), "who waits for one that waits itself must not be the first to give up"
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:1])
+def test_who_waits_for_one_that_waits_is_more_patient(world_size: int) -> None:
+    run_ranks(world_size, more_patience)
+
+
+# --- a rank that nobody waits for by its data ------------------------------------------------------------------------
+
+
+def run_ahead(ctx: iris.Iris, case: Case, late: int) -> None:
+    """Calls of which rank `late` makes the first when the others may have made all of theirs."""
+    calls = [Call(ctx, replace(case, seed=seed)) for seed in range(4)]
+    for call in calls:
+        call.run()
+    for call in calls:
+        poison(call.guarded.tensor)
+    ctx.barrier()
+    if ctx.cur_rank == late:
+        time.sleep(0.3)
+    for call in calls:
+        call.run()
+    for call in calls:
+        call.check()
+
+
+@pytest.mark.parametrize("world_size", [size for size in WORLDS if size == 2 or UNDER_TORCHRUN])
+@pytest.mark.parametrize("op, form, late", [(REDUCE_SCATTER, "rows", 0), (MATMUL_GATHER, "rows", 1)])
+def test_who_gets_nothing_does_not_run_ahead(world_size: int, op: str, form: str, late: int) -> None:
+    """With a single row, which is rank 0's: the others get none of the sum, or rank 0 gets none of theirs."""
+    case = Case(op, form, 1, 20, 24, config=replace(BLOCKS, algorithm="one_shot"))
+    run_ranks(world_size, run_ahead, case, late)
+
+
+def slow_mover(ctx: iris.Iris, case: Case) -> None:
+    """Rank 1 rests for half a second before it pushes its rows, and for as long behind its first piece of them."""
+    call = Call(ctx, case)
+    workspace = call.run()
+    push, tell = all_gather_matmul._push_part, all_gather_matmul.signal
+
+    def late_push(*args):
+        time.sleep(0.5)
+        return push(*args)
+
+    def rest_behind(*args):
+        tell(*args)
+        time.sleep(0.5)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if ctx.cur_rank == 1:
+            monkeypatch.setattr(all_gather_matmul, "_push_part", late_push)
+            monkeypatch.setattr(all_gather_matmul, "signal", rest_behind)
+        poison(call.guarded.tensor)
+        workspace.staging.fill_(255)  # not a number
+        ctx.barrier()
+        begin = time.monotonic()
+        call.run()
+    assert time.monotonic() - begin > 0.9, "no rank's call ends before all pieces have come"
+    call.check()
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="the interpreter's kernels can be made slow")
+@pytest.mark.parametrize("columns", [20, 0])
+@pytest.mark.parametrize("world_size", [2])
+def test_a_gather_waits_for_every_piece_of_its_peers_rows(world_size: int, columns: int) -> None:
+    """Be there columns to multiply them with or not: else they would come in a later call."""
+    run_ranks(world_size, slow_mover, Case(GATHER_MATMUL, "rows", 20, columns, 40, config=BLOCKS))
+
+
 # --- a rank that dies ------------------------------------------------------------------------------------------------
 
 cpu_only = pytest.mark.skipif(UNDER_TORCHRUN, reason="ends a rank's process")
@@ -207,7 +315,8 @@ def lose_a_rank(rank: int, world_size: int, case: Case, dead: int, while_waiting
 def test_a_killed_rank_is_named_within_ten_seconds(case: Case, world_size: int, while_waiting: bool) -> None:
     dead = world_size - 1
     started = time.monotonic()
-    ended = run_fresh(world_size, lose_a_rank, case, dead, while_waiting, env={"IRIS_TIMEOUT": "100"})
+    # longer than the test waits: a wait that does not look whether its peer lives is never seen to end
+    ended = run_fresh(world_size, lose_a_rank, case, dead, while_waiting, env={"IRIS_TIMEOUT": "10000"})
     assert ended[dead].exitcode == -signal.SIGKILL
     for rank, end in enumerate(ended[:dead]):
         assert end.error is None and end.result, f"after {time.monotonic() - started} s: {end.traceback}"

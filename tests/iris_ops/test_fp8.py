@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.checks import poison
-from tests.harness import ON_GPU, WORLDS, both, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 
 pytestmark = both
 
@@ -119,6 +119,20 @@ def rounded_body(ctx: iris.Iris, *case) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "multiplies_in_fp8", lambda *_: True)
         return numbers_body(ctx, *case, mixed=False)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+@pytest.mark.parametrize("largest", [448.0, 447.0, 500.0, 3.5, 7 * 2.0**-20, 1.0])
+def test_a_column_s_largest_entry_uses_the_whole_range(largest: float) -> None:
+    """Above half of e4m3's largest number: also where the entry is that number times a power of two."""
+    rounded, scale = fp8.quantised(torch.tensor([[largest, -largest / 3, 0.0]]))
+    assert 224 < rounded.float().abs().max() <= 448 and scale.log2().frac() == 0
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_a_row_of_zeros_stays_one() -> None:
+    rounded, scale = fp8.round_rows(torch.zeros(2, 40, dtype=torch.bfloat16))
+    assert (rounded.float() == 0).all() and (scale > 0).all()
 
 
 @pytest.mark.skipif(ON_GPU, reason="there the numbers above are those")

@@ -87,6 +87,12 @@ def test_op_is_right_as_planned(world_size: int, op: str, form: str) -> None:
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
+def test_tiles_may_be_cut_in_three(world_size: int) -> None:
+    """More parts than a plan ever cuts: of several tiles each, which must not be mixed up."""
+    called = [Case(GATHER_MATMUL, "rows", 40, n, 80, config=replace(SMALL[0], splits=3), seed=n) for n in (16, 40)]
+    assert_same_bits(called, run_ranks(world_size, check_cases, called, RUNS))
+
+
 @pytest.mark.parametrize("op, form", FORMS)
 def test_out_may_lie_anywhere(world_size: int, op: str, form: str) -> None:
     called = [
@@ -140,9 +146,8 @@ def test_one_element_in_all(world_size: int, op: str, form: str) -> None:
 def test_what_nobody_multiplies_does_not_come_late(world_size: int) -> None:
     """Gathers of which no rank, or of short last parts no block, is multiplied; the next call uses the same memory."""
     config = replace(SMALL[0], block_m=128, block_n=128, num_programs=2, splits=2)
-    gathers = [
-        Case(GATHER_MATMUL, "rows", m, n, 17, config=SMALL[0]) for m, n in ((5, 0), (32 * world_size, 0), (5, 7))
-    ]
+    sizes = (5, 0), (2, 0), (32 * world_size, 0), (5, 7)
+    gathers = [Case(GATHER_MATMUL, "rows", m, n, 17, config=SMALL[0]) for m, n in sizes]
     then = Case(MATMUL_GATHER, "rows", 129, 129, 13, dtype=torch.float32, transposed=False, pad=8, config=config)
     called = [case for gather in gathers for case in (gather, then)] * 5
     assert_same_bits(called, run_ranks(world_size, check_cases, called, 1))

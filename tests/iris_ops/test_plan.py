@@ -89,6 +89,11 @@ def test_tiles_have_as_many_stages_as_shared_memory_has_room_for(itemsize: int, 
     assert fitting(itemsize, large, few) == fitting(itemsize, H200, few), "an H200 has room for all"
 
 
+def test_barriers_take_shared_memory_too() -> None:
+    half = H200.shared_bytes // 2
+    assert [H200.stages(nbytes) for nbytes in (half, half - 512)] == [1, 2]
+
+
 @pytest.mark.parametrize("op, form", FORMS)
 def test_the_fastest_candidate_is_chosen(op: str, form: str) -> None:
     for shape in SHAPES:
@@ -208,6 +213,27 @@ def test_predictions_grow_with_what_is_to_be_done() -> None:
         assert large.gemm_us > small.gemm_us and large.link_us > small.link_us and large.total_us > small.total_us
         alone = predict(problem(op, form, 2048, 8192, 4096, w=1), config, H200)
         assert alone.link_us == 0
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    config = FusedConfig(128, 256, 64)
+    for op, form in FORMS:
+        alone = predict(problem(op, form, 2048, 8192, 4096, w=1), config, H200)
+        assert alone.total_us == pytest.approx(alone.gemm_us + H200.launch_us), op
+
+
+def test_tiles_are_cut_that_fill_no_round() -> None:
+    """Of less than two rounds all of them."""
+    for columns, cut in ((3, 12), (6, 24), (8, 0), (9, 4)):
+        gather = problem(GATHER_MATMUL, "rows", 512, 128 * columns, 4096)
+        assert rounds.cut_tiles(gather, FusedConfig(splits=2), 16) == cut
+        assert rounds.cut_tiles(gather, FusedConfig(), 16) == 0
+
+
+def test_own_tiles_come_early_among_three_ranks_or_more() -> None:
+    for ranks, early in ((2, 2048), (3, 88), (4, 66)):
+        reduction = problem(ALL_REDUCE, "", 8192, 8192, 1024, w=ranks)
+        assert rounds.early_tiles(reduction, FusedConfig(), 132) == early
 
 
 def test_that_out_is_better_on_the_heap_is_said() -> None:

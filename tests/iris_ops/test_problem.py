@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from iris.errors import ShapeError
+from iris_ops import FusedConfig
 from iris_ops.problem import (
     ALL_REDUCE,
     GATHER_MATMUL,
@@ -11,6 +12,7 @@ from iris_ops.problem import (
     REDUCE_SCATTER,
     Problem,
     describe,
+    owned_part,
     part_of,
     part_size,
 )
@@ -62,6 +64,21 @@ def test_sizes_of_parts_and_products() -> None:
     assert (cols.part_rows, cols.part_cols, cols.gemm) == (10, 2, (10, 2, 5))
     assert Problem(MATMUL_GATHER, "rows", 10, 6, 5, 4, torch.float32).gemm == (3, 6, 5)
     assert Problem(GATHER_MATMUL, "k", 10, 6, 5, 4, torch.float32).gemm == (10, 6, 5)
+
+
+@pytest.mark.parametrize(
+    "M, N, owned",
+    [
+        (200, 4096, (200, 1024, True)),
+        (4096, 200, (1024, 200, False)),
+        (4096, 4096, (1024, 4096, False)),  # alike: by rows
+        (8192, 300, (2048, 300, False)),
+    ],
+)
+def test_an_all_reduce_is_owned_along_the_dimension_that_blocks_divide_more_evenly(
+    M: int, N: int, owned: tuple
+) -> None:
+    assert owned_part(Problem(ALL_REDUCE, "", M, N, 64, 4, torch.bfloat16), FusedConfig(128, 128, 64)) == owned
 
 
 @pytest.mark.parametrize(

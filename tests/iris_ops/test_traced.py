@@ -56,6 +56,23 @@ def test_ops_record_themselves(world_size, op, form):
     assert sum(sent for _, sent, _ in found) == world_size * problem.link_bytes
 
 
+def sources(ctx, case: Case) -> list[int]:
+    """Whose rows are multiplied, one rank's after the other's."""
+    ctx.tracing.enable(1 << 12)
+    check_case(ctx, case, runs=1)
+    events = ctx.tracing.events()
+    products = np.sort(events[events["event"] == PRODUCT.value], order="begin")
+    return list(dict.fromkeys(map(int, products["target_rank"])))
+
+
+@pytest.mark.skipif(ON_GPU, reason="there several programs multiply at once")
+@pytest.mark.parametrize("world_size", [3])
+def test_gathered_rows_are_multiplied_in_the_order_in_which_they_arrive(world_size):
+    """Each rank pushes to the next one first: so its own rows, then those of the rank before, and so on."""
+    found = run_ranks(world_size, sources, Case(GATHER_MATMUL, "rows", 32 * world_size, 16, 24, config=CONFIG))
+    assert found == [[(rank - i) % world_size for i in range(world_size)] for rank in range(world_size)]
+
+
 PUSHED = [(op, form, "overlapped") for op, form in FORMS if op != GATHER_MATMUL] + [
     (ALL_REDUCE, "", "two_shot"),
     (ALL_REDUCE, "", "one_shot"),  # between two ranks as many bytes

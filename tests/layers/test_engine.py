@@ -297,6 +297,25 @@ def test_bad_arguments(world_size: int) -> None:
     run_ranks(world_size, refused_body)
 
 
+def positions_body(ctx) -> None:
+    """Rotary embeddings do not see a shift of all positions, so what the engine counts is looked at."""
+    model = models.build("plain")
+    layers.parallelize(model, ctx)
+    engine = layers.Engine(model, ctx, 2, 16)
+    mask = torch.tensor([[False, False, True, True], [True] * 4], device=ctx.device)
+    for read in (engine.prefill, engine.read):
+        engine.reset()
+        engine.accept(read(torch.ones(2, 4, dtype=torch.long, device=ctx.device), mask))
+        assert engine.positions.tolist() == [[2], [4]] and engine.filled.item() == 4
+        engine.decode(3)
+        assert engine.positions.tolist() == [[5], [7]] and engine.filled.item() == 7
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_padding_has_no_positions(world_size: int) -> None:
+    run_ranks(world_size, positions_body)
+
+
 def shared_cache_body(ctx) -> None:
     model, prompt = models.build("plain"), models.prompt().to(ctx.device)
     layers.parallelize(model, ctx)

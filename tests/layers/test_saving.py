@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 import re
 from unittest.mock import Mock
 
 from iris.errors import ArgumentError, CheckpointError
 import layers
-from layers import names
+from layers import names, saving
 from layers.checkpoint import Checkpoint
 from layers.parallelize import parallelize
+from layers.shard import Shard
 from layers.staging import Staging
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 import torch
 from torch import nn
 
@@ -200,6 +202,17 @@ def test_gamma_and_beta_are_weight_and_bias(tmp_path: Path) -> None:
             assert torch.equal(checkpoint[stored][:], model.state_dict()[name]), name
 
 
+def test_a_weight_that_is_stored_as_integers_is_a_problem(tmp_path: Path) -> None:
+    stored = {key: value.contiguous() for key, value in whole("plain").state_dict().items()}
+    stored["model.norm.weight"] = stored["model.norm.weight"].long()
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        empty = whole("plain")
+    with Checkpoint(tmp_path, Staging("cpu")) as checkpoint:
+        _, problems = names.find(empty, checkpoint, strict=True)
+    assert problems == ["model.norm.weight is stored as torch.int64, expected a floating-point dtype"]
+
+
 # --- parts of a stored tensor ----------------------------------------------------------------------------------------
 
 
@@ -237,6 +250,48 @@ def test_parts_of_stored_tensors_are_theirs_and_nothing_more_is_read(tmp_path: P
         converted = torch.full((9, 4), torch.nan)[:, 1:3]
         checkpoint["half"].copy_to(converted, (slice(None), slice(2, 4)))
         assert torch.equal(converted, tensors["half"][:, 2:4].float())
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_each_range_of_a_shard_is_saved_in_its_place(tmp_path: Path, dim: int) -> None:
+    """As of a layer that merges outputs and was made by hand."""
+    save_file({"x": torch.zeros(8, 8)}, tmp_path / "model.safetensors")
+    local = torch.randn(5, 8) if dim == 0 else torch.randn(8, 5)
+    held = saving._Held(local, (8, 8), Shard(8, ((1, 3), (4, 7))), dim)
+    with Checkpoint(tmp_path, Staging("cpu")) as checkpoint:
+        place = checkpoint["x"]
+        place.file = os.open(tmp_path / "model.safetensors", os.O_RDWR)
+        held.store(place, rank=1)
+        os.close(place.file)
+    expected = torch.zeros(8, 8).index_copy(dim, torch.tensor([1, 2, 4, 5, 6]), local)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["x"], expected)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_files_are_as_large_as_asked_at_most() -> None:
+    """But for a tensor that alone is larger."""
+    held = {
+        name: saving._Held(torch.empty(size), (size,)) for name, size in zip("abcdef", (3, 2, 9, 2, 2, 1), strict=True)
+    }
+    assert saving._shards(held, 4 * 5) == [["a", "b"], ["c"], ["d", "e", "f"]]
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_the_system_may_move_less_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    for name in ("preadv", "pwritev"):
+        whole = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda file, parts, at, whole=whole: whole(file, [parts[0][:5]], at))
+    tensor = torch.arange(21.0).view(7, 3)
+    save_file({"x": tensor}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, Staging("cpu")) as checkpoint:
+        assert torch.equal(checkpoint["x"][:, 1:3], tensor[:, 1:3])
+        place = checkpoint["x"]
+        place.file = os.open(tmp_path / "model.safetensors", os.O_RDWR)
+        place.copy_from(-tensor[:, 1:3], (slice(None), slice(1, 3)))
+        os.close(place.file)
+    tensor[:, 1:3] *= -1
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["x"], tensor)
 
 
 # --- host memory -----------------------------------------------------------------------------------------------------
