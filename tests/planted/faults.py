@@ -466,6 +466,7 @@ OPS_KERNELS = [
         "            program_barrier()\n            mbarrier.arrive(shared.ready.index(place), count=1)\n",
         "            mbarrier.arrive(shared.ready.index(place), count=1)\n",
         PTX,
+        "none is wrong: Triton then puts a barrier of its own in that place",
     ),
     Fault(
         "moving warps sum the tile of another place",
