@@ -6,12 +6,11 @@
     python -m benchmarks.litmus              whether ranks see each other's accesses in the order that is promised
     python -m benchmarks.rma                 remote memory access by operation, size, programs and pair of ranks
 
-    shapes.py    rows as data: an op and its M, N, K; the bytes that each must send, the floor that follows
-    inputs.py    one row's random tensors, its reference, and the check that every contender passes before it is timed
+    shapes.py    rows as data: an op and its M, N, K
     rivals.py    contenders as a list: us, the rivals, and the product alone, which gives the floor
-    timing.py    the one timer: contenders interleaved, CUDA graph and eager, median, slowest rank
-    launch.py    ranks as processes, a time limit on every wait, one verdict on a step that failed somewhere
     table.py     results as Markdown
+
+Ranks, inputs, the check and the timer are those of `iris-tp bench`, in `iris_tp/bench`.
 
 A new row is a line in shapes.py, a new rival an entry in rivals.py.
 """

@@ -17,12 +17,13 @@ import time
 
 import iris  # before triton on a machine without a GPU
 from iris import platform
+from iris_tp.bench import timing
+from iris_tp.bench.rows import LINK_GB_S
+from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
 
-from benchmarks import report, timing
-from benchmarks.launch import Team, launch
-from benchmarks.shapes import LINK_GB_S
+from benchmarks import report
 from benchmarks.table import markdown
 from examples.all_scatter.common import SMALL, Blocks, Case
 

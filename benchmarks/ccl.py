@@ -13,13 +13,14 @@ import argparse
 import sys
 import time
 
+from iris_tp.bench import timing
+from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import ccl_report, report, timing
+from benchmarks import ccl_report, report
 from benchmarks.ccl_case import COPIES, Case, Contender, Ours
 from benchmarks.ccl_rivals import symmetric_memory, torch_distributed
 from benchmarks.ccl_sweep import sweep
-from benchmarks.launch import Team, launch
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 KIB, MIB = 1 << 10, 1 << 20

@@ -5,10 +5,9 @@ from dataclasses import asdict, dataclass, field
 import functools
 import math
 
+from iris_tp.bench.team import Team
 import torch
 import torch.distributed as dist
-
-from benchmarks.launch import Team
 
 COPIES = 2  # of the inputs, so that a stale result is seen
 

@@ -3,11 +3,11 @@
 from functools import partial
 import math
 
+from iris_tp.bench.team import Team
 import torch
 import torch.distributed as dist
 
 from benchmarks.ccl_case import Call, Case, Contender
-from benchmarks.launch import Team
 from benchmarks.rivals_torch import symmetric_memory as memory_of_all
 
 ONE_SHOT_LIMIT = 16 << 20  # beyond it nobody would send everything to everyone

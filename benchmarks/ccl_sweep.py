@@ -1,6 +1,7 @@
 """`benchmarks.ccl --sweep`: all variants of ours over programs and blocks, beside what the plan would have taken."""
 
-from benchmarks import timing
+from iris_tp.bench import timing
+
 from benchmarks.ccl_case import COPIES, Case, Contender, Ours
 
 MIB = 1 << 20

@@ -8,12 +8,13 @@ ranks that wait for each other. The host is seen too: the same calls issued one 
 import argparse
 import sys
 
+from iris_tp.bench import timing
+from iris_tp.bench.inputs import Inputs
+from iris_tp.bench.rows import Row
+from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import models, report, rivals, timing
-from benchmarks.inputs import Inputs
-from benchmarks.launch import Team, launch
-from benchmarks.shapes import Row
+from benchmarks import models, report, rivals
 from benchmarks.table import markdown
 
 ROUNDS = 9

@@ -26,12 +26,11 @@ from types import SimpleNamespace
 
 from iris import names
 from iris.errors import PlatformError
+from iris_tp.bench.team import Team
 import torch
 from torch import nn
 import torch.distributed as dist
 from torch.distributed._symmetric_memory import _SymmetricMemory
-
-from benchmarks.launch import Team
 
 _LLAMA3 = dict(vocab_size=128256, num_key_value_heads=8, rope_theta=500000.0, rms_norm_eps=1e-5)
 # name: (architecture, sizes)

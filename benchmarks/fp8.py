@@ -18,15 +18,16 @@ import time
 
 import iris
 from iris_ops import fp8, fp8_rows
+from iris_tp.bench import compare
+from iris_tp.bench.team import Team, launch
+from iris_tp.bench.timing import Budget
 from layers import step_product
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from benchmarks import contenders, report
-from benchmarks.launch import Team, launch
+from benchmarks import report
 from benchmarks.rivals_torch import symmetric_memory
-from benchmarks.timing import Budget
 
 SHAPES = {  # name: (outputs on one of four ranks, inputs)
     "8B qkv": (1536, 4096),
@@ -48,7 +49,7 @@ ROTATED_BYTES = 256 << 20
 
 def run(team: Team, args: argparse.Namespace) -> None:
     begin, rows_out = time.monotonic(), []
-    budget = contenders.budget_of(team, args.quick)
+    budget = compare.budget_of(team, args.quick)
     team.say(
         "| shape | M | bf16 µs | fp8 µs | factor | best rival | rounding µs |\n|---|---:|---:|---:|---:|---:|---:|"
     )
@@ -150,9 +151,9 @@ def measure(team: Team, calls: dict, x: torch.Tensor, weights: list[torch.Tensor
         call(0).fill_(float("nan"))  # on all ranks, before what counts
         team.barrier()
         team.synchronize()
-        return contenders.missed(call(0)[some], exact)
+        return compare.missed(call(0)[some], exact)
 
-    found = contenders.compare(team, calls, error, len(weights), budget)
+    found = compare.compare(team, calls, error, len(weights), budget)
     found["wrong"] = [name for name, error in found["errors"].items() if not error <= ALLOWED.get(name, ALLOWED["fp8"])]
     return found
 

@@ -22,10 +22,11 @@ import sys
 import time
 
 import iris  # before triton on a machine without a GPU
+from iris_tp.bench.team import Team, launch
+from iris_tp.bench.timing import Captured
 import torch
 
 from benchmarks import report
-from benchmarks.launch import Team, launch
 from benchmarks.litmus_kernels import (
     ACQ_REL,
     INVALID,
@@ -41,7 +42,6 @@ from benchmarks.litmus_kernels import (
     threads_kernel,
 )
 from benchmarks.table import markdown
-from benchmarks.timing import Captured
 
 BELOW_2_31, BELOW_2_32 = 2**31 - 1000, 2**32 - 1000
 LARGEST = 64 << 10  # bytes of a message

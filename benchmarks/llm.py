@@ -17,10 +17,10 @@ import statistics
 import sys
 import time
 
+from iris_tp.bench.team import Team, launch
 import torch
 
 from benchmarks import engines, report, truth
-from benchmarks.launch import Team, launch
 from benchmarks.table import markdown
 
 EAGER_STEPS = 4

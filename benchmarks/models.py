@@ -6,6 +6,8 @@ one (the fused q, k and v; the fused gate and up) has its N divided and begins w
 
 from dataclasses import dataclass
 
+from iris_tp.bench.rows import part
+
 
 @dataclass(frozen=True)
 class Model:
@@ -27,11 +29,6 @@ class Model:
     def column_linears(self, world: int) -> list[tuple[int, int]]:
         """(N, K) of one rank."""
         return [(part(n, world), self.hidden) for n in (self.qkv, 2 * self.mlp)] if self.kv else []
-
-
-def part(size: int, world: int) -> int:
-    """The largest part of `size` over the ranks."""
-    return -(-size // world)
 
 
 LLAMA_8B = Model("Llama-3-8B", 4096, 4096, 1024, 14336, 128256)

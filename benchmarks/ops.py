@@ -17,12 +17,13 @@ import itertools
 import sys
 import time
 
+from iris_tp.bench import timing
+from iris_tp.bench.inputs import Call, Inputs
+from iris_tp.bench.rows import LINK_GB_S, Row
+from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import report, rivals, shapes, table, timing
-from benchmarks.inputs import Call, Inputs
-from benchmarks.launch import Team, launch
-from benchmarks.shapes import Row
+from benchmarks import report, rivals, shapes, table
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -103,7 +104,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     found = rivals.contenders(team, rows, dtype, *heaps)
     found = [contender for contender in found if any(word in contender.name for word in args.only)]
     found += [rivals.varied(heaps[0], changes) for changes in args.vary]
-    measured = {**report.describe_run(team, args), "link_gb_s": shapes.LINK_GB_S, "rows": []}
+    measured = {**report.describe_run(team, args), "link_gb_s": LINK_GB_S, "rows": []}
     begin = time.monotonic()
     for number, row in enumerate(rows, 1):
         elapsed = team.slowest([time.monotonic() - begin])[0]

@@ -10,10 +10,10 @@ from collections import defaultdict
 import json
 from pathlib import Path
 
+from iris_tp.bench.rows import CALLS, label
 import matplotlib
 
 from benchmarks.pictures import OURS, command, plt, save, sign
-from benchmarks.shapes import CALLS, label
 
 MODE = "graph_us"
 

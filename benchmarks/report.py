@@ -12,9 +12,8 @@ import re
 import subprocess
 import sys
 
+from iris_tp.bench.team import Team
 import torch
-
-from benchmarks.launch import Team
 
 RESULTS = Path(__file__).parent / "results"
 

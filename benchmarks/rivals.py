@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field, replace
 import functools
 import math
 
+from iris_tp.bench import separate
+from iris_tp.bench.inputs import Call, Inputs
+from iris_tp.bench.rows import CALLS, Row
+from iris_tp.bench.team import Team
 import torch
 import torch.distributed as dist
-
-from benchmarks.inputs import Call, Inputs
-from benchmarks.launch import Team
-from benchmarks.shapes import CALLS, Row
 
 OURS, RIVAL, GEMM = "ours", "rival", "gemm"
 
@@ -110,7 +110,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap, alon
     found = [Contender("ours", OURS, _ours(heap), plan=heap.plan), *rivals_torch.contenders(team, rows, dtype)]
     if team.cuda:
         found += rivals_kraken.contenders(team, rows, dtype)
-    found.append(Contender(f"{blas} alone", GEMM, dict.fromkeys(CALLS, _gemm)))
+    found.append(Contender(f"{blas} alone", GEMM, dict.fromkeys(CALLS, separate.product)))
     found.append(Contender("ours alone", GEMM, dict.fromkeys(CALLS, _our_gemm(alone))))
     return found
 
@@ -134,12 +134,6 @@ def _ours(heap: Heap, **changes) -> dict[str, Callable[[Inputs], Call]]:
         return call
 
     return dict.fromkeys(CALLS, prepare)
-
-
-def _gemm(inputs: Inputs) -> Call:
-    A = [inputs.whole_A(i) for i in range(inputs.copies)]
-    out = inputs.new(A[0].shape[0], inputs.B[0].shape[1])
-    return lambda i: torch.matmul(A[i], inputs.B[i], out=out)
 
 
 def _our_gemm(heap: Heap) -> Callable[[Inputs], Call]:

@@ -19,14 +19,14 @@ import importlib
 import math
 import sys
 
+from iris_tp.bench.inputs import Call, Inputs
+from iris_tp.bench.rows import Row
+from iris_tp.bench.team import Team
 import torch
 import torch.distributed as dist
 
-from benchmarks.inputs import Call, Inputs
-from benchmarks.launch import Team
 from benchmarks.rivals import RIVAL, Contender
 from benchmarks.rivals_torch import SharedBuffer
-from benchmarks.shapes import Row
 
 # The two kernels with this note pass False for `hasPreviousMemAccess` at the barrier after their stores.
 _UNORDERED = "the barrier between its stores and the peers' loads does not order them: a right result is not promised"

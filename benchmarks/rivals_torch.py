@@ -1,7 +1,6 @@
 """Rivals that come with torch.
 
-NCCL             torch.matmul, then the collective of torch.distributed (gloo on CPUs). Parts of unequal size are
-                 padded; columns are copied into place, as serving engines do
+NCCL             torch.matmul, then the collective of torch.distributed (`iris_tp/bench/separate.py`)
 one-shot         torch.matmul into symmetric memory, then torch's one_shot_all_reduce; two-shot alike
 reduce-scatter   torch.matmul into symmetric memory, then torch's reduce_scatter_out
 async-TP         torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter
@@ -10,24 +9,18 @@ copy engines     torch.matmul and torch's _low_contention_all_gather or _low_con
 
 import functools
 
+from iris_tp.bench import separate
+from iris_tp.bench.inputs import Call, Inputs
+from iris_tp.bench.rows import Row
+from iris_tp.bench.team import Team
 import torch
 import torch.distributed as dist
 
-from benchmarks.inputs import Call, Inputs, side_by_side, stacked
-from benchmarks.launch import Team
 from benchmarks.rivals import RIVAL, Contender
-from benchmarks.shapes import Row
 
 
 def contenders(team: Team, rows: list[Row], dtype: torch.dtype) -> list[Contender]:
-    blas, collectives = ("cuBLAS", "NCCL") if team.cuda else ("torch", "gloo")
-    nccl = {
-        "ar": _nccl_all_reduce,
-        "rs": _nccl_reduce_scatter,
-        "ag": _nccl_all_gather_first,
-        "ga": _nccl_all_gather_last,
-    }
-    found = [Contender(f"{blas} + {collectives}", RIVAL, nccl)]
+    found = [Contender(separate.name(team), RIVAL, separate.PREPARE)]
     if team.cuda:
         shared = SharedBuffer(team, rows, dtype)
         found += [
@@ -75,59 +68,6 @@ def _all_reduced(row: Row, world: int, dtype: torch.dtype) -> bool:
 def _scattered(row: Row, world: int, dtype: torch.dtype) -> bool:
     columns = row.N // world if row.form == "cols" else row.N
     return dtype in (torch.bfloat16, torch.float32) and row.even(world) and columns * dtype.itemsize % 16 == 0
-
-
-def _nccl_all_reduce(inputs: Inputs) -> Call:
-    out = inputs.new(*inputs.out_shape)
-
-    def call(i: int) -> torch.Tensor:
-        torch.matmul(inputs.A[i], inputs.B[i], out=out)
-        dist.all_reduce(out)
-        return out
-
-    return call
-
-
-def _nccl_reduce_scatter(inputs: Inputs) -> Call:
-    row, world = inputs.row, inputs.team.world
-    by_columns = row.form == "cols"
-    out = inputs.new(*row.out_shape(0, world))  # the largest part
-    partial = inputs.new(row.M if by_columns else world * out.shape[0], row.N).zero_()
-
-    def call(i: int) -> torch.Tensor:
-        torch.matmul(inputs.A[i], inputs.B[i], out=partial[: row.M])
-        dist.reduce_scatter_tensor(out, stacked(partial, world) if by_columns else partial)
-        return out[: inputs.out_shape[0]]
-
-    return call
-
-
-def _nccl_all_gather_first(inputs: Inputs) -> Call:
-    row, world = inputs.row, inputs.team.world
-    out = inputs.new(*inputs.out_shape)
-    rows, columns = row.a_shape(0, world)
-    gathered = inputs.new(world * rows, columns)
-
-    def call(i: int) -> torch.Tensor:
-        dist.all_gather_into_tensor(gathered, inputs.padded[i])
-        A = side_by_side(gathered, world) if row.form == "k" else gathered[: row.M]
-        return torch.matmul(A, inputs.B[i], out=out)
-
-    return call
-
-
-def _nccl_all_gather_last(inputs: Inputs) -> Call:
-    row, world = inputs.row, inputs.team.world
-    rows, columns, _ = row.gemm(world)
-    part, gathered = inputs.new(rows, columns), inputs.new(world * rows, columns)
-    mine = part[: inputs.A[0].shape[0]]
-
-    def call(i: int) -> torch.Tensor:
-        torch.matmul(inputs.A[i], inputs.B[i], out=mine)
-        dist.all_gather_into_tensor(gathered, part)
-        return side_by_side(gathered, world) if row.form == "cols" else gathered[: row.M]
-
-    return call
 
 
 class SharedBuffer:

@@ -16,10 +16,11 @@ import time
 
 import iris  # before triton on a machine without a GPU
 from iris import platform
+from iris_tp.bench import timing
+from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import report, rma_table, timing
-from benchmarks.launch import Team, launch
+from benchmarks import report, rma_table
 from benchmarks.rma_kernels import (
     ATOMICS,
     RANK_STEP,

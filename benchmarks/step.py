@@ -15,13 +15,14 @@ import sys
 import time
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
+from iris_tp.bench import compare
+from iris_tp.bench.team import Team, launch
 from layers.step_attention import step_attention
 from layers.step_product import most_rows, step_product
 import torch
 from torch.nn import functional as F
 
-from benchmarks import contenders, report
-from benchmarks.launch import Team, launch
+from benchmarks import report
 from benchmarks.table import markdown
 
 ROTATED_BYTES, MOST_COPIES = 256 << 20, 96
@@ -46,12 +47,12 @@ CACHES = [
 ]  # fmt: skip
 TINY = {"product": [(3, 96, 64)], "gated": [(3, 48, 64)], "attention": [(2, 4, 2, 24, 17)]}
 
-Case = tuple[dict[str, contenders.Call], torch.Tensor, int, int]
+Case = tuple[dict[str, compare.Call], torch.Tensor, int, int]
 """Calls by name, what they should give for the first input, how many inputs there are, and bytes that a call moves."""
 
 
 def run(team: Team, args: argparse.Namespace) -> None:
-    begin, budget = time.monotonic(), contenders.budget_of(team, args.quick)
+    begin, budget = time.monotonic(), compare.budget_of(team, args.quick)
     torch.manual_seed(team.rank)
     written = report.describe_run(team, args) | {"rows": [], "left_out": []}
     for kind, size in sizes(team):
@@ -62,10 +63,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
         def error(_: str, call: Callable, exact=exact) -> float:
             poison(exact, args.dtype)
-            return contenders.missed(call(0), exact)
+            return compare.missed(call(0), exact)
 
         row = {"kind": kind, "size": list(size), "moved_bytes": moved}
-        row |= contenders.compare(team, calls, error, inputs, budget)
+        row |= compare.compare(team, calls, error, inputs, budget)
         row["used"] = kind == "attention" or size[0] <= most_rows(size[1], kind == "gated", True, team.device)
         row["wrong"] = [name for name, share in row["errors"].items() if not share <= ALLOWED]
         written["rows"].append(row)

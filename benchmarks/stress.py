@@ -16,13 +16,13 @@ import random
 import sys
 import time
 
+from iris_tp.bench.rows import Row
+from iris_tp.bench.team import Team, launch
+from iris_tp.bench.timing import Captured
 import torch
 
 from benchmarks import report, rivals, shapes
-from benchmarks.launch import Team, launch
-from benchmarks.shapes import Row
 from benchmarks.stress_case import COLLECTIVES, VARIANTS, Case, Placed, of_collective, of_row
-from benchmarks.timing import Captured
 
 LONGEST_DELAY_S = 0.010
 PAUSE_S = 200e-6  # inside a graph, once on each rank

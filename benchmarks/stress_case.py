@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 import functools
 
+from iris_tp.bench.inputs import Inputs
+from iris_tp.bench.rows import CALLS, Row
+from iris_tp.bench.team import Team
 import torch
 import torch.distributed as dist
 
 from benchmarks import ccl_case
-from benchmarks.inputs import Inputs
-from benchmarks.launch import Team
-from benchmarks.shapes import CALLS, Row
 
 VARIANTS = 3  # inputs of each op; two calls in a row of the same shapes never have the same
 PLACES = 2  # of each case in a graph: its calls take turns between them

@@ -14,8 +14,9 @@ import math
 from pathlib import Path
 import statistics
 
+from iris_tp.bench.rows import CALLS, label
+
 from benchmarks.report import headline, left_out
-from benchmarks.shapes import CALLS, label
 
 MODES = {"graph": "CUDA graph", "eager": "eager"}
 

@@ -16,14 +16,15 @@ import tempfile
 from iris.tracing import MOST_EVENTS
 from iris_ops import FusedConfig
 from iris_ops.unfused import UNFUSED
+from iris_tp.bench import timing
+from iris_tp.bench.inputs import Inputs
+from iris_tp.bench.rows import CALLS, Row
+from iris_tp.bench.team import Team, launch
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import report, rivals, shapes, timing
-from benchmarks.inputs import Inputs
-from benchmarks.launch import Team, launch
-from benchmarks.shapes import CALLS, Row
+from benchmarks import report, rivals, shapes
 
 ROWS = {"cuda": [(2048, 8192, 7168), (16, 8192, 2048)], "cpu": [(48, 64, 32)]}
 

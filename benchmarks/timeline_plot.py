@@ -10,12 +10,12 @@ import gzip
 import json
 from pathlib import Path
 
+from iris_tp.bench.rows import CALLS, LINK_GB_S, label
 from matplotlib.collections import PolyCollection  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 import numpy as np
 
 from benchmarks.pictures import command, plt, save, sign
-from benchmarks.shapes import CALLS, LINK_GB_S, label
 from benchmarks.timeline import events_in
 
 COLOURS = {

@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+from iris_tp.bench.team import Team
 import torch
 from torch import nn
-
-from benchmarks.launch import Team
 
 TOKENS = 4096
 ALLOWED = 1.5

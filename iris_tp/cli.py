@@ -2,11 +2,12 @@
 
     iris-tp demo [--ranks 3]                                         a real model on several ranks
     iris-tp plan matmul_all_reduce 2048 8192 2048 --ranks 4 --gpu h200    which kernel a call would take, and why
+    iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4         a call beside torch's product and collective
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
     iris-tp doctor                                                   what this machine lacks, and how to get it
     iris-tp --version
 
-`plan` is arithmetic: it needs neither a GPU nor ranks. Whatever follows `demo` or the name of a benchmark is handed on.
+`plan` is arithmetic: it needs neither a GPU nor ranks. Whatever follows `demo` or `bench` is handed on.
 The exit code is 0, or 1 where `doctor` finds something to fix, or 2 for a wrong question; else that of what was run.
 """
 
@@ -27,13 +28,12 @@ _GPUS = {
     "mi350x": ("AMD Instinct MI350X", 256),
     "interpreter": ("interpreter", 1),
 }
-_BENCHMARKS = ("ops", "step", "fp8", "chain", "rma", "ccl", "all_scatter", "llm", "stress", "litmus", "timeline")
 _FORWARDED = ("demo", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = _parser(lists_benchmarks=argv[:1] == ["bench"] and argv[1:2] in (["-h"], ["--help"]))
+    parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if rest and args.command not in _FORWARDED:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -42,7 +42,11 @@ def main(argv: list[str] | None = None) -> int:
 
         return demo.main(rest)
     if args.command == "bench":
-        return _forward(f"benchmarks.{args.benchmark}", rest)
+        from .bench import command
+
+        if rest and rest[0] in command.IN_CHECKOUT:
+            return _forward(f"benchmarks.{rest[0]}", rest[1:])
+        return command.main(rest)
     if args.command == "doctor":
         from .doctor import examine, show
 
@@ -50,14 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     return _plan(args)
 
 
-def _parser(lists_benchmarks: bool) -> argparse.ArgumentParser:
-    """`lists_benchmarks`: whether bench has a --help of its own; behind a benchmark's name it is the benchmark's."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("iris-tp", description="Tensor-parallel layers over fused ops.")
     parser.add_argument("--version", action="version", version=f"iris-tp {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="a real language model on several ranks", add_help=False)
-    bench = commands.add_parser("bench", help="measure on this machine", add_help=lists_benchmarks)
-    bench.add_argument("benchmark", choices=_BENCHMARKS)
+    commands.add_parser("bench", help="measure on this machine", add_help=False)
     commands.add_parser("doctor", help="what this machine lacks, and how to get it")
     plan = commands.add_parser("plan", help="which kernel a call would take, and why; needs no GPU")
     plan.add_argument("op", help="matmul_all_reduce, all_gather_matmul, matmul_all_gather or matmul_reduce_scatter")

@@ -42,12 +42,24 @@ def run(rank_main: Callable[..., None], ranks: int | None = None, *args: Any) ->
         return
     ranks = default_ranks() if ranks is None else ranks
     check_ranks(ranks)
+    with started(rank_main, ranks, *args) as context:
+        while not context.join():
+            pass
+
+
+@contextlib.contextmanager
+def started(rank_main: Callable[..., None], ranks: int, *args: Any) -> Iterator[Any]:
+    """The ranks' processes, to be joined; at the end of the block those that still run are killed."""
     # The parent serves the ranks' rendezvous, as torchrun does: a port that is bound here cannot be taken by another.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with _threads(None if torch.cuda.is_available() else max(1, len(os.sched_getaffinity(0)) // ranks)):
         context = multiprocessing.spawn(_rank, (ranks, store.port, rank_main, args), nprocs=ranks, join=False)
-    while not context.join():
-        pass
+    try:
+        yield context
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
+from iris_tp.bench.team import Team  # noqa: E402
+
 from benchmarks import all_scatter, all_scatter_plots  # noqa: E402
-from benchmarks.launch import Team  # noqa: E402
 from tests.harness import run_ranks  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 

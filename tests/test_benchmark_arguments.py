@@ -10,7 +10,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
-from benchmarks import all_scatter, ccl, fp8, launch, litmus, ops, rma, stress, timeline  # noqa: E402
+from iris_tp.bench.team import launch  # noqa: E402
+
+from benchmarks import all_scatter, ccl, fp8, litmus, ops, rma, stress, timeline  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -68,5 +70,5 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     args = SimpleNamespace(device="cuda", ranks=3)
-    assert launch.launch(pytest.fail, args, limit_s=1) == 2
+    assert launch(pytest.fail, args, limit_s=1) == 2
     assert "--ranks 3: expected at most 2, a GPU each" in capsys.readouterr().err

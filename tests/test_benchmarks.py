@@ -16,6 +16,11 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
+from iris_tp.bench import timing  # noqa: E402
+from iris_tp.bench.inputs import Inputs  # noqa: E402
+from iris_tp.bench.rows import Row  # noqa: E402
+from iris_tp.bench.team import Team, describe  # noqa: E402
+
 from benchmarks import (  # noqa: E402
     ccl,
     ccl_case,
@@ -27,12 +32,8 @@ from benchmarks import (  # noqa: E402
     step,
     step_plot,
     table,
-    timing,
 )
-from benchmarks.inputs import Inputs  # noqa: E402
-from benchmarks.launch import Team, describe  # noqa: E402
 from benchmarks.report import command  # noqa: E402
-from benchmarks.shapes import Row  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 
 # Four H200s: product alone, then the floor with its collective, µs.

@@ -1,5 +1,8 @@
 """`iris-tp`: each subcommand as a user runs it, and what `doctor` says of machines that lack something."""
 
+import argparse
+import contextlib
+import io
 import os
 from pathlib import Path
 import re
@@ -10,13 +13,17 @@ from iris import agreement, graphed, requirements
 from iris.errors import PlatformError
 from iris.memory.base import ALLOCATORS
 from iris_ops.machine import machine_named
+from iris_ops.ops import Ops
 from iris_ops.plan import plan
 from iris_ops.problem import problem_asked
 from iris_tp import cli, doctor
+from iris_tp.bench import command
+from iris_tp.bench.rows import CALLS
+from iris_tp.bench.team import launch
 import pytest
 import torch
 
-from tests.processes import ROOT, python_path
+from tests.processes import ROOT, python_path, run_fresh
 
 
 def run(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
@@ -115,14 +122,57 @@ def test_paths_are_those_of_where_the_user_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
-def test_bench_says_which_benchmarks_there_are(option: str, capsys: pytest.CaptureFixture) -> None:
+def test_bench_says_which_ops_and_benchmarks_there_are(option: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["bench", option])
-    assert end.value.code == 0 and "{ops,step,fp8," in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and all(name in said for name in (*CALLS.values(), *command.IN_CHECKOUT))
 
 
 def test_every_benchmark_named_is_there() -> None:
-    assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in cli._BENCHMARKS)
+    assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in command.IN_CHECKOUT)
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (("matmul",), "invalid choice: 'matmul'"),
+        (("matmul_all_reduce", "16"), "expected M, N and K, or none of them"),
+        (("matmul_all_reduce", "16", "0", "8"), "M, N, K are 16, 0, 8; expected sizes from 1 on"),
+        (("matmul_all_reduce", "--ranks", "0"), "--ranks is 0; expected 1 or more"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_measure(arguments: tuple, error: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", *arguments])
+    assert end.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_bench_compares_an_op_with_torch_s() -> None:
+    measured = command.parse(
+        ["matmul_reduce_scatter", "15", "16", "8", "--device", "cpu", "--dtype", "float32", "--quick"]
+    )
+    for end in run_fresh(2, measure, measured):
+        assert end.exitcode == 0, end.traceback
+        printed = end.result.splitlines()
+        assert not printed or re.fullmatch(r"matmul_reduce_scatter +[\d.]+ +[\d.]+ +[\d.]+", printed[-1]), printed
+
+
+def test_bench_says_what_is_wrong() -> None:
+    for end in run_fresh(2, measure, command.parse(["matmul_all_reduce", "16", "16", "8", "--device", "cpu"]), True):
+        assert end.exitcode == 0, end.traceback
+        assert not end.result or "matmul_all_reduce, ours: wrong, inf of the allowed error" in end.result
+
+
+def measure(rank: int, world: int, args: argparse.Namespace, spoilt: bool = False) -> str:
+    if spoilt:
+        Ops.matmul_all_reduce = lambda self, out, A, B: None
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            assert launch(command.measure, args, limit_s=60) == int(spoilt)
+        except SystemExit as end:
+            assert spoilt and end.code == 1
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("arguments", [("bench", "ops")])

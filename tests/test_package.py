@@ -14,6 +14,7 @@ import zipfile
 
 import iris
 from iris_tp import smollm2
+from iris_tp.bench.rows import CALLS
 import pytest
 
 from tests.processes import ROOT, patient
@@ -133,6 +134,15 @@ def test_the_demo_runs_where_there_is_no_checkout(installed: Path, tmp_path: Pat
     cache = str(tmp_path / "cache")
     ran = run(installed, tmp_path / "empty", "demo", "--ranks", "2", "--tokens", "4", "--engine", XDG_CACHE_HOME=cache)
     assert ran.returncode == 0 and ran.stdout.endswith("match: yes\n"), ran.stdout + ran.stderr
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_where_there_is_no_checkout(installed: Path, tmp_path: Path) -> None:
+    ran = run(installed, tmp_path, "bench", "--quick", "--device", "cpu")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert set(re.findall(r"^\w+(?= +[\d.]+ )", ran.stdout, re.MULTILINE)) == set(CALLS.values())
+    without = run(installed, tmp_path, "bench", "ops")
+    assert without.returncode == 2 and "benchmarks.ops is part of the source checkout" in without.stderr
 
 
 EXTRAS = "hf,demo,bench,vmem"

@@ -9,8 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
+from iris_tp.bench.team import Team  # noqa: E402
+
 from benchmarks import rma, rma_plots, rma_table  # noqa: E402
-from benchmarks.launch import Team  # noqa: E402
 from benchmarks.rma import Case  # noqa: E402
 from tests.harness import run_ranks  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402

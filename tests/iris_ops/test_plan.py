@@ -19,10 +19,10 @@ from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDU
 from iris_ops.staging import workspace_size
 from iris_ops.tile_times import tile_us
 from iris_ops.unfused import UNFUSED
+from iris_tp.bench.rows import CALLS
 import pytest
 import torch
 
-from benchmarks.shapes import CALLS
 from tests.harness import WORLDS, both, run_ranks
 from tests.iris_ops.calls import Call
 from tests.reference import FORMS, Case

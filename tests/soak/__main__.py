@@ -22,9 +22,10 @@ import traceback
 from typing import Any
 
 import iris  # noqa: F401  before triton on a machine without a GPU
+from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import launch, report, stress
+from benchmarks import report, stress
 from tests import harness
 import tests.layers  # noqa: F401  so that the server of ranks imports models' code
 from tests.processes import ENV_START, run_fresh
@@ -75,7 +76,7 @@ class Soak:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder, self.begin = args, folder, time.monotonic()
         self.end = self.begin + args.seconds - _STOPS_S
-        team = launch.Team(0, args.ranks, torch.device(args.device))
+        team = Team(0, args.ranks, torch.device(args.device))
         self.failures: list[str] = []
         self.written = report.describe_run(team, args) | {"cpus": os.cpu_count(), "seconds_asked": args.seconds}
         self.written |= {"timeout_s": args.timeout, "slack_s": faults.SLACK_S}
@@ -151,7 +152,7 @@ class Soak:
                  self.args.replays, "--seed", self.args.seed, "--out", here, "--name", "stress"]  # fmt: skip
         asked += ["--time-limit", round(limit_s / 3)] + ([] if gpu else ["--graph-calls", 20])
         options = stress.parse([str(each) for each in asked])
-        code = launch.launch(stress.run, options, limit_s)
+        code = launch(stress.run, options, limit_s)
         path = here / "stress.json"
         found = json.loads(path.read_text()) if path.exists() else {}
         kept = {key: found.get(key) for key in ("command", "cases", "calls", "replays", "deviating")}

@@ -11,10 +11,10 @@ from pathlib import Path
 import tempfile
 import time
 
+from iris_tp.bench.timing import Captured
 import pytest
 import torch
 
-from benchmarks.timing import Captured
 from tests.harness import UNDER_TORCHRUN, run_ranks
 from tests.processes import Ended
 from tests.soak import __main__ as soak

@@ -12,13 +12,15 @@ model: the device's, or the host's where issuing a call takes longer than runnin
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 import random
 import statistics
 import time
+from typing import Any
 
 import torch
 
-from benchmarks.launch import Team
+from .team import Team
 
 LEAD_CYCLES = 250_000  # about 130 µs on an H200: longer than the launch of a graph of some hundred nodes
 
@@ -56,7 +58,7 @@ class Captured:
     `work` refers to: it is the object to hold on to, `replay` too does.
     """
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, work: Callable[[], Any]) -> None:
         torch.cuda.synchronize()
         self.work, self.graph = work, torch.cuda.CUDAGraph()
         # Thread-local: NCCL's watchdog thread may query its events while this thread captures.
@@ -115,9 +117,9 @@ def interleave(team: Team, batches: dict[str, Batch], repeats: int) -> tuple[dic
         shuffled.shuffle(order)
         for name in order:
             if name not in failed:
-                sample, reason = team.attempt(lambda batch=batches[name]: _measure(team, batch))
-                if reason:
-                    failed[name] = reason
+                sample, reason = team.attempt(partial(_measure, team, batches[name]))
+                if sample is None:
+                    failed[name] = str(reason)
                 else:
                     samples[name].append(sample)
     timings = {}

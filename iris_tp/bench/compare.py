@@ -1,11 +1,12 @@
 """Who computes the same, one beside the other: checked first, then timed in turns."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from benchmarks.launch import Team
-from benchmarks.timing import INTERPRETED, QUICK, Budget, eager_batch, estimate_us, graph_batch, interleave
+from .team import Team
+from .timing import INTERPRETED, QUICK, Budget, eager_batch, estimate_us, graph_batch, interleave
 
 Call = Callable[[int], torch.Tensor]
 
@@ -23,9 +24,9 @@ def compare(
     """
     errors, batches, failed = {}, {}, {}
     for name, call in calls.items():
-        found, reason = team.attempt(lambda name=name, call=call: error(name, call))
-        if reason:
-            failed[name] = reason
+        found, reason = team.attempt(partial(error, name, call))
+        if found is None:
+            failed[name] = str(reason)
             continue
         errors[name] = team.slowest([found])[0]
         longest = team.slowest([estimate_us(team, call, inputs)])[0]  # every rank makes as many calls

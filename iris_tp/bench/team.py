@@ -15,7 +15,6 @@ from datetime import timedelta
 import faulthandler
 import os
 import re
-import socket
 import sys
 import time
 from typing import TypeVar
@@ -23,6 +22,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from ..launch import started
 
 T = TypeVar("T")
 STEP_SECONDS = 90
@@ -92,27 +93,17 @@ def launch(worker: Callable[[Team, argparse.Namespace], None], args: argparse.Na
     if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
         print(f"--ranks {args.ranks}: expected at most {torch.cuda.device_count()}, a GPU each", file=sys.stderr)
         return 2
-    context = mp.spawn(_start, (worker, args, _free_port()), nprocs=args.ranks, join=False)
     deadline = time.monotonic() + limit_s
     try:
-        while not context.join(timeout=1, grace_period=5):
-            if time.monotonic() > deadline:
-                print(f"benchmarks: the ranks have not ended after {limit_s:.0f} s", flush=True)
-                return 1
+        with started(_run, args.ranks, worker, args) as context:
+            while not context.join(timeout=1, grace_period=5):
+                if time.monotonic() > deadline:
+                    print(f"the ranks have not ended after {limit_s:.0f} s", flush=True)
+                    return 1
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         print(error, flush=True)
         return 1
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
     return 0
-
-
-def _start(rank: int, worker: Callable, args: argparse.Namespace, port: int) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.ranks, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    _run(worker, args)
 
 
 def _run(worker: Callable, args: argparse.Namespace) -> None:
@@ -130,9 +121,3 @@ def _run(worker: Callable, args: argparse.Namespace) -> None:
     dist.barrier()
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

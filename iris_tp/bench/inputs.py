@@ -10,12 +10,13 @@ element that nobody writes cannot pass.
 
 from collections.abc import Callable
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import Team
-from benchmarks.shapes import Row
+from .rows import Row
+from .team import Team
 
 Call = Callable[[int], torch.Tensor]  # runs the op on copy i, gives its output
 
@@ -27,7 +28,7 @@ class Inputs:
         self.row, self.team, self.dtype = row, team, dtype
         self.copies = copies or self._copies()
         generator = torch.Generator(team.device).manual_seed(hash((row.M, row.N, row.K, team.rank)) % 2**31)
-        random = {"generator": generator, "device": team.device, "dtype": dtype}
+        random: dict[str, Any] = {"generator": generator, "device": team.device, "dtype": dtype}
         rows, columns = row.a_shape(team.rank, team.world)
         # The rows that a short part lacks are there in memory: collectives that want equal parts send them too.
         self.padded = [torch.randn(row.a_shape(0, team.world), **random) for _ in range(self.copies)]

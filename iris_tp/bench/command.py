@@ -1,0 +1,118 @@
+"""`iris-tp bench`: an op of the library beside torch's product and collective, on this machine, checked and timed.
+
+    iris-tp bench                                            all four ops, at sizes that this machine can take
+    iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4
+
+The sizes are those of `iris-tp plan`. Both read the same random inputs, of which several copies take turns, so that no
+weights are left in a GPU's cache from the call before; both are checked against a higher precision before they are
+timed, in turns, as CUDA graphs on GPUs and call by call on CPUs. There the interpreter's time says nothing of a GPU's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import torch
+
+from . import separate
+from .compare import budget_of, compare
+from .inputs import Inputs
+from .rows import CALLS, Row
+from .team import Team, launch
+
+IN_CHECKOUT = ("ops", "step", "fp8", "chain", "rma", "ccl", "all_scatter", "llm", "stress", "litmus", "timeline")
+ALONE = "product alone"
+_SIZES = {"cuda": (2048, 8192, 2048), "cpu": (32, 64, 64)}
+_LIMIT_S = 600.0
+
+
+def main(argv: list[str]) -> int:
+    return launch(measure, parse(argv), limit_s=_LIMIT_S)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "iris-tp bench",
+        description=__doc__.splitlines()[0].partition(": ")[2],
+        epilog="A checkout also has benchmarks with options of their own: " + ", ".join(IN_CHECKOUT),
+    )
+    parser.add_argument("op", nargs="?", choices=CALLS.values(), help="default: all four")
+    for size, help in (
+        ("M", "rows of the whole result"),
+        ("N", "columns of it"),
+        ("K", "depth that one rank multiplies"),
+    ):
+        parser.add_argument(size, type=int, nargs="?", help=help)
+    parser.add_argument("--ranks", type=int, help="default: the GPUs, or two CPU ranks")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--heap-gib", type=float, help="symmetric heap of a rank; default 4, on CPUs 0.25")
+    parser.add_argument("--quick", action="store_true", help="a third of the time")
+    args = parser.parse_args(argv)
+    sizes = [args.M, args.N, args.K]
+    if None in sizes and sizes != [None] * 3:
+        parser.error("expected M, N and K, or none of them")
+    if any(size is not None and size < 1 for size in sizes):
+        parser.error(f"M, N, K are {args.M}, {args.N}, {args.K}; expected sizes from 1 on")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU")
+    if args.ranks is None:
+        args.ranks = torch.cuda.device_count() if args.device == "cuda" else 2
+    if args.ranks < 1:
+        parser.error(f"--ranks is {args.ranks}; expected 1 or more")
+    if args.M is None:
+        args.M, args.N, args.K = _SIZES[args.device]
+    args.heap_gib = args.heap_gib or (4 if args.device == "cuda" else 0.25)
+    return args
+
+
+def measure(team: Team, args: argparse.Namespace) -> None:
+    """On each rank; the first prints a table, and what failed or is wrong."""
+    import iris
+
+    torch.backends.cuda.matmul.allow_tf32 = False  # the reference is float32 proper
+    where = torch.cuda.get_device_name() if team.cuda else "CPU, in Triton's interpreter"
+    how = "CUDA graphs" if team.cuda else "one call after the other"
+    team.say(f"iris-tp {iris.__version__}, torch {torch.__version__}, {team.world} x {where}, {args.dtype}")
+    team.say(f"M, N, K = {args.M}, {args.N}, {args.K}; us a call, median, slowest rank; {how}")
+    names = ["ours", separate.name(team), ALONE]
+    team.say(_line("", names))
+    notes = []
+    with iris.iris(int(args.heap_gib * 2**30)) as ctx:
+        for op, call in CALLS.items():
+            if args.op in (None, call):
+                found = _compared(ctx, Row(op, args.M, args.N, args.K), team, args)
+                us = found["us"]
+                team.say(_line(call, [f"{us[name]:.1f}" if name in us else "-" for name in names]))
+                notes += [f"{call}, {name}: {reason}" for name, reason in found["failed"].items()]
+                errors = found["errors"].items()
+                notes += [
+                    f"{call}, {name}: wrong, {error:.3g} of the allowed error" for name, error in errors if error > 1
+                ]
+    for note in notes:
+        team.say(note)
+    if notes:
+        raise SystemExit(1)
+
+
+def _line(first: str, cells: list[str]) -> str:
+    return f"{first:22}" + "".join(f"{cell:>16}" for cell in cells)
+
+
+def _compared(ctx: Any, row: Row, team: Team, args: argparse.Namespace) -> dict[str, dict]:
+    """What `compare` finds of one op."""
+    inputs = Inputs(row, team, getattr(torch, args.dtype))
+    rows, columns = inputs.out_shape
+    # as large on every rank, though a last part may be short
+    memory = ctx.empty(math.prod(row.out_shape(0, team.world)), dtype=inputs.dtype)
+    out, op = memory[: rows * columns].view(rows, columns), getattr(ctx.ops, CALLS[row.op])
+
+    def ours(i: int) -> torch.Tensor:
+        op(out, inputs.A[i], inputs.B[i])
+        return out
+
+    calls = {"ours": ours, separate.name(team): separate.PREPARE[row.op](inputs), ALONE: separate.product(inputs)}
+    budget = budget_of(team, args.quick)
+    return compare(team, calls, lambda name, call: inputs.check(call, name == ALONE), inputs.copies, budget)
