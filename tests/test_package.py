@@ -145,6 +145,18 @@ def test_the_benchmark_runs_where_there_is_no_checkout(installed: Path, tmp_path
     assert without.returncode == 2 and "benchmarks.ops is part of the source checkout" in without.stderr
 
 
+def test_recipes_of_images_are_shell_and_install_what_the_demo_needs() -> None:
+    docker, apptainer = (ROOT / "docker/Dockerfile").read_text(), (ROOT / "apptainer/iris-tp.def").read_text()
+    steps = re.findall(r"^RUN (.*?[^\\\\])$", docker, re.MULTILINE | re.DOTALL)
+    steps.append(re.search(r"^%post\n(.*?)^%", apptainer, re.MULTILINE | re.DOTALL)[1])
+    assert len(steps) == 4
+    for step in steps:
+        assert subprocess.run(["sh", "-n"], input=step, text=True, capture_output=True).stderr == ""
+    for recipe in (docker, apptainer):
+        assert smollm2.INSTALL.split()[-1] in recipe and "[hf,demo]" in recipe
+    assert re.search(r"^USER (?!0|root)", docker, re.MULTILINE)
+
+
 EXTRAS = "hf,demo,bench,vmem"
 
 
