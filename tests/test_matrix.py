@@ -1,0 +1,30 @@
+"""That docs/installation.md shows what the results say, and that the pairs are those that torch requires."""
+
+import json
+
+from iris_tp.doctor import TRITON_OF_TORCH, _release
+import pytest
+
+from tests import matrix
+
+
+@pytest.mark.parametrize("name, path, made", [
+    ("matrix", matrix.RESULTS, matrix.rendered),
+    ("triton_versions_h200_x2", matrix.TIMES, matrix.timed),
+])  # fmt: skip
+def test_the_page_shows_the_results(name: str, path, made) -> None:
+    shown = {found[2]: found[0] for found in matrix._MARKED.finditer(matrix.PAGE.read_text())}
+    assert made(json.loads(path.read_text())) in shown[name]
+
+
+@pytest.mark.parametrize("pair", matrix.PAIRS, ids=lambda pair: pair.name)
+def test_pairs_are_those_that_torch_requires(pair: matrix.Pair) -> None:
+    assert TRITON_OF_TORCH[_release(pair.torch)[:2]] == _release(pair.triton)[:2]
+
+
+def test_newest_and_oldest_are_pairs() -> None:
+    """What CI installs: `requirements/newest.txt` and, quickly, the second of the pairs."""
+    for name, pair in (("newest", matrix.PAIRS[-1]), ("oldest", matrix.PAIRS[1])):
+        wanted = (matrix.ROOT / "requirements" / f"{name}.txt").read_text()
+        assert f"torch=={pair.torch}" in wanted
+        assert f"triton=={pair.triton}" in wanted or f"triton~={pair.triton}" in wanted
