@@ -132,10 +132,16 @@ def has_warp_roles(dev: torch.device) -> bool:
 @functools.cache
 def beside(dev: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that begins by `arch.follow()`: from Hopper on, programmatic dependent launch."""
+    able = dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev) >= (9, 0)
+    return {"launch_pdl": True} if able else {}
+
+
+@functools.cache
+def launch_options(dev: torch.device) -> dict[str, bool]:
+    """Those of `beside`, and that products and sums become one instruction, whatever triton's default is."""
     from .triton_private import FUSED
 
-    able = dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev) >= (9, 0)
-    return FUSED | ({"launch_pdl": True} if able else {})
+    return FUSED | beside(dev)
 
 
 def timeout_s() -> float:

@@ -123,7 +123,7 @@ def _rounding(out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> tuple
     """Arguments and options of a launch."""
     block = min(_AT_ONCE[x.shape[0] > _FEW], triton.next_power_of_2(x.shape[1]))
     args = dict(inp=x, out=out, scales=scales, columns=x.shape[1], stride_in=x.stride(0), BLOCK=block)
-    return args, dict(num_warps=max(4, block // 1024), **platform.beside(x.device))
+    return args, dict(num_warps=max(4, block // 1024), **platform.launch_options(x.device))
 
 
 def product(

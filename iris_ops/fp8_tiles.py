@@ -78,5 +78,5 @@ def multiply(
     grid = min(programs, triton.cdiv(M, m) * triton.cdiv(N, n))
     fp8_tiles_kernel[(grid,)](
         a, b, row_scales, scale, bias, out, M, N, K, out.stride(0), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
-        HAS_BIAS=bias is not None, num_warps=warps, num_stages=stages, **platform.beside(rows.device),
+        HAS_BIAS=bias is not None, num_warps=warps, num_stages=stages, **platform.launch_options(rows.device),
     )  # fmt: skip

@@ -54,7 +54,7 @@ def gate(out: torch.Tensor, both: torch.Tensor) -> None:
         grid = (triton.cdiv(rows, block_m) * triton.cdiv(N, block_n),)
         gate_kernel[grid](
             both, out, rows, N, both.stride(0), out.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
-            **platform.beside(out.device),
+            **platform.launch_options(out.device),
         )  # fmt: skip
 
 

@@ -171,13 +171,13 @@ def step_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask.stride(0),
         WHOLE=parts == 1, GROUPS=rows, DIM=padded, BLOCK=block,
         SCAN=min(_MOST_SCANNED, triton.next_power_of_2(stretch)), num_warps=_WARPS, num_stages=stages,
-        **platform.beside(q.device),
+        **platform.launch_options(q.device),
     )  # fmt: skip
     if parts > 1:
         columns = min(padded, _COLUMNS)
         weigh_kernel[(batch * heads, triton.cdiv(dim, columns))](
             stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), COLUMNS=columns, num_warps=4,
-            **platform.beside(q.device),
+            **platform.launch_options(q.device),
         )  # fmt: skip
     return out
 

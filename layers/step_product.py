@@ -231,7 +231,7 @@ def step_product(
     step_product_kernel[grid](
         a, b, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_A=tma_a, TMA_B=tma_b,
-        SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.beside(x.device),
+        SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.launch_options(x.device),
     )  # fmt: skip
     return out
 

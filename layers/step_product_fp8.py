@@ -73,5 +73,5 @@ def multiply(
     step_product_fp8_kernel[(grid if launched else 0,)](
         scales=scale, bias=bias, squares=squares, out=out, M=rows.shape[0], N=N, K=rows.shape[1], spans=spans,
         eps=eps, HAS_BIAS=bias is not None, GATED=gated, SPANS=triton.next_power_of_2(spans), T=T, STAGES=stages,
-        **fp8_rows.operands(rows, weight.t()), num_warps=fp8_rows.WARPS, **platform.beside(rows.device),
+        **fp8_rows.operands(rows, weight.t()), num_warps=fp8_rows.WARPS, **platform.launch_options(rows.device),
     )  # fmt: skip

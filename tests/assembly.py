@@ -218,7 +218,7 @@ def unbounded_waits(kernel: Kernel) -> list[str]:
     clocks = kernel.count(r"%globaltimer;|\bs_memrealtime\b")
     if kernel.name.removesuffix("_folded") in EXCHANGES:  # what is polled is data, by loads of several words
         return [f"{clocks} looks at the clock"] if clocks < 2 else []
-    looks = kernel.count(r"\bld\.global\.sys\.acquire|^\s*global_load_dword .*sc0 sc1")
+    looks = kernel.count(r"\bld\.global\.sys\.acquire") + len(hip_acquires(kernel))
     return [f"{looks} acquires and {clocks} looks at the clock"] if clocks < looks else []
 
 
@@ -257,6 +257,28 @@ def unguarded_hand_overs(kernel: Kernel) -> list[str]:
 # --- AMD -------------------------------------------------------------------------------------------------------------
 
 
+def hip_acquires(kernel: Kernel) -> list[str]:
+    """Looks at what peers signal: loads, or the additions of 0 that they are written as, which triton 3.9 leaves so."""
+    lines = kernel.lines
+    return [
+        line
+        for index, line in enumerate(lines)
+        if re.match(r"global_(load_dword|atomic_add) .*sc0 sc1", line)
+        and "buffer_inv sc0 sc1" in lines[index + 1 : index + 4]
+        and not _released(lines[:index])
+    ]
+
+
+def _released(lines: list[str]) -> bool:
+    """Whether a write-back to the system stands behind the last store or label of these."""
+    for before in reversed(lines):
+        if before.startswith("buffer_wbl2 sc0 sc1"):
+            return True
+        if re.match(r"(global|flat|buffer)_(store|atomic)|\.LBB", before):
+            return False
+    return False
+
+
 def undrained_signals(kernel: Kernel) -> list[str]:
     """Signals to peers without, in this order and nothing stored in between: all stores drained, the program's barrier,
     the write-back to the system, the atomic. A program of one wave has no barrier.
@@ -266,6 +288,8 @@ def undrained_signals(kernel: Kernel) -> list[str]:
     for index, line in enumerate(lines):
         if not re.match(r"global_atomic_(swap|add) .* sc1", line):
             continue
+        if "sc0 sc1" in line and not _released(lines[:index]):
+            continue  # a look, see `hip_acquires`
         missing = ["buffer_wbl2 sc0 sc1", *barrier, "s_waitcnt vmcnt(0)"]
         for before in reversed(lines[:index]):
             if missing and before.startswith(missing[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 import re
 
 from iris_ops.matmul_all_gather_roles import matmul_all_gather_roles_kernel
@@ -72,6 +73,10 @@ def test_the_checks_see_broken_kernels(compiled, target: str, name: str, cuda_ch
     check = cuda_check if target in CUDA else hip_check
     if check is None:
         assert not kernel.count("buffer_wbl2 sc0 sc1")  # the write-back that undrained_signals looks for
+    elif name in ("no_barrier", "late_store") and target in CUDA and not check(kernel):
+        # from 3.9 on triton puts a barrier before each release itself
+        barriers = re.compile(r"^\s*bar\.sync.*\n", re.MULTILINE)
+        assert barriers.search(kernel.text) and check(replace(kernel, text=barriers.sub("", kernel.text)))
     else:
         assert check(kernel), kernel.text
 

@@ -13,6 +13,7 @@ import iris  # noqa: F401  (before triton: it may set up the interpreter)
 from iris_ops import fp8_rows
 import pytest
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
 from tests.assembly import (
     AMONG_PROGRAMS,
@@ -105,7 +106,7 @@ def test_the_assembler_moves_nothing_before_the_wait(compiled, tmp_path: Path, n
     text = compiled("sm_90")[name].text
     source, binary = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
     source.write_text(text)
-    ptxas, nvdisasm = triton.knobs.nvidia.ptxas.path, triton.knobs.nvidia.nvdisasm.path
+    ptxas, nvdisasm = get_ptxas(90).path, triton.knobs.nvidia.nvdisasm.path
     target = re.search(r"^\.target (\w+)", text, re.MULTILINE)[1]
     subprocess.run([ptxas, "-arch", target, source, "-o", binary], check=True)
     code = subprocess.run([nvdisasm, "-c", binary], check=True, capture_output=True, text=True).stdout
@@ -284,7 +285,7 @@ def registers(kernel, folder: Path) -> int:
     """Of a thread, by the assembler."""
     source = folder / "kernel.ptx"
     source.write_text(kernel.text)
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch", "sm_90a", source, "-o", folder / "kernel.cubin"]
+    command = [get_ptxas(90).path, "-v", "-arch", "sm_90a", source, "-o", folder / "kernel.cubin"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return int(re.search(r"Used (\d+) registers", said)[1])
 

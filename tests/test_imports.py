@@ -94,14 +94,14 @@ def _of_triton(path: Path) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("package", ["iris", "iris_ops", "layers"])
 def test_each_launch_says_whether_products_and_sums_are_fused(package: str) -> None:
-    """By `**FUSED`, by the options of `platform.beside` or `_rounding`, which have it, or by `repeat.launch`."""
+    """By `**FUSED`, by `platform.launch_options` or `_rounding`, which have it, or by `repeat.launch`."""
     wrong = []
     for path in sorted((ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Subscript) and ast.unparse(called.value).endswith("kernel"):
                 spread = [ast.unparse(each.value) for each in node.keywords if each.arg is None]
-                if not any(word in each for each in spread for word in ("FUSED", "platform.beside", "options")):
+                if not any(word in each for each in spread for word in ("FUSED", "platform.launch_options", "options")):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong, "\n".join(wrong)
 

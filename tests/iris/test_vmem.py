@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import time
 
 import iris
@@ -65,9 +66,10 @@ def test_memory_is_reserved_made_passed_on_mapped_and_found_again(world_size):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the bindings come with CUDA")
-def test_missing_bindings_say_how_to_install_them():
+def test_missing_bindings_say_how_to_install_them(monkeypatch):
     from iris.memory.cuda_pages import CudaPages
 
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # GPU builds of torch bring them along
     with pytest.raises(errors.PlatformError, match=r"pip install 'iris-tp\[vmem\]'"):
         CudaPages(torch.device("cuda", 0))
 
