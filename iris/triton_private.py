@@ -148,6 +148,19 @@ def direct_launch(compiled: Any, device: torch.device, has_descriptors: bool) ->
         return f"triton {triton.__version__} has another launcher than 3.6 to 3.9 ({error!r})"
 
 
+def direct_launch_lacks() -> list[str]:
+    """What `direct_launch` reads of triton's launcher for NVIDIA GPUs and this triton has not; no GPU is asked."""
+    try:
+        from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
+    except ImportError as error:
+        return [str(error)]
+    wanted = {"launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"}
+    lacking = sorted(wanted - {*CudaLauncher.__init__.__code__.co_names})
+    if len(inspect.signature(make_tensordesc_arg).parameters) not in (2, 3):
+        lacking.append("make_tensordesc_arg of two or three arguments")
+    return lacking
+
+
 def _as_one(arguments: list) -> tuple:
     return (tuple(arguments),)
 

@@ -51,7 +51,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything there is to say about this machine and this environment."""
-    checks = [versions, pair, gpus, peers, links, virtual_memory, memory, environment]
+    checks = [versions, pair, launcher, gpus, peers, links, virtual_memory, memory, environment]
     if importlib.util.find_spec("torch") is None:
         checks = [versions, pair, memory, environment]
     return [finding for check in checks for finding in check()]
@@ -131,6 +131,20 @@ def pair() -> Iterator[Finding]:
     if other and other != _release(triton)[:2]:
         what = f"torch {torch}, a build for CPUs, beside triton {triton}: GPU builds of it require {_dotted(other)}"
         yield Finding(NOTE, what, f"pip install 'triton=={_dotted(other)}.*'  (to test what GPUs run)")
+
+
+def launcher() -> Iterator[Finding]:
+    """Whether a kernel that was launched before can be launched past triton's look-up."""
+    try:
+        from iris.triton_private import direct_launch_lacks
+    except ImportError as error:
+        yield Finding(FIX, f"iris cannot be imported: {error}", "mend what stands above first")
+        return
+    if lacking := direct_launch_lacks():
+        what = f"triton {_installed('triton')} has another launcher ({', '.join(lacking)}): some 50 us more a launch"
+        yield Finding(NOTE, what, "pip install the triton that torch requires")
+    else:
+        yield Finding(OK, "kernels that were launched before are launched directly")
 
 
 def _pair_remedy(requirement: str, wanted: tuple[int, ...]) -> str:

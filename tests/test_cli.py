@@ -271,6 +271,16 @@ def test_doctor_finds_the_triton_of_rocm(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not list(doctor.pair()), "that there is none is said of the versions"
 
 
+def test_doctor_sees_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = doctor.launcher()
+    assert found.level == doctor.OK, found
+    from triton.backends.nvidia import driver
+
+    monkeypatch.setattr(driver, "CudaLauncher", type("CudaLauncher", (), {"__init__": lambda self: None}))
+    (found,) = doctor.launcher()
+    assert found.level == doctor.NOTE and "launch_pdl" in found.what and "50 us" in found.what
+
+
 def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     for name in [name for name in os.environ if name.startswith("IRIS_")]:
         monkeypatch.delenv(name)
@@ -339,7 +349,7 @@ def test_doctor_looks_for_the_driver_s_bindings(
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     monkeypatch.setattr(doctor, "_broken", lambda module: broken)
-    for other in ("versions", "pair", "gpus", "peers", "links", "memory", "environment"):
+    for other in ("versions", "pair", "launcher", "gpus", "peers", "links", "memory", "environment"):
         monkeypatch.setattr(doctor, other, list)
     (finding,) = doctor.examine()
     if said is None:
