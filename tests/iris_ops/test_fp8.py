@@ -368,7 +368,7 @@ def arguments_body(ctx: iris.Iris) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "num_programs", lambda device: 132)
-        patch.setattr(platform, "beside", lambda device: {"launch_pdl": True})
+        patch.setattr(platform, "launch_options", lambda device: {"launch_pdl": True})
         patch.setattr(step_product_fp8, "step_product_fp8_kernel", Kernel())
         for (M, N, K), tiles, grid, stages in PLACED:
             A, B, scales, bias = operands(ctx, M, N, K, True, BF16)
