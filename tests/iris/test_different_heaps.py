@@ -7,9 +7,7 @@ import threading
 
 import iris
 from iris.barrier import DeviceBarrier
-from iris.ccl import Config
 from iris.errors import ArgumentError, DtypeError, NotSymmetricError, ThreadError
-from iris_ops import FusedConfig
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ from tests.harness import UNDER_TORCHRUN, WORLDS, run_ranks
 from tests.processes import run_fresh
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
-BLOCKS = FusedConfig(32, 32, 32, num_warps=4)
 
 
 def run(world: int, body, *args) -> None:
@@ -121,70 +118,6 @@ def unshifted(rank: int, world: int) -> None:
 
 def test_workspaces_are_not_shifted() -> None:
     run(2, unshifted)
-
-
-# --- results at different places -------------------------------------------------------------------------------------
-
-
-def reduce_in(ctx: iris.Iris, out: torch.Tensor) -> None:
-    ctx.ops.matmul_all_reduce(out, torch.ones(64, 32), torch.ones(32, 64), config=BLOCKS)
-
-
-def gather_in(ctx: iris.Iris, out: torch.Tensor) -> None:
-    ctx.ops.matmul_all_gather(out, torch.ones(64 // ctx.num_ranks, 32), torch.ones(32, 64), config=BLOCKS)
-
-
-def collective(op: str, config: Config, rows: int = 64):
-    def call(ctx: iris.Iris, out: torch.Tensor) -> None:
-        getattr(ctx.ccl, op)(out, torch.ones(rows, 64), config=config)
-
-    return call
-
-
-OUT_WRITERS = {
-    "matmul_all_reduce": reduce_in,
-    "matmul_all_gather": gather_in,
-    "all_reduce, two shots": collective("all_reduce", Config(protocol="flags", all_reduce_variant="two_shot")),
-    "all_reduce, ring": collective("all_reduce", Config(all_reduce_variant="ring")),
-    "all_reduce, two rings": collective("all_reduce", Config(all_reduce_variant="ring", all_reduce_num_rings=2)),
-    "all_gather": collective("all_gather", Config(protocol="flags"), 32),
-    "all_to_all": collective("all_to_all", Config(protocol="flags")),
-}
-
-
-def elsewhere(rank: int, world: int, which: str, outside: bool) -> None:
-    ctx = iris.iris(1 << 24)
-    places = [ctx.full((64, 64), -7.0) for _ in range(3)]
-    call = OUT_WRITERS[which]
-    for out in places[:2]:
-        call(ctx, out)  # right where it is the same
-        assert not (out == -7).any()
-        ctx.barrier()
-        out.fill_(-7)
-    ctx.barrier()
-    mine = min(rank, 1)  # so of three ranks two agree
-    out = places[mine]
-    if outside and rank == 1:
-        out = torch.full((64, 64), -7.0)
-    with pytest.raises(
-        NotSymmetricError, match=r"out lies \d+ bytes from the beginning of the heap on rank \d and else"
-    ):
-        call(ctx, out)
-        ctx.check()
-    for number, place in enumerate(places):
-        assert number == mine or (place == -7).all(), "written by a peer"
-    os._exit(0)
-
-
-@pytest.mark.parametrize("outside", [False, True], ids=["another tensor", "outside the heap"])
-@pytest.mark.parametrize("which", OUT_WRITERS)
-def test_results_at_different_places_are_found(which: str, outside: bool) -> None:
-    run(2, elsewhere, which, outside)
-
-
-@pytest.mark.parametrize("which", ["matmul_all_reduce", "all_reduce, two shots"])
-def test_a_result_at_another_place_on_one_rank_of_three_is_found_on_all(which: str) -> None:
-    run(3, elsewhere, which, False)
 
 
 # --- parts whose sizes differ ----------------------------------------------------------------------------------------
