@@ -9,6 +9,8 @@ folder that is named at the end if anything did.
 import argparse
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+import math
 import os
 from pathlib import Path
 import re
@@ -20,11 +22,16 @@ import time
 from iris import platform
 import torch
 
-# Seconds that a test takes there, about, most of them for compilation; and what a share should take.
-_SECONDS = {"test_ccl.py": 16, "test_warp_roles.py": 20, "test_fuzz.py": 13, "test_compile.py": 10, "test_ops.py": 5}
+# Seconds that a test takes there, about, most of them for compilation; and what a share should take beside its start.
+_SECONDS = {
+    "test_warp_roles.py": 26, "test_compile.py": 21, "test_fuzz.py": 20, "test_step_norms.py": 12, "test_ccl.py": 11,
+    "test_families.py": 10, "test_ops.py": 8, "test_repeat.py": 6, "test_sequence.py": 6, "test_ragged.py": 5,
+    "test_step_product.py": 0.6, "test_copy_engines.py": 0.6, "test_plan.py": 0.2, "test_malformed.py": 0.2,
+}  # fmt: skip
 _OTHERS, _SHARE_SECONDS = 2, 80
 # rounds, and waits of 0.3 s, need all ranks on their GPUs at the same time, offsets beyond 4 GiB a heap for themselves
 _ALONE = "test_litmus.py", "test_epoch.py", "test_far.py"
+_MOST_JOBS = 24
 _MOST_HEAP, _LEAST_SHARES = 16 << 30, 6  # a test that fails keeps its heap while the next one has its own
 _REASONS = 6  # lines of what went wrong, at most
 _GRACE_S = 60.0  # for torchrun, which kills ranks that do not end in 30
@@ -35,16 +42,30 @@ def parse() -> argparse.Namespace:
     gpus = torch.cuda.device_count()
     ranks = max(2, gpus) if platform.sharing_gpus() else gpus or 2
     parser.add_argument("--ranks", type=int, default=ranks, help="default: all GPUs, or two that share one")
-    parser.add_argument("--jobs", type=int, help="shares at a time; default: by CPU cores, at most 16")
+    parser.add_argument("--jobs", type=int, help="shares at a time; default: by CPU cores")
     parser.add_argument("--time-limit", type=float, default=900.0, help="seconds that a share may take")
     parser.add_argument("paths", nargs="*", default=["tests"], help="files or folders; default: all")
     args = parser.parse_args()
-    args.jobs = args.jobs or max(1, min(16, (os.cpu_count() or 1) // args.ranks))
+    # of a share's ranks one compiles while the others wait for what it compiles
+    args.jobs = args.jobs or max(1, min(_MOST_JOBS, 3 * (os.cpu_count() or 1) // (2 * args.ranks)))
     return args
 
 
-def shares(args: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """(file, share, of how many), those that take longest first."""
+@dataclass(frozen=True)
+class Share:
+    """Tests of one torchrun: of one file every `cut`-th, from the `number`-th on, or several files' own."""
+
+    seconds: float
+    files: tuple[str, ...]
+    number: int = 1
+    cut: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.files[0]} {self.number}/{self.cut}" if self.cut > 1 else ", ".join(self.files)
+
+
+def shares(args: argparse.Namespace) -> tuple[list[Share], list[Share]]:
+    """Those that may run beside others, which take longest first, and those that may not."""
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": "0"}  # as under torchrun
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", *args.paths]
     listed = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -52,18 +73,41 @@ def shares(args: argparse.Namespace) -> list[tuple[str, int, int]]:
         sys.exit(listed.stdout + listed.stderr)
     files = Counter(line.partition("::")[0] for line in listed.stdout.splitlines() if "::" in line)
     seconds = {file: count * _SECONDS.get(Path(file).name, _OTHERS) for file, count in files.items()}
-    cuts = {file: min(files[file], -(-seconds[file] // _SHARE_SECONDS)) for file in files}
-    longest = sorted(files, key=lambda file: -seconds[file] / cuts[file])
-    return [(file, share, cuts[file]) for file in longest for share in range(1, cuts[file] + 1)]
+    alone = tuple(file for file in files if file.endswith(_ALONE))
+    found: list[Share] = []
+    together: list[str] = []
+    for file in sorted(files.keys() - set(alone), key=lambda file: -seconds[file]):
+        cut = min(files[file], math.ceil(seconds[file] / _SHARE_SECONDS))
+        if cut > 1:
+            found += [Share(seconds[file] / cut, (file,), number, cut) for number in range(1, cut + 1)]
+        else:
+            together.append(file)
+    while together:  # the longest, and the shortest as long as there is room
+        taken = [together.pop(0)]
+        while together and sum(map(seconds.__getitem__, [*taken, together[-1]])) <= _SHARE_SECONDS:
+            taken.append(together.pop())
+        found.append(Share(sum(map(seconds.__getitem__, taken)), tuple(taken)))
+    found.sort(key=lambda share: -share.seconds)
+    return found, [Share(sum(map(seconds.__getitem__, alone)), alone)] if alone else []
 
 
-def run(args: argparse.Namespace, logs: Path, heap: int, file: str, share: int, cut: int) -> tuple[str, bool]:
+def run(args: argparse.Namespace, logs: Path, heap: int, share: Share) -> tuple[str, bool]:
     """The line that says what became of a share, and whether all went well."""
-    name = f"{file} {share}/{cut}" if cut > 1 else file
-    log = logs / f"{file.removesuffix('.py').replace('/', '-')}-{share}.txt"
-    environment = os.environ | {"IRIS_TEST_SHARE": f"{share}/{cut}", "IRIS_TEST_HEAP": str(heap)}
+    log = logs / f"{share.files[0].removesuffix('.py').replace('/', '-')}-{share.number}.txt"
+    environment = os.environ | {"IRIS_TEST_SHARE": f"{share.number}/{share.cut}", "IRIS_TEST_HEAP": str(heap)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-    command += ["--no-python", sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", file]
+    command += [
+        "--no-python",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *share.files,
+    ]
     begin = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -83,7 +127,7 @@ def run(args: argparse.Namespace, logs: Path, heap: int, file: str, share: int, 
     if code and not failed:  # all tests passed, and then a rank did not end as it should
         failed = [f"exit code {code}", *[line for line in text.splitlines() if line.strip()][-_REASONS:]]
     outcome = f"not done after {args.time_limit:.0f} s" if code is None else found[0]
-    line = f"{name}: {outcome}, {time.monotonic() - begin:.0f} s"
+    line = f"{share}: {outcome}, {time.monotonic() - begin:.0f} s"
     return "\n    ".join([line, *failed]), code == 0
 
 
@@ -98,18 +142,20 @@ def heap_of(ranks: int, jobs: int) -> int:
 def main() -> int:
     args = parse()
     logs = Path(tempfile.mkdtemp(prefix="iris-gpu-tests-"))
-    todo, wrong = shares(args), 0
+    begin, wrong = time.monotonic(), 0
+    beside, alone = shares(args)
+    count = len(beside) + len(alone)
     where = "" if torch.cuda.is_available() else ", on CPUs, for no GPU is here"
-    print(f"{len(todo)} shares, {args.jobs} at a time, {args.ranks} ranks each{where}", flush=True)
-    alone = [each for each in todo if each[0].endswith(_ALONE)]
-    for several, jobs in (([each for each in todo if each not in alone], args.jobs), (alone, 1)):
+    print(f"{count} shares, {args.jobs} at a time, {args.ranks} ranks each{where}", flush=True)
+    for several, jobs in ((beside, args.jobs), (alone, 1)):
         with ThreadPoolExecutor(jobs) as pool:
             heap = heap_of(args.ranks, max(jobs, _LEAST_SHARES))
-            for done in as_completed([pool.submit(run, args, logs, heap, *each) for each in several]):
+            for done in as_completed([pool.submit(run, args, logs, heap, share) for share in several]):
                 line, well = done.result()
                 wrong += not well
                 print(line, flush=True)
-    print(f"{wrong} of {len(todo)} shares failed; their logs: {logs}" if wrong else "all passed")
+    ended = f"{wrong} of {count} shares failed; their logs: {logs}" if wrong else "all passed"
+    print(f"{ended}, {time.monotonic() - begin:.0f} s")
     return 1 if wrong else 0
 
 
