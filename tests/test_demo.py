@@ -1,4 +1,7 @@
-"""The demo's parts: the real GGUF converted without loss, the comparison, a short run of the whole."""
+"""The demo's parts: the real GGUF converted without loss, the comparison, a short run of the whole.
+
+What takes the real weights is slow; at each push `make test-matrix` runs the whole demo, from the wheel.
+"""
 
 import os
 from pathlib import Path
@@ -44,12 +47,14 @@ def test_conversion_leaves_only_the_finished_folder(cache: Path) -> None:
 
 
 @needs_gguf
+@pytest.mark.slow
 def test_conversion_is_done_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "convert", lambda *_: pytest.fail("converted again"))
     assert smollm2.checkpoint(cache) == cache / "SmolLM2-135M-Instruct"
 
 
 @needs_gguf
+@pytest.mark.slow
 def test_conversion_loses_nothing(cache: Path) -> None:
     """Weights whose rows transformers does not reorder are those that gguf itself reads, bit for bit."""
     from gguf import GGUFReader, dequantize
@@ -110,6 +115,7 @@ def test_compare_names_the_first_difference() -> None:
 
 
 @needs_gguf
+@pytest.mark.slow
 def test_demo_matches_the_unsplit_model(cache: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "examples.demo", "--engine", "--ranks", "2", "--tokens", "4"],

@@ -144,18 +144,18 @@ def test_results_at_different_places_are_found_out() -> None:
 def silent(rank: int, world: int) -> None:
     with iris.iris(1 << 24) as ctx:
         if rank == 1:
-            time.sleep(5)
+            time.sleep(3)
             with pytest.raises(ArgumentError, match="call number 1: an allocation on rank 0, a barrier on rank 1"):
                 ctx.barrier()
         else:
-            message = "rank 0 lost rank 1 before call number 1, an allocation: it did not come within 2 s"
+            message = "rank 0 lost rank 1 before call number 1, an allocation: it did not come within 1 s"
             with pytest.raises(PeerLostError, match=message):
                 ctx.zeros(4)
         os._exit(0)  # nobody is left to close the context with
 
 
 def test_a_rank_that_makes_no_call_is_named() -> None:
-    run(2, silent, timeout_s=2)
+    run(2, silent, timeout_s=1)
 
 
 def refused(rank: int, world: int) -> None:
@@ -311,7 +311,7 @@ def late(rank: int, world: int) -> None:
     """Rank 0 came first, gives up first, and ends: those that came a little later have lost rank 2 all the same."""
     ctx = iris.iris(1 << 20)
     ctx.barrier()
-    time.sleep((0, 1, 6)[rank])
+    time.sleep((0, 0.5, 4)[rank])
     if rank < 2:
         with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 2 before call number 2"):
             ctx.barrier()
@@ -319,4 +319,4 @@ def late(rank: int, world: int) -> None:
 
 
 def test_who_gives_up_later_names_the_same_rank() -> None:
-    run(3, late, timeout_s=3)
+    run(3, late, timeout_s=2)
