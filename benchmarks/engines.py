@@ -24,7 +24,7 @@ import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
-from iris import names
+from iris import registry
 from iris.errors import PlatformError
 from iris_tp.bench.team import Team
 import torch
@@ -175,8 +175,8 @@ class _Context:
     def __init__(self, ctx, name: str, ops: NcclOps):
         self.device, self.cur_rank, self.num_ranks, self.ops = ctx.device, ctx.cur_rank, ctx.num_ranks, ops
         self.ccl = SimpleNamespace(all_gather=dist.all_gather_into_tensor)
-        self.group_name = names.reserve(name)
-        names.add(self.group_name, self)
+        self.group_name = registry.reserve(name)
+        registry.add(self.group_name, self)
 
 
 _FEW = 4  # tokens from which on ranks share them on CPUs, where prompts are short
@@ -185,7 +185,7 @@ _FEW = 4  # tokens from which on ranks share them on CPUs, where prompts are sho
 def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
     """The same model split as it is by default; it shares its weights with `split`."""
     import layers
-    from layers.pretrained import _compute_buffers
+    from layers.checkpoint.load import _compute_buffers
 
     model = empty_model(copy.deepcopy(split.config), split.dtype)
     known = model.config.model_type in layers.sequence.KNOWN
@@ -199,9 +199,9 @@ def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
 
 def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
     """The same model with the weights that can be in fp8 rounded to it; it shares the others with `split`."""
-    from iris_ops import fp8
+    from iris_ops.fp8 import scaled_matmul
     import layers
-    from layers.pretrained import _compute_buffers
+    from layers.checkpoint.load import _compute_buffers
 
     model = empty_model(copy.deepcopy(split.config), split.dtype)
     least = _FEW if shared and ctx.device.type == "cpu" else shared
@@ -211,7 +211,7 @@ def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
         for key in list(module._parameters):
             setattr(module, key, getattr(whole, key))
         if takes_fp8(whole):
-            weight, scale = fp8.quantised(whole.weight)
+            weight, scale = scaled_matmul.quantised(whole.weight)
             module.weight, module.weight_scale = (nn.Parameter(each, requires_grad=False) for each in (weight, scale))
     _compute_buffers(model, ctx.device)
     return model.eval()
@@ -226,10 +226,10 @@ def takes_fp8(module: nn.Module) -> bool:
 
 def as_in_fp8(module: nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `in_fp8` makes of a parameter of a split model, in `dtype`."""
-    from iris_ops import fp8
+    from iris_ops.fp8 import scaled_matmul
 
     rounded = name == "weight" and takes_fp8(module)
-    return fp8.restored(*fp8.quantised(parameter), dtype) if rounded else parameter.to(dtype)
+    return scaled_matmul.restored(*scaled_matmul.quantised(parameter), dtype) if rounded else parameter.to(dtype)
 
 
 def config_of(name: str, depth: int | None = None):
@@ -252,7 +252,7 @@ def config_of(name: str, depth: int | None = None):
 def build(name: str, depth: int | None, ctx, dtype: torch.dtype) -> nn.Module:
     """A split model without shared tokens: random weights for a shape, the checkpoint's for a folder."""
     import layers
-    from layers.pretrained import _compute_buffers
+    from layers.checkpoint.load import _compute_buffers
 
     if Path(name).is_dir():
         if depth:
@@ -291,7 +291,7 @@ def draw(model: nn.Module, ctx) -> None:
 
 def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
     """The same model by transformers' tensor parallelism; it shares its weights with `split`."""
-    from layers.pretrained import _compute_buffers
+    from layers.checkpoint.load import _compute_buffers
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from transformers.distributed import tensor_parallel

@@ -17,11 +17,11 @@ import sys
 import time
 
 import iris
-from iris_ops import fp8, fp8_rows
+from iris_ops.fp8 import scaled_matmul, weight_stream
+from iris_ops.local import skinny_matmul
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import Budget
-from layers import step_product
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -61,7 +61,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         k //= team.world
         copies = max(2, min(16, ROTATED_BYTES // (2 * n * k))) if team.cuda else 2
         weights = [torch.randn(n, k, device=team.device).to(torch.bfloat16) for _ in range(copies)]
-        rounded = [fp8.quantised(weight) for weight in weights]
+        rounded = [scaled_matmul.quantised(weight) for weight in weights]
         for m in args.rows:
             if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
                 break
@@ -95,16 +95,18 @@ def calls_of(
         return out
 
     def local(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        most = fp8_rows.MOST_ROWS if scale is not None else step_product.most_rows(*size[1:], False, True, x.device)
-        if step_product.has_few_rows(x, most) and (scale is None or step_product.streams(weight.shape, x.device)):
-            return step_product.step_product(x, weight, None, scale)
-        return F.linear(x, weight) if scale is None else fp8.product(x, weight, scale, None)
+        most = (
+            weight_stream.MOST_ROWS if scale is not None else skinny_matmul.most_rows(*size[1:], False, True, x.device)
+        )
+        if skinny_matmul.has_few_rows(x, most) and (scale is None or skinny_matmul.streams(weight.shape, x.device)):
+            return skinny_matmul.step_product(x, weight, None, scale)
+        return F.linear(x, weight) if scale is None else scaled_matmul.product(x, weight, scale, None)
 
     ours = fused if ctx else local
     return {
         "bf16": lambda i: ours(weights[i], None),
         "fp8": lambda i: ours(*rounded[i]),
-        "rounding": lambda i: fp8.round_rows(x)[0],
+        "rounding": lambda i: scaled_matmul.round_rows(x)[0],
     }
 
 
@@ -114,7 +116,7 @@ def rivals_of(team: Team, largest: int, x: torch.Tensor, rounded: list[tuple]) -
     out = x.new_empty(size)
 
     def product(i: int, out: torch.Tensor) -> torch.Tensor:
-        rows, scale_rows = fp8.round_rows(x)
+        rows, scale_rows = scaled_matmul.round_rows(x)
         weight, scale = rounded[i]
         scales = dict(scale_a=scale_rows, scale_b=scale[None, :])
         return torch._scaled_mm(rows, weight.t(), **scales, out_dtype=x.dtype, out=out)

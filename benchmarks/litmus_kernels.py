@@ -13,10 +13,10 @@ Rounds carry numbers that never repeat, so nothing is reset, and they start wher
 """
 
 from iris.device import arch, rma  # before triton on a machine without a GPU
-from iris.device.bounded import healthy
 from iris.device.context import own_context
 from iris.device.function import device_function
 from iris.device.sync import signal, wait
+from iris.device.waits import healthy
 import triton
 import triton.language as tl
 

@@ -1,10 +1,10 @@
 """What a decoding step does between exchanges, on one GPU: `python -m benchmarks.step`, ours beside torch's.
 
-Products of few rows (`layers/step_product.py`), alone and with a gate, and attention over a static cache
-(`layers/step_attention.py`), each in CUDA graphs, with weights and caches that rotate, so that none is found in the L2
-cache: weights and the filled part of caches must be read once, so what counts is GB/s. Each is compared with float64
-first. torch's attention is there twice: with the mask that a static cache needs, and over the filled part alone,
-which a captured step cannot know. With several ranks each does the same on its GPU, and the slowest counts.
+Products of few rows (`iris_ops/local/skinny_matmul.py`), alone and with a gate, and attention over a static cache
+(`iris_ops/local/decode_attention.py`), each in CUDA graphs, with weights and caches that rotate, so that none is found
+in the L2 cache: weights and the filled part of caches must be read once, so what counts is GB/s. Each is compared with
+float64 first. torch's attention is there twice: with the mask that a static cache needs, and over the filled part
+alone, which a captured step cannot know. With several ranks each does the same on its GPU, and the slowest counts.
 """
 
 import argparse
@@ -15,10 +15,10 @@ import sys
 import time
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
+from iris_ops.local.decode_attention import step_attention
+from iris_ops.local.skinny_matmul import most_rows, step_product
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
-from layers.step_attention import step_attention
-from layers.step_product import most_rows, step_product
 import torch
 from torch.nn import functional as F
 

@@ -50,7 +50,7 @@ def true_logits(
 
     `convert` makes a wider parameter of each.
     """
-    from layers.cache import cache_name, static_cache
+    from layers.serving.cache import cache_name, static_cache
 
     torch.backends.cuda.matmul.allow_tf32 = False
     wide = torch.float64 if model.dtype == torch.float32 else torch.float32

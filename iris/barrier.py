@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import platform, repeat
+from . import platform
 from .device import sync
 from .errors import CaptureError
+from .launch import relaunch
 
 if TYPE_CHECKING:
     from .context import Iris
@@ -52,5 +53,5 @@ class DeviceBarrier:
             sent, arrived, _ = self.counts
             args = dict(words=ctx._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
                         passed=self.passed, digests=self._digests, digest=digest, WORLD_SIZE=ctx.num_ranks)  # fmt: skip
-            found = repeat.launch({}, ctx.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
+            found = relaunch.launch({}, ctx.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
             self._known[members] = table, digest, found and found.again

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import agreement, failures, graphed, names, platform, repeat, tensors
+from . import agreement, failures, platform, registry, tensors
 from .barrier import DeviceBarrier
-from .device import bounded
+from .device import waits
 from .device.context import HEADER, pack
 from .errors import (
     ArgumentError,
@@ -32,10 +32,11 @@ from .errors import (
 )
 from .group import Ranks
 from .heap import GRANULE, Heap
+from .launch import graphs, relaunch
+from .launch.streams import SideStream
 from .log import rank_logger
 from .memory import map_segment
 from .memory.offsets import rounded
-from .streams import SideStream
 from .tracing import Tracing
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Iris(tensors.TensorMethods):
             self._ranks.close()
             raise
         self.group_name = self._ranks.name  # by which compiled graphs find this context
-        names.add(self.group_name, self)
+        registry.add(self.group_name, self)
         self._closed = False
 
     def _make(self, heap_size: int, allocator: str) -> None:
@@ -116,7 +117,7 @@ class Iris(tensors.TensorMethods):
         # both in one block, for they are small
         memory = self._heap.reserve((DeviceBarrier.WORDS * self.num_ranks + 1,), torch.int32).zero_()
         self._barrier, self._status = DeviceBarrier(self, memory[:-1]), memory[-1:]
-        self._record = torch.zeros(bounded.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._record = torch.zeros(waits.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._record_view = self._record.numpy().data
         words = pack(
             self.cur_rank,
@@ -208,7 +209,7 @@ class Iris(tensors.TensorMethods):
             )
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
             raise ArgumentError(f"rank is {rank!r}; expected a rank from 0 to {self.num_ranks - 1}")
-        return repeat.alias(tensor, self._segment.bases[rank] - self._segment.bases[self.cur_rank])
+        return relaunch.alias(tensor, self._segment.bases[rank] - self._segment.bases[self.cur_rank])
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
@@ -227,8 +228,9 @@ class Iris(tensors.TensorMethods):
     def memory_pool(self) -> Iterator[None]:
         """`with ctx.memory_pool():` puts what torch allocates on the device in the block on the heap. Collective.
 
-        Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`). Raises `HeapExhausted`
-        when the heap is full, and `NotSymmetricError` at the end of a block whose tensors lie elsewhere on other ranks.
+        Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`). Raises
+        `HeapExhausted` when the heap is full, and `NotSymmetricError` at the end of a block whose tensors lie elsewhere
+        on other ranks.
         """
         self.check()
         if platform.is_capturing(self.device):
@@ -301,12 +303,12 @@ class Iris(tensors.TensorMethods):
         try:
             yield
         except PeerLostError:
-            waiter = bounded.WAITERS.index("an exchange of the hosts")
+            waiter = waits.WAITERS.index("an exchange of the hosts")
             lost = self._ranks.lost
             assert lost is not None  # as the error says
             for at, word in enumerate((waiter, self.cur_rank, lost, 0, 0), 1):
                 self._record_view[at] = word
-            self._record_view[0] = bounded.LOST.value
+            self._record_view[0] = waits.LOST.value
             raise
 
     def check(self) -> None:
@@ -336,7 +338,7 @@ class Iris(tensors.TensorMethods):
             raise ClosedError("this context was closed; make a new one with iris.iris()")
         self._check_thread()
         kind, waiter, rank, peer, expected, seen = self._record_view
-        if kind in (bounded.OUT_DIFFERS.value, bounded.HEAPS_DIFFER.value):
+        if kind in (waits.OUT_DIFFERS.value, waits.HEAPS_DIFFER.value):
             if not self._difference:
                 self._difference = failures.heaps_differ(self._ranks, self._heap, kind, waiter, peer, expected)
             raise NotSymmetricError(self._difference)
@@ -363,7 +365,7 @@ class Iris(tensors.TensorMethods):
 
     def _end(self) -> None:
         self._closed = True
-        names.remove(self.group_name)
+        registry.remove(self.group_name)
         if self._pool is not None:
             self._pool.close()
         self._ops = self._ccl = self._tracing = self._pool = None  # they hold heap memory
@@ -380,12 +382,12 @@ class Iris(tensors.TensorMethods):
         self._check_thread()
         if not self._record_view[0]:
             self._ranks.leave(error)
-            left = torch.full((1,), bounded.left_by(self.cur_rank), dtype=torch.int32)
+            left = torch.full((1,), waits.left_by(self.cur_rank), dtype=torch.int32)
             left = left.pin_memory() if self.device.type == "cuda" else left
             bases = self._segment.bases
             for rank in range(self.num_ranks):
                 if rank != self.cur_rank:
-                    theirs = repeat.alias(self._status, bases[rank] - bases[self.cur_rank])
+                    theirs = relaunch.alias(self._status, bases[rank] - bases[self.cur_rank])
                     theirs.copy_(left, non_blocking=True)
             platform.synchronize(self.device)
         self._end()
@@ -448,7 +450,7 @@ def _refusal(heap_size: Any) -> IrisError | None:
         return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
     try:
         agreement.wanted()
-        graphed.wanted()
+        graphs.wanted()
     except PlatformError as error:
         return error
     return None

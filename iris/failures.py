@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import platform
-from .device import bounded
+from .device import waits
 from .errors import PeerLostError
 from .group import Ranks
 from .heap import Heap, first_difference
@@ -14,8 +14,8 @@ _SAID_S = 10.0  # for a peer that has found a difference, too, to say what it ha
 def lost(kind: int, waiter: int, rank: int, peer: int, expected: int, seen: int) -> str:
     """Of a lost peer."""
     whom = f"rank {peer}" if peer != rank else "a rank that another of its own programs waits for"
-    call, void = bounded.WAITERS[waiter], "Results since then are void; end all ranks and start again."
-    if kind == bounded.LEFT.value:
+    call, void = waits.WAITERS[waiter], "Results since then are void; end all ranks and start again."
+    if kind == waits.LEFT.value:
         return f"rank {rank} lost {whom}, which left its context by an exception while {call} waited for it. {void}"
     if not expected:
         return f"rank {rank} lost {whom} in {call}. {void}"
@@ -37,9 +37,9 @@ def heaps_differ(ranks: Ranks, heap: Heap, kind: int, waiter: int, peer: int, pl
         blame = first_difference({rank: heap.allocations(), peer: theirs})
     except PeerLostError as error:
         blame = f"rank {peer} differs from rank {rank}; which allocation does is not known: {error}"
-    if kind == bounded.OUT_DIFFERS.value:
+    if kind == waits.OUT_DIFFERS.value:
         found = (
-            f"{bounded.WAITERS[waiter]}: out lies {place} bytes from the beginning of the heap on rank {rank} and "
+            f"{waits.WAITERS[waiter]}: out lies {place} bytes from the beginning of the heap on rank {rank} and "
             f"elsewhere on rank {peer}, and peers write it; expected the same allocation on all ranks"
         )
     else:

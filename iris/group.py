@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import names, platform
+from . import platform, registry
 from .channel import Channel, Message
 from .errors import ArgumentError, IrisError, PeerLostError, PlatformError
 from .meeting import gloo_watch, join_world
@@ -50,7 +50,7 @@ class Ranks:
                 self.group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.size = dist.get_world_size(self.group) if self.group else 1
-        self.name = names.reserve(self.group.group_name if self.group else "alone")
+        self.name = registry.reserve(self.group.group_name if self.group else "alone")
         if self.group is not None and self.size > 1:
             self._channel = Channel(
                 _store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit, gloo_watch(self.group, limit)

@@ -6,29 +6,30 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from iris import platform
-from iris.device.bounded import WAITERS
+from iris.device.waits import WAITERS
 import torch
 import triton
 
-from . import exchange_roles, few_rows_fp8, fp8_rows, roles_operands, scatter_roles, swap_roles
-from .all_gather_matmul import all_gather_matmul_kernel
 from .config import FusedConfig
-from .few_rows import few_rows_kernel
-from .few_rows_fp8 import few_rows_fp8_kernel
-from .few_rows_gather import few_rows_gather_kernel
-from .kinds import scatters, swaps, words_with_roles
-from .machine import machine_of
-from .matmul_all_gather import matmul_all_gather_kernel
-from .matmul_all_gather_roles import matmul_all_gather_roles_kernel
-from .matmul_reduce_scatter import reduce_scatter_kernel
-from .norm_ahead import AHEAD_NAMES
-from .operands import as_stored, operand, rows_operand
-from .predict import spread_us
+from .fp8 import lamport_stream, weight_stream
+from .fp8.lamport_stream import few_rows_fp8_kernel
+from .kernels.descriptors import as_stored, operand, rows_operand
+from .kernels.gather_matmul import all_gather_matmul_kernel
+from .kernels.hopper import lamport_pair, lamport_pair_scatter, lamport_two_shot, operands
+from .kernels.hopper.matmul_gather import matmul_all_gather_roles_kernel
+from .kernels.hopper.matmul_reduce import reduce_scatter_roles_kernel
+from .kernels.lamport_gather_matmul import few_rows_gather_kernel
+from .kernels.lamport_matmul import few_rows_kernel
+from .kernels.matmul_gather import matmul_all_gather_kernel
+from .kernels.matmul_reduce import reduce_scatter_kernel
+from .kernels.rmsnorm_epilogue import AHEAD_NAMES
+from .planning.kinds import scatters, swaps, words_with_roles
+from .planning.machine import machine_of
+from .planning.overlap_model import spread_us
+from .planning.tile_model import tile_us
+from .planning.waves import columns_together, cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
+from .planning.workspace_size import exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
-from .reduce_scatter_roles import reduce_scatter_roles_kernel
-from .rounds import columns_together, cut_tiles, early_tiles, gemm_tiles, shared_tiles, skew_steps
-from .staging import exchange_ld, exchanged_part, gathered_part, pieces, staged, tiles_of
-from .tile_times import tile_us
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -129,7 +130,7 @@ def _reduce_scatter(
         **_common(ctx, workspace.sync, problem, config, out),
     )
     step = cols if by_cols else 0
-    if roles_operands.serve(config, A, B, out, step):
+    if operands.serve(config, A, B, out, step):
         return reduce_scatter_roles_kernel, *_roles(ctx, workspace, problem, config, args | _NO_SCALES, A, B, bias)
     args |= dict(stagger=platform.ticks(config.stagger_us * 1e-6), **_product(out, A, B, bias, config, n_step=step))
     return reduce_scatter_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args
@@ -152,7 +153,7 @@ def _roles(
         spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
         SHARED=shared > 0,
     )
-    return grid, args | own | roles_operands.arguments(A, B, bias, config)
+    return grid, args | own | operands.arguments(A, B, bias, config)
 
 
 def _few_rows(
@@ -172,20 +173,20 @@ def _few_rows(
         part_rows=rows,
         **_common(ctx, workspace.exchange_sync, problem, config, out),
     )
-    if words_with_roles(problem, config) and roles_operands.serve(config, A, B, out):
+    if words_with_roles(problem, config) and operands.serve(config, A, B, out):
         args |= dict(
             spread=platform.ticks(spread_us(problem, config, machine_of(ctx.device)) * 1e-6),
-            **roles_operands.arguments(A, B, bias, config),
+            **operands.arguments(A, B, bias, config),
         )
         if swaps(problem, config):
             stagger = platform.ticks(config.stagger_us * 1e-6)
-            args |= dict(GROUP_M=config.group_m, PLACES=swap_roles.PLACES, stagger=stagger)
-            return swap_roles.swap_roles_kernel, grid, args
+            args |= dict(GROUP_M=config.group_m, PLACES=lamport_pair.PLACES, stagger=stagger)
+            return lamport_pair.swap_roles_kernel, grid, args
         if scatters(problem, config):
-            args |= dict(PLACES=swap_roles.PLACES, group=columns_together(problem, config, grid[0]))
-            return scatter_roles.scatter_roles_kernel, grid, args
-        args |= exchange_roles.layouts(config.block_m, config.block_n, w)
-        return exchange_roles.exchange_roles_kernel, grid, args
+            args |= dict(PLACES=lamport_pair.PLACES, group=columns_together(problem, config, grid[0]))
+            return lamport_pair_scatter.scatter_roles_kernel, grid, args
+        args |= lamport_two_shot.layouts(config.block_m, config.block_n, w)
+        return lamport_two_shot.exchange_roles_kernel, grid, args
     exchange = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gather"}[problem.op]
     if config.algorithm == "two_shot":
         exchange = "owners"
@@ -208,10 +209,10 @@ def streamed(
 ) -> Launch:  # fmt: skip
     M, N = out.shape
     programs = min(config.num_programs or platform.num_programs(ctx.device), platform.num_programs(ctx.device))
-    T = fp8_rows.tiles_at_once(N, programs)
-    grid, stages = fp8_rows.grid_and_stages(N, M, T, programs)
+    T = weight_stream.tiles_at_once(N, programs)
+    grid, stages = weight_stream.grid_and_stages(N, M, T, programs)
     args = dict(
-        **fp8_rows.operands(A, B),
+        **weight_stream.operands(A, B),
         T=T,
         STAGES=stages,
         scales=scale,
@@ -224,7 +225,7 @@ def streamed(
         HAS_BIAS=bias is not None,
         **_any(ctx, workspace.exchange_sync, problem, out),
     )
-    args |= few_rows_fp8.layouts(args["BLOCK_M"])
+    args |= lamport_stream.layouts(args["BLOCK_M"])
     return few_rows_fp8_kernel, (grid, 1, 1), args
 
 
@@ -292,7 +293,7 @@ def _matmul_gather(
         GROUP_M=config.group_m,
         **_common(ctx, workspace.sync, problem, config, out),
     )
-    if args["M"] * args["N"] and roles_operands.serve(config, A, B, out, args["col_step"]):
+    if args["M"] * args["N"] and operands.serve(config, A, B, out, args["col_step"]):
         return matmul_all_gather_roles_kernel, *_roles(ctx, workspace, problem, config, args, A, B, bias)
     args |= dict(stagger=platform.ticks(config.stagger_us * 1e-6), **_product(out, A, B, bias, config))
     return matmul_all_gather_kernel, _grid(ctx.device, config, gemm_tiles(problem, config)), args

@@ -11,7 +11,7 @@ ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_engines"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Expected times in microseconds, by the model of `predict.py`."""
+    """Expected times in microseconds, by the model of `overlap_model.py`."""
 
     gemm_us: float
     link_us: float
@@ -83,7 +83,7 @@ class FusedConfig:
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(f"FusedConfig.algorithm is {self.algorithm!r}; expected one of {ALGORITHMS}")
         tile = min(self.block_m, self.block_n), max(self.block_m, self.block_n)
-        # a lower tile of words that are swapped by one warp group (`swap_roles.py`)
+        # a lower tile of words that are swapped by one warp group (`lamport_pair.py`)
         warps = (4, 8) if self.algorithm == "one_shot" and tile[0] * tile[1] <= 64 * 128 else (8,)
         if self.warp_roles and (tile[0] < 64 or tile[1] > 256 or self.num_warps not in warps or self.num_stages < 2):
             raise ArgumentError(
@@ -92,7 +92,7 @@ class FusedConfig:
                 f"{' or '.join(map(str, warps))} warps, 2 stages or more"
             )
         ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
-        places = 2 if self.algorithm == "one_shot" else 1  # of finished tiles (`swap_roles.py`)
+        places = 2 if self.algorithm == "one_shot" else 1  # of finished tiles (`lamport_pair.py`)
         nbytes = 2 * (ring + places * self.block_m * self.block_n)
         if self.warp_roles and nbytes > _SHARED_BYTES:
             raise ArgumentError(

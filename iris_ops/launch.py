@@ -8,19 +8,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from iris import platform, repeat
+from iris import platform
 from iris.errors import ArgumentError
+from iris.launch import relaunch
 import torch
 import triton
 
-from . import arguments, fp8, fp8_rows, roles_operands
+from . import arguments
 from .config import MOST_ELEMENTS, FusedConfig
-from .few_rows import few_rows_kernel
-from .few_rows_fp8 import few_rows_fp8_kernel
-from .few_rows_gather import few_rows_gather_kernel
-from .kinds import words_with_roles
-from .norm_ahead import AHEAD_NAMES, Ahead
-from .operands import in_whole_vectors
+from .fp8 import scaled_matmul, weight_stream
+from .fp8.lamport_stream import few_rows_fp8_kernel
+from .kernels.descriptors import in_whole_vectors
+from .kernels.hopper import operands
+from .kernels.lamport_gather_matmul import few_rows_gather_kernel
+from .kernels.lamport_matmul import few_rows_kernel
+from .kernels.rmsnorm_epilogue import AHEAD_NAMES, Ahead
+from .planning.kinds import words_with_roles
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part
 from .unfused import UNFUSED
 
@@ -46,8 +49,8 @@ def _eight_bits(
     problem: Problem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor
 ) -> torch.Tensor | None:
     """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
-    rounds = problem.op != GATHER_MATMUL and problem.M > fp8_rows.MOST_ROWS
-    if not rounds or not fp8.multiplies_in_fp8(B.shape, B.device, A.dtype):
+    rounds = problem.op != GATHER_MATMUL and problem.M > weight_stream.MOST_ROWS
+    if not rounds or not scaled_matmul.multiplies_in_fp8(B.shape, B.device, A.dtype):
         return None
     if max(config.block_m, config.block_n) * config.depth(True) > MOST_ELEMENTS:
         return None
@@ -55,7 +58,7 @@ def _eight_bits(
     if config.algorithm == "overlapped" or words_with_roles(problem, config):
         rows, cols, by_cols = owned_part(problem, config)
         # rounded rows lie as those of the weight do
-        return B if roles_operands.serve(config, B.t(), B, out, cols if by_cols else 0) else None
+        return B if operands.serve(config, B.t(), B, out, cols if by_cols else 0) else None
     return B
 
 
@@ -69,27 +72,27 @@ def launch(
     moving: Sequence[int] = (),
     came_before: bool = True,
     ahead: Ahead | None = None,
-) -> repeat.Launch | None:
+) -> relaunch.Launch | None:
     """Launches what serves `problem` on `tensors` (out, A, B, bias, scale) in the current stream; see `repeat.launch`.
 
     What takes torch's product is prepared to be repeated only where it `came_before`. `ahead`: where the kernel ends
-    as `norm_ahead.py` says (`kinds.ends_ahead`).
+    as `rmsnorm_epilogue.py` says (`kinds.ends_ahead`).
     """
     out, A, B, bias, scale = tensors
-    streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot" and fp8_rows.serves(A, B)
+    streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot" and weight_stream.serves(A, B)
     rounding = a_scales = None
     if not problem.fp8:
         tensors = tensors[:-1]
     elif config.algorithm not in UNFUSED and not streams:
         weight = _eight_bits(problem, config, out, A, B)
         if weight is None:
-            weight = fp8.restored(B.t(), scale, A.dtype).t()
+            weight = scaled_matmul.restored(B.t(), scale, A.dtype).t()
             tensors = out, A, weight, bias, None
             launch(kernels, ctx, workspace, replace(problem, fp8=False), config, tensors, ahead=ahead)
             return None  # the weight that was made now is for now
         rows = A if A.stride(1) == 1 else A.contiguous()
         rounded, a_scales = workspace.rounded(*A.shape)
-        rounding = fp8.launch_rounding(kernels, rounded, a_scales, rows, moving)
+        rounding = scaled_matmul.launch_rounding(kernels, rounded, a_scales, rows, moving)
         if rows is not A or weight.data_ptr() != B.data_ptr():
             rounding = None  # copies are for now, too
         tensors = out, rounded, weight, bias
@@ -98,9 +101,9 @@ def launch(
         if not came_before:
             prepare(workspace, problem, config, *tensors)()
             return None
-        again = workspace.graphs.of(prepare(workspace, problem, config, *map(repeat.alias, tensors)))
+        again = workspace.graphs.of(prepare(workspace, problem, config, *map(relaunch.alias, tensors)))
         again()
-        return repeat.Launch(again)
+        return relaunch.Launch(again)
     named = arguments.streamed if streams else arguments.way_of(problem, config)
     kernel, grid, args = named(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
@@ -113,13 +116,13 @@ def launch(
     if kernel in _FOLLOWING:
         options |= platform.beside(ctx.device)
     if kernel is few_rows_fp8_kernel:
-        options |= fp8_rows.options(grid[0], platform.num_programs(ctx.device))
+        options |= weight_stream.options(grid[0], platform.num_programs(ctx.device))
     try:
-        launched = repeat.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
+        launched = relaunch.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
     except triton.OutOfResources as error:  # before anything was sent; ranks whose calls are alike all come here
         raise ArgumentError(
             f"{problem.asked}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
             f"{config.num_stages} stages and {config.num_warps} warps, which take {error.required} of {error.name} for "
             f"{problem.dtype}; expected at most {error.limit}, what the device has"
         ) from error
-    return launched if a_scales is None else repeat.in_turn(rounding, launched)
+    return launched if a_scales is None else relaunch.in_turn(rounding, launched)

@@ -2,7 +2,7 @@
 
 A call checks its tensors, looks up what was prepared for their shapes, and launches one kernel, or what an algorithm
 with torch's product takes in its place: no word between the hosts, no host synchronisation, and no allocation after the
-first call of a problem, but for the graph that several launches become when they come again (`iris/graphed.py`).
+first call of a problem, but for the graph that several launches become when they come again (`iris/launch/graphs.py`).
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from iris import platform, repeat
+from iris import platform
 from iris.errors import ArgumentError
 from iris.heap import check_memory, span
-from iris.streams import check_async
+from iris.launch import relaunch
+from iris.launch.streams import check_async
 import torch
 
-from . import gating, launch, norm_ahead
+from . import launch
 from .config import FusedConfig
-from .kinds import ends_ahead
-from .machine import machine_of
-from .norm_ahead import Ahead
-from .plan import plan
+from .kernels import rmsnorm_epilogue
+from .kernels.rmsnorm_epilogue import Ahead
+from .local import gating
+from .planning.kinds import ends_ahead
+from .planning.machine import machine_of
+from .planning.plan import plan
+from .planning.workspace_size import workspace_size
 from .problem import (
     ALL_REDUCE,
     GATED,
@@ -35,7 +39,6 @@ from .problem import (
     describe,
     problem_asked,
 )
-from .staging import workspace_size
 from .unfused import UNFUSED
 from .workspace import Workspace
 
@@ -77,11 +80,13 @@ class Ops:
         self._workspace: Workspace | None = None
         self.kernels: dict[tuple, object] = {}
         # of products without an exchange (`matmul_gated`): their launches, and flags that nobody waits for
-        self.products = repeat.Calls(4)
+        self.products = relaunch.Calls(4)
         self.nothing = torch.zeros(1, dtype=torch.int32, device=ctx.device)
-        self._calls = repeat.Calls(len(_NAMES))
-        self._ending_calls = repeat.Calls(len(_NAMES) + len(norm_ahead.AHEAD_NAMES))  # those of `norm_ahead.py`
-        self._device_of = repeat.device_of(ctx.device)
+        self._calls = relaunch.Calls(len(_NAMES))
+        self._ending_calls = relaunch.Calls(
+            len(_NAMES) + len(rmsnorm_epilogue.AHEAD_NAMES)
+        )  # those of `rmsnorm_epilogue.py`
+        self._device_of = relaunch.device_of(ctx.device)
 
     def matmul_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
@@ -109,7 +114,7 @@ class Ops:
         `scale`: as in `matmul_all_reduce`.
         """
         ahead = residual, weight, scaled, squares
-        return self._call(norm_ahead.OP, out, A, B, bias, False, config, workspace, ahead, scale)
+        return self._call(rmsnorm_epilogue.OP, out, A, B, bias, False, config, workspace, ahead, scale)
 
     def all_gather_matmul(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
@@ -212,7 +217,7 @@ class Ops:
         return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, ahead, scale)
 
     def _make(
-        self, calls: repeat.Calls, key: tuple | None, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
+        self, calls: relaunch.Calls, key: tuple | None, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
         bias: torch.Tensor | None, async_op: bool, config: FusedConfig | None, workspace: Workspace | None,
         ahead: Ahead | None, scale: torch.Tensor | None,
     ) -> Workspace:  # fmt: skip
@@ -227,7 +232,7 @@ class Ops:
             check_memory(op, _NAMES, addresses, prepared.spans)
             check_overlap(op, addresses, prepared.spans)
         else:
-            norm_ahead.check_places((*_NAMES, *norm_ahead.AHEAD_NAMES), addresses, prepared.spans)
+            rmsnorm_epilogue.check_places((*_NAMES, *rmsnorm_epilogue.AHEAD_NAMES), addresses, prepared.spans)
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
         if op == MATMUL_GATHER and problem.form == "rows" and B.shape[1] < problem.N:
@@ -268,7 +273,7 @@ class Ops:
             if not direct:
                 out.copy_(target)
             if ahead is not None and inside is None:
-                norm_ahead.finish(out, *ahead)
+                rmsnorm_epilogue.finish(out, *ahead)
             if halves:
                 gating.gate(out, target)
             if again or not async_op:  # which leaves alone what is known of the call
@@ -318,7 +323,7 @@ class Ops:
         try:
             if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
                 return None
-            lazy = out.dtype in repeat.LAZY
+            lazy = out.dtype in relaunch.LAZY
             if lazy and (out.is_neg() or A.is_neg() or B.is_neg()):
                 return None
             if workspace is None:
@@ -377,7 +382,7 @@ class Ops:
             raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
         check_bias(op, bias, B)
         if ahead is not None:
-            norm_ahead.check(ahead, out)
+            rmsnorm_epilogue.check(ahead, out)
         sizes = workspace_size(problem, chosen, platform.num_programs(device))
         spans = tuple(map(span, (out, A, B, bias, scale, *(ahead or ()))))
         return _Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes, spans)

@@ -21,7 +21,7 @@ GATHER_MATMUL = "all_gather_matmul"
 MATMUL_GATHER = "matmul_all_gather"
 REDUCE_SCATTER = "matmul_reduce_scatter"
 OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
-# An all-reduce, and what follows it (`norm_ahead.py`).
+# An all-reduce, and what follows it (`rmsnorm_epilogue.py`).
 NORM = "matmul_all_reduce_norm"
 # `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
 GATED = "all_gather_matmul_gated"

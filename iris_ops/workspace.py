@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from iris import platform, repeat
+from iris import platform
 from iris.barrier import DeviceBarrier
 from iris.device.sync import sync_words
 from iris.errors import CaptureError
-from iris.graphed import Graphs
-from iris.streams import Lane, Mark
+from iris.launch import relaunch
+from iris.launch.graphs import Graphs
+from iris.launch.streams import Lane, Mark
 import torch
 
 from .problem import FP8, TMA_ALIGNMENT
@@ -34,7 +35,7 @@ class Workspace:
         self.sync = ctx._heap.reserve((sync_words(ctx.num_ranks),), torch.int32)
         self.sync.zero_()
         self.flags = self.staging = self.exchange = torch.empty(0, dtype=torch.int32, device=ctx.device)
-        # [epoch, programs that came so far, flag] of the calls that use the exchange area (`iris/device/exchange.py`)
+        # [epoch, programs that came so far, flag] of the calls that use the exchange area (`iris/device/lamport.py`)
         self.exchange_sync = torch.zeros(4, dtype=torch.int32, device=ctx.device)
         self.collective = ctx.ccl.new_workspace()  # of the collectives that follow a product
         self.views: dict[object, tuple] = {}  # of `staging`, by problem, and waits for it; gone when it moves
@@ -48,8 +49,8 @@ class Workspace:
         self._done: torch.cuda.Event | None = None
         self.barrier = DeviceBarrier(ctx)  # the ops' own, in their lanes
         self.kernels: dict = {}  # that follow torch's products ...
-        self.sums = repeat.Calls(2)  # ... and their launches; gone with `views`
-        self.products = repeat.Calls(4)  # likewise of products of rows that copy engines bring
+        self.sums = relaunch.Calls(2)  # ... and their launches; gone with `views`
+        self.products = relaunch.Calls(4)  # likewise of products of rows that copy engines bring
         self.graphs = Graphs(ctx)  # of calls that are several launches
         ctx.barrier()  # no peer signals here before this rank's words are zero, and heaps are alike
         self.meet()  # so that it is compiled before it is captured

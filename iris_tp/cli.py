@@ -89,8 +89,8 @@ def _package() -> Path:
 
 def _plan(args: argparse.Namespace) -> int:
     from iris.errors import ArgumentError
-    from iris_ops.machine import machine_named
-    from iris_ops.plan import plan
+    from iris_ops.planning.machine import machine_named
+    from iris_ops.planning.plan import plan
     from iris_ops.problem import problem_asked
     import torch
 

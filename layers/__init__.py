@@ -9,19 +9,19 @@ Reading order: `shard` (which part is whose), `sharded` and `linear` (the layers
 `generation`, `compiled`, `prompts`, `engine`; `staging`, `checkpoint`, `names`, `pretrained`, `saving`; `report`.
 """
 
-from .engine import Engine
-from .generation import share_rng
+from .checkpoint.load import from_pretrained
+from .checkpoint.save import save_pretrained
+from .hf.generation import share_rng
+from .hf.parallelize import parallelize
+from .hf.report import Report
+from .hf.transformers_adapter import fused_styles
 from .linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
-from .parallelize import parallelize
-from .pretrained import from_pretrained
-from .report import Report
-from .saving import save_pretrained
-from .transformers_adapter import fused_styles
+from .serving.engine import Engine
 
 __all__ = [
     "ColumnParallelLinear",

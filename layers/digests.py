@@ -13,7 +13,7 @@ from iris import platform
 import torch
 from torch import nn
 
-from .engine_arguments import check_tokens
+from .serving.arguments import check_tokens
 
 if TYPE_CHECKING:
     from iris.context import Iris

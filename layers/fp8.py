@@ -1,4 +1,4 @@
-"""Linears whose weights are kept in eight bits (`iris_ops/fp8.py`): half the memory, and half the stream of a step.
+"""Linears whose weights are kept in eight bits (`iris_ops/fp8/`): half the memory, and half the stream of a step.
 
     linear                              what runs, by rows of its input
     column-parallel, not gathered       few: `step_product_fp8`; else the input is rounded, too
@@ -12,7 +12,7 @@ used.
 
 from __future__ import annotations
 
-from iris_ops.fp8 import product
+from iris_ops.fp8.scaled_matmul import product
 import torch
 
 # An opaque operator for compilers, as `iris_ops.library` has them.

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, ShapeError
-from iris_ops import library
+from iris_ops import torch_ops
 import torch
 from torch import nn
 
@@ -89,7 +89,7 @@ class ColumnParallelLinear(ShardedLinear):
             )
         x = self.rows(input, self.in_features)
         weight, bias = self.terms(x.dtype)
-        out = library.gated(self.ctx, x, weight.t(), bias)
+        out = torch_ops.gated(self.ctx, x, weight.t(), bias)
         return out.view(*input.shape[:-1], out.shape[-1])
 
     def _check_tokens(self, tokens: int) -> None:

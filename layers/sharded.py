@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from iris_ops import fp8_rows, library
-from iris_ops.fp8 import multiplies_in_fp8, quantised
+from iris_ops import torch_ops
+from iris_ops.fp8 import weight_stream
+from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised
+from iris_ops.local import skinny_matmul
 from iris_ops.problem import FP8
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import fp8, step_product
+from . import fp8
 from .autocast import autocast, autocast_dtype
 from .gradients import check_no_gradient, may_differentiate
 from .shard import Shard, concat, fill, plain
@@ -84,8 +86,8 @@ class ShardedLinear(nn.Module):
     def few_rows(self, gated: bool) -> int:
         """Of how many rows, at most, a product without an exchange is `step_product`'s in compiled code."""
         if self.weight_scale is not None:
-            return fp8_rows.MOST_ROWS
-        return step_product.most_rows(len(self.weight) // (1 + gated), gated, True, self.weight.device)
+            return weight_stream.MOST_ROWS
+        return skinny_matmul.most_rows(len(self.weight) // (1 + gated), gated, True, self.weight.device)
 
     def reset_parameters(self) -> None:
         """Draws the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""
@@ -205,7 +207,7 @@ class ShardedLinear(nn.Module):
     def exchanged(self, op: str, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         """What an op makes of `x` [rows, K] and the weight, however it is stored."""
         weight, bias = self.terms(x.dtype)
-        return library.product(op, self.ctx, x, weight.t(), bias, size, self._mean_part, self.weight_scale)
+        return torch_ops.product(op, self.ctx, x, weight.t(), bias, size, self._mean_part, self.weight_scale)
 
     def named(self, op: str) -> str:
         """For reports: an op, and how it takes the weight if that is stored in fp8."""
@@ -216,7 +218,7 @@ class ShardedLinear(nn.Module):
         weight, bias = self.terms(x.dtype)
         bias = bias if biased else None
         if self.own_steps:
-            return step_product.linear(x, weight, bias, self.weight_scale)
+            return skinny_matmul.linear(x, weight, bias, self.weight_scale)
         if self.weight_scale is None:
             return F.linear(x, weight, bias)
         return fp8.linear(x, weight, self.weight_scale, bias)
@@ -241,7 +243,7 @@ class ShardedLinear(nn.Module):
 
     def _choose_fp8(self) -> None:
         shape, device = self.weight.shape, self.ctx.device
-        streamed = self.dtype == torch.bfloat16 and step_product.streams(shape, device)
+        streamed = self.dtype == torch.bfloat16 and skinny_matmul.streams(shape, device)
         self._converts = not (streamed or multiplies_in_fp8(shape, device, self.dtype))
         self.op = self.named(self._op_in_fp8)
         # what is summed over ranks has no steps of its own, and its depth may differ between them

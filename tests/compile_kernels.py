@@ -18,11 +18,12 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 from iris import platform  # noqa: E402
 from iris.triton_private import FUSED  # noqa: E402
-from iris_ops import arguments, fp8_tiles  # noqa: E402
-from iris_ops.machine import machine_named  # noqa: E402
-from iris_ops.plan import plan  # noqa: E402
+from iris_ops import arguments  # noqa: E402
+from iris_ops.fp8 import tile_matmul  # noqa: E402
+from iris_ops.planning.machine import machine_named  # noqa: E402
+from iris_ops.planning.plan import plan  # noqa: E402
+from iris_ops.planning.workspace_size import workspace_size  # noqa: E402
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem  # noqa: E402
-from iris_ops.staging import workspace_size  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -84,9 +85,9 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
-    only_described = "ACC" in parameters or kernel is fp8_tiles.fp8_tiles_kernel
+    only_described = "ACC" in parameters or kernel is tile_matmul.fp8_tiles_kernel
     tma |= {"a", "b"} | ({"gathered"} & {*parameters}) if only_described else set()
-    in_lines = "SLICES" in parameters  # of words, as `fp8_rows.py` takes them
+    in_lines = "SLICES" in parameters  # of words, as `weight_stream.py` takes them
     tma |= {"a", "b"} if in_lines else set()
     in_eight_bits = "a_scales" in parameters and "a_scales" not in constants  # both operands
     alike = {p.name for p in kernel.params if p.do_not_specialize}  # compiled once, whatever they are multiples of

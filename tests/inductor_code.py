@@ -1,7 +1,8 @@
 """What inductor makes of a few graphs for Hopper: `python -m tests.inductor_code` writes its code as JSON.
 
 A process of its own, in which torch is told that there is such a GPU: nothing is launched, and no GPU is needed.
-Each graph is generated twice: with programmatic dependent launch as inductor has it, and as `layers/beside.py` does.
+Each graph is generated twice: with programmatic dependent launch as inductor has it, and as
+`layers/serving/inductor_waits.py` does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-from layers import beside  # noqa: E402
+from layers.serving import inductor_waits  # noqa: E402
 import torch  # noqa: E402
 from torch._dynamo.device_interface import CudaInterface  # noqa: E402
 import torch._inductor.config as config  # noqa: E402
@@ -125,7 +126,10 @@ def main() -> None:
     plain = {"triton.enable_pdl": True}
     print(
         json.dumps(
-            {f.__name__: [code(f, made, **each) for each in (plain, beside.patches())] for f, made in GRAPHS.items()}
+            {
+                f.__name__: [code(f, made, **each) for each in (plain, inductor_waits.patches())]
+                for f, made in GRAPHS.items()
+            }
         )
     )
 

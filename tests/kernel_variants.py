@@ -8,23 +8,25 @@ from iris.ccl.by_words import words_kernel
 from iris.ccl.ring import ring_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
-from iris_ops import copy_engines, exchange_roles, few_rows_fp8, fp8_rows, fp8_tiles, gating, scatter_roles, swap_roles
-from iris_ops.all_gather_matmul import all_gather_matmul_kernel
-from iris_ops.all_gather_matmul_roles import all_gather_matmul_roles_kernel
-from iris_ops.few_rows import few_rows_kernel
-from iris_ops.few_rows_gather import few_rows_gather_kernel
-from iris_ops.fp8 import round_rows_kernel
-from iris_ops.machine import machine_named
-from iris_ops.matmul_all_gather import matmul_all_gather_kernel
-from iris_ops.matmul_all_gather_roles import matmul_all_gather_roles_kernel
-from iris_ops.matmul_reduce_scatter import reduce_scatter_kernel
-from iris_ops.plan import fitting
-from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel
-from iris_ops.roles_operands import MOVING, MULTIPLYING, in_rows, layouts
-from iris_ops.sum_parts import sum_parts_kernel
-from iris_ops.tile_times import FP8_TILES
-from layers import step_product, step_product_fp8
-from layers.step_attention import pipeline_of, stretch_kernel, weigh_kernel
+from iris_ops.fp8 import lamport_stream, skinny_stream, tile_matmul, weight_stream
+from iris_ops.fp8.scaled_matmul import round_rows_kernel
+from iris_ops.kernels.gather_matmul import all_gather_matmul_kernel
+from iris_ops.kernels.hopper import lamport_pair, lamport_pair_scatter, lamport_two_shot
+from iris_ops.kernels.hopper.gather_matmul import all_gather_matmul_roles_kernel
+from iris_ops.kernels.hopper.matmul_gather import matmul_all_gather_roles_kernel
+from iris_ops.kernels.hopper.matmul_reduce import reduce_scatter_roles_kernel
+from iris_ops.kernels.hopper.operands import MOVING, MULTIPLYING, in_rows, layouts
+from iris_ops.kernels.lamport_gather_matmul import few_rows_gather_kernel
+from iris_ops.kernels.lamport_matmul import few_rows_kernel
+from iris_ops.kernels.matmul_gather import matmul_all_gather_kernel
+from iris_ops.kernels.matmul_reduce import reduce_scatter_kernel
+from iris_ops.local import gating, skinny_matmul
+from iris_ops.local.decode_attention import pipeline_of, stretch_kernel, weigh_kernel
+from iris_ops.planning.machine import machine_named
+from iris_ops.planning.plan import fitting
+from iris_ops.planning.tile_model import FP8_TILES
+from iris_ops.with_torch import copy_gather
+from iris_ops.with_torch.sum_parts import sum_parts_kernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
@@ -107,7 +109,7 @@ def variants(target: GPUTarget):
         yield "few_rows_gather_first_folded", few_rows_gather_kernel, gathering, {**few, **flags, "FOLDED": True}
     yield "gate", gating.gate_kernel, dict(num_warps=8), dict(BLOCK_M=4, BLOCK_N=1024)
     arrival = dict(WORLD_SIZE=WORLD_SIZE, WAITER=3)
-    yield "arrived", copy_engines.arrived_kernel, dict(num_warps=1), arrival
+    yield "arrived", copy_gather.arrived_kernel, dict(num_warps=1), arrival
     constants = dict(stride_on=1, BLOCK_M=2, BLOCK_N=1024, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True)
     yield "sum_parts", sum_parts_kernel, dict(num_warps=8), constants
     for dtype, dim, flags in (("bf16", 128, [False, True]), ("fp32", 512, [True])):
@@ -127,21 +129,21 @@ def variants(target: GPUTarget):
             constants["ONE_TILE"] = m == 64
             options = dict(num_warps=warps, num_stages=stages)
             yield f"few_rows_rounded_{m}", few_rows_kernel, options, constants if m == 64 else constants | no_norm
-        for (m, n, k, warps), stages in fp8_tiles.TILES.values():
+        for (m, n, k, warps), stages in tile_matmul.TILES.values():
             constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, HAS_BIAS=m == 64)
             options = dict(num_warps=warps, num_stages=stages)
-            yield f"fp8_tiles_{m}_{n}", fp8_tiles.fp8_tiles_kernel, options, constants | dict(FOLDED=m == 64)
-    for m, n, gated in step_product.RINGS:
-        k, stages = step_product.depth(machine.shared_bytes, gated, m, n)
+            yield f"fp8_tiles_{m}_{n}", tile_matmul.fp8_tiles_kernel, options, constants | dict(FOLDED=m == 64)
+    for m, n, gated in skinny_matmul.RINGS:
+        k, stages = skinny_matmul.depth(machine.shared_bytes, gated, m, n)
         rows = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k)
         name = ("step_product_gated" if gated else "step_product") + (f"_{m}" if m > 16 else "")
-        name += "_narrow" if n == step_product.NARROW_N else ""
+        name += "_narrow" if n == skinny_matmul.NARROW_N else ""
         constants = dict(HAS_BIAS=True, GATED=gated, TMA_A=cuda and m == 64, TMA_B=cuda, SPANS=128, **rows)
         options = dict(num_warps=4, num_stages=stages)
-        yield name, step_product.step_product_kernel, options, {**constants, "squares": None}
-        yield f"{name}_norm", step_product.step_product_kernel, options, constants
-        if constants["TMA_A"] and n == step_product.BLOCK_N:
-            yield f"{name}_folded", step_product.step_product_kernel, options, constants | dict(FOLDED=True)
+        yield name, skinny_matmul.step_product_kernel, options, {**constants, "squares": None}
+        yield f"{name}_norm", skinny_matmul.step_product_kernel, options, constants
+        if constants["TMA_A"] and n == skinny_matmul.BLOCK_N:
+            yield f"{name}_folded", skinny_matmul.step_product_kernel, options, constants | dict(FOLDED=True)
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=256, COLUMNS=32)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
@@ -188,36 +190,36 @@ def with_roles():
         yield f"all_gather_matmul_roles_{n}", all_gather_matmul_roles_kernel, options, known | choice
         choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
         yield f"matmul_all_gather_roles_{n}", matmul_all_gather_roles_kernel, options, known | choice
-    swapped = known | dict(WORLD_SIZE=2, PLACES=swap_roles.PLACES, HAS_BIAS=True)
-    yield "swap_roles_128", swap_roles.swap_roles_kernel, options, swapped | no_scales
-    yield "swap_roles_folded", swap_roles.swap_roles_kernel, options, swapped | no_scales | dict(FOLDED=True)
+    swapped = known | dict(WORLD_SIZE=2, PLACES=lamport_pair.PLACES, HAS_BIAS=True)
+    yield "swap_roles_128", lamport_pair.swap_roles_kernel, options, swapped | no_scales
+    yield "swap_roles_folded", lamport_pair.swap_roles_kernel, options, swapped | no_scales | dict(FOLDED=True)
     eight = swapped | dict(BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, 128, 1))
-    yield "swap_roles_128_fp8", swap_roles.swap_roles_kernel, options, eight
+    yield "swap_roles_128_fp8", lamport_pair.swap_roles_kernel, options, eight
     low = swapped | no_scales | dict(BLOCK_M=64, STAGES=8, **layouts(64, 128))
-    yield "swap_roles_64", swap_roles.swap_roles_kernel, options, low
+    yield "swap_roles_64", lamport_pair.swap_roles_kernel, options, low
     one_group = low | layouts(64, 128, warps=4)
-    yield "swap_roles_64_of_four", swap_roles.swap_roles_kernel, dict(num_warps=4), one_group
+    yield "swap_roles_64_of_four", lamport_pair.swap_roles_kernel, dict(num_warps=4), one_group
     scattered = {key: value for key, value in one_group.items() if key != "GROUP_M"}
-    yield "scatter_roles_64_of_four", scatter_roles.scatter_roles_kernel, dict(num_warps=4), scattered
+    yield "scatter_roles_64_of_four", lamport_pair_scatter.scatter_roles_kernel, dict(num_warps=4), scattered
     scattered = {key: value for key, value in swapped.items() if key != "GROUP_M"} | no_scales
-    yield "scatter_roles_128", scatter_roles.scatter_roles_kernel, options, scattered
+    yield "scatter_roles_128", lamport_pair_scatter.scatter_roles_kernel, options, scattered
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
-    words |= exchange_roles.layouts(128, 128, WORLD_SIZE)
-    yield "exchange_roles", exchange_roles.exchange_roles_kernel, options, words | no_scales
+    words |= lamport_two_shot.layouts(128, 128, WORLD_SIZE)
+    yield "exchange_roles", lamport_two_shot.exchange_roles_kernel, options, words | no_scales
     words |= dict(BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, 128, 1))
-    yield "exchange_roles_fp8", exchange_roles.exchange_roles_kernel, options, words
+    yield "exchange_roles_fp8", lamport_two_shot.exchange_roles_kernel, options, words
 
 
 def in_eight_bits():
     """Products of few rows with weights in eight bits: all tiles, with and without what else they can do."""
-    for (rows, tiles), stages in (fp8_rows.RINGS[1] | fp8_rows.RINGS[3]).items():
-        known = dict(BLOCK_M=rows, T=tiles, STAGES=stages, SLICES=fp8_rows.WARPS, HAS_BIAS=rows == 8)
+    for (rows, tiles), stages in (weight_stream.RINGS[1] | weight_stream.RINGS[3]).items():
+        known = dict(BLOCK_M=rows, T=tiles, STAGES=stages, SLICES=weight_stream.WARPS, HAS_BIAS=rows == 8)
         no_norm = {} if tiles == 3 else dict.fromkeys(("residual", "weight", "scaled", "squares"))
-        exchange = dict(WORLD_SIZE=WORLD_SIZE, WAITER=1, stride_on=1, **few_rows_fp8.layouts(rows), **no_norm)
-        options = dict(num_warps=fp8_rows.WARPS)
-        yield f"few_rows_fp8_{rows}_{tiles}", few_rows_fp8.few_rows_fp8_kernel, options, known | exchange
+        exchange = dict(WORLD_SIZE=WORLD_SIZE, WAITER=1, stride_on=1, **lamport_stream.layouts(rows), **no_norm)
+        options = dict(num_warps=weight_stream.WARPS)
+        yield f"few_rows_fp8_{rows}_{tiles}", lamport_stream.few_rows_fp8_kernel, options, known | exchange
         choice = dict(GATED=tiles == 2, SPANS=128) | ({} if rows == 8 else dict(squares=None))
-        yield f"step_product_fp8_{rows}_{tiles}", step_product_fp8.step_product_fp8_kernel, options, known | choice
+        yield f"step_product_fp8_{rows}_{tiles}", skinny_stream.step_product_fp8_kernel, options, known | choice
 
 
 def traced(target: GPUTarget):

@@ -4,7 +4,7 @@ import argparse
 import json
 
 import iris  # first: it may set up the interpreter
-from layers.engine import Engine
+from layers.serving.engine import Engine
 import pytest
 import torch
 

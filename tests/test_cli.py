@@ -9,12 +9,13 @@ import re
 import subprocess
 import sys
 
-from iris import agreement, graphed, requirements
+from iris import agreement, requirements
 from iris.errors import PlatformError
+from iris.launch import graphs
 from iris.memory.base import ALLOCATORS
-from iris_ops.machine import machine_named
 from iris_ops.ops import Ops
-from iris_ops.plan import plan
+from iris_ops.planning.machine import machine_named
+from iris_ops.planning.plan import plan
 from iris_ops.problem import problem_asked
 from iris_tp import cli, doctor
 from iris_tp.bench import command
@@ -306,7 +307,7 @@ def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 @pytest.mark.parametrize("text", ["", "0", "1", "2", "maybe", "True"])
 def test_doctor_refuses_what_the_library_refuses(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, reads in (("IRIS_DEBUG", agreement.wanted), ("IRIS_OP_GRAPHS", graphed.wanted)):
+    for name, reads in (("IRIS_DEBUG", agreement.wanted), ("IRIS_OP_GRAPHS", graphs.wanted)):
         monkeypatch.setenv(name, text)
         (level,) = (finding.level for finding in doctor.environment() if name in finding.what)
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 import re
 
-from iris_ops.matmul_all_gather_roles import matmul_all_gather_roles_kernel
-from iris_ops.reduce_scatter_roles import reduce_scatter_roles_kernel
+from iris_ops.kernels.hopper.matmul_gather import matmul_all_gather_roles_kernel
+from iris_ops.kernels.hopper.matmul_reduce import reduce_scatter_roles_kernel
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops import fp8_rows
+from iris_ops.fp8 import weight_stream
 import pytest
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
@@ -254,9 +254,9 @@ def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
     assert len(kernels) == 2 * 6 + 1
     for name, kernel in kernels.items():
         rows, tiles = map(int, re.findall(r"\d+", name.partition("fp8")[2]))
-        resident = 3 if (rows, tiles) in fp8_rows.RINGS[3] else 1
-        stages = fp8_rows.RINGS[resident][rows, tiles]
-        shared = fp8_rows.shared_bytes(rows, tiles, stages)
+        resident = 3 if (rows, tiles) in weight_stream.RINGS[3] else 1
+        stages = weight_stream.RINGS[resident][rows, tiles]
+        shared = weight_stream.shared_bytes(rows, tiles, stages)
         assert 0 <= kernel.shared - shared <= 512, name  # barriers, and what sums of squares take
         loads = stages * (1 + tiles) + 1 + tiles  # of A and of the weights, before and in the loop
         assert kernel.count(r"cp\.async\.bulk\.tensor\.3d") == loads, name
@@ -273,11 +273,11 @@ def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
             assert not kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32|b32)|sys\.acquire"), name
             assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), name
             assert not narrow_scopes(kernel), name
-        assert registers(kernel, tmp_path) <= (fp8_rows.REGISTERS if resident == 3 else 255), name
+        assert registers(kernel, tmp_path) <= (weight_stream.REGISTERS if resident == 3 else 255), name
     room = 228 << 10  # of a multiprocessor; each program's takes a KiB of its own
-    for resident, rings in fp8_rows.RINGS.items():
+    for resident, rings in weight_stream.RINGS.items():
         for (rows, tiles), stages in rings.items():
-            taken = fp8_rows.shared_bytes(rows, tiles, stages) + 512 + 1024
+            taken = weight_stream.shared_bytes(rows, tiles, stages) + 512 + 1024
             assert resident * taken <= room < (resident + 1) * taken or (resident == 3 and 3 * taken <= room)
 
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from ..device.context import DeviceContext
-from ..device.exchange import load_bases, remote
 from ..device.function import device_function
+from ..device.lamport import load_bases, remote
 from ..device.lock import lock, unlock
 from ..device.sync import advance, next_epoch, signal_others, wait_others
 from .by_flags import LANES

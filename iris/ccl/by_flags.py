@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 from ..device.context import DeviceContext
-from ..device.exchange import load_bases, remote, sum_type
 from ..device.function import device_function
+from ..device.lamport import load_bases, remote, sum_type
 from ..device.sync import advance, next_epoch, same_places, signal_others, tell_place, wait_others
 from .by_words import rounded
 from .view import views

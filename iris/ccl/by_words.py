@@ -15,8 +15,8 @@ import triton.language as tl
 
 from ..device import arch
 from ..device.context import DeviceContext
-from ..device.exchange import load_bases, put, seal, sum_type, take, widen
 from ..device.function import device_function
+from ..device.lamport import load_bases, put, seal, sum_type, take, widen
 from ..device.sync import advance, next_epoch
 from .view import views
 

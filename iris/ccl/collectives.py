@@ -1,7 +1,7 @@
 """`ctx.ccl`: checks, a plan, memory, one kernel.
 
 A call with tensors at addresses that were seen before takes a shortcut around all of it, one that is like an earlier
-call in all but its addresses around most (`iris/repeat.py`).
+call in all but its addresses around most (`iris/launch/relaunch.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import platform, repeat
+from .. import platform
 from ..errors import ArgumentError
 from ..heap import check_memory, span
-from ..streams import check_async
+from ..launch import relaunch
+from ..launch.streams import check_async
 from . import launch
 from .config import Config, ReduceOp
 from .group import Group, group_of
@@ -70,8 +71,8 @@ class Collectives:
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
         self._kernels: dict[tuple, object] = {}
-        self._calls = repeat.Calls(2)
-        self._device_of = repeat.device_of(ctx.device)
+        self._calls = relaunch.Calls(2)
+        self._device_of = relaunch.device_of(ctx.device)
 
     def all_to_all(
         self, out: torch.Tensor, inp: torch.Tensor, group: Members = None, async_op: bool = False,
@@ -223,12 +224,12 @@ class Collectives:
     def _launch(
         self, workspace: Workspace, problem: Problem, chosen: Plan, out: torch.Tensor, inp: torch.Tensor,
         key: tuple | None,
-    ) -> repeat.Launch | None:  # fmt: skip
+    ) -> relaunch.Launch | None:  # fmt: skip
         args = launch.arguments(workspace, problem, chosen, bits(out, problem.reduces), bits(inp, problem.reduces))
         kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
         options = launch.options(chosen, self._machine)
         moving = self._calls.addresses(key)
-        return repeat.launch(self._kernels, self._ctx.device, kernel, grid, args, moving, **options)
+        return relaunch.launch(self._kernels, self._ctx.device, kernel, grid, args, moving, **options)
 
     def _key(
         self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
@@ -238,7 +239,7 @@ class Collectives:
         try:
             if (out.requires_grad or inp.requires_grad) and torch.is_grad_enabled():
                 return None
-            if out.dtype in repeat.LAZY and (out.is_neg() or inp.is_neg() or out.is_conj() or inp.is_conj()):
+            if out.dtype in relaunch.LAZY and (out.is_neg() or inp.is_neg() or out.is_conj() or inp.is_conj()):
                 return None
             where = self._device_of
             return (

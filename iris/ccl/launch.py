@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from ..device.bounded import WAITERS
+from ..device.waits import WAITERS
 from .accumulate import accumulate_kernel
 from .by_flags import LANES, flags_kernel
 from .by_words import words_kernel

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..device.context import DeviceContext
-from ..device.exchange import load_bases, remote
+from ..device.lamport import load_bases, remote
 from ..device.sync import advance, next_epoch, place_of, same_place, signal, wait
 from .by_flags import LANES
 from .by_words import rounded

@@ -3,9 +3,9 @@
 import triton.language as tl
 
 from . import rma
-from .bounded import anyone_gone, deadline, is_late, keeps_waiting, report
 from .function import device_function
 from .sync import signal
+from .waits import anyone_gone, deadline, is_late, keeps_waiting, report
 
 
 @device_function

@@ -1,7 +1,7 @@
 """Signals, waits and epochs: how ranks agree, inside a kernel, on what has arrived.
 
 A *signal* makes this program's earlier stores visible to a peer and then sets a flag there. A *wait* polls one of
-this rank's own flags, never longer than the context's time-out (`bounded.py`), and nobody signals work that was
+this rank's own flags, never longer than the context's time-out (`waits.py`), and nobody signals work that was
 skipped. Flags carry epochs, which only ever advance, so nothing is reset and a captured kernel can be replayed.
 """
 
@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 
 from . import arch, rma
-from .bounded import (
+from .context import own_context
+from .function import device_function
+from .tracing import SIGNAL, WAIT
+from .waits import (
     HEAPS_DIFFER,
     OUT_DIFFERS,
     WAITERS,
@@ -20,9 +23,6 @@ from .bounded import (
     report,
     report_difference,
 )
-from .context import own_context
-from .function import device_function
-from .tracing import SIGNAL, WAIT
 
 _USER = tl.constexpr(WAITERS.index("a kernel"))
 _BARRIER = tl.constexpr(WAITERS.index("device_barrier"))

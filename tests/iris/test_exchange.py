@@ -7,7 +7,7 @@ from multiprocessing import shared_memory
 import time
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris.device.exchange import seal
+from iris.device.lamport import seal
 import numpy as np
 import pytest
 import torch

@@ -12,12 +12,14 @@ import random
 from types import SimpleNamespace
 
 from iris import platform
-from iris_ops import FusedConfig, arguments, fp8_rows, roles_operands
-from iris_ops.kinds import words_with_roles
-from iris_ops.machine import Machine, machine_named
-from iris_ops.plan import plan
+from iris_ops import FusedConfig, arguments
+from iris_ops.fp8 import weight_stream
+from iris_ops.kernels.hopper import operands
+from iris_ops.planning.kinds import words_with_roles
+from iris_ops.planning.machine import Machine, machine_named
+from iris_ops.planning.plan import plan
+from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
-from iris_ops.staging import workspace_size
 from iris_ops.unfused import UNFUSED
 import pytest
 import torch
@@ -86,8 +88,8 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
         with_roles = config.algorithm == "overlapped" or words_with_roles(problem, config)
-        restored = with_roles and not roles_operands.serve(config, *eight, tensors[0], 1 << 10)
-        if restored or problem.M <= fp8_rows.MOST_ROWS:
+        restored = with_roles and not operands.serve(config, *eight, tensors[0], 1 << 10)
+        if restored or problem.M <= weight_stream.MOST_ROWS:
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
     kernel, (programs, *others), args = arguments.way_of(problem, config)(ctx, workspace, problem, config, *tensors)

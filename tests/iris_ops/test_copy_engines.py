@@ -10,11 +10,13 @@ import time
 import iris
 from iris import platform
 from iris.errors import PeerLostError
-from iris_ops import FusedConfig, all_gather_matmul_roles, copy_engines
-from iris_ops.machine import machine_named
-from iris_ops.plan import plan
-from iris_ops.predict import predict
+from iris_ops import FusedConfig
+from iris_ops.kernels.hopper import gather_matmul
+from iris_ops.planning.machine import machine_named
+from iris_ops.planning.overlap_model import predict
+from iris_ops.planning.plan import plan
 from iris_ops.problem import GATHER_MATMUL, Problem, part_of
+from iris_ops.with_torch import copy_gather
 import pytest
 import torch
 
@@ -44,14 +46,14 @@ def config(together: int = 1) -> FusedConfig:
 def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int, together: int) -> None:
     for M in {rows * world_size, rows * world_size - 1, max(1, rows * (world_size - 1) - 1)}:
         asked = problem(M, world_size)
-        steps, part = copy_engines._steps(asked, config(together)), asked.part_rows
+        steps, part = copy_gather._steps(asked, config(together)), asked.part_rows
         assert [i for step in steps for i in step] == list(range(1, world_size))
         least = min(world_size - 1, together)
-        assert all(len(step) * part >= copy_engines._LEAST_ROWS for step in steps[1:]) or len(steps) <= 1
+        assert all(len(step) * part >= copy_gather._LEAST_ROWS for step in steps[1:]) or len(steps) <= 1
         assert all(len(step) >= least for step in steps[1:]) and len(steps) <= -(-(world_size - 1) // max(1, least))
         for rank in range(world_size):
             for step in steps:
-                spans = copy_engines._rows_of(asked, rank, step)
+                spans = copy_gather._rows_of(asked, rank, step)
                 sent = [(rank + i) % world_size for i in step]  # by those who have `rank` so many ranks before them
                 expected = [row for r in sent for row in range(r * part, r * part + part_of(M, world_size, r))]
                 assert sorted(row for begin, end in spans for row in range(begin, end)) == sorted(expected)
@@ -60,11 +62,11 @@ def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int, toget
 
 def test_steps_hide_copies() -> None:
     """Four ranks take little longer than their products, where a copy is shorter than each of them."""
-    assert len(copy_engines._steps(problem(8192, 4), config())) == 3
-    gemm, copies, total = copy_engines.predict(problem(8192, 4), config(), H200)
+    assert len(copy_gather._steps(problem(8192, 4), config())) == 3
+    gemm, copies, total = copy_gather.predict(problem(8192, 4), config(), H200)
     assert gemm < total < gemm + 0.25 * copies
-    assert copy_engines._steps(problem(8192, 2), config()) == [range(1, 2)]
-    gemm, copies, total = copy_engines.predict(problem(8192, 4, N=256), config(), H200)
+    assert copy_gather._steps(problem(8192, 2), config()) == [range(1, 2)]
+    gemm, copies, total = copy_gather.predict(problem(8192, 4, N=256), config(), H200)
     assert total > copies > gemm, "nothing hides so much"
 
 
@@ -79,7 +81,7 @@ def test_programs_with_roles_take_all_rows_where_their_tiles_fill_rounds() -> No
 def test_ranks_go_together_where_the_own_product_hides_all_copies() -> None:
     for N, together in ((2560, 1), (14336, 3)):
         asked = problem(8192, 4, N)
-        steps = {each: copy_engines.predict(asked, config(each), H200)[2] for each in (1, 2, 3)}
+        steps = {each: copy_gather.predict(asked, config(each), H200)[2] for each in (1, 2, 3)}
         assert min(steps, key=steps.get) == together
         assert plan(asked, replace(H200, warp_roles=False)) == config(together)
     assert plan(problem(8192, 2, 14336), H200) == config(), "nobody else's rows to go with"
@@ -91,7 +93,7 @@ def test_ranks_go_together_where_the_own_product_hides_all_copies() -> None:
 def in_steps_of(least_rows: int, body, *args):
     """`body`, where ranks' rows are multiplied together until they are so many."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(copy_engines, "_LEAST_ROWS", least_rows)
+        monkeypatch.setattr(copy_gather, "_LEAST_ROWS", least_rows)
         return body(*args)
 
 
@@ -169,7 +171,7 @@ def test_flags_are_told_apart_where_counts_wrap(config: FusedConfig) -> None:
 def at_once(ctx: iris.Iris, M: int, K: int, between: int) -> list[bool]:
     """Whether one kernel is asked to multiply rows that stand so far apart; the result is right either way."""
     served, like = [], dict(dtype=torch.bfloat16, device=ctx.device)
-    kernel = all_gather_matmul_roles.product
+    kernel = gather_matmul.product
     rows = part_of(M, ctx.num_ranks, ctx.cur_rank)
     wide, weight = torch.ones(rows, K + between, **like), torch.ones(32, -(-K // 8) * 8, **like)
     out = torch.full((M, 32), torch.nan, **like)
@@ -181,7 +183,7 @@ def at_once(ctx: iris.Iris, M: int, K: int, between: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             patch.setattr(platform, "has_warp_roles", lambda device: True)
-        patch.setattr(all_gather_matmul_roles, "product", told)
+        patch.setattr(gather_matmul, "product", told)
         ctx.ops.all_gather_matmul(out, wide[:, :K], weight[:, :K].t(), config=ROLES)
     assert (out == K).all() or (served and not ON_GPU)
     return served

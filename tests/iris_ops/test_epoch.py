@@ -13,10 +13,11 @@ import time
 import iris
 from iris import platform
 from iris.device import sync
-from iris.device.bounded import deadline
 from iris.device.context import own_context
+from iris.device.waits import deadline
 from iris.errors import PeerLostError
-from iris_ops import FusedConfig, all_gather_matmul
+from iris_ops import FusedConfig
+from iris_ops.kernels import gather_matmul
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
 from iris_ops.workspace import Workspace
 import pytest
@@ -244,7 +245,7 @@ def slow_mover(ctx: iris.Iris, case: Case) -> None:
     """Rank 1 rests for half a second before it pushes its rows, and for as long behind its first piece of them."""
     call = Call(ctx, case)
     workspace = call.run()
-    push, tell = all_gather_matmul._push_part, all_gather_matmul.signal
+    push, tell = gather_matmul._push_part, gather_matmul.signal
 
     def late_push(*args):
         time.sleep(0.5)
@@ -256,8 +257,8 @@ def slow_mover(ctx: iris.Iris, case: Case) -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ctx.cur_rank == 1:
-            monkeypatch.setattr(all_gather_matmul, "_push_part", late_push)
-            monkeypatch.setattr(all_gather_matmul, "signal", rest_behind)
+            monkeypatch.setattr(gather_matmul, "_push_part", late_push)
+            monkeypatch.setattr(gather_matmul, "signal", rest_behind)
         poison(call.guarded.tensor)
         workspace.staging.fill_(255)  # not a number
         ctx.barrier()

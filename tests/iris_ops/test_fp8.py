@@ -7,11 +7,11 @@ from itertools import product
 import iris
 from iris import platform
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris_ops import FusedConfig, arguments, fp8, fp8_rows, fp8_tiles, library
-from iris_ops.norm_ahead import second_half, spans
-from iris_ops.plan import FP8_STREAM
+from iris_ops import FusedConfig, arguments, torch_ops
+from iris_ops.fp8 import scaled_matmul, skinny_stream, tile_matmul, weight_stream
+from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
+from iris_ops.planning.plan import FP8_STREAM
 from iris_ops.problem import ALL_REDUCE, Problem
-from layers import step_product_fp8
 import pytest
 import torch
 
@@ -58,11 +58,11 @@ def operands(ctx: iris.Iris, M: int, N: int, K: int, bias: bool, dtype: torch.dt
     """
     draw = torch.Generator().manual_seed(M * N + K)
     A = torch.randn(ctx.num_ranks, M, K, generator=draw).to(dtype).to(ctx.device)
-    if M > fp8_rows.MOST_ROWS:
+    if M > weight_stream.MOST_ROWS:
         A *= 2.0 ** torch.randint(-8, 8, (M, 1), generator=draw).to(A)
     weights = torch.randn(ctx.num_ranks, N, K, generator=draw)
     weights[:, ::2] *= torch.rand(weights[:, ::2].shape, generator=draw) ** 9
-    rounded = [fp8.quantised(weight.to(ctx.device)) for weight in weights]
+    rounded = [scaled_matmul.quantised(weight.to(ctx.device)) for weight in weights]
     added = torch.randn(N, generator=draw).to(dtype).to(ctx.device) if bias else None
     return A, [each.t() for each, _ in rounded], [scale for _, scale in rounded], added
 
@@ -89,11 +89,11 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
         b = apart(b)
     found = config or ctx.ops.plan(ALL_REDUCE, M, N, K, dtype, fp8=True)
     if config is None:
-        ours = fp8_rows.fits(M, K) if M <= fp8_rows.MOST_ROWS else N % 16 == K % 16 == 0
+        ours = weight_stream.fits(M, K) if M <= weight_stream.MOST_ROWS else N % 16 == K % 16 == 0
         assert (found.algorithm != "sequential") == (ON_GPU and ours and dtype == BF16)
-    assert not ON_GPU or fp8_rows.serves(a, b) == (fp8_rows.fits(M, K) and dtype == BF16 and b.stride(1) == K)
-    rounds_rows = fp8.multiplies_in_fp8(b.shape, ctx.device, dtype)
-    rounds_rows &= M > fp8_rows.MOST_ROWS or found.algorithm == "sequential"
+    assert not ON_GPU or weight_stream.serves(a, b) == (weight_stream.fits(M, K) and dtype == BF16 and b.stride(1) == K)
+    rounds_rows = scaled_matmul.multiplies_in_fp8(b.shape, ctx.device, dtype)
+    rounds_rows &= M > weight_stream.MOST_ROWS or found.algorithm == "sequential"
     out, digest = torch.empty(M, N, dtype=dtype, device=ctx.device), None
     for call in range(5):  # both slots; from the third call on as repeated, and at other addresses
         if call > 2:
@@ -117,7 +117,7 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
 @torch.no_grad()
 def rounded_body(ctx: iris.Iris, *case) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8, "multiplies_in_fp8", lambda *_: True)
+        patch.setattr(scaled_matmul, "multiplies_in_fp8", lambda *_: True)
         return numbers_body(ctx, *case, mixed=False)
 
 
@@ -125,13 +125,13 @@ def rounded_body(ctx: iris.Iris, *case) -> torch.Tensor:
 @pytest.mark.parametrize("largest", [448.0, 447.0, 500.0, 3.5, 7 * 2.0**-20, 1.0])
 def test_a_column_s_largest_entry_uses_the_whole_range(largest: float) -> None:
     """Above half of e4m3's largest number: also where the entry is that number times a power of two."""
-    rounded, scale = fp8.quantised(torch.tensor([[largest, -largest / 3, 0.0]]))
+    rounded, scale = scaled_matmul.quantised(torch.tensor([[largest, -largest / 3, 0.0]]))
     assert 224 < rounded.float().abs().max() <= 448 and scale.log2().frac() == 0
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 def test_a_row_of_zeros_stays_one() -> None:
-    rounded, scale = fp8.round_rows(torch.zeros(2, 40, dtype=torch.bfloat16))
+    rounded, scale = scaled_matmul.round_rows(torch.zeros(2, 40, dtype=torch.bfloat16))
     assert (rounded.float() == 0).all() and (scale > 0).all()
 
 
@@ -153,13 +153,13 @@ def test_products_of_tens_of_rows(rows: int, columns: int, depth: int) -> None:
     device = "cuda" if ON_GPU else "cpu"
     draw = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, depth, generator=draw) * 2.0 ** torch.randint(-8, 8, (rows, 1), generator=draw)
-    weight, scale = fp8.quantised(torch.randn(columns, depth, generator=draw).to(device))
+    weight, scale = scaled_matmul.quantised(torch.randn(columns, depth, generator=draw).to(device))
     bias = torch.randn(columns, generator=draw).to(device, BF16)
-    eight, x_scale = fp8.round_rows(x.to(device, BF16))
+    eight, x_scale = scaled_matmul.round_rows(x.to(device, BF16))
     exact = (eight.double() * x_scale.double()) @ (weight.double() * scale.double()[:, None]).t()
     wide = torch.empty(rows, columns + 8, dtype=BF16, device=device)
     for added in (None, bias):
-        fp8_tiles.multiply(poison(wide)[:, :columns], eight, x_scale, weight, scale, added)
+        tile_matmul.multiply(poison(wide)[:, :columns], eight, x_scale, weight, scale, added)
         wanted = exact if added is None else exact + added.double()
         error = (wide[:, :columns].double() - wanted).norm(dim=1)
         assert (error <= 2**-7 * wanted.norm(dim=1)).all()
@@ -232,7 +232,7 @@ def replayed_body(ctx: iris.Iris, calls: int) -> None:
         graph.replay()
         for (A, B, scales, _), out in zip(held, outs, strict=True):
             exact = exact_sum(A, B, scales, None)
-            room = ctx.num_ranks * ULP[BF16] if len(out) <= fp8_rows.MOST_ROWS else 0.045
+            room = ctx.num_ranks * ULP[BF16] if len(out) <= weight_stream.MOST_ROWS else 0.045
             assert (out.double() - exact).norm() <= room * exact.norm(), call
 
 
@@ -288,7 +288,7 @@ def lying_body(ctx: iris.Iris, rounded: bool) -> None:
     config, room = None, 0.045
     with pytest.MonkeyPatch.context() as patch:
         if rounded:
-            patch.setattr(fp8, "multiplies_in_fp8", lambda shape, *_: all(size % 16 == 0 for size in shape))
+            patch.setattr(scaled_matmul, "multiplies_in_fp8", lambda shape, *_: all(size % 16 == 0 for size in shape))
             config, room = FusedConfig(64, 64, 64, num_warps=4, algorithm="one_shot"), 0.12
         lie(ctx, config, room)
 
@@ -327,7 +327,7 @@ def deep_body(ctx: iris.Iris, M: int, N: int, K: int) -> None:
     draw = torch.Generator(ctx.device).manual_seed(K)
     A = torch.randn(ctx.num_ranks, M, K, generator=draw, device=ctx.device).add_(0.3).to(BF16)
     weights = torch.randn(ctx.num_ranks, N, K, generator=draw, device=ctx.device).add_(0.3)
-    rounded = [fp8.quantised(weight) for weight in weights]
+    rounded = [scaled_matmul.quantised(weight) for weight in weights]
     exact = sum(a.double() @ (w.double() * s.double()[:, None]).t() for a, (w, s) in zip(A, rounded, strict=True))
     weight, scale = rounded[ctx.cur_rank]
     out = torch.empty(M, N, dtype=BF16, device=ctx.device)
@@ -348,7 +348,7 @@ def others_body(ctx: iris.Iris) -> None:
     with pytest.raises(DtypeError, match=r"B has dtype torch.float8_e4m3fn; expected one of .*float32$"):
         ctx.ops.matmul_all_gather(out, A[0], B[0])
     with pytest.raises(ArgumentError, match="matmul_all_gather: scale is given; expected None"):
-        library.product("matmul_all_gather", ctx, A[0], B[0], None, tuple(out.shape), None, scales[0])
+        torch_ops.product("matmul_all_gather", ctx, A[0], B[0], None, tuple(out.shape), None, scales[0])
     with pytest.raises(ArgumentError, match="fp8 is True for matmul_all_gather; expected False, or one of"):
         ctx.ops.plan("matmul_all_gather", 2, 64, 128, BF16, fp8=True)
 
@@ -369,7 +369,7 @@ def arguments_body(ctx: iris.Iris) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "num_programs", lambda device: 132)
         patch.setattr(platform, "launch_options", lambda device: {"launch_pdl": True})
-        patch.setattr(step_product_fp8, "step_product_fp8_kernel", Kernel())
+        patch.setattr(skinny_stream, "step_product_fp8_kernel", Kernel())
         for (M, N, K), tiles, grid, stages in PLACED:
             A, B, scales, bias = operands(ctx, M, N, K, True, BF16)
             out, workspace = torch.empty(M, N, dtype=BF16, device=ctx.device), ctx.ops._own_workspace()
@@ -377,7 +377,7 @@ def arguments_body(ctx: iris.Iris) -> None:
             tensors = out, A[0], B[0], bias, scales[0]
             kernel, where, args = arguments.streamed(ctx, workspace, problem, FP8_STREAM, *tensors)
             assert {*args} == {*kernel.arg_names} - {"TRACING"} and where == (grid, 1, 1)
-            step_product_fp8.multiply(out, A[0], B[0].t(), scales[0], bias, False, None, 0.0, True)
+            skinny_stream.multiply(out, A[0], B[0].t(), scales[0], bias, False, None, 0.0, True)
             step_grid, step_args = given.pop()
             assert {*step_args} - {"num_warps", "launch_pdl"} == STEP and step_grid == (grid,)
             for each in (args, step_args):
@@ -388,7 +388,7 @@ def arguments_body(ctx: iris.Iris) -> None:
 
 # sizes: tiles at once, programs, stages
 PLACED = (((3, 5120, 384), 3, 107, 6), ((9, 8192, 128), 2, 256, 2), ((1, 16384, 128), 2, 264, 4))
-STEP = {*step_product_fp8.step_product_fp8_kernel.arg_names}
+STEP = {*skinny_stream.step_product_fp8_kernel.arg_names}
 
 
 @pytest.mark.parametrize("world_size", WORLDS[:1])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import iris
-from iris_ops import FusedConfig, fp8
+from iris_ops import FusedConfig
+from iris_ops.fp8 import scaled_matmul
 from iris_ops.problem import GATED, GATHER_MATMUL, REDUCE_SCATTER, part_of, part_size
 import pytest
 import torch
@@ -49,7 +50,7 @@ class Numbers:
         A = [torch.randn(M, K, generator=draw).to(dtype).to(ctx.device) for _ in range(w if scatters else 1)]
         weights = torch.randn(w, N, K, generator=draw)
         weights[:, ::2] *= torch.rand(weights[:, ::2].shape, generator=draw) ** 9
-        rounded = [fp8.quantised(weight.to(ctx.device)) for weight in weights]
+        rounded = [scaled_matmul.quantised(weight.to(ctx.device)) for weight in weights]
         biases = torch.randn(w, N, generator=draw).to(dtype).to(ctx.device)
         self.B, self.scale = rounded[rank][0].t(), rounded[rank][1]
         exact = [
@@ -122,7 +123,7 @@ def test_products_that_are_torchs(world_size: int, op: str, algorithm: str) -> N
 @torch.no_grad()
 def rounded_body(ctx: iris.Iris, *case) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8, "multiplies_in_fp8", lambda *_: True)
+        patch.setattr(scaled_matmul, "multiplies_in_fp8", lambda *_: True)
         numbers_body(ctx, *case, rounds=True)
 
 

@@ -6,11 +6,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import iris
-from iris import platform, repeat
+from iris import platform
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from iris_ops import FusedConfig, all_gather_matmul_roles, gating, launch, library, matmul_gated  # noqa: F401
-from iris_ops.machine import machine_named
-from iris_ops.plan import plan
+from iris.launch import relaunch
+from iris_ops import FusedConfig, launch, torch_ops  # noqa: F401
+from iris_ops.kernels.hopper import gather_matmul  # noqa: F401
+from iris_ops.local import gated_matmul, gating  # noqa: F401
+from iris_ops.planning.machine import machine_named
+from iris_ops.planning.plan import plan
 from iris_ops.problem import GATED, GATHER_MATMUL, Problem, part_of
 import pytest
 import torch
@@ -107,14 +110,14 @@ def test_gathered_as_it_lies(world_size: int) -> None:
 @torch.no_grad()
 def alone_body(ctx: iris.Iris, chosen: FusedConfig | None) -> list[bool]:
     served = []
-    product = all_gather_matmul_roles.product
+    product = gather_matmul.product
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul_gated, "chosen", lambda *_: chosen)
-        patch.setattr(all_gather_matmul_roles, "product", lambda *args: served.append(True) or product(*args))
+        patch.setattr(gated_matmul, "chosen", lambda *_: chosen)
+        patch.setattr(gather_matmul, "product", lambda *args: served.append(True) or product(*args))
         for M, N, K, bias, dtype in [*CASES, (0, 32, 16, False, torch.bfloat16), (5, 0, 16, False, torch.bfloat16)]:
             A, _, B, b, exact = operands(ctx, M, N, K, bias, dtype)
             for B_ in (B, B.contiguous()):
-                check(matmul_gated.matmul_gated(ctx, A, B_, b), exact)
+                check(gated_matmul.matmul_gated(ctx, A, B_, b), exact)
     return served
 
 
@@ -123,21 +126,21 @@ def biases_body(ctx: iris.Iris) -> None:
     """Products that differ in their bias only. On CPUs something stands in for the launch, and for launching again."""
     launched = []
 
-    def launch(*args, **options) -> repeat.Launch:
+    def launch(*args, **options) -> relaunch.Launch:
         launched.append(args[4])  # of kernels, device, kernel, grid, the arguments by name
         assert args[4]["bias"] is None or args[4]["bias"].is_contiguous()
-        return repeat.Launch(lambda: True, lambda addresses: lambda: True)
+        return relaunch.Launch(lambda: True, lambda addresses: lambda: True)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul_gated, "chosen", lambda *_: ROLES)
+        patch.setattr(gated_matmul, "chosen", lambda *_: ROLES)
         if not ON_GPU:
             patch.setattr(platform, "has_warp_roles", lambda device: True)
-            patch.setattr(all_gather_matmul_roles, "repeat", SimpleNamespace(launch=launch))
+            patch.setattr(gather_matmul, "repeat", SimpleNamespace(launch=launch))
         for seed in range(4):
             A, _, B, b, exact = operands(ctx, 300, 64, 64, seed % 2 == 0, torch.bfloat16, seed)
             apart = None if b is None else b.repeat_interleave(2)[::2]
             for bias in (apart, b):
-                result = matmul_gated.matmul_gated(ctx, A, B, bias)
+                result = gated_matmul.matmul_gated(ctx, A, B, bias)
                 if ON_GPU:
                     check(result, exact)
     if not ON_GPU:
@@ -162,9 +165,9 @@ def gradient_body(ctx: iris.Iris) -> None:
         given = dict(A=A, B=B, bias=b)
         given[name] = given[name].clone().requires_grad_()
         with pytest.raises(ArgumentError, match=f"matmul_gated: {name} requires grad, and this op has no backward"):
-            matmul_gated.matmul_gated(ctx, **given)
+            gated_matmul.matmul_gated(ctx, **given)
         with torch.no_grad():
-            assert not matmul_gated.matmul_gated(ctx, **given).requires_grad
+            assert not gated_matmul.matmul_gated(ctx, **given).requires_grad
 
 
 def test_gradients_are_refused() -> None:
@@ -175,9 +178,9 @@ def test_who_multiplies() -> None:
     def problem(M: int, world_size: int = 1) -> Problem:
         return Problem(GATHER_MATMUL, "rows", M, 14336, 8192, world_size, torch.bfloat16, True)
 
-    assert matmul_gated.chosen(problem(64), H200) is None, "few rows are a stream of weights"
-    assert matmul_gated.chosen(problem(8192), H200).warp_roles
-    assert matmul_gated.chosen(problem(8192), machine_named("AMD Instinct MI300X", 304)) is None
+    assert gated_matmul.chosen(problem(64), H200) is None, "few rows are a stream of weights"
+    assert gated_matmul.chosen(problem(8192), H200).warp_roles
+    assert gated_matmul.chosen(problem(8192), machine_named("AMD Instinct MI300X", 304)) is None
     planned = plan(problem(8192, 4), H200)
     assert planned.warp_roles and planned.algorithm == "copy_engines"
     apart = replace(problem(8192, 4), N=2 * 14340)
@@ -244,7 +247,7 @@ def wrong_body(ctx: iris.Iris) -> None:
         given = dict(A=A, B=B, bias=b)
         given |= {name: change(given[name]) for name, change in changes.items()}
         with pytest.raises(error, match=f"matmul_gated: .*{message}"):
-            matmul_gated.matmul_gated(ctx, **given)
+            gated_matmul.matmul_gated(ctx, **given)
         with pytest.raises(error, match=f"matmul_gated: .*{message}"):
             torch.ops.iris_ops.matmul_gated(**given, group=ctx.group_name)
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import iris
-from iris import graphed
-from iris.graphed import Graphed, Graphs
-from iris_ops import FusedConfig, library, ops, sequential, unfused
+from iris.launch import graphs as graphed
+from iris.launch.graphs import Graphed, Graphs
+from iris_ops import FusedConfig, ops, torch_ops, unfused
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
+from iris_ops.with_torch import sequential
 from iris_ops.workspace import Workspace
 import pytest
 import torch
@@ -332,8 +333,8 @@ def under_trees(ctx: iris.Iris, case: Case) -> None:
         call.run()
 
         def product(A: torch.Tensor) -> torch.Tensor:
-            found = library.product(case.op, ctx, A, call.B, call.bias, tuple(call.out.shape))
-            return library.product(case.op, ctx, A, call.B, call.bias, tuple(call.out.shape)) + 0 * found
+            found = torch_ops.product(case.op, ctx, A, call.B, call.bias, tuple(call.out.shape))
+            return torch_ops.product(case.op, ctx, A, call.B, call.bias, tuple(call.out.shape)) + 0 * found
 
         torch.compiler.reset()
         compiled = torch.compile(product, mode="reduce-overhead", fullgraph=True)

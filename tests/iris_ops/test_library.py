@@ -6,8 +6,8 @@ from functools import partial
 
 import iris
 from iris.errors import ArgumentError, ClosedError
-from iris_ops import library
-from iris_ops.matmul_gated import matmul_gated
+from iris_ops import torch_ops
+from iris_ops.local.gated_matmul import matmul_gated
 from iris_ops.problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, part_of
 import pytest
 import torch
@@ -44,7 +44,7 @@ def same_bits_body(ctx) -> None:
             getattr(ctx.ops, op)(out, A, B, b)
             for result in (
                 registered(op)(A, B, b, size, ctx.group_name, mean_part),
-                library.product(op, ctx, A, B, b, size, mean_part),
+                torch_ops.product(op, ctx, A, B, b, size, mean_part),
             ):
                 assert torch.equal(result, out), f"{op} on rank {ctx.cur_rank}"
                 assert not ctx.is_symmetric(result), "a result that a later call could overwrite"
@@ -58,8 +58,8 @@ def gated_alone_body(ctx) -> None:
         gate, up = (A @ B + (0 if b is None else b)).chunk(2, 1)
         assert torch.allclose(expected, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-5)
         assert torch.equal(registered("matmul_gated")(A, B, b, ctx.group_name), expected)
-        assert torch.equal(library.gated(ctx, A, B, b), expected)
-        compiled = torch.compile(partial(library.gated, ctx), fullgraph=True, backend="eager")
+        assert torch.equal(torch_ops.gated(ctx, A, B, b), expected)
+        compiled = torch.compile(partial(torch_ops.gated, ctx), fullgraph=True, backend="eager")
         assert torch.equal(compiled(A, B, b), expected)
 
 
@@ -71,8 +71,8 @@ def gathered_rows_body(ctx) -> None:
     w, m, n = ctx.num_ranks, 3, 5
     whole = torch.randn(w * m, n, generator=torch.Generator().manual_seed(2)).to(ctx.device)
     mine = whole[ctx.cur_rank * m :][:m]
-    compiled = torch.compile(partial(library.gather_rows, ctx), fullgraph=True, backend="eager")
-    for found in (library.gather_rows(ctx, mine), registered("gather_rows")(mine, ctx.group_name), compiled(mine)):
+    compiled = torch.compile(partial(torch_ops.gather_rows, ctx), fullgraph=True, backend="eager")
+    for found in (torch_ops.gather_rows(ctx, mine), registered("gather_rows")(mine, ctx.group_name), compiled(mine)):
         assert torch.equal(found, whole)
     results = torch.library.opcheck(registered("gather_rows"), (mine, ctx.group_name))
     assert set(results.values()) == {"SUCCESS"}, results

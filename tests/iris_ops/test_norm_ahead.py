@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import iris
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from iris_ops import FusedConfig, launch, library  # noqa: F401  (which registers operators)
-from iris_ops.kinds import ends_ahead
-from iris_ops.norm_ahead import SPAN, second_half, spans
+from iris_ops import FusedConfig, launch, torch_ops  # noqa: F401  (which registers operators)
+from iris_ops.kernels.rmsnorm_epilogue import SPAN, second_half, spans
+from iris_ops.planning.kinds import ends_ahead
 from iris_ops.problem import NORM, problem_asked
 import pytest
 import torch

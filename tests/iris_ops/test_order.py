@@ -8,15 +8,16 @@ from types import SimpleNamespace
 
 import iris
 from iris import platform
-from iris_ops import FusedConfig, arguments, exchange_roles, roles_operands
-from iris_ops.all_gather_matmul_roles import SourceTiles
-from iris_ops.owned_tiles import turn
+from iris_ops import FusedConfig, arguments
+from iris_ops.kernels.hopper import lamport_two_shot, operands
+from iris_ops.kernels.hopper.gather_matmul import SourceTiles
+from iris_ops.kernels.hopper.lamport_pair_scatter import OthersFirst, own_blocks
+from iris_ops.kernels.stream_k import Units
+from iris_ops.kernels.tile_orders import turn
+from iris_ops.kernels.tiles import grouped
+from iris_ops.planning.waves import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
+from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
-from iris_ops.rounds import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
-from iris_ops.scatter_roles import OthersFirst, own_blocks
-from iris_ops.staging import workspace_size
-from iris_ops.tiles import grouped
-from iris_ops.units import Units
 import pytest
 import torch
 import triton
@@ -294,7 +295,7 @@ def test_groups_of_row_blocks_are_about_equally_high() -> None:
 def test_every_thread_has_words_of_its_own() -> None:
     """Of words that several threads hold, each would see other ones, and they would part before a barrier."""
     for m, n, w in product((64, 128, 256), (64, 128, 256), range(1, 17)):
-        moved, own = roles_operands.layouts(m, n), exchange_roles.layouts(m, n, w)
-        assert own["SUMMED"] * n >= 8 * 32 * roles_operands.MOVING and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
-        assert moved["ROWS"] * n >= 8 * 32 * roles_operands.MOVING, (m, n)
-        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * roles_operands.MULTIPLYING and m % moved["ROWS"] == 0, (m, n)
+        moved, own = operands.layouts(m, n), lamport_two_shot.layouts(m, n, w)
+        assert own["SUMMED"] * n >= 8 * 32 * operands.MOVING and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
+        assert moved["ROWS"] * n >= 8 * 32 * operands.MOVING, (m, n)
+        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * operands.MULTIPLYING and m % moved["ROWS"] == 0, (m, n)

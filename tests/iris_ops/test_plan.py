@@ -10,15 +10,17 @@ from statistics import median
 import iris
 from iris.ccl import problem as collectives
 from iris.errors import ArgumentError
-from iris_ops import FusedConfig, rounds, sequential, torch_product
-from iris_ops.kinds import exchanges
-from iris_ops.machine import Machine, machine_named
-from iris_ops.plan import fitting, plan
-from iris_ops.predict import predict, spread_us
+from iris_ops import FusedConfig
+from iris_ops.planning import waves
+from iris_ops.planning.kinds import exchanges
+from iris_ops.planning.machine import Machine, machine_named
+from iris_ops.planning.overlap_model import predict, spread_us
+from iris_ops.planning.plan import fitting, plan
+from iris_ops.planning.tile_model import tile_us
+from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
-from iris_ops.staging import workspace_size
-from iris_ops.tile_times import tile_us
 from iris_ops.unfused import UNFUSED
+from iris_ops.with_torch import sequential, torch_matmul
 from iris_tp.bench.rows import CALLS
 import pytest
 import torch
@@ -197,7 +199,7 @@ def test_splits_of_other_ways_are_passed_over() -> None:
         config = FusedConfig(128, 256, 64, num_stages=3, warp_roles=True, algorithm=algorithm)
         whole, split = (predict(asked, replace(config, splits=splits), H200).total_us for splits in (1, 4))
         assert (whole == split) == (algorithm == "copy_engines")
-    assert rounds.shared_tiles(asked, replace(config, splits=4), 132) == (0, 0)
+    assert waves.shared_tiles(asked, replace(config, splits=4), 132) == (0, 0)
 
 
 def test_programs_share_tiles_only_where_some_fill_no_round() -> None:
@@ -226,14 +228,14 @@ def test_tiles_are_cut_that_fill_no_round() -> None:
     """Of less than two rounds all of them."""
     for columns, cut in ((3, 12), (6, 24), (8, 0), (9, 4)):
         gather = problem(GATHER_MATMUL, "rows", 512, 128 * columns, 4096)
-        assert rounds.cut_tiles(gather, FusedConfig(splits=2), 16) == cut
-        assert rounds.cut_tiles(gather, FusedConfig(), 16) == 0
+        assert waves.cut_tiles(gather, FusedConfig(splits=2), 16) == cut
+        assert waves.cut_tiles(gather, FusedConfig(), 16) == 0
 
 
 def test_own_tiles_come_early_among_three_ranks_or_more() -> None:
     for ranks, early in ((2, 2048), (3, 88), (4, 66)):
         reduction = problem(ALL_REDUCE, "", 8192, 8192, 1024, w=ranks)
-        assert rounds.early_tiles(reduction, FusedConfig(), 132) == early
+        assert waves.early_tiles(reduction, FusedConfig(), 132) == early
 
 
 def test_that_out_is_better_on_the_heap_is_said() -> None:
@@ -388,6 +390,6 @@ def test_the_model_of_a_library_s_product_is_within_a_tenth_on_nine_measured_pro
             alone = [each["graph_us"] for each in row["results"] if each["name"] == "cuBLAS alone"]
             if gemm[0] >= 128 and alone and report["dtype"] == "bfloat16":
                 measured.setdefault(gemm, []).extend(alone)
-    share = {gemm: torch_product.expected_us(*gemm, H200) / median(times) for gemm, times in measured.items()}
+    share = {gemm: torch_matmul.expected_us(*gemm, H200) / median(times) for gemm, times in measured.items()}
     misses = {gemm: found for gemm, found in share.items() if abs(found - 1) > 0.1}
     assert len(measured) > 50 and len(misses) <= len(measured) / 10, misses

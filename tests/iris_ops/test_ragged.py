@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import iris
-from iris_ops import FusedConfig, operands, roles_operands
+from iris_ops import FusedConfig
+from iris_ops.kernels import descriptors
+from iris_ops.kernels.hopper import operands as roles_operands
+from iris_ops.kernels.tiles import first_row, rows_from
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER
-from iris_ops.tiles import first_row, rows_from
 import pytest
 import torch
 import triton
@@ -30,8 +32,8 @@ ROWS = [20, 32, 40, 47, 60, 64, 65, 70, 100, 112, 120, 129, 150] if ON_GPU else 
 
 def folds_of(ctx: iris.Iris, cases: list[Case]) -> tuple[list[str], set[int]]:
     """(digests of `check_cases`, of how many rows operands were folded)."""
-    heights, fold = set(), operands.folded
-    modules = operands, roles_operands
+    heights, fold = set(), descriptors.folded
+    modules = descriptors, roles_operands
     for module in modules:
         module.folded = lambda A, high: heights.add(A.shape[0]) or fold(A, high)
     try:
@@ -109,7 +111,7 @@ def test_what_lies_where_a_fold_is() -> None:
     """A matrix of 40 rows as a tile of 64: both halves are whole, and hold each row."""
     for rows in (33, 40, 47):
         A = torch.arange(rows * 16, dtype=torch.float32).view(rows, 16)
-        shape, strides = operands.folded(A, 64)
+        shape, strides = descriptors.folded(A, 64)
         halves = A.as_strided(shape, strides).reshape(64, 16)
         assert torch.equal(halves[:32], A[:32]) and torch.equal(halves[32:], A[rows - 32 :])
 
@@ -121,5 +123,5 @@ def test_what_lies_where_a_fold_is() -> None:
 )  # fmt: skip
 def test_rows_are_described_where_it_pays(rows: int, folds: bool, described: bool, dims: int) -> None:
     A = torch.zeros(rows, 64, dtype=torch.bfloat16)
-    given, tma = operands.rows_operand(A, (64, 32), folds)
+    given, tma = descriptors.rows_operand(A, (64, 32), folds)
     assert tma == described and len(given.shape) == dims

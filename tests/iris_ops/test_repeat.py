@@ -6,8 +6,8 @@ from dataclasses import replace
 import gc
 
 import iris
-from iris import repeat
 from iris.errors import ArgumentError, HeapExhausted
+from iris.launch import relaunch
 from iris_ops import FusedConfig, ops
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from iris_ops.unfused import UNFUSED
@@ -35,7 +35,7 @@ class Repeats:
 
         def launch_and_keep(*args):
             launch(*args)
-            return repeat.Launch(self.found)
+            return relaunch.Launch(self.found)
 
         monkeypatch.setattr(ops.launch, "launch", launch_and_keep)
 

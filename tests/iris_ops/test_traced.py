@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from iris import platform
 from iris.device.tracing import PRODUCT, PUSH, SIGNAL, SUM
-from iris_ops import FusedConfig, fp8
+from iris_ops import FusedConfig
+from iris_ops.fp8 import scaled_matmul
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def check_untraced(ctx) -> dict[str, int]:
     """Events of calls whose product is a kernel apart, and of a collective."""
     M, N, K, w = 16 * ctx.num_ranks, 32, 16, ctx.num_ranks
     A, part = (torch.ones(rows, K, dtype=torch.bfloat16, device=ctx.device) for rows in (M, M // w))
-    W8, scale = fp8.quantised(torch.ones(N, K, device=ctx.device))
+    W8, scale = scaled_matmul.quantised(torch.ones(N, K, device=ctx.device))
     B = W8.to(A.dtype).t()
     out, shard = (ctx.empty(rows, N, dtype=A.dtype) for rows in (M, M // w))
     sequential, engines, shards = (FusedConfig(algorithm=name) for name in ("sequential", "copy_engines", "shard_sums"))

@@ -7,9 +7,9 @@ import inspect
 from pathlib import Path
 import sys
 
-from iris_ops import tritonblas
-from iris_ops.machine import machine_named
-from iris_ops.plan import _plan, plan
+from iris_ops.planning import tritonblas
+from iris_ops.planning.machine import machine_named
+from iris_ops.planning.plan import _plan, plan
 from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 import pytest
 import torch

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from iris.errors import ArgumentError, HeapExhausted, PlatformError, StyleError
-from layers.parallelize import parallelize
+from layers.hf.parallelize import parallelize
 import pytest
 import torch
 from torch import nn

@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 from iris import platform
-from layers import beside
-from layers.compiled import _Backend
+from layers.serving import inductor_waits
+from layers.serving.compiled import _Backend
 import pytest
 import torch
 import torch._inductor.config as config
@@ -85,7 +85,7 @@ def test_inductor_is_asked_on_such_devices_only(monkeypatch: pytest.MonkeyPatch)
     assert _Backend("inductor", cpu).options == {"config_patches": {"combo_kernels": True}}
     monkeypatch.setattr(platform, "beside", lambda device: {"launch_pdl": True})
     asked = _Backend("inductor", cpu).options["config_patches"]
-    assert asked["triton.enable_pdl"] and isinstance(asked["_post_fusion_custom_pass"], beside.WaitFirst)
+    assert asked["triton.enable_pdl"] and isinstance(asked["_post_fusion_custom_pass"], inductor_waits.WaitFirst)
     assert _Backend("aot_eager", cpu).options == {}
     assert _Backend("aot_eager", cpu).__name__ == "aot_eager", "what torch's errors call it"
     for taken in ({"cpp_wrapper": True}, {"_post_fusion_custom_pass": lambda nodes: nodes}):

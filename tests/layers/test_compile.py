@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 
 from iris.errors import ArgumentError
+from iris_ops.local import skinny_matmul
 import layers
-from layers import step_product
 import pytest
 import torch
 from torch import nn
@@ -236,7 +236,7 @@ def short_prompts_body(ctx) -> None:
         if not ON_GPU:
             compiling = torch.compiler.is_compiling
             patch.setattr(
-                step_product, "serves", lambda x, weight, *_: compiling() and step_product.has_few_rows(x, 16)
+                skinny_matmul, "serves", lambda x, weight, *_: compiling() and skinny_matmul.has_few_rows(x, 16)
             )
         engine = layers.Engine(model, ctx, 8, 16, compile=backend(ctx))
         eager = layers.Engine(model, ctx, 8, 16, graphs=False)

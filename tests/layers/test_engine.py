@@ -7,8 +7,8 @@ import warnings
 
 from iris.errors import ArgumentError
 import layers
-from layers.cache import cache_name
-from layers.sampling import Sampler, likeliest
+from layers.serving.cache import cache_name
+from layers.serving.sampling import Sampler, likeliest
 import pytest
 import torch
 

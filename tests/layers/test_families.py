@@ -10,9 +10,9 @@ import math
 from typing import Any
 
 from iris.errors import PlatformError, StyleError
-from layers import sequence
-from layers.parallelize import parallelize
-from layers.plan import resolve_plan
+from layers.hf import sequence
+from layers.hf.parallelize import parallelize
+from layers.hf.styles import resolve_plan
 import pytest
 import torch
 from torch import nn

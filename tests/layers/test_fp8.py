@@ -6,10 +6,10 @@ from pathlib import Path
 
 from iris import platform
 from iris.errors import ArgumentError
-from iris_ops import fp8
+from iris_ops.fp8 import scaled_matmul
 from iris_ops.problem import FP8
 import layers
-from layers.parallelize import parallelize
+from layers.hf.parallelize import parallelize
 from layers.sharded import LOCAL, WITH_FP8
 import pytest
 import torch
@@ -27,16 +27,18 @@ two_ranks = pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS, scope="
 def test_a_rounded_weight_is_off_by_a_sixteenth_and_rounding_it_again_changes_nothing() -> None:
     weight = torch.randn(40, 64) * torch.logspace(-6, 4, 40)[:, None]
     weight[3], weight[4, 0] = 0, 448.0
-    rounded, scale = fp8.quantised(weight)
-    back = fp8.restored(rounded, scale, torch.float32)
+    rounded, scale = scaled_matmul.quantised(weight)
+    back = scaled_matmul.restored(rounded, scale, torch.float32)
     smallest = scale[:, None] * 2.0**-10  # half of the smallest number but zero
     assert rounded.dtype == FP8 and torch.equal(torch.frexp(scale)[0], torch.full_like(scale, 0.5))
     assert ((back - weight).abs() <= weight.abs() / 16 + smallest).all()
-    assert torch.equal(back[3], weight[3]) and rounded[4].float().abs().max() <= fp8.LARGEST
+    assert torch.equal(back[3], weight[3]) and rounded[4].float().abs().max() <= scaled_matmul.LARGEST
     largest = rounded.float().abs().amax(1)
     assert ((largest > 200) | (weight.abs().amax(1) == 0)).all(), "a scale leaves range unused"
-    again, same = fp8.quantised(back.to(torch.bfloat16).float())
-    assert torch.equal(fp8.restored(again, same, torch.float32), back), "bfloat16 holds a rounded weight exactly"
+    again, same = scaled_matmul.quantised(back.to(torch.bfloat16).float())
+    assert torch.equal(scaled_matmul.restored(again, same, torch.float32), back), (
+        "bfloat16 holds a rounded weight exactly"
+    )
 
 
 def product_body(ctx) -> tuple[float, str]:
@@ -70,15 +72,15 @@ def exact_body(ctx) -> None:
         few_bits = torch.randint(-8, 9, (m, k), generator=random).float()
         few_bits[:, k - 1] = 14
         x = (few_bits * 2.0 ** torch.arange(-9, m - 9)[:, None]).to(torch.bfloat16).to(ctx.device)
-        rounded, scale = fp8.round_rows(x)
+        rounded, scale = scaled_matmul.round_rows(x)
         assert torch.equal(rounded.float() * scale, x.float())
-        assert torch.equal(rounded[:, k - 1].float(), torch.full((m,), fp8.LARGEST, device=ctx.device))
-        weight, by = fp8.quantised(torch.randn(n, k, generator=random).to(ctx.device))
+        assert torch.equal(rounded[:, k - 1].float(), torch.full((m,), scaled_matmul.LARGEST, device=ctx.device))
+        weight, by = scaled_matmul.quantised(torch.randn(n, k, generator=random).to(ctx.device))
         bias = torch.randn(n, generator=random).to(torch.bfloat16).to(ctx.device)
-        out = fp8.rounded_product(x, weight, by)
-        assert torch.equal(fp8.rounded_product(x, weight, by, out=torch.full_like(out, float("nan"))), out)
+        out = scaled_matmul.rounded_product(x, weight, by)
+        assert torch.equal(scaled_matmul.rounded_product(x, weight, by, out=torch.full_like(out, float("nan"))), out)
         out = (out + bias).double()
-        exact = x.double() @ fp8.restored(weight, by, torch.float64).t() + bias.double()
+        exact = x.double() @ scaled_matmul.restored(weight, by, torch.float64).t() + bias.double()
         assert (out - exact).norm() / exact.norm() < 2**-7, (m, n, k)
 
 
@@ -99,7 +101,7 @@ def row_body(ctx, k: int, dtype: torch.dtype, bias: bool) -> tuple:
     start, stop = layers.shard.chunk(k, ctx.num_ranks, ctx.cur_rank)
     x[:, start] = 14
     part = x[:, start:stop].to(ctx.device)
-    weight = fp8.restored(layer.weight, layer.weight_scale, torch.float64)
+    weight = scaled_matmul.restored(layer.weight, layer.weight_scale, torch.float64)
     out = layer(part.view(1, 5, -1))
     assert layer(part[:0]).shape == (0, 48)
     torch.compiler.reset()
@@ -169,7 +171,7 @@ def rounded_twin(name: str, weights: str, world_size: int) -> nn.Module:
         kind = module_name.rpartition(".")[2]
         if kind in COLUMNS or (kind in ROWS and weights == "fp8_all"):
             parts = module.weight.data.chunk(world_size if kind in ROWS else 1, dim=1)
-            rounded = [fp8.restored(*fp8.quantised(part), torch.float32) for part in parts]
+            rounded = [scaled_matmul.restored(*scaled_matmul.quantised(part), torch.float32) for part in parts]
             module.weight.data = torch.cat(rounded, 1)
     return model
 
@@ -189,8 +191,8 @@ def model_body(ctx, folder: str, name: str, weights: str, shared: bool | int) ->
     for key, value in loaded.items():
         assert value.dtype == state[key].dtype, key
         if value.dtype == FP8:  # a row may be rounded to half the range: twice the weight, half the scale
-            value = fp8.restored(value, loaded[key + "_scale"], torch.float32)
-            assert torch.equal(value, fp8.restored(state[key], state[key + "_scale"], torch.float32)), key
+            value = scaled_matmul.restored(value, loaded[key + "_scale"], torch.float32)
+            assert torch.equal(value, scaled_matmul.restored(state[key], state[key + "_scale"], torch.float32)), key
         elif not key.endswith("weight_scale"):
             assert torch.equal(value, state[key]), key
     assert again.parallel_report.bytes == report.bytes

@@ -6,9 +6,9 @@ import copy
 
 from iris.errors import ShapeError
 import layers
-from layers.fused import Slice, sole_use
-from layers.norms import fuse_norms
-from layers.parallelize import parallelize
+from layers.hf.merge import Slice, sole_use
+from layers.hf.norms import fuse_norms
+from layers.hf.parallelize import parallelize
 import pytest
 import torch
 from torch import nn

@@ -7,10 +7,11 @@ from types import MethodType
 
 from iris import platform
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris_ops import library
+from iris_ops import torch_ops
+from iris_ops.local import skinny_matmul
 import layers
-from layers import gated, sequence, step_product
-from layers.gated import GatedMLP, is_plain
+from layers.hf import gated_mlp, sequence
+from layers.hf.gated_mlp import GatedMLP, is_plain
 import pytest
 import torch
 from torch import nn
@@ -92,12 +93,12 @@ def own_forward(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def serve_few_rows(patch: pytest.MonkeyPatch) -> None:
     """As in a capture, which there is none of on CPUs."""
-    patch.setattr(step_product, "serves", lambda x, weight, *_: x.shape[:-1].numel() <= 16 and weight.shape[0] > 0)
+    patch.setattr(skinny_matmul, "serves", lambda x, weight, *_: x.shape[:-1].numel() <= 16 and weight.shape[0] > 0)
 
 
 def serve_many_rows(patch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose warps can have roles; here a kernel behind torch's product gates."""
-    patch.setattr(gated, "has_many_rows", lambda *_: True)
+    patch.setattr(gated_mlp, "has_many_rows", lambda *_: True)
 
 
 SERVED = [serve_few_rows, serve_many_rows]
@@ -225,7 +226,7 @@ def who_is_served_body(ctx) -> None:
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "has_warp_roles", lambda device: True)
-        patch.setattr(library, "gated", told(library.gated, "gated", called))
+        patch.setattr(torch_ops, "gated", told(torch_ops.gated, "gated", called))
         model = Stack().bfloat16()
         layers.parallelize(model, ctx, plan=PLAN)
         mlp, many = model.layers[0].to(ctx.device), torch.randn(2, 200, 32).to(ctx.device, torch.bfloat16)
@@ -285,8 +286,8 @@ def many_rows_body(ctx, name: str, sequence_parallel: int | bool, backend: str |
         layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
         with pytest.MonkeyPatch.context() as patch:
             serve(patch)
-            patch.setattr(library, "gated", told(library.gated, "matmul_gated", called))
-            patch.setattr(library, "product", told(library.product, None, called))
+            patch.setattr(torch_ops, "gated", told(torch_ops.gated, "matmul_gated", called))
+            patch.setattr(torch_ops, "product", told(torch_ops.product, None, called))
             found.append(layers.Engine(model, ctx, 2, 32, compile=backend).read(torch.arange(24).view(2, 12)))
     assert close(*found)
     return called

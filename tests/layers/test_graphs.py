@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import layers
-from layers import graphs, prompts
+from layers.serving import graphs, prompts
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from iris.errors import ArgumentError, DeviceError, DtypeError
 import layers
-from layers.parallelize import parallelize
+from layers.hf.parallelize import parallelize
 import pytest
 import torch
 from torch import nn

@@ -12,9 +12,9 @@ import iris
 from iris.errors import ArgumentError, CheckpointError, ClosedError, StyleError
 from iris_ops.problem import FP8
 import layers
-from layers.norms import RMSNorm
-from layers.parallelize import parallelize
-from layers.staging import Staging
+from layers.checkpoint.buffers import Staging
+from layers.hf.norms import RMSNorm
+from layers.hf.parallelize import parallelize
 import pytest
 import torch
 from torch import nn

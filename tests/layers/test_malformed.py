@@ -11,8 +11,8 @@ from typing import Any
 
 from iris.errors import CheckpointError
 import layers
-from layers.checkpoint import Checkpoint
-from layers.staging import Staging
+from layers.checkpoint.buffers import Staging
+from layers.checkpoint.files import Checkpoint
 import pytest
 from safetensors.torch import load_file, save_file
 import torch

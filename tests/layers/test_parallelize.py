@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from iris.errors import ArgumentError, StyleError
 import layers
-from layers.cache import cache_name
-from layers.parallelize import parallelize
+from layers.hf.parallelize import parallelize
+from layers.serving.cache import cache_name
 import pytest
 import torch
 from torch import nn

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from iris.errors import ArgumentError, CheckpointError
 import layers
-from layers.parallelize import parallelize
+from layers.checkpoint.buffers import Staging
+from layers.hf.parallelize import parallelize
 from layers.sharded import ShardedLinear
-from layers.staging import Staging
 import pytest
 from safetensors.torch import load_file, save_file
 import torch
@@ -398,7 +398,7 @@ def one_rank_body(ctx, folder: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if ctx.cur_rank == 1:
-            patch.setattr("layers.pretrained.check_contents", fail)
+            patch.setattr("layers.checkpoint.load.check_contents", fail)
         with pytest.raises(CheckpointError, match=r"2 problem\(s\):\n  rank 0: .*\n  rank 1: mine alone"):
             layers.from_pretrained(folder, ctx)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
+from iris_ops.local import decode_attention
 import layers
-from layers import prompt_attention, step_attention
+from layers.serving import prefill_attention
 import pytest
 import torch
 import torch._inductor.config
@@ -46,11 +47,11 @@ def tensors(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> lis
 @pytest.mark.some(8)
 def test_any_length(batch: int, heads: int, kv_heads: int, dim: int, length: int) -> None:
     q, k, v = tensors(batch, heads, kv_heads, length, dim)
-    out, expected = prompt_attention.prompt_attention(q, k, v, 0.2), reference(q, k, v, 0.2)
+    out, expected = prefill_attention.prompt_attention(q, k, v, 0.2), reference(q, k, v, 0.2)
     assert out.shape == (batch, length, heads, dim) and out.is_contiguous()
     assert (out - expected).norm() <= 2**-7 * expected.norm()
     assert (out - reference(q, k.roll(1, 2).nan_to_num(), v, 0.2)).norm() > 0.1 * expected.norm()
-    assert torch.equal(prompt_attention.prompt_attention(q, k, v, 0.2), out)
+    assert torch.equal(prefill_attention.prompt_attention(q, k, v, 0.2), out)
     torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q, k, v, 0.2))
 
 
@@ -65,11 +66,11 @@ def test_prompts_with_padding(heads: int, kv_heads: int, dim: int, length: int) 
     seen[1] = torch.arange(length, device=DEVICE) <= length // 2
     seen[3, -1] = True
     k[:, :, :length][~seen[:, None].expand(-1, kv_heads, -1)] = 1e4  # would stand out
-    places = prompt_attention.places_of(seen)
-    assert prompt_attention.is_places(places) and not prompt_attention.is_places(seen[:, None, None])
+    places = prefill_attention.places_of(seen)
+    assert prefill_attention.is_places(places) and not prefill_attention.is_places(seen[:, None, None])
     allowed = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril() & seen[:, None, None]
-    assert torch.equal(prompt_attention.mask_of_places(places), allowed)
-    out, expected = prompt_attention.prompt_attention(q, k, v, 0.2, places), reference(q, k, v, 0.2, seen)
+    assert torch.equal(prefill_attention.mask_of_places(places), allowed)
+    out, expected = prefill_attention.prompt_attention(q, k, v, 0.2, places), reference(q, k, v, 0.2, seen)
     assert out.shape == (4, length, heads, dim) and out.is_contiguous() and out.isfinite().all()
     assert (out - expected)[seen].norm() <= 2**-7 * expected[seen].norm()
     assert (out - reference(q, k.nan_to_num(), v.nan_to_num(), 0.2))[seen].norm() > 0.1 * expected[seen].norm()
@@ -85,21 +86,21 @@ def test_gradients_and_options_are_left_to_transformers(tokens: int, biased: boo
     q, k = torch.randn(2, 4, tokens, 16, requires_grad=not biased), torch.randn(2, 2, 9, 16)
     v, seen = torch.randn(2, 2, 9, 24), torch.ones(2, tokens, dtype=torch.bool)
     seen[1, : tokens // 2] = False
-    mask = torch.arange(9) < 5 if tokens == 1 else prompt_attention.places_of(seen)
+    mask = torch.arange(9) < 5 if tokens == 1 else prefill_attention.places_of(seen)
     mask = mask.expand(2, 1, 1, 9) if tokens == 1 else mask
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
     option = {"position_bias": torch.zeros(2, 4, tokens, 9 if tokens == 1 else tokens)} if biased else {}
-    out, _ = step_attention.attend(module, q, k, v, mask, 0.2, **option)
+    out, _ = decode_attention.attend(module, q, k, v, mask, 0.2, **option)
     assert out.shape == (2, tokens, 4, 24) and out.requires_grad == q.requires_grad
     given = [each.repeat_interleave(2, 1).double() for each in (k, v)]
-    allowed = mask if tokens == 1 else prompt_attention.mask_of_places(mask)
+    allowed = mask if tokens == 1 else prefill_attention.mask_of_places(mask)
     width = allowed.shape[3]
     scores = (q.double() @ given[0][:, :, :width].mT * 0.2).masked_fill(~allowed, -torch.inf)
     expected = (scores.softmax(-1) @ given[1][:, :, :width]).transpose(1, 2)
     rows = seen if tokens > 1 else torch.ones_like(seen)
     assert (out - expected)[rows].norm() <= 1e-5 * expected[rows].norm()
     if tokens > 1 and not biased:
-        ours, _ = step_attention.attend(module, q.detach(), k, v, mask, 0.2)
+        ours, _ = decode_attention.attend(module, q.detach(), k, v, mask, 0.2)
         assert torch.allclose(ours[rows], out[rows], 1e-5, 1e-6)
         torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q.detach(), k, v, 0.2, mask))
 
@@ -112,21 +113,21 @@ def test_which_masks_become_places() -> None:
     seen[1, :3] = 0
     asked = {"batch_size": 2, "q_length": 7, "kv_length": 16, "q_offset": 0, "kv_offset": 0, "attention_mask": seen}
     asked |= {"mask_function": causal_mask_function, "local_size": None}
-    places = step_attention.mask_of(**asked)
-    assert torch.equal(prompt_attention.mask_of_places(places), sdpa_mask(**asked)[..., :7])
+    places = decode_attention.mask_of(**asked)
+    assert torch.equal(prefill_attention.mask_of_places(places), sdpa_mask(**asked)[..., :7])
     others = {"q_offset": 2}, {"local_size": 6}, {"allow_is_causal_skip": False}, {"q_offset": torch.tensor(0)}
     for other, width in zip(others, (16, 7, 7, 16), strict=True):
-        mask = step_attention.mask_of(**asked | other)
+        mask = decode_attention.mask_of(**asked | other)
         assert torch.equal(mask, sdpa_mask(**asked | other)[..., :width]), other
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 def test_lengths_on_the_grid_are_few_and_near() -> None:
-    grid = {length: prompt_attention.length_on_grid(length) for length in range(1, 20000)}
+    grid = {length: prefill_attention.length_on_grid(length) for length in range(1, 20000)}
     assert all(length <= near <= max(1.125 * length, length + 63) for length, near in grid.items())
     assert all(grid.get(near, near) == near for near in grid.values())
     assert len({near for length, near in grid.items() if length >= 768}) < 45
-    fine = [prompt_attention.length_on_grid(length, 4) for length in range(1, 129)]
+    fine = [prefill_attention.length_on_grid(length, 4) for length in range(1, 129)]
     assert [*dict.fromkeys(fine)] == [*range(4, 65, 4), *range(72, 129, 8)]
 
 
@@ -137,11 +138,11 @@ KINDS += [(2, 500, "cudnn"), (20, 70, "flash")]
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("batch, length, backend", KINDS)
 def test_which_backend_attends(batch: int, length: int, backend: str) -> None:
-    if not prompt_attention._has_plans(torch.device(DEVICE)):
+    if not prefill_attention._has_plans(torch.device(DEVICE)):
         pytest.skip("needs Hopper or newer")
     given = tensors(batch, 4, 2, length, 64)
     with torch.profiler.profile() as trace:
-        prompt_attention.prompt_attention(*given, 0.2)
+        prefill_attention.prompt_attention(*given, 0.2)
     assert f"aten::_scaled_dot_product_{backend}_attention" in {each.key for each in trace.key_averages()}
 
 
@@ -153,26 +154,26 @@ def test_backends_that_are_switched_off_stay_so(monkeypatch) -> None:
         asked.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
         return own(*given, **options)
 
-    monkeypatch.setattr(prompt_attention.F, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(prompt_attention, "_has_plans", lambda device: True)
+    monkeypatch.setattr(prefill_attention.F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(prefill_attention, "_has_plans", lambda device: True)
     before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
-    for chosen in (prompt_attention.SDPBackend.MATH, list(prompt_attention._BACKENDS)):
+    for chosen in (prefill_attention.SDPBackend.MATH, list(prefill_attention._BACKENDS)):
         for length in (64, 65):
-            with prompt_attention.sdpa_kernel(chosen):
-                prompt_attention.prompt_attention(*tensors(1, 2, 2, length, 64), 0.2)
+            with prefill_attention.sdpa_kernel(chosen):
+                prefill_attention.prompt_attention(*tensors(1, 2, 2, length, 64), 0.2)
     assert asked == [(False, False), (False, False), (True, True), (False, True)]
     assert before == (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 def test_what_is_served(monkeypatch) -> None:
-    monkeypatch.setattr(prompt_attention, "_has_plans", lambda device: True)
+    monkeypatch.setattr(prefill_attention, "_has_plans", lambda device: True)
     module, like = SimpleNamespace(is_causal=True), {"dtype": torch.bfloat16}
     q, k, v = torch.randn(1, 4, 5, 16, **like), torch.randn(1, 2, 9, 16, **like), torch.randn(1, 2, 9, 16, **like)
     mask = torch.ones(1, 1, 5, 9, dtype=torch.bool)
 
     def serves(q=q, k=k, v=v, mask=None, module=module, **options) -> bool:
-        return bool(prompt_attention.serves(module, q, k, v, mask, options))
+        return bool(prefill_attention.serves(module, q, k, v, mask, options))
 
     assert serves() and serves(dropout=0.0) and serves(module=SimpleNamespace())
     for other in (
@@ -186,7 +187,7 @@ def test_what_is_served(monkeypatch) -> None:
 def engine_body(ctx, name: str) -> tuple[list, list]:
     model = models.build(name).bfloat16()
     layers.parallelize(model, ctx)
-    calls, own = [], prompt_attention.prompt_attention
+    calls, own = [], prefill_attention.prompt_attention
 
     def counted(*given):
         calls.append(given[0].shape[2])
@@ -197,14 +198,14 @@ def engine_body(ctx, name: str) -> tuple[list, list]:
         return engine.generate(models.prompt().tolist(), 5)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_attention, "prompt_attention", counted)
-        patch.setattr(prompt_attention, "_has_plans", lambda device: False)
+        patch.setattr(prefill_attention, "prompt_attention", counted)
+        patch.setattr(prefill_attention, "_has_plans", lambda device: False)
         plain = tokens(step_attention=True, graphs=False)
         assert not calls
-        patch.setattr(prompt_attention, "_has_plans", lambda device: True)
+        patch.setattr(prefill_attention, "_has_plans", lambda device: True)
         eager = tokens(step_attention=True, graphs=False)
     assert calls == [7] * model.config.num_hidden_layers
-    assert model.config._attn_implementation == step_attention.NAME
+    assert model.config._attn_implementation == decode_attention.NAME
     return plain, eager
 
 
@@ -222,7 +223,7 @@ def compiled_body(ctx, name: str) -> None:
     model = models.build(name).bfloat16()
     layers.parallelize(model, ctx)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_attention, "_has_plans", torch.compiler.assume_constant_result(lambda device: True))
+        patch.setattr(prefill_attention, "_has_plans", torch.compiler.assume_constant_result(lambda device: True))
         backend = "inductor" if ON_GPU else "aot_eager"
         engines = [
             layers.Engine(model, ctx, 2, 64, step_attention=True, graphs=False, compile=by) for by in (False, backend)
@@ -263,6 +264,6 @@ def test_padded_prompts_of_every_family(family: str) -> None:
     seen[0, :4] = seen[1, :1] = 0
     given = {"input_ids": tokens, "attention_mask": seen}
     expected, continued = model(**given).logits, model.generate(**given, max_new_tokens=3, do_sample=False)
-    assert step_attention.use(model)
+    assert decode_attention.use(model)
     assert torch.allclose(model(**given).logits[seen.bool()], expected[seen.bool()], 1e-4, 1e-5)
     assert torch.equal(model.generate(**given, max_new_tokens=3, do_sample=False), continued)

@@ -7,7 +7,7 @@ from typing import Any
 
 from iris.errors import ArgumentError, DtypeError, StyleError
 import layers
-from layers.parallelize import parallelize
+from layers.hf.parallelize import parallelize
 import pytest
 import torch
 from torch import nn

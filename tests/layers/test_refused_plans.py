@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from iris.errors import StyleError
-from layers.parallelize import parallelize
+from layers.hf.parallelize import parallelize
 import pytest
 import torch
 from torch import nn

@@ -14,7 +14,7 @@ from typing import Any
 import iris
 from iris.errors import CheckpointError
 import layers
-from layers.folder import INDEX, SINGLE
+from layers.checkpoint.folder import INDEX, SINGLE
 import pytest
 from torch import nn
 
@@ -192,8 +192,9 @@ def failing_body(ctx, root: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for place, rank in [("layers.saving.os.fsync", 1), ("layers.staging.os.pwritev", 1), ("os.truncate", 0),
-                        ("os.replace", 0), ("layers.replacement._sync", 0)]:  # fmt: skip
+    places = ("layers.checkpoint.save.os.fsync", 1), ("layers.checkpoint.buffers.os.pwritev", 1)
+    places += ("os.truncate", 0), ("os.replace", 0), ("layers.checkpoint.replacement._sync", 0)
+    for place, rank in places:
         ctx.barrier()
         with pytest.MonkeyPatch.context() as patch:
             if ctx.cur_rank == rank:

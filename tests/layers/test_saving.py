@@ -10,11 +10,12 @@ from unittest.mock import Mock
 
 from iris.errors import ArgumentError, CheckpointError
 import layers
-from layers import names, saving
-from layers.checkpoint import Checkpoint
-from layers.parallelize import parallelize
+from layers.checkpoint import names
+from layers.checkpoint import save as saving
+from layers.checkpoint.buffers import Staging
+from layers.checkpoint.files import Checkpoint
+from layers.hf.parallelize import parallelize
 from layers.shard import Shard
-from layers.staging import Staging
 import pytest
 from safetensors.torch import load_file, save_file
 import torch
@@ -218,7 +219,7 @@ def test_a_weight_that_is_stored_as_integers_is_a_problem(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 def test_parts_of_stored_tensors_are_theirs_and_nothing_more_is_read(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("layers.staging._BUFFER", 64)  # several pieces for each part
+    monkeypatch.setattr("layers.checkpoint.buffers._BUFFER", 64)  # several pieces for each part
     tensors = {
         "wide": torch.randn(7, 12, 3),
         "half": torch.randn(9, 10).to(torch.bfloat16),

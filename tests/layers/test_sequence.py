@@ -6,8 +6,8 @@ import contextlib
 
 from iris.errors import ShapeError, StyleError
 import layers
-from layers import sequence
-from layers.parallelize import parallelize
+from layers.hf import sequence
+from layers.hf.parallelize import parallelize
 import pytest
 import torch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
+from iris_ops.local import decode_attention
 import layers
-from layers import step_attention
 import pytest
 import torch
 
@@ -32,9 +32,9 @@ def reference(q, k, v, mask, scale):
 )
 @pytest.mark.parametrize("shared, scanned", [(1 << 40, 4096), (2048, 64)], ids=["much shared memory", "little"])
 def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, length, dim, programs, shared, scanned):
-    monkeypatch.setattr(step_attention.platform, "num_programs", lambda device: programs)
-    monkeypatch.setattr(step_attention.platform, "shared_bytes", lambda device: shared)
-    monkeypatch.setattr(step_attention, "_MOST_SCANNED", scanned)
+    monkeypatch.setattr(decode_attention.platform, "num_programs", lambda device: programs)
+    monkeypatch.setattr(decode_attention.platform, "shared_bytes", lambda device: shared)
+    monkeypatch.setattr(decode_attention, "_MOST_SCANNED", scanned)
     torch.manual_seed(length)
     # as a model hands them over: heads cut out of a row, a cache that is fuller than the mask says
     q = torch.randn(batch, 1, heads + 2, dim, dtype=dtype, device=DEVICE)[:, :, 1:-1].transpose(1, 2)[:, :, 0]
@@ -44,7 +44,7 @@ def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, leng
     mask[0, 64:] = False
     mask[:, 5] = True
     k[~mask[:, None].expand(k.shape[:3])] = 1e4  # would stand out
-    out = step_attention.step_attention(q, k, v, mask, 0.3)
+    out = decode_attention.step_attention(q, k, v, mask, 0.3)
     expected = reference(q, k, v, mask, 0.3)
     assert (out - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
     shifted = reference(q, k, v, mask.roll(1, 1), 0.3)
@@ -54,7 +54,7 @@ def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, leng
 @pytest.mark.parametrize("seen", [[(150, 151)], [(31, 33)], [(0, 1), (299, 300)], [(70, 90), (160, 170), (250, 290)]])
 @pytest.mark.parametrize("programs", [1, 100], ids=["whole", "stretches"])
 def test_any_part_of_a_cache_may_be_seen(monkeypatch, seen, programs: int) -> None:
-    monkeypatch.setattr(step_attention.platform, "num_programs", lambda device: programs)
+    monkeypatch.setattr(decode_attention.platform, "num_programs", lambda device: programs)
     torch.manual_seed(1)
     pairs = 6 if programs == 1 else 2
     q, k, v = (torch.randn(pairs, *size, 32, device=DEVICE) for size in ((3,), (1, 300), (1, 300)))
@@ -62,8 +62,8 @@ def test_any_part_of_a_cache_may_be_seen(monkeypatch, seen, programs: int) -> No
     for first, beyond in seen:
         mask[:, first:beyond] = True
     k[~mask[:, None]] = v[~mask[:, None]] = 1e4
-    assert (step_attention.stretches_of(pairs, 300, 32, programs)[0] == 1) == (programs == 1)
-    out, expected = step_attention.step_attention(q, k, v, mask, 0.5), reference(q, k, v, mask, 0.5)
+    assert (decode_attention.stretches_of(pairs, 300, 32, programs)[0] == 1) == (programs == 1)
+    out, expected = decode_attention.step_attention(q, k, v, mask, 0.5), reference(q, k, v, mask, 0.5)
     assert (out - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
 
 
@@ -74,11 +74,11 @@ def test_masks_of_another_shape_are_left_to_torch() -> None:
     mask[0, ..., :10] = mask[1, ..., 20:] = True
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
     for given in (mask, mask[:1]):
-        out = step_attention.attend(module, q, k, v, given, 0.2)[0][:, 0]
+        out = decode_attention.attend(module, q, k, v, given, 0.2)[0][:, 0]
         expected = reference(q[:, :, 0], k, v, given[:, 0, 0].expand(2, 40), 0.2)
         assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert not step_attention._serves(q, k, v, mask[:1]) and not step_attention._serves(q, k, v, mask[..., :39])
-    assert step_attention._serves(q, k, v, mask) and step_attention._serves(q, k, v, mask[:1].expand(2, 1, 1, 40))
+    assert not decode_attention._serves(q, k, v, mask[:1]) and not decode_attention._serves(q, k, v, mask[..., :39])
+    assert decode_attention._serves(q, k, v, mask) and decode_attention._serves(q, k, v, mask[:1].expand(2, 1, 1, 40))
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
@@ -86,7 +86,7 @@ def test_stretches_cover_a_cache_and_none_is_empty() -> None:
     for pairs in (1, 2, 7, 64, 300, 1024, 5000):
         for length in (1, 31, 32, 33, 192, 2112, 16448, 131072):
             for multiprocessors in (1, 132):
-                parts, stretch = step_attention.stretches_of(pairs, length, 32, multiprocessors)
+                parts, stretch = decode_attention.stretches_of(pairs, length, 32, multiprocessors)
                 assert stretch % 32 == 0 and (parts - 1) * stretch < length <= parts * stretch and parts <= 256
 
 
@@ -94,9 +94,9 @@ def test_stretches_cover_a_cache_and_none_is_empty() -> None:
 def test_cuts_that_were_the_fastest_on_an_h200() -> None:
     """Of a few long caches all multiprocessors read, many short ones are read whole."""
     for pairs, length, fastest in ((4, 192, [6]), (4, 16448, range(120, 180)), (64, 2112, range(4, 9))):
-        assert step_attention.stretches_of(pairs, length, 32, 132)[0] in fastest
+        assert decode_attention.stretches_of(pairs, length, 32, 132)[0] in fastest
     for pairs, length in ((256, 192), (512, 192), (1024, 192)):
-        assert step_attention.stretches_of(pairs, length, 32, 132) == (1, 192)
+        assert decode_attention.stretches_of(pairs, length, 32, 132) == (1, 192)
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
@@ -110,10 +110,10 @@ def test_a_prompt_has_no_mask_where_torchs_causal_one_is_the_same() -> None:
         asked |= {"mask_function": seen, "local_size": window}
         made = sdpa_mask(**asked, allow_is_causal_skip=False)
         same = torch.equal(made[0, 0, :, :7], causal) and not made[..., 7:].any()
-        assert (step_attention.mask_of(**asked) is None) == same, window
-        assert step_attention.mask_of(**asked, attention_mask=torch.ones(2, 7, dtype=torch.bool)[:, :6]) is not None
-        assert step_attention.mask_of(**asked, allow_is_causal_skip=False) is not None
-        assert step_attention.mask_of(**asked | {"q_offset": torch.tensor(3)}) is not None
+        assert (decode_attention.mask_of(**asked) is None) == same, window
+        assert decode_attention.mask_of(**asked, attention_mask=torch.ones(2, 7, dtype=torch.bool)[:, :6]) is not None
+        assert decode_attention.mask_of(**asked, allow_is_causal_skip=False) is not None
+        assert decode_attention.mask_of(**asked | {"q_offset": torch.tensor(3)}) is not None
 
 
 def engine_body(ctx, name: str) -> tuple[list, str]:
@@ -132,5 +132,5 @@ def engine_body(ctx, name: str) -> tuple[list, str]:
 def test_the_engine_makes_the_same_tokens_by_it(world_size: int, name: str) -> None:
     whole, padded = (models.generate(models.build(name), padded=padded)[:, 7:].tolist() for padded in (False, True))
     for tokens, implementation in run_ranks(world_size, engine_body, name):
-        assert implementation == step_attention.NAME
+        assert implementation == decode_attention.NAME
         assert tokens == (whole, padded)

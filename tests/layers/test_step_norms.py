@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from iris_ops.fp8 import restored
-from iris_ops.norm_ahead import first_half, second_half
+from iris_ops.fp8.scaled_matmul import restored
+from iris_ops.kernels.rmsnorm_epilogue import first_half, second_half
+from iris_ops.local import skinny_matmul
 from iris_ops.ops import Ops
 import layers
-from layers import step_norms, step_product
+from layers.serving import step_norms
 from layers.sharded import LOCAL, REDUCED, ShardedLinear
 import pytest
 import torch
@@ -24,8 +25,8 @@ def serve_anywhere(patch: pytest.MonkeyPatch) -> None:
     """Products of few rows by our kernel on CPUs too."""
     if not ON_GPU:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        few = step_product.has_few_rows
-        patch.setattr(step_product, "suits", lambda x, rows: x.dtype == torch.bfloat16 and few(x, rows or 16))
+        few = skinny_matmul.has_few_rows
+        patch.setattr(skinny_matmul, "suits", lambda x, rows: x.dtype == torch.bfloat16 and few(x, rows or 16))
 
 
 def counted(patch: pytest.MonkeyPatch) -> list[None]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops import fp8
-from iris_ops.norm_ahead import first_half
+from iris_ops.fp8 import scaled_matmul
+from iris_ops.kernels.rmsnorm_epilogue import first_half
+from iris_ops.local import skinny_matmul
 import layers
-from layers import step_product
-from layers.gated import GatedMLP
+from layers.hf.gated_mlp import GatedMLP
 import pytest
 import torch
 from torch.nn import functional as F
@@ -52,13 +52,13 @@ def reference(x, weight, bias, gated: bool, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.some(48)
 def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room: int, gated: bool, dtype) -> None:
     """`room`: for programs, as if on so many multiprocessors, which decides how rows are divided."""
-    monkeypatch.setattr(step_product.platform, "num_programs", lambda device: room)
+    monkeypatch.setattr(skinny_matmul.platform, "num_programs", lambda device: room)
     torch.manual_seed(outputs)
     like = {"device": DEVICE, "dtype": dtype}
     x = torch.randn(*rows, 2 * depth, **like)[..., :depth]  # rows lie apart
     weight = torch.randn((1 + gated) * outputs, depth, **like) * depth**-0.5
     added = torch.randn((1 + gated) * outputs, **like) if bias else None
-    out = step_product.step_product(x, weight, added, None, gated)
+    out = skinny_matmul.step_product(x, weight, added, None, gated)
     expected = reference(x, weight, added, gated, dtype)
     assert out.shape == (*rows, outputs) and out.dtype == dtype
 
@@ -67,7 +67,7 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
 
     # a sum on the border between two numbers may be rounded to the other one before the gate
     assert missed(out) <= (2 if gated else 0.6) * EPS[dtype]
-    assert missed(step_product.step_product(x, weight.roll(1, 0), added, None, gated)) > 0.1
+    assert missed(skinny_matmul.step_product(x, weight.roll(1, 0), added, None, gated)) > 0.1
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -85,13 +85,13 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
 )
 def test_rows_scaled_by_the_second_half_of_a_norm(monkeypatch, rows, outputs: int, depth: int, gated: bool) -> None:
     if outputs == 200:  # in narrow tiles
-        monkeypatch.setattr(step_product.platform, "num_programs", lambda device: 9)
+        monkeypatch.setattr(skinny_matmul.platform, "num_programs", lambda device: 9)
     torch.manual_seed(depth)
     like = {"device": DEVICE, "dtype": torch.bfloat16}
     h, norm = torch.randn(*rows, depth, **like) * 30, torch.randn(depth, **like)
     weight, bias = torch.randn((1 + gated) * outputs, depth, **like), torch.randn((1 + gated) * outputs, **like)
     scaled, squares = first_half(h, norm)
-    out = step_product.step_product(scaled, weight, bias, None, gated, squares, 1e-5)
+    out = skinny_matmul.step_product(scaled, weight, bias, None, gated, squares, 1e-5)
     x = h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
     expected = reference(x, weight, bias, gated, torch.bfloat16)
     assert (out.double() - expected).norm() <= (2 + gated) * EPS[torch.bfloat16] * expected.norm()
@@ -107,20 +107,20 @@ def test_weights_in_eight_bits(rows: tuple, outputs: int, depth: int, gated: boo
     like = {"device": DEVICE, "dtype": torch.bfloat16}
     weight = torch.randn((1 + gated) * outputs, depth, device=DEVICE) * depth**-0.5
     weight[1::2] *= torch.rand_like(weight[1::2]) ** 9  # many that e4m3 has no full precision for
-    weight, scale = fp8.quantised(weight)
-    exact = fp8.restored(weight, scale, torch.float64)
+    weight, scale = scaled_matmul.quantised(weight)
+    exact = scaled_matmul.restored(weight, scale, torch.float64)
     wide = torch.randn(*rows, depth + 8, **like)
     bias, norm = torch.randn((1 + gated) * outputs, **like), torch.randn(depth, **like)
     odd = torch.randn(*rows, depth + 9, **like)
     for x in (wide[..., :depth], wide[..., 8:].contiguous(), odd[..., 1:-8]):
         for added in (None, bias):
-            assert step_product.streams(weight.shape, x.device)
-            out = step_product.step_product(x, weight, added, scale, gated)
+            assert skinny_matmul.streams(weight.shape, x.device)
+            out = skinny_matmul.step_product(x, weight, added, scale, gated)
             expected = reference(x, exact, added, gated, x.dtype)
             assert out.shape == (*rows, outputs)
             assert (out.double() - expected).norm() <= (2 if gated else 1) * 2**-8 * expected.norm()
     scaled, squares = first_half(wide[..., :depth] * 30, norm)
-    out = step_product.step_product(scaled, weight, bias, scale, gated, squares, 1e-5)
+    out = skinny_matmul.step_product(scaled, weight, bias, scale, gated, squares, 1e-5)
     h = (wide[..., :depth] * 30).double()
     expected = reference(h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm, exact, bias, gated, x.dtype)
     assert (out.double() - expected).norm() <= (2 + gated) * 2**-8 * expected.norm()
@@ -129,22 +129,22 @@ def test_weights_in_eight_bits(rows: tuple, outputs: int, depth: int, gated: boo
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_weights_in_eight_bits_that_are_not_served() -> None:
     x, weight = torch.randn(2, 96, device=DEVICE).bfloat16(), torch.randn(32, 96, device=DEVICE)
-    rounded, scale = fp8.quantised(weight)
-    assert not step_product.streams(rounded.shape, x.device)
-    out, expected = step_product.linear(x, rounded, None, scale), x.double() @ weight.double().t()
+    rounded, scale = scaled_matmul.quantised(weight)
+    assert not skinny_matmul.streams(rounded.shape, x.device)
+    out, expected = skinny_matmul.linear(x, rounded, None, scale), x.double() @ weight.double().t()
     assert (out.double() - expected).norm() <= 0.06 * expected.norm()
 
 
 def test_a_rank_without_a_part_of_the_depth_adds_nothing() -> None:
     x, weight = torch.empty(3, 2, 0, device=DEVICE).half(), torch.empty(20, 0, device=DEVICE).half()
     bias = torch.randn(20, device=DEVICE).half()
-    assert torch.equal(step_product.step_product(x, weight, bias), bias.expand(3, 2, 20))
+    assert torch.equal(skinny_matmul.step_product(x, weight, bias), bias.expand(3, 2, 20))
 
 
 def test_operands_may_lie_by_columns() -> None:
     x, weight = torch.randn(32, 3, device=DEVICE).half().t(), torch.randn(32, 20, device=DEVICE).half().t()
-    out = step_product.step_product(x, weight)
-    assert torch.equal(out, step_product.step_product(x.contiguous(), weight.contiguous()))
+    out = skinny_matmul.step_product(x, weight)
+    assert torch.equal(out, skinny_matmul.step_product(x.contiguous(), weight.contiguous()))
 
 
 def test_compilers_know_its_shape() -> None:
@@ -157,16 +157,16 @@ def test_compilers_know_its_shape() -> None:
 def test_only_what_is_captured_is_served() -> None:
     x, weight = torch.randn(16, 512, device=DEVICE).bfloat16(), torch.randn(128, 512, device=DEVICE).bfloat16()
     wide = weight.repeat(80, 1)
-    assert not step_product.serves(x, weight)
-    step_product.linear(x, weight)  # loads the kernel, which a capture could not
+    assert not skinny_matmul.serves(x, weight)
+    skinny_matmul.linear(x, weight)  # loads the kernel, which a capture could not
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        served = step_product.serves(x, weight)
-        others = [step_product.serves(*each) for each in ((x.repeat(2, 1), weight), (x.float(), weight.float()))]
-        others.append(step_product.serves(x.repeat(5, 1), wide))
-        served &= step_product.serves(x.repeat(4, 1), wide)
-        out = step_product.linear(x, weight)
+        served = skinny_matmul.serves(x, weight)
+        others = [skinny_matmul.serves(*each) for each in ((x.repeat(2, 1), weight), (x.float(), weight.float()))]
+        others.append(skinny_matmul.serves(x.repeat(5, 1), wide))
+        served &= skinny_matmul.serves(x.repeat(4, 1), wide)
+        out = skinny_matmul.linear(x, weight)
     assert served and not any(others)
     for seed in range(2):
         x.copy_(torch.randn(16, 512, generator=torch.Generator().manual_seed(seed)))
@@ -196,15 +196,15 @@ class Launches:
 def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) -> None:
     x, weight = torch.randn(3, 40).bfloat16(), torch.randn(70, 40).bfloat16()
     added = weight[:, 0].clone() if bias else None
-    kernel, capturing = Launches(step_product.step_product_kernel), []
-    monkeypatch.setattr(step_product, "step_product_kernel", kernel)
-    monkeypatch.setattr(step_product, "_loaded", set())
-    monkeypatch.setattr(step_product, "_suits", lambda *_: True)
+    kernel, capturing = Launches(skinny_matmul.step_product_kernel), []
+    monkeypatch.setattr(skinny_matmul, "step_product_kernel", kernel)
+    monkeypatch.setattr(skinny_matmul, "_loaded", set())
+    monkeypatch.setattr(skinny_matmul, "_suits", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     for _ in range(2):
-        assert torch.equal(step_product.linear(x, weight, added), F.linear(x, weight, added))
+        assert torch.equal(skinny_matmul.linear(x, weight, added), F.linear(x, weight, added))
     capturing.append(True)
-    out = step_product.linear(x, weight, added)
+    out = skinny_matmul.linear(x, weight, added)
     (loaded, *kinds), (launched, *same) = kernel.seen
     assert (loaded, launched) == ((0, 2), (1, 2)) and kinds == same
     assert torch.allclose(out, F.linear(x, weight, added), rtol=2e-2, atol=2e-2)
@@ -216,12 +216,12 @@ MEASURED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rows, outputs, gated", step_product.RINGS)
+@pytest.mark.parametrize("rows, outputs, gated", skinny_matmul.RINGS)
 def test_blocks_fit_in_shared_memory(rows: int, outputs: int, gated: bool) -> None:
     """As deep as measured on an H200, where there is room. What they take, compiled: see test_codegen.py."""
     measured = MEASURED[rows, outputs][gated]
     for kib, expected in ((227, measured), (160, None), (99, None), (64, None), (48, None)):
-        block_k, stages = step_product.depth(kib << 10, gated, rows, outputs)
+        block_k, stages = skinny_matmul.depth(kib << 10, gated, rows, outputs)
         assert expected in (None, (block_k, stages)) and stages >= 2
         assert stages * (outputs * (1 + gated) + rows) * block_k * 2 <= kib << 10
 
@@ -229,19 +229,19 @@ def test_blocks_fit_in_shared_memory(rows: int, outputs: int, gated: bool) -> No
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="has functions of its process exchanged")
 def test_how_many_rows_are_served(monkeypatch) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(step_product.platform, "num_programs", lambda device: 132)
+    monkeypatch.setattr(skinny_matmul.platform, "num_programs", lambda device: 132)
 
     def served(outputs: int) -> set[tuple[int, int]]:
         """Compiled and not."""
         return {
-            tuple(step_product.most_rows(outputs, gated, each, device) for each in (True, False)) for gated in (0, 1)
+            tuple(skinny_matmul.most_rows(outputs, gated, each, device) for each in (True, False)) for gated in (0, 1)
         }
 
-    monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device: 227 << 10)
+    monkeypatch.setattr(skinny_matmul.platform, "shared_bytes", lambda device: 227 << 10)
     assert served(4288) == {(64, 64)}
     assert served(4224) == served(1472) == {(128, 128)}
     assert served(1408) == {(32, 16)}
-    monkeypatch.setattr(step_product.platform, "shared_bytes", lambda device: 99 << 10)
+    monkeypatch.setattr(skinny_matmul.platform, "shared_bytes", lambda device: 99 << 10)
     assert served(4288) == served(4224) == {(16, 16)}
 
 
@@ -253,26 +253,26 @@ def test_how_many_rows_are_served(monkeypatch) -> None:
     ],
 )  # fmt: skip
 def test_rows_are_divided_where_multiprocessors_are_left(rows: int, programs: int, block: int) -> None:
-    assert step_product.block_of(rows, programs, 132) == block
+    assert skinny_matmul.block_of(rows, programs, 132) == block
     narrow = block == 32 and rows in (64, 128)
     for gated in (False, True):
         tile = (64, 32) if narrow and not gated else (block, 64)
-        assert step_product.tile_of(rows, 64 * programs, gated, 132) == tile
+        assert skinny_matmul.tile_of(rows, 64 * programs, gated, 132) == tile
 
 
 def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, list, int]:
     model = models.build(name)
     layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
     exchanged = sum(isinstance(module, GatedMLP) for module in model.modules())
-    calls, own = [], step_product.step_product
+    calls, own = [], skinny_matmul.step_product
 
     def counted(x, weight, bias=None, scale=None, gated=False):
         calls.append(gated)
         return own(x, weight, bias, scale, gated)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_product, "step_product", counted)
-        patch.setattr(step_product, "serves", lambda x, weight, *_: 0 < x.shape[:-1].numel() <= 6)
+        patch.setattr(skinny_matmul, "step_product", counted)
+        patch.setattr(skinny_matmul, "serves", lambda x, weight, *_: 0 < x.shape[:-1].numel() <= 6)
         engine = layers.Engine(model, ctx, batch_size=2, max_length=16)
         return engine.generate(models.prompt().tolist(), 5), calls, exchanged
 
@@ -305,7 +305,7 @@ def test_gates_are_left_alone_where_nothing_is_fused(fuse: bool) -> None:
 
 
 def test_a_forward_that_reads_otherwise_is_left_alone() -> None:
-    from layers.gated import is_plain, is_silu
+    from layers.hf.gated_mlp import is_plain, is_silu
 
     class Wider(torch.nn.Module):
         def forward(self, x):

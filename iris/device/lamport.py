@@ -1,0 +1,245 @@
+"""Data that says itself whether it has arrived: one hop between ranks, with no fence, no flag and no hand-shake.
+
+A word of all ones is empty. Floating-point words are as wide as the data: that bit pattern is a NaN which no conversion
+or sum makes, and `seal` turns one that was loaded into another NaN. Where every bit pattern means something, as in
+integers, `widen` makes words of twice the width. The receiver polls the words themselves and leaves them empty. Each
+word is stored at once (16 to 64 bits) and loaded at once, so a word that is not empty is whole, whatever the order in
+which words arrive.
+
+Two slots by the parity of an epoch that only these exchanges advance are enough: who stores for call e + 2 has finished
+e + 1, so it has everyone's words of e + 1; who sent those had finished call e, with all its words emptied. A rank has
+finished a call when the kernel has ended: one that is launched beside it touches no memory until then (`arch.follow`).
+"""
+
+import triton
+import triton.language as tl
+
+from . import arch
+from .context import HEADER
+from .function import device_function
+from .rma import moved
+from .tracing import WAIT
+from .waits import anyone_gone, deadline, is_late, keeps_waiting, report
+
+EMPTY = tl.constexpr(-1)
+_THREADS = tl.constexpr(1024)  # of a program, at most
+
+
+@device_function
+def seal(x, dtype: tl.constexpr):
+    """fp32 `x`, rounded to `dtype`, as integer words that are never empty."""
+    bits: tl.constexpr = dtype.primitive_bitwidth
+    words = arch.round_to(x, dtype).to(tl.core.get_int_dtype(bits, True), bitcast=True)
+    return words ^ ((words == EMPTY).to(words.dtype) << (bits - 1))  # another NaN, without the sign
+
+
+@device_function
+def widen(x):
+    """Integers of 8, 16 or 32 bits as words that are never empty."""
+    bits: tl.constexpr = x.dtype.primitive_bitwidth
+    unsigned: tl.constexpr = tl.core.get_int_dtype(bits, False)
+    return x.to(unsigned, bitcast=True).to(tl.core.get_int_dtype(2 * bits, True))
+
+
+@device_function
+def unwrapped(words, dtype: tl.constexpr):
+    """What `seal`ed or `widen`ed words of `dtype` mean, in the type that sums are kept in."""
+    if words.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
+        return words.to(dtype, bitcast=True).to(sum_type(dtype))
+    else:
+        return words.to(dtype).to(sum_type(dtype))
+
+
+@triton.constexpr_function
+def sum_type(dtype):
+    """fp32 for floating-point numbers, else integers of 32 bits or of as many as `dtype` has."""
+    if dtype.is_floating():
+        return tl.float32
+    return tl.int64 if dtype.primitive_bitwidth == 64 else tl.int32
+
+
+@device_function
+def take(
+    ctx,
+    first,
+    step,
+    mask,
+    source,
+    epoch,
+    waiter: tl.constexpr,
+    dtype: tl.constexpr,
+    COUNT: tl.constexpr,
+    own=None,
+    patience: tl.constexpr = 1,
+    LANES: tl.constexpr = True,
+):
+    """Waits for COUNT blocks of words of `dtype`, `step` words apart, the first at the pointers `first`; empties them.
+
+    `source`: which rank each word of the first block comes from; those of block i come from the i-th after it. `own`:
+    values in place of the words that would be this rank's, block number `ctx.rank`. `patience`: as in `deadline`.
+    `LANES` is off in Gluon, as in `sync`; its blocks must have no fewer words than threads. Returns (the blocks' sum in
+    `sum_type(dtype)`, in order; whether all came in time).
+    """
+    if own is not None and COUNT == 2:  # then only the peer's is looked at: two add up to the same in either order
+        peer = 1 - ctx.rank
+        theirs, came = take(
+            ctx, first + peer * step, 0, mask, source + peer, epoch, waiter, dtype, 1, None, patience, LANES
+        )
+        return own + theirs, came
+    else:
+        total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
+        if missing:
+            total, missing = _poll(
+                ctx, total, first, step, mask, source, epoch, waiter, dtype, COUNT, own, patience, LANES
+            )
+        # `_look` ends with a barrier: no thread still looks
+        for i in tl.static_range(COUNT):
+            tl.store(first + i * step, EMPTY, mask=_sent(ctx, mask, i, own))
+        return total, not missing
+
+
+@device_function
+def take_found(
+    ctx, found, words, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
+):
+    """As `take` of one block of words, of which `found` was loaded before, by `arch.load_fresh`.
+
+    Returns (what they mean, whether any had to be waited for).
+    """
+    total, missing = unwrapped(found, dtype), _any((found == EMPTY).to(tl.int32), LANES)
+    waited = missing
+    if missing:
+        total, missing = _poll(ctx, total, words, 0, mask, source, epoch, waiter, dtype, 1, None, 1, LANES)
+    tl.store(words, EMPTY, mask=mask)
+    return total, waited
+
+
+@device_function
+def _sent(ctx, mask, i, own):
+    """The mask of block i: nobody sends what is our own."""
+    if own is None:
+        return mask
+    else:
+        return mask & (i != ctx.rank)
+
+
+@device_function
+def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own, LANES: tl.constexpr):
+    words = arch.load_fresh(first, _sent(ctx, mask, 0, own))
+    missing = (words == EMPTY).to(tl.int32)
+    total = _value(ctx, words, dtype, 0, own)
+    for i in tl.static_range(1, COUNT):
+        words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
+        missing |= (words == EMPTY).to(tl.int32)
+        total += _value(ctx, words, dtype, i, own)
+    return total, _any(missing, LANES)
+
+
+@device_function
+def _any(missing, LANES: tl.constexpr):
+    """Whether any of these is not zero; the same answer for all threads."""
+    found = tl.max(missing)
+    if LANES and missing.numel < _THREADS:
+        # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than
+        # there are threads makes one answer of all their answers.
+        found = tl.max(tl.zeros((2 * _THREADS,), tl.int32) + found)
+    return found != 0
+
+
+@device_function
+def _value(ctx, words, dtype: tl.constexpr, i, own):
+    if own is None:
+        return unwrapped(words, dtype)
+    else:
+        return tl.where(i == ctx.rank, own, unwrapped(words, dtype))
+
+
+@device_function
+def _poll(
+    ctx,
+    total,
+    first,
+    step,
+    mask,
+    source,
+    epoch,
+    waiter: tl.constexpr,
+    dtype: tl.constexpr,
+    COUNT: tl.constexpr,
+    own,
+    patience: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    span = ctx.tracing.record_event_start(WAIT, -1, first, mask=mask)
+    end = deadline(ctx, patience)
+    polls = 0
+    missing = True
+    waiting = True
+    while waiting:
+        late = is_late(end, polls)
+        if LANES:
+            late = late | anyone_gone(ctx)
+        total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
+        polls += 1
+        waiting = keeps_waiting(ctx, missing, late, polls)
+    if missing:
+        peer = -1
+        for i in tl.static_range(COUNT):
+            words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
+            peer = tl.maximum(peer, tl.max(tl.where(words == EMPTY, source + i, -1)))
+        report(ctx, waiter, epoch, peer, epoch - 1)
+    ctx.tracing.record_event_end(span)
+    return total, missing
+
+
+# A program that computes before it sends would wait for the addresses of the peers' heaps at the end of its product,
+# one after the other. It loads them at its start, and `settled` keeps the compiler from waiting for them there.
+
+
+@device_function
+def load_bases(words, WORLD_SIZE: tl.constexpr):
+    """The heap bases of all ranks, a tuple, on their way."""
+    bases = ()
+    for i in tl.static_range(WORLD_SIZE):
+        bases += (tl.load(words + HEADER + i),)
+    return bases
+
+
+@device_function
+def settled(values):
+    """The same values, which the compiler must not touch before it comes here."""
+    after = ()
+    for i in tl.static_range(len(values)):
+        after += (_opaque(values[i]),)
+    return after
+
+
+@device_function
+def _opaque(x):
+    if not arch.is_cuda():
+        return x
+    elif x.dtype.primitive_bitwidth == 64:
+        return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=tl.int64, is_pure=False, pack=1)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@device_function
+def remote(ctx, pointer, bases, to_rank):
+    """`DeviceContext.remote` by the heap bases that `load_bases` gave."""
+    target = _chosen(bases, to_rank)
+    return moved(pointer, _chosen(bases, ctx.rank), target)
+
+
+@device_function
+def put(ctx, pointer, words, mask, bases, to_rank):
+    """Sends sealed words to their place at `to_rank`."""
+    tl.store(remote(ctx, pointer, bases, to_rank), words, mask=mask, cache_modifier=".wt")
+
+
+@device_function
+def _chosen(values, index):
+    value = values[0]
+    for i in tl.static_range(1, len(values)):
+        value = tl.where(index == i, values[i], value)
+    return value

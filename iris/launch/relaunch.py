@@ -1,0 +1,271 @@
+"""Launching again what was launched before: a model calls its layers with the same tensors, or with others at the same
+addresses, over and over.
+
+Triton's own way to launch a compiled kernel asks every argument for its address and encodes every tensor descriptor
+anew. Here all of that is done once, and a call is Triton's C launcher with a list of numbers. A call that differs from
+an earlier one in its addresses only, as another layer's does, puts them into a copy of that list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from operator import attrgetter
+from typing import Any, NamedTuple, overload
+
+import torch
+import triton
+
+from ..heap import extent
+from ..log import logger
+from ..triton_private import FUSED, DirectLaunch, GluonDescriptor, TensorDescriptor, direct_launch, launch_listeners
+
+# Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
+ALIGNMENT = 16
+_DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
+_KEPT = 4096  # calls that are known from before, and kernels
+# Of which a view may stand for the negated or conjugated elements: parts of complex tensors, and those themselves.
+LAZY = {torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
+
+
+class Launch(NamedTuple):
+    """What was launched. `again()` launches the same once more, at a tenth of the host's time, or says False.
+
+    `moved(addresses)`: such a function for other addresses in place of those that `launch` was told of as `moving`.
+    """
+
+    again: Callable[[], bool]
+    moved: Callable[[Sequence[int]], Callable[[], bool] | None] | None = None
+
+
+class Calls:
+    """The calls that were made before, by their keys: tuples of the addresses of so many `tensors`, and behind them of
+    all else that the calls' checks and launches depend on, at last the workspace. No tensor of a caller's is held.
+    """
+
+    def __init__(self, tensors: int) -> None:
+        self.known: dict[tuple | None, Any] = {}  # None is no key of a call
+        self._tensors = tensors
+        self._prepared: dict[tuple, Any] = {}
+        self._moves: dict[tuple, Callable] = {}
+
+    def addresses(self, key: tuple | None) -> tuple[int, ...]:
+        return key[: self._tensors] if key else (0,) * self._tensors
+
+    def prepared(self, key: tuple | None, prepare: Callable[[], Any]) -> Any:
+        """What `prepare` finds out, which is asked once for all calls that differ in addresses and workspace only."""
+        if key is None:
+            return prepare()
+        rest = key[self._tensors : -1]  # a wrong workspace is told later, and not kept
+        found = self._prepared.get(rest)
+        if found is None:
+            found = prepare()
+            if len(self._prepared) >= _KEPT:
+                self._prepared.clear()
+            self._prepared[rest] = found
+        return found
+
+    def moved(self, key: tuple | None, *place: object) -> Callable[[], bool] | None:
+        """What launches this call if one was kept that differs in its addresses only."""
+        move = self._moves.get((key[self._tensors :], place)) if key else None
+        return move(self.addresses(key)) if move else None
+
+    def keep(self, key: tuple | None, call: Any, launch: Launch | None, *place: object) -> None:
+        """Remembers a call. `place`: what its launch depends on, beside its key."""
+        if key is None:
+            return
+        if len(self.known) >= _KEPT:
+            self.forget()
+        self.known[key] = call
+        if launch is not None and launch.moved:
+            self._moves[key[self._tensors :], place] = launch.moved
+
+    def forget(self) -> None:
+        """Of calls, not of what was prepared for them: kernels or memory that they use have changed."""
+        self.known.clear()
+        self._moves.clear()
+
+
+def device_of(device: torch.device) -> Callable[[torch.Tensor], Any]:
+    """What tells tensors of `device` from others fastest: their number, but for CPUs, whose "meta" tensors share."""
+    return attrgetter("device") if device.type == "cpu" else torch.Tensor.get_device
+
+
+@overload
+def alias(t: torch.Tensor, distance: int = 0) -> torch.Tensor: ...
+@overload
+def alias(t: None, distance: int = 0) -> None: ...
+def alias(t: torch.Tensor | None, distance: int = 0) -> torch.Tensor | None:
+    """`t`'s memory, or what lies `distance` bytes from it, as a tensor that does not keep it.
+
+    For a call that is repeated only when it is given a tensor at this address.
+    """
+    if t is None:
+        return None
+    begin, end = extent(t)
+    storage = torch._C._construct_storage_from_data_pointer(begin + distance, t.device, end - begin)
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
+
+
+def launch(
+    kernels: dict,
+    device: torch.device,
+    kernel: triton.JITFunction,
+    grid: tuple[int, int, int],
+    args: dict,
+    moving: Sequence[int] = (),
+    **options: int,
+) -> Launch | None:
+    """Launches `kernel` on `args`, its arguments by name, in the current stream. `options`: num_warps, num_stages.
+
+    `kernels` keeps what was compiled, by all that Triton specialises a kernel on, so that later calls skip Triton's
+    own look-up, which costs several times the launch itself. `moving`: addresses that may be others when this is
+    launched again; what `args` have of such memory begins there. None where there is no way to launch it again.
+    """
+    key = (kernel, *options.values(), *map(_specialization, args.values()))
+    known: Any = kernels.get(key)
+    first = known is None
+    if first:
+        compiled = kernel[grid](**args, **(FUSED | options))
+        if compiled is None:  # the interpreter compiles nothing
+            return None
+        if len(kernels) >= _KEPT:
+            kernels.clear()
+        has_descriptors = any(isinstance(value, _DESCRIPTORS) for value in args.values())
+        known = kernels[key] = compiled, _native(compiled, device, has_descriptors)
+    compiled, native = known
+    values = [args[name] for name in kernel.arg_names]
+    found = native.prepare(grid, values, moving) if native else None
+    if not first and (found is None or not found.again()):
+        compiled[grid](*values)
+    return found
+
+
+def in_turn(first: Launch | None, second: Launch | None) -> Launch | None:
+    """Two launches behind each other as one; None where one cannot be made again."""
+    if first is None or second is None:
+        return None
+    move_first, move_second = first.moved, second.moved
+    again = _both(first.again, second.again)
+    if move_first is None or move_second is None:
+        return Launch(again)
+
+    def moved(addresses: Sequence[int]) -> Callable[[], bool] | None:
+        before, behind = move_first(addresses), move_second(addresses)
+        return _both(before, behind) if before and behind else None
+
+    return Launch(again, moved)
+
+
+def _both(first: Callable[[], bool], second: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: first() and second()
+
+
+def _native(compiled: Any, device: torch.device, has_descriptors: bool) -> _Native | None:
+    """None where there is no way past triton's look-up, which is said once: it costs some 50 us a launch."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    how = direct_launch(compiled, device, has_descriptors)
+    if isinstance(how, DirectLaunch):
+        return _Native(how)
+    _say_once(how)
+    return None
+
+
+@cache
+def _say_once(why: str) -> None:
+    logger.warning("kernels are launched through triton's own look-up, some 50 us slower each: %s", why)
+
+
+def _specialization(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % ALIGNMENT == 0
+    return "descriptor" if isinstance(value, _DESCRIPTORS) else value
+
+
+@dataclass(frozen=True)
+class _Native:
+    """A compiled kernel, launched past triton's look-up."""
+
+    how: DirectLaunch
+
+    def prepare(self, grid: tuple[int, int, int], values: list, moving: Sequence[int]) -> Launch:
+        """A launch on `values`. It holds addresses, not tensors."""
+        maps = iter(self.how.maps or [None] * len(values))
+        which = {address: i for i, address in enumerate(moving) if address}
+        arguments: list[Any] = []
+        slots = []  # where arguments stand that come from an address, the number of the address, and how they come
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                address, made = value.data_ptr(), _pointer
+            elif isinstance(value, _DESCRIPTORS):
+                address = value.base.data_ptr()
+                made = lru_cache(_KEPT)(partial(self._described, next(maps), value.shape, value.strides, value.padding))
+            else:
+                arguments.append(value)
+                continue
+            if address in which:
+                slots.append((len(arguments), which[address], made))
+            arguments += made(address)
+        alike, aligned = [moving.index(each) for each in moving], _aligned(moving)
+
+        def moved(addresses: Sequence[int]) -> Callable[[], bool] | None:
+            if not (aligned and _aligned(addresses)) or [addresses.index(each) for each in addresses] != alike:
+                return None  # another kernel, or which address is whose would not be known
+            fresh = arguments.copy()
+            for place, number, made in slots:
+                those = made(addresses[number])
+                fresh[place : place + len(those)] = those
+            return self._again(grid, fresh)
+
+        return Launch(self._again(grid, arguments), moved)
+
+    def _again(self, grid: tuple[int, int, int], arguments: list) -> Callable[[], bool]:
+        call, current_stream, head = self.how.call, self.how.current_stream, self.how.head
+        behind = self.how.behind(arguments)
+        (enter, leave), (x, y, z) = launch_listeners(), grid
+        last = x, y, z, None
+
+        def again() -> bool:
+            nonlocal last
+            if enter or leave:
+                return False
+            stream, ready = current_stream(), last
+            if ready[3] != stream:
+                ready = last = (x, y, z, stream, *head, *behind)
+            call(*ready)
+            return True
+
+        return again
+
+    def _described(self, how: Any, shape: list[int], strides: list[int], padding: str, address: int) -> list:
+        return self.how.arguments_of(_Described(address, shape, strides, padding), how)
+
+
+class _Described(NamedTuple):
+    """A tensor descriptor of memory, which a `TensorDescriptor` would keep."""
+
+    address: int
+    shape: list[int]
+    strides: list[int]
+    padding: str
+    round_f32_to_tf32: bool = False
+
+    @property
+    def base(self) -> _Described:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _pointer(address: int) -> list[int]:
+    return [address]
+
+
+def _aligned(addresses: Sequence[int]) -> bool:
+    together = 0
+    for each in addresses:
+        together |= each
+    return not together % ALIGNMENT

@@ -1,0 +1,106 @@
+"""Streams beside the user's: one for calls with `async_op=True`, and lanes for the parts of an op that overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .. import platform
+from ..errors import ArgumentError
+
+
+def check_async(call: str, async_op: object) -> None:
+    """Who gives a `config` by its place would else have it taken for a yes."""
+    if type(async_op) is not bool:
+        raise ArgumentError(f"{call}: async_op is {type(async_op).__name__}; expected True or False")
+
+
+class SideStream:
+    """One for all ops of a context: two kernels that wait for peers never run side by side.
+
+    Each may fill the chip while it waits, so two that ranks start in different order would deadlock. Barriers of one
+    program, which an op has in its lanes, may.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pending: torch.cuda.Event | None = None
+        self._captured = False  # the pending event belongs to a graph
+
+    def run(self, go: Callable[[], None], *tensors: torch.Tensor | None) -> torch.cuda.Event:
+        """What `go` launches, after all that the current stream has so far. Returns the event of its end.
+
+        The memory of `tensors`, where torch's allocator has it, is not given to others before.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device.index))
+        with torch.cuda.stream(self._stream):
+            go()
+            for t in tensors:
+                if t is not None and t.numel():
+                    t.record_stream(self._stream)
+            self._pending = torch.cuda.Event()
+            self._pending.record(self._stream)
+            self._captured = platform.is_capturing(self._device)
+        return self._pending
+
+    def join(self) -> None:
+        """Makes the current stream wait for what `run` has launched."""
+        if self._pending is None:
+            return
+        capturing = platform.is_capturing(self._device)
+        if self._captured == capturing:
+            torch.cuda.current_stream(self._device.index).wait_event(self._pending)
+        # A capture begins on an idle device, and ends with everything joined: neither waits for the other's events.
+        if self._captured or not capturing:
+            self._pending = None
+
+
+def current(device: torch.device) -> torch.cuda.Stream | None:
+    """The current stream, where there are streams."""
+    return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
+
+
+class Lane:
+    """A stream in which part of an op runs beside the current one. On CPUs, which have none, all runs in order.
+
+    Of high priority: its short kernels come before the programs that a long one has still to start.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def instead_of(self, stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | None]:
+        """What is launched in the block goes into this lane, and behind it into `stream`, the current one, again."""
+        if self.stream is None or stream is None:
+            yield None
+            return
+        torch.cuda.set_stream(self.stream)
+        try:
+            yield self.stream
+        finally:
+            torch.cuda.set_stream(stream)
+
+
+class Mark:
+    """A point in a stream that others wait for.
+
+    It may be kept from call to call, captured ones among them, as long as each call sets it before it waits for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def set(self, stream: torch.cuda.Stream | None) -> None:
+        if self._event is not None:
+            self._event.record(stream)
+
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        """Makes `stream` wait for what the marked one had when the mark was set last."""
+        if self._event is not None:
+            self._event.wait(stream)

@@ -1,0 +1,84 @@
+"""`matmul_all_reduce` of few rows with weights in eight bits, by the stream of `weight_stream.py`, on NVIDIA Hopper.
+
+One shot, in the words of `lamport_matmul.py` at the same places: each rank sends its product to all, and everyone adds
+up everyone's, in rank order. So ranks may even mix the two, where one's weight does not lie as this kernel wants it;
+only a norm's squares are then added up in another order.
+
+A program sends all tiles that it multiplies before it waits for any, and takes others than it made: of 64 columns, as a
+norm's sums of squares want them (`rmsnorm_epilogue.py`). All programs run at once.
+"""
+
+from iris.device import arch
+from iris.device.context import DeviceContext
+from iris.device.lamport import load_bases, remote, seal, settled, take
+from iris.device.sync import advance
+from iris.device.tracing import PRODUCT, PUSH, SUM
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..kernels.rmsnorm_epilogue import SPAN, add_ahead, norm_ahead
+from . import weight_stream
+
+
+@gluon.jit(do_not_specialize=["M"])
+def few_rows_fp8_kernel(
+    a, b, scales, bias, residual, weight, scaled, squares, out, staging, sync, words, M, N, K, stride_om,
+    stride_on, ld, slot_words, BLOCK_M: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+    TAKE: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
+    TRACING: gl.constexpr = False,
+):  # fmt: skip
+    """a, b, scales: as in `fp8_rows`; M of at most BLOCK_M rows. The rest as in `few_rows_kernel`."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    arch.follow()
+    stream, at = weight_stream.begin(a, b, N, K, BLOCK_M, T, False, STAGES, SLICES)
+    SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], SLICES)
+    own = (gl.load(words), gl.load(sync))
+    all_bases = load_bases(words, WORLD_SIZE)
+    rank, epoch, bases = 0, 0, all_bases  # every program has tiles and learns them there
+    tracing = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING).tracing
+    step = M.to(gl.int64) * ld
+    for group in range(gl.program_id(0), gl.cdiv(N, stream.WIDTH), gl.num_programs(0)):
+        span = tracing.record_event_start(PRODUCT, -1, out, 0, group, nbytes=0)
+        at = weight_stream.multiply(stream, at, BLOCK_M)
+        col, inside = weight_stream.columns_of(stream, group, ld, SUMS)
+        partial = seal(weight_stream.total(stream, scales, 0, col, 0, SUMS), dtype)
+        tracing.record_event_end(span)
+        own_rank, last_epoch = settled(own)
+        rank, epoch, bases = own_rank.to(gl.int32), last_epoch + 1, settled(all_bases)
+        ctx = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING)
+        r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))
+        mine = staging + (epoch & 1).to(gl.int64) * slot_words + rank * step
+        mask = inside[:, None] & (r < M)[None, :]
+        nbytes = M * (min(N, (group + 1) * stream.WIDTH) - group * stream.WIDTH) * (dtype.primitive_bitwidth // 8)
+        span = tracing.record_event_start(PUSH, -1, staging, 0, group, nbytes=nbytes)
+        for i in gl.static_range(1, WORLD_SIZE + 1):  # our own too: every rank sums the same numbers
+            target = remote(ctx, mine, bases, (rank + i) % WORLD_SIZE)
+            gl.store(target + (r * ld)[None, :] + col[:, None], partial, mask=mask, cache_modifier=".wt")
+        tracing.record_event_end(span)
+
+    arch.lead()
+    advance(sync, epoch)  # which all programs have read
+    ctx = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING)
+    slot = staging + (epoch & 1).to(gl.int64) * slot_words
+    r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, TAKE))
+    for t in range(gl.program_id(0), gl.cdiv(N, SPAN), gl.num_programs(0)):
+        c = t * SPAN + gl.arange(0, SPAN, layout=gl.SliceLayout(0, TAKE))
+        if scaled is not None:
+            ahead = add_ahead(residual, weight, r, c, M, N)
+        place, mask = (r * ld)[:, None] + c[None, :], (r < M)[:, None] & (c < ld)[None, :]
+        span = ctx.tracing.record_event_start(SUM, rank, staging, 0, t, nbytes=0)
+        total, _ok = take(ctx, slot + place, step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, LANES=False)
+        ctx.tracing.record_event_end(span)
+        if HAS_BIAS:
+            total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+        if scaled is not None:
+            total = norm_ahead(total, ahead, scaled, squares, r, c, t * SPAN, M, N, SPAN)
+        target = out + (r.to(gl.int64) * stride_om)[:, None] + (c.to(gl.int64) * stride_on)[None, :]
+        gl.store(target, total.to(dtype), mask=(r < M)[:, None] & (c < N)[None, :])
+
+
+def layouts(block_m: int) -> dict:
+    """Which thread takes what of [block_m, 64] words."""
+    held = block_m * SPAN.value // (32 * weight_stream.WARPS)
+    across = SPAN.value // held
+    return dict(TAKE=gl.BlockedLayout([1, held], [32 // across, across], [weight_stream.WARPS, 1], [1, 0]))

@@ -1,0 +1,170 @@
+"""Weights in eight bits (e4m3, a scale for each column of B), and products with them by torch.
+
+    B[:, n]  =  scale[n] * B8[:, n]        scale[n] a power of two: the column's largest entry is between 224 and 448
+
+A power of two costs a floating-point format nothing in accuracy, and makes the way back exact. A weight is off by at
+most 1/16 of itself or, if that is more, 2**-10 of its column's scale.
+
+    rows of A         the product                                                      A is
+    up to 16, Hopper  a stream of weights, widened in registers (`weight_stream.py`)        as it is
+    more, Hopper      a stream of weights as they are (`tile_matmul.py`)                 rounded to e4m3, a scale a row
+    else, bf16        `torch._scaled_mm` on GPUs with fp8 tensor cores                 rounded likewise
+    else              by the weight that B8 and scale stand for, made in each call     as it is
+
+All-reduces and reduce-scatters of rounded rows have the kernels of 16 bits, in which scales end a tile
+(`lamport_matmul.py`, `pipeline.py`). Rows that are gathered travel as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from iris import platform
+from iris.device import arch
+from iris.launch import relaunch
+import torch
+from torch.nn import functional as F
+import triton
+import triton.language as tl
+
+from ..kernels.descriptors import in_whole_vectors, of_whole_vectors
+from ..problem import FP8
+from . import tile_matmul
+
+if TYPE_CHECKING:
+    from ..planning.machine import Machine
+
+LARGEST = 448.0
+MULTIPLE = 16  # of sizes of weights that tensor cores multiply in eight bits
+# Elements of a row that a program of `round_rows` holds: of few rows all of them, of more as many as let several
+# programs share a multiprocessor.
+_FEW, _AT_ONCE = 128, (16384, 4096)
+# What rounding adds: for its kernel, for each element of a row, for each of what is read and written.
+_ROUNDING_US = 1.0, 1e-4, 3.4
+# Of torch's product of rounded rows, its time over that in bf16, and what comes on top; measured on an H200.
+_TORCH_SHARE, _TORCH_US = 0.62, 8.0
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """W8 and scale [rows] of `weight` [rows, K]. A row with something that is no number is none anywhere."""
+    largest = weight.abs().amax(dim=1).float() if weight.numel() else weight.new_zeros(weight.shape[0]).float()
+    mantissa, exponent = torch.frexp(largest / LARGEST)  # largest / 448 = mantissa * 2**exponent, mantissa in [0.5, 1)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-100, 100)
+    exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent))
+    scale = ((exponent + 127) << 23).to(torch.int32).view(torch.float32)  # its bits: a power computed may be off
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    return (weight.float() / scale[:, None]).to(FP8), scale
+
+
+def restored(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that W8 and scale stand for."""
+    return (weight.float() * scale[:, None]).to(dtype)
+
+
+def multiplies_in_fp8(shape: torch.Size, device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether a weight of `shape` is multiplied in fp8: that needs tensor cores for it, bf16, multiples of 16."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip or dtype != torch.bfloat16:
+        return False
+    aligned = shape.numel() > 0 and all(size % MULTIPLE == 0 for size in shape)
+    return aligned and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def round_rows_kernel(inp, out, scales, columns, stride_in, BLOCK: tl.constexpr):
+    """One row: out = inp / scale in e4m3, scale = its largest entry / 448. What no block holds is read twice."""
+    arch.follow()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    first = tl.load(inp + row * stride_in + at, mask=at < columns, other=0.0)
+    largest = tl.abs(first.to(tl.float32))
+    for start in range(BLOCK, columns, BLOCK):
+        entries = tl.load(inp + row * stride_in + start + at, mask=start + at < columns, other=0.0)
+        largest = tl.maximum(largest, tl.abs(entries.to(tl.float32)))
+    scale = tl.maximum(tl.max(largest, 0), 2.0**-100) / 448.0
+    arch.lead()
+    tl.store(scales + row, scale)
+    tl.store(out + row * columns + at, (first.to(tl.float32) / scale).to(tl.float8e4nv), mask=at < columns)
+    for start in range(BLOCK, columns, BLOCK):
+        entries = tl.load(inp + row * stride_in + start + at, mask=start + at < columns, other=0.0)
+        rounded = (entries.to(tl.float32) / scale).to(tl.float8e4nv)
+        tl.store(out + row * columns + start + at, rounded, mask=start + at < columns)
+
+
+def rounding_us(rows: int, cols: int, machine: Machine) -> float:
+    """Microseconds of `round_rows`."""
+    kernel, entry, moved = _ROUNDING_US
+    return kernel + cols * entry + rows * cols * moved / (machine.hbm_gbs * 1e3)
+
+
+def torch_us(bf16_us: float) -> float:
+    """Microseconds of torch's product of rounded rows, given those of its product in bf16."""
+    return _TORCH_SHARE * bf16_us + _TORCH_US
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] in e4m3 and the scale [M, 1] of each row."""
+    out = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    args, options = _rounding(out, scale, x)
+    round_rows_kernel[(x.shape[0],)](**args, **options)
+    return out, scale
+
+
+def launch_rounding(
+    kernels: dict, out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, moving: Sequence[int]
+) -> relaunch.Launch | None:
+    """`round_rows` of x to `out` and `scales`, as `repeat.launch` has it."""
+    args, options = _rounding(out, scales, x)
+    return relaunch.launch(kernels, x.device, round_rows_kernel, (x.shape[0], 1, 1), args, moving, **options)
+
+
+def _rounding(out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> tuple[dict, dict]:
+    """Arguments and options of a launch."""
+    block = min(_AT_ONCE[x.shape[0] > _FEW], triton.next_power_of_2(x.shape[1]))
+    args = dict(inp=x, out=out, scales=scales, columns=x.shape[1], stride_in=x.stride(0), BLOCK=block)
+    return args, dict(num_warps=max(4, block // 1024), **platform.launch_options(x.device))
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [M, K] times the transpose of the weight [N, K] that W8 and scale stand for, plus the bias, in x's dtype.
+
+    To `out`, if there is one.
+    """
+    if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype):
+        made = F.linear(x, restored(weight, scale, x.dtype), bias)
+    else:
+        direct = out if out is not None and of_whole_vectors(out) and out.is_contiguous() else None
+        made = rounded_product(x, weight, scale, bias, direct)
+        if direct is not None:
+            return direct
+    return made if out is None else out.copy_(made)
+
+
+def rounded_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors."""
+    rounded, scale_x = round_rows(x if x.stride(1) == 1 else x.contiguous())
+    weight = in_whole_vectors(weight)  # of another torch's product makes NaN
+    if tile_matmul.serves(x.shape[0], weight.shape[0], x.device):
+        out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+        tile_matmul.multiply(out, rounded, scale_x, weight, scale, bias if bias is None else bias.contiguous())
+        return out
+    factors: dict[str, Any] = dict(scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
+    if out is None:
+        made = torch._scaled_mm(rounded, weight.t(), **factors)
+    else:
+        made = torch._scaled_mm(rounded, weight.t(), **factors, out=out)
+    return made if bias is None else made.add_(bias)

@@ -1,0 +1,80 @@
+"""`step_product` with weights in eight bits, by the stream of `iris_ops/fp8/weight_stream.py`, on NVIDIA Hopper."""
+
+from iris import platform
+from iris.device import arch
+from iris_ops.fp8 import weight_stream
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def step_product_fp8_kernel(
+    a, b, scales, bias, squares, out, M, N, K, spans, eps, BLOCK_M: gl.constexpr, T: gl.constexpr,
+    STAGES: gl.constexpr, SLICES: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, SPANS: gl.constexpr,
+):  # fmt: skip
+    """As `step_product_kernel`. a, b, scales: as in `fp8_rows`; `GATED`: of 2 N columns."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    arch.follow()
+    stream, at = weight_stream.begin(a, b, N, K, BLOCK_M, T, GATED, STAGES, SLICES)
+    SUMS: gl.constexpr = weight_stream.layout_of_sums(
+        stream.sums.shape[1] // 2 if GATED else stream.sums.shape[1], SLICES
+    )
+    ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUMS))
+    r = gl.arange(0, BLOCK_M, layout=ROWS)
+    factors = gl.full((BLOCK_M,), 1.0, gl.float32, layout=ROWS)
+    if squares is not None:
+        SQUARES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [SLICES, 1], [1, 0])
+        s = gl.arange(0, SPANS, layout=gl.SliceLayout(1, SQUARES))[:, None]
+        row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SQUARES))[None, :]
+        sums = gl.load(squares + s * M + row, mask=(s < spans) & (row < M), other=0.0)
+        factors = gl.convert_layout(1.0 / gl.sqrt(gl.sum(sums, 0) / K + eps), ROWS)
+    groups = gl.cdiv(N, stream.WIDTH)
+    for group in range(gl.program_id(0), groups, gl.num_programs(0)):
+        at = weight_stream.multiply(stream, at, BLOCK_M)
+        if group + gl.num_programs(0) >= groups:
+            arch.lead()
+        col, inside = weight_stream.columns_of(stream, group, N, SUMS)
+        product = _finished(stream, scales, bias, col, 0, factors, HAS_BIAS, SUMS, dtype)
+        if GATED:
+            gate = product.to(gl.float32)
+            up = _finished(stream, scales, bias, col, 1, factors, HAS_BIAS, SUMS, dtype)
+            product = (gate / (1.0 + gl.exp(-gate)) * up.to(gl.float32)).to(dtype)
+        target = out + (r * N)[None, :] + col[:, None]
+        gl.store(target, product, mask=inside[:, None] & (r < M)[None, :])
+
+
+@gluon.jit
+def _finished(stream, scales, bias, col, WHICH: gl.constexpr, factors, HAS_BIAS: gl.constexpr, SUMS, dtype):
+    """A product, or of a gated one half number `WHICH`, with its bias, rounded."""
+    product = weight_stream.total(stream, scales, WHICH * stream.N, col, WHICH, SUMS) * factors[None, :]
+    if HAS_BIAS:
+        values = gl.load(bias + WHICH * stream.N + col, mask=col < stream.N, other=0.0)
+        product += values.to(gl.float32)[:, None]
+    return product.to(dtype)
+
+
+def multiply(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    squares: torch.Tensor | None,
+    eps: float,
+    launched: bool,
+) -> None:
+    """out [M, N] = rows [M, K] @ weight [N, K].T, as `step_product` says. `fp8_rows.serves` them."""
+    N = out.shape[-1]
+    programs = platform.num_programs(rows.device)
+    T = 2 if gated else weight_stream.tiles_at_once(N, programs)
+    grid, stages = weight_stream.grid_and_stages(N, rows.shape[0], T, programs, gated)
+    spans = 1 if squares is None else squares.shape[0]
+    step_product_fp8_kernel[(grid if launched else 0,)](
+        scales=scale, bias=bias, squares=squares, out=out, M=rows.shape[0], N=N, K=rows.shape[1], spans=spans,
+        eps=eps, HAS_BIAS=bias is not None, GATED=gated, SPANS=triton.next_power_of_2(spans), T=T, STAGES=stages,
+        **weight_stream.operands(rows, weight.t()), num_warps=weight_stream.WARPS,
+        **platform.launch_options(rows.device),
+    )  # fmt: skip

@@ -1,0 +1,303 @@
+"""The product of few rows with weights in eight bits, for NVIDIA Hopper: a stream of weights, half as long as in bf16.
+
+Tensor cores multiply what lies in registers alike, so there the weights become bf16, and A stays as it is. Torch's way
+takes A in eight bits, which a kernel rounds before; a plain kernel in Triton converts weights more slowly than memory
+gives them. What makes it cheap here:
+
+    widening    moves the bits of an e4m3 to where bf16 has them. The exponent is off by 2**-120 then, of which 2**64 is
+                made up for in A and the rest in the sum. No conversion: two instructions a weight. What A holds
+                between 2**-61 and 2**63 loses nothing by that.
+    K is cut    into a slice for each warp, so none waits for another, in lines of 128. Byte i of all words of a line
+                makes product number i of four, A's columns are taken likewise, and nothing moves between threads: in
+                what order a dot product adds is free.
+    a ring      in shared memory, of lines of A and of the weights, is always on its way. It is filled across groups of
+                tiles: T tiles of 16 columns each share what they load of A. Waits for it have no deadline: they are for
+                loads of the program itself.
+"""
+
+from typing import TYPE_CHECKING
+
+from iris import platform
+from iris.triton_private import (
+    GluonDescriptor,
+    aggregate,
+    async_load,
+    base_value,
+    mbarrier,
+    mma_v2,
+    program_barrier,
+    word_descriptor,
+)
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..kernels.descriptors import of_whole_vectors
+from ..kernels.tiles import known
+from ..problem import FP8, Problem
+
+if TYPE_CHECKING:
+    from ..planning.machine import Machine
+
+MOST_ROWS = 16
+WARPS = 4
+# Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
+# each, there must be room for one only: behind a kernel that is about to end, two would come to the first free place.
+RINGS = {
+    1: {(8, 1): 12, (8, 2): 8, (8, 3): 6, (16, 1): 8, (16, 2): 6, (16, 3): 5},
+    2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
+    3: {(8, 1): 4, (16, 2): 2},
+}
+REGISTERS = 168  # of a thread of three programs, in eights
+_COLUMNS = gl.constexpr(16)  # of a tile
+_WORDS = gl.constexpr(32)  # of a slice's block, of four weights each
+_BLOCK = 4 * _WORDS.value
+_LATER = gl.constexpr(2.0**56)  # 2**120, less the 2**64 of `_apart`
+
+
+@gluon.jit
+def _widen(words):
+    """Four weights in each word: four tensors of bf16, each times 2**-120."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, s, t, u, v;
+        prmt.b32 a, $4, $5, 0x4000;
+        prmt.b32 b, $4, $5, 0x5110;
+        prmt.b32 c, $4, $5, 0x6220;
+        prmt.b32 d, $4, $5, 0x7330;
+        shr.u32 s, a, 4;
+        shr.u32 t, b, 4;
+        shr.u32 u, c, 4;
+        shr.u32 v, d, 4;
+        and.b32 s, s, 0x07f007f0;
+        and.b32 t, t, 0x07f007f0;
+        and.b32 u, u, 0x07f007f0;
+        and.b32 v, v, 0x07f007f0;
+        lop3.b32 $0, a, 0x80008000, s, 0xea;
+        lop3.b32 $1, b, 0x80008000, t, 0xea;
+        lop3.b32 $2, c, 0x80008000, u, 0xea;
+        lop3.b32 $3, d, 0x80008000, v, 0xea;
+        }""",
+        "=r,=r,=r,=r,r,r", [words], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _apart(words):
+    """Four numbers in each word: four tensors of bf16, each times 2**64."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, m, p, q, r, s;
+        mov.b64 {p, q}, $4;
+        mov.b64 {r, s}, $5;
+        mov.b32 m, 0x5f805f80;
+        prmt.b32 a, p, r, 0x5410;
+        prmt.b32 b, p, r, 0x7632;
+        prmt.b32 c, q, s, 0x5410;
+        prmt.b32 d, q, s, 0x7632;
+        mul.rn.bf16x2 $0, a, m;
+        mul.rn.bf16x2 $1, b, m;
+        mul.rn.bf16x2 $2, c, m;
+        mul.rn.bf16x2 $3, d, m;
+        }""",
+        "=r,=r,=r,=r,l,l", [words], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@aggregate
+class Stream:
+    """A program's operands on their way. a, b: descriptors of A and of B as words [K/128, rows or columns, 32].
+
+    T tiles of weights at a time, which with `GATED` are T/2 of the first N columns and the T/2 that lie N further.
+    WIDTH: columns that they make of the result.
+    """
+
+    a: base_value
+    b: base_value
+    rows: base_value
+    ring: base_value
+    loaded: base_value
+    sums: base_value
+    N: base_value
+    steps: base_value
+    T: gl.constexpr
+    GATED: gl.constexpr
+    STAGES: gl.constexpr
+    WIDTH: gl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, a, b, rows, ring, loaded, sums, N, steps, T, GATED, STAGES, WIDTH):
+        self.a, self.b, self.rows, self.ring, self.loaded, self.sums = a, b, rows, ring, loaded, sums
+        self.N, self.steps = known(N), known(steps)
+        self.T, self.GATED, self.STAGES, self.WIDTH = known(T), known(GATED), known(STAGES), known(WIDTH)
+
+    @gluon.jit
+    def load(self, stage, group, step):
+        """Sends for a step's blocks of group number `group` of tiles; beyond the last one for nothing."""
+        wanted = group * self.WIDTH < self.N
+        loaded = self.loaded.index(stage)
+        mbarrier.expect(loaded, self.a.block_type.nbytes + self.T * self.b.block_type.nbytes, pred=wanted)
+        first = step * self.ring.shape[1]
+        async_load(self.a, [first, 0, 0], loaded, self.rows.index(stage), pred=wanted)
+        for t in gl.static_range(self.T):
+            col = group * self.WIDTH + (t * _COLUMNS) % self.WIDTH + (t * _COLUMNS) // self.WIDTH * self.N
+            place = self.ring.index(stage * self.T + t)
+            async_load(self.b, [first, col, 0], loaded, place, pred=wanted)
+
+
+@gluon.jit
+def begin(
+    a, b, N, K, BLOCK_M: gl.constexpr, T: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr
+):  # fmt: skip
+    """(the program's stream, where it stands), its first blocks on their way."""
+    TILES: gl.constexpr = triton.next_power_of_2(T)
+    WIDTH: gl.constexpr = _COLUMNS * (T // 2 if GATED else T)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])  # columns follow each other
+    rows = gl.allocate_shared_memory(gl.int64, [STAGES, SLICES, BLOCK_M, _WORDS], a.layout)
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES * T, SLICES, _COLUMNS, _WORDS], b.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    sums = gl.allocate_shared_memory(gl.float32, [SLICES, TILES * _COLUMNS, BLOCK_M], PLAIN)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(i), count=1)
+    stream = Stream(a, b, rows, ring, loaded, sums, N, gl.cdiv(K, 4 * _WORDS * SLICES), T, GATED, STAGES, WIDTH)
+    group, step = gl.program_id(0), 0
+    for i in gl.static_range(STAGES):
+        stream.load(i, group, step)
+        group, step = _next(stream, group, step)
+    return stream, (group, step, 0, 0)
+
+
+@gluon.jit
+def _next(stream, group, step):
+    last = step == stream.steps - 1
+    return gl.where(last, group + gl.num_programs(0), group), gl.where(last, 0, step + 1)
+
+
+@gluon.jit
+def multiply(stream, at, BLOCK_M: gl.constexpr):
+    """Leaves the slices' products in `stream.sums`, of the columns that come next; `total` adds them up.
+
+    Returns where the stream stands then.
+    """
+    SLICES: gl.constexpr = stream.ring.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, 1, 1], [1, 16, 8])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    ROWS: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
+    group, step, stage, phase = at
+    accs = ()
+    for _t in gl.static_range(2 * stream.T):
+        accs = accs + (gl.zeros((SLICES, _COLUMNS, BLOCK_M), gl.float32, layout=MMA),)
+    for _k in range(stream.steps):
+        mbarrier.wait(stream.loaded.index(stage), phase)
+        x = _apart(stream.rows.index(stage).permute((0, 2, 1)).load(ROWS))
+        so_far = ()
+        for t in gl.static_range(stream.T):  # two sums each: half as long a chain of products that wait for another
+            y = _widen(stream.ring.index(stage * stream.T + t).load(WEIGHTS))
+            even, odd = mma_v2(y[0], x[0], accs[2 * t]), mma_v2(y[1], x[1], accs[2 * t + 1])
+            so_far = so_far + (mma_v2(y[2], x[2], even), mma_v2(y[3], x[3], odd))
+        accs = so_far
+        program_barrier()  # all warps have read this stage
+        stream.load(stage, group, step)
+        group, step = _next(stream, group, step)
+        last = stage == stream.STAGES - 1
+        stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+    for t in gl.static_range(stream.T):
+        stream.sums.slice(t * _COLUMNS, _COLUMNS, dim=1).store(accs[2 * t] + accs[2 * t + 1])
+    program_barrier()
+    return group, step, stage, phase
+
+
+@gluon.jit
+def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
+    """Half number `WHICH` of what `multiply` left, or all: fp32 [columns, rows] by `columns_of`, times their scales.
+
+    `scales`: of columns from `first` on; `col`: which of them these are.
+    """
+    WIDTH: gl.constexpr = triton.next_power_of_2(stream.WIDTH)
+    slices = stream.sums.slice(WHICH * WIDTH, WIDTH, dim=1).load(SUMS)
+    factors = gl.load(scales + first + col, mask=col < stream.N, other=0.0)
+    return gl.sum(slices, 0) * _LATER * factors[:, None]  # both factors together might be infinite
+
+
+@gluon.jit
+def columns_of(stream, group, end, SUMS: gl.constexpr):
+    """The columns of group number `group`, and which of them are, and come before `end`."""
+    c = gl.arange(0, triton.next_power_of_2(stream.WIDTH), layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
+    col = group * stream.WIDTH + c
+    return col, (c < stream.WIDTH) & (col < end)
+
+
+@triton.constexpr_function
+def layout_of_sums(columns, slices):
+    """Of [slices, columns, rows]: each thread holds all slices of some columns that follow each other."""
+    return gl.BlockedLayout([slices, columns // 8, 1], [1, 8, 4], [1, 1, slices], [1, 2, 0])
+
+
+def tiles_at_once(columns: int, programs: int) -> int:
+    """T: how many tiles a program takes at a time, so that multiprocessors end together and A is read rarely."""
+    tiles = triton.cdiv(columns, _COLUMNS.value)
+
+    def most(T: int) -> float:
+        return triton.cdiv(triton.cdiv(tiles, T), programs) * T * (1 + 0.35 / T)  # A costs a third of a tile
+
+    return min((3, 2, 1), key=most)
+
+
+def rows_at_once(rows: int) -> int:
+    """Of A, as many as a program has: 8 or `MOST_ROWS`."""
+    return 8 if rows <= 8 else MOST_ROWS
+
+
+def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
+    """Programs of a product of so many columns, which all run at once on so many multiprocessors, and their rings."""
+    groups, kind = triton.cdiv(columns, _COLUMNS.value * (T // 2 if gated else T)), (rows_at_once(rows), T)
+    resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
+    return min(groups, resident * programs), RINGS[resident][kind]
+
+
+def options(grid: int, programs: int) -> dict[str, int]:
+    """Launch options of a grid whose programs must all run at once on so many multiprocessors."""
+    most = {"maxnreg": REGISTERS} if grid > 2 * programs else {}  # of two each, all that a thread can have fit
+    return {"num_warps": WARPS, **most}
+
+
+def shared_bytes(rows: int, T: int, stages: int) -> int:
+    """Shared memory of a program, but for its barriers: the ring, and the slices' sums."""
+    block = WARPS * _WORDS.value * (8 * rows + 4 * T * _COLUMNS.value)
+    return stages * block + WARPS * triton.next_power_of_2(T) * _COLUMNS.value * rows * 4
+
+
+def expected_us(problem: Problem, machine: "Machine") -> float:
+    """Microseconds of the product: memory gives four fifths of its rate to a stream with rests between its groups."""
+    m, n, k = problem.gemm
+    return (2 * m * k + k * n) / (0.8 * machine.hbm_gbs * 1e3)
+
+
+def fits(rows: int, K: int) -> bool:
+    """Whether products of such shapes may be served here, on Hopper."""
+    return 0 < rows <= MOST_ROWS and K % _BLOCK == 0 and K > 0
+
+
+def serves(A: torch.Tensor, B: torch.Tensor) -> bool:
+    """Whether the product of A [M, K] and B [K, N] in fp8 is served here: on Hopper, whole vectors in all rows."""
+    if not platform.has_warp_roles(A.device) or A.dtype != torch.bfloat16 or B.dtype != FP8:
+        return False
+    return fits(*A.shape) and of_whole_vectors(A) and of_whole_vectors(B.t())
+
+
+def operands(A: torch.Tensor, B: torch.Tensor) -> dict:
+    """A and B as the kernels take them: lines of 128 numbers, as words of four, in blocks of a line for each warp."""
+    block_m = rows_at_once(A.shape[0])
+    a, b = (_described(*each) for each in ((A.view(torch.int64), block_m), (B.t().view(torch.int32), _COLUMNS.value)))
+    return dict(a=a, b=b, BLOCK_M=block_m, SLICES=WARPS)
+
+
+def _described(words: torch.Tensor, rows: int) -> GluonDescriptor:
+    """[rows, words] as the hardware loads it: [lines, rows, 32], of which `rows` of four lines at a time."""
+    lines = words.as_strided(
+        (words.shape[1] // _WORDS.value, words.shape[0], _WORDS.value), (_WORDS.value, words.stride(0), 1)
+    )
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * words.itemsize, rank=3)
+    block = [WARPS, rows, _WORDS.value]
+    return word_descriptor(lines, block, layout)

@@ -1,0 +1,57 @@
+"""How kernels are given the tensors that they read and write by tiles: which of them TMA can, and how B lies."""
+
+from __future__ import annotations
+
+from iris.triton_private import TensorDescriptor
+import torch
+
+from ..problem import TMA_ALIGNMENT
+
+# Rows of a tile beyond a matrix's end that cost little to ask for.
+_BEYOND = 16
+
+
+def as_stored(B: torch.Tensor) -> torch.Tensor:
+    """B as it lies in memory: [K, N], or [N, K] as `nn.Linear` has its weight."""
+    return B.t() if B.stride(0) == 1 and B.stride(1) != 1 else B
+
+
+def of_whole_vectors(t: torch.Tensor, step: int = 0) -> bool:
+    """Whether TMA can read `t`: rows, and parts of rows, which begin at multiples of `step`, begin at whole vectors."""
+    granule = TMA_ALIGNMENT // t.element_size()
+    rows = t.stride(1) == 1 and t.stride(0) > 0 and t.stride(0) % granule == 0 and step % granule == 0
+    return t.numel() > 0 and rows and t.data_ptr() % TMA_ALIGNMENT == 0
+
+
+def in_whole_vectors(t: torch.Tensor) -> torch.Tensor:
+    """`t`, or a copy that TMA can read."""
+    return t if of_whole_vectors(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[object, bool]:
+    """`t` as a tensor descriptor with tiles of `block` where the hardware can, else as it is; and which of the two.
+
+    Tiles begin in a row at multiples of `step`, the width of a part, plus multiples of the block.
+    """
+    fits = torch.version.hip is None and of_whole_vectors(t, step)
+    return (TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)), True) if fits else (t, False)
+
+
+def rows_operand(A: torch.Tensor, block: tuple[int, int], folds: bool = True) -> tuple[object, bool]:
+    """As `operand`, of A [M, K], where a tile may have rows beyond the last; see `tiles.first_row`.
+
+    `folds`: whether the kernel knows of folded rows. A that is too low to be folded is given as it is.
+    """
+    rows, high = A.shape[0], block[0]
+    described, tma = operand(A, block)
+    if not (tma and folds) or rows >= high or high - rows <= _BEYOND:
+        return described, tma
+    if 2 * rows < high:
+        return A, False
+    return TensorDescriptor(A, *folded(A, high), [2, high // 2, block[1]]), True
+
+
+def folded(A: torch.Tensor, high: int) -> tuple[list[int], list[int]]:
+    """(shape, strides) of A as two halves of a tile of so many rows: A's first rows, and its last."""
+    half, stride = high // 2, A.stride(0)
+    return [2, half, A.shape[1]], [(A.shape[0] - half) * stride, stride, 1]

@@ -1,0 +1,251 @@
+"""`all_gather_matmul` by programs whose warps have roles (`warp_roles`), of rows that copy engines bring.
+
+Tiles of this rank's rows come first, then those of each rank in the order in which they arrive (`copy_engines`). The
+multiplying warps look for a rank's flag before they load its first rows, two steps before they need them. The moving
+warps store finished tiles, or gate them: of two matrices side by side, silu(A @ first) * (A @ second). With one rank it
+is a product without an exchange.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from iris import platform
+from iris.device import arch
+from iris.device.context import own_context
+from iris.device.function import device_function
+from iris.device.sync import wait
+from iris.device.waits import WAITERS
+from iris.launch import relaunch
+from iris.triton_private import aggregate, async_load, base_value
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+import triton.language as tl
+
+from ...config import FusedConfig
+from ...planning.waves import gemm_tiles
+from ...problem import Problem
+from ..descriptors import as_stored
+from ..stream_k import Units
+from ..tiles import first_row, grouped, known
+from . import operands
+from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, part_of
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+
+@aggregate
+class SourceTiles:
+    """The tiles of all ranks' rows, `part_rows` each, num_m by num_n of them a rank; this rank's come first."""
+
+    rank: base_value
+    part_rows: base_value
+    num_m: base_value
+    num_n: base_value
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    GROUP_M: tl.constexpr
+    WORLD_SIZE: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, rank, part_rows, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE):
+        self.rank, self.part_rows, self.num_m, self.num_n = rank, known(part_rows), known(num_m), known(num_n)
+        self.BLOCK_M, self.BLOCK_N, self.GROUP_M = known(BLOCK_M), known(BLOCK_N), known(GROUP_M)
+        self.WORLD_SIZE = known(WORLD_SIZE)
+
+    @device_function
+    def count(self):
+        return self.WORLD_SIZE * self.num_m * self.num_n
+
+    @device_function
+    def place(self, tile):
+        """(first row, first column, True: every rank adds the bias) of a tile."""
+        each = self.num_m * self.num_n
+        source = (self.rank + tile // each) % self.WORLD_SIZE
+        tile_m, tile_n = grouped(tile % each, self.num_m, self.num_n, self.GROUP_M)
+        return source * self.part_rows + tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
+
+
+@device_function
+def _of_source(row, part_rows, M, BLOCK_M: tl.constexpr):
+    """Of the rank whose row `row` is: (where its rows end, whence a tile from `row` on is loaded)."""
+    begin = row // part_rows * part_rows
+    end = min(M, begin + part_rows)
+    return end, begin + first_row(row - begin, end - begin, BLOCK_M)
+
+
+@aggregate
+class _Gathered:
+    """Where other ranks' rows than those of `rank` arrive: in `rows` [M, K], when the rank's flag is `expected`."""
+
+    rank: base_value
+    rows: base_value
+    flags: base_value
+    expected: base_value
+    part_rows: base_value
+    M: base_value
+    BLOCK_M: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, rank, rows, flags, expected, part_rows, M, BLOCK_M):
+        self.rank, self.rows, self.flags, self.expected = rank, rows, flags, expected
+        self.part_rows, self.M, self.BLOCK_M = known(part_rows), known(M), known(BLOCK_M)
+
+    @gluon.jit
+    def load(self, ctx, own, row, k, loaded, place):
+        """Rows from `row` on: this rank's from `own`."""
+        first = self.rank * self.part_rows
+        if (ctx.world_size == 1) | (row >= first) & (row < first + self.part_rows):
+            async_load(own, [row - first, k], loaded, place)
+        else:
+            async_load(self.rows, [row, k], loaded, place)
+
+    @gluon.jit
+    def first(self, row):
+        """Whence a tile from `row` on is loaded: rows of one rank."""
+        return _of_source(row, self.part_rows, self.M, self.BLOCK_M)[1]
+
+    @gluon.jit
+    def await_rows(self, ctx, row, ready, wanted, WAITER: gl.constexpr):
+        """How many ranks' rows, from the next rank's on, are here once `row` is; so many were `ready` before."""
+        order = (row // self.part_rows - self.rank + ctx.world_size) % ctx.world_size
+        if wanted & (order > ready):
+            for i in range(ready + 1, order + 1):
+                source = (self.rank + i) % ctx.world_size
+                if source * self.part_rows < self.M:
+                    wait(ctx, self.flags + source, self.expected, source, WAITER, exact=True)
+            arch.fence_async_proxy()
+            ready = order
+        return ready
+
+
+@gluon.jit
+def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr, MOVE: gl.constexpr):
+    """The moving warps: each tile to its place, or half as many columns of it, gated."""
+    PARTS: gl.constexpr = shared.PARTS
+    ROWS: gl.constexpr = shared.BLOCK_M // PARTS
+    done = 0
+    programs = gl.num_programs(0)
+    for unit in range(gl.program_id(0), units.count(programs), programs):
+        tile, _, _, complete = units.at(unit, programs)
+        if complete:
+            row, col, _bias = tiles.place(tile)
+            end, first = _of_source(row, tiles.part_rows, M, PARTS * ROWS)
+            c = col + gl.arange(0, tiles.BLOCK_N, layout=gl.SliceLayout(0, MOVE))
+            await_tile(shared, done)
+            for part in range(PARTS):
+                rows = part_of(shared, done, part)
+                if GATED:
+                    values = rows.slice(0, tiles.BLOCK_N, dim=1).load(MOVE)
+                    second = rows.slice(tiles.BLOCK_N, tiles.BLOCK_N, dim=1).load(MOVE)
+                else:
+                    values = rows.load(MOVE)
+                give_back(shared, done, part)
+                if GATED:
+                    gate = values.to(gl.float32)
+                    values = arch.round_to(gate / (1.0 + gl.exp(-gate)) * second.to(gl.float32), out.dtype.element_ty)
+                r = first + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
+                place = (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
+                gl.store(out + place, values, mask=((r >= row) & (r < end))[:, None] & (c < N)[None, :])
+            done += 1
+
+
+@gluon.jit(do_not_specialize=["M", "part_rows"])
+def all_gather_matmul_roles_kernel(
+    a, gathered, b, bias, out, flags, passed, words, M, N, K, stride_om, part_rows,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVING: gl.constexpr,
+    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+):  # fmt: skip
+    """a, gathered, b: descriptors of this rank's rows, of all ranks' [M, K], and of B [K, N] or [N, K].
+
+    Or, `GATED`, of [2, N, K], what gates and what is gated; out is [M, N] then, too. flags: [rank]; passed: what a
+    rank's flag holds when its rows have arrived.
+    """
+    ctx = own_context(words, WORLD_SIZE, TRACING)
+    width: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    num_m, num_n = gl.cdiv(part_rows, BLOCK_M), gl.cdiv(N, width)
+    rank = ctx.rank % WORLD_SIZE  # alone, any is the first
+    tiles = SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
+    units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M, BLOCK_M)
+    gl.warp_specialize(
+        [
+            (
+                multiply_tiles,
+                (
+                    ctx, a, others, b, NOWHERE, NOWHERE, shared, units, tiles, bias, out, flags, 0, M, N, B_TRANSPOSED,
+                    HAS_BIAS, ACC, WAITER,
+                ),
+            ),
+            (_store_tiles, (shared, units, tiles, out, M, N, stride_om, GATED, MOVE)),
+        ],
+        [MOVING],
+        [MOVING_REGISTERS],
+    )  # fmt: skip
+
+
+def product(
+    ctx: "Iris", calls: relaunch.Calls, kernels: dict, problem: Problem, config: FusedConfig, out: torch.Tensor,
+    A: torch.Tensor, gathered: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+    flags: torch.Tensor, passed: torch.Tensor,
+) -> Callable[[], None]:  # fmt: skip
+    """A function that launches the kernel on tensors at these addresses; `A` is this rank's rows, `gathered` has all.
+
+    Where the product is gated, B is [K, 2 N], the transpose of a contiguous tensor, and `out` [M, N]. `calls` and
+    `kernels` keep what is known of earlier launches.
+    """
+    addresses = tuple(0 if t is None else t.data_ptr() for t in (out, A, B, bias))
+    traced = ctx.tracing.enabled
+    key = *addresses, problem, config, bias is None, out.stride(), A.stride(), B.stride(), traced, None
+    again = calls.moved(key)
+
+    def launch() -> None:
+        nonlocal again
+        if again is not None and again():
+            return
+        args = dict(
+            flags=flags, passed=passed, words=ctx.get_device_context(), part_rows=problem.part_rows,
+            WORLD_SIZE=problem.world_size, TRACING=traced, **_arguments(problem, config, out, A, gathered, B, bias),
+        )  # fmt: skip
+        programs = platform.num_programs(ctx.device)
+        grid = min(gemm_tiles(problem, config), config.num_programs or programs, programs), 1, 1
+        options = dict(num_warps=config.num_warps)
+        found = relaunch.launch(kernels, ctx.device, all_gather_matmul_roles_kernel, grid, args, addresses, **options)
+        calls.keep(key, None, found)
+        again = found and found.again
+
+    return launch
+
+
+def _arguments(
+    problem: Problem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, gathered: torch.Tensor, B: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> dict:  # fmt: skip
+    args = operands.arguments(A, B, bias, config, folds=False)
+    if problem.gated:
+        stored = as_stored(B)
+        both = stored.view(2, stored.shape[0] // 2, stored.shape[1])
+        args |= dict(
+            b=operands.described(both, (2, config.block_n // 2, config.block_k)),
+            MOVE=operands.in_rows(operands.MOVING, config.block_n // 2),
+        )
+    rows = args["a"] if gathered is A else operands.described(gathered, (config.block_m, config.block_k))
+    return args | dict(
+        gathered=rows,
+        out=out,
+        M=out.shape[0],
+        N=out.shape[1],
+        K=A.shape[1],
+        stride_om=out.stride(0),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        GATED=problem.gated,
+        WAITER=WAITERS.index(problem.asked),
+    )

@@ -1,0 +1,168 @@
+"""`matmul_all_reduce` in one shot of words between two ranks, by programs whose warps have roles (`warp_roles`).
+
+Two ranks that swap all that they have multiplied send no more than if each summed a half and sent the sums, and it is
+one hop instead of two, with nobody to wait for but the peer's same tile. The words stand in the same places as those of
+`lamport_matmul.py`, so the ranks may even mix the two; only that a rank's own tile stays in shared memory.
+
+    multiplying warps  one tile's product after the other
+    moving warps       send a finished tile to the peer, then wait for the peer's, add it and store the sum
+
+Both ranks compute their tiles in the same order, and a tile is sent before anything is waited for but earlier tiles; in
+the portable kernel a program sends all of its tiles before it waits. So of what is waited for, the first is under way.
+"""
+
+from iris.device import arch
+from iris.device.context import own_context
+from iris.device.lamport import load_bases, remote, seal, take_found
+from iris.device.sync import advance
+from iris.device.tracing import PUSH, SUM, tile_bytes
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..stream_k import Units
+from ..tiles import PartTiles, start_in_turn
+from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, part_of, places_of, rows_of
+
+# Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
+PLACES = 2
+
+
+@gluon.jit
+def _places(shared, part, row, col, first, rows, M, MOVE: gl.constexpr):
+    """(which of `rows` rows from `first` on a part of a tile has, which columns, and which of the rows there are)."""
+    r, c, own = places_of(shared, part, row, M, MOVE)
+    r -= first
+    return r, col + c, own & (r >= 0) & (r < rows)
+
+
+@gluon.jit
+def _words(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.constexpr):
+    """(where the words of those rows of a part of the tile stand among those of `source`, which of them there are)."""
+    r, c, inside = _places(shared, part, row, col, first, rows, M, MOVE)
+    return source + (r.to(gl.int64) * ld)[:, None] + c[None, :], inside[:, None] & (c < ld)[None, :]
+
+
+# In what follows: of the tile at (`row`, `col`) the rows that are among `rows` from `first` on.
+
+
+@gluon.jit
+def send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.constexpr):
+    """Tile number `done`, which stays where it is, to `there`, this rank's words at the peer."""
+    begin = arch.clock()
+    for part in range(shared.PARTS):
+        pace(begin, spread, part, shared.PARTS)
+        words = seal(part_of(shared, done, part).load(MOVE).to(gl.float32), shared.product.dtype)
+        target, mask = _words(shared, there, part, row, col, first, rows, M, ld, MOVE)
+        gl.store(target, words, mask=mask, cache_modifier=".wt")
+
+
+@gluon.jit
+def look(shared, theirs, row, col, first, rows, M, ld, exists, MOVE: gl.constexpr):
+    """What there is now of all parts of a peer's tile, which may not exist."""
+    found = ()
+    for part in gl.static_range(shared.PARTS):
+        words, mask = _words(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
+        found = found + (arch.load_fresh(words, mask & exists),)
+    return found
+
+
+@gluon.jit
+def add(
+    ctx, shared, done, found, theirs, peer, out, bias, row, col, first, rows, M, N, ld, stride_om, epoch,
+    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
+):  # fmt: skip
+    """Tile number `done` and the peer's, of which was `found` so much before, to `out`."""
+    for part in range(shared.PARTS):
+        words, mask = _words(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
+        total, waited = take_found(ctx, found[0], words, mask, peer, epoch, WAITER, shared.product.dtype, LANES=False)
+        if shared.PARTS > 1:
+            ahead = found[1]
+            if waited:  # then what was found of the next is old, too
+                words, mask = _words(shared, theirs, part + 1, row, col, first, rows, M, ld, MOVE)
+                ahead = arch.load_fresh(words, mask & (part + 1 < shared.PARTS))
+            found = (ahead,) + found[2:] + found[:1]
+        total += rows_of(shared, done, part, MOVE).to(gl.float32)
+        r, c, inside = _places(shared, part, row, col, first, rows, M, MOVE)
+        if HAS_BIAS:
+            total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+        target = out + (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
+        gl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & (c < N)[None, :])
+
+
+@gluon.jit
+def _move_tiles(
+    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread,
+    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
+):  # fmt: skip
+    """The moving warps: each tile is sent before the one before it is taken."""
+    bases = load_bases(ctx.words, ctx.world_size)
+    peer = 1 - ctx.rank
+    step = part_rows.to(gl.int64) * ld
+    there = remote(ctx, slot + ctx.rank * step, bases, peer)
+    theirs = slot + peer * step
+    programs = gl.num_programs(0)
+    count = gl.cdiv(gl.maximum(tiles.num_m * tiles.num_n - gl.program_id(0), 0), programs)
+    for i in range(count + 1):
+        # carried from tile to tile they would not be known to be multiples of a block
+        before_row, before_col, _bias = tiles.place(gl.program_id(0) + gl.maximum(i - 1, 0) * programs)
+        if i < count:
+            await_tile(shared, i)
+        # now: the later the more has come, but loads wait behind stores to peers
+        found = look(shared, theirs, before_row, before_col, 0, M, M, ld, i > 0, MOVE)
+        if i < count:
+            row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
+            tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
+            nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
+            span = ctx.tracing.record_event_start(PUSH, peer, slot, tile_m, tile_n, nbytes=nbytes)
+            push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
+            send(shared, i, there, row, col, 0, M, M, ld, push, MOVE)
+            ctx.tracing.record_event_end(span)
+        if i > 0:
+            tile_m, tile_n = before_row // tiles.BLOCK_M, before_col // tiles.BLOCK_N
+            span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=0)
+            add(
+                ctx, shared, i - 1, found, theirs, peer, out, bias, before_row, before_col, 0, M, M, N, ld, stride_om,
+                epoch, HAS_BIAS, MOVE, WAITER,
+            )  # fmt: skip
+            ctx.tracing.record_event_end(span)
+    advance(sync, epoch)  # which all warps have read
+
+
+@gluon.jit(do_not_specialize=["M", "part_rows", "spread", "stagger"])
+def swap_roles_kernel(
+    a, b, a_scales, b_scales, bias, out, staging, sync, words, M, N, K, stride_om, part_rows, ld, slot_words, spread,
+    stagger,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
+    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr,
+    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+):  # fmt: skip
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in `few_rows_kernel`."""
+    start_in_turn(stagger)
+    ctx = own_context(words, WORLD_SIZE, TRACING)
+    epoch = gl.load(sync) + 1
+    slot = staging + (epoch & 1).to(gl.int64) * slot_words
+    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
+    units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT, PLACES)
+    gl.warp_specialize(
+        [
+            (
+                multiply_tiles,
+                (
+                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, M, N,
+                    B_TRANSPOSED, False, ACC, WAITER,
+                ),
+            ),
+            (
+                _move_tiles,
+                (
+                    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, HAS_BIAS,
+                    MOVE, WAITER,
+                ),
+            ),
+        ],
+        [MOVING],
+        [MOVING_REGISTERS],
+    )  # fmt: skip

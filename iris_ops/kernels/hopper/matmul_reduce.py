@@ -1,0 +1,181 @@
+"""`matmul_reduce_scatter` and the two shots of `matmul_all_reduce` by programs whose warps have roles (`warp_roles`).
+
+The same tiles, in the same order, staged and signalled in the same places as by `matmul_reduce.py`; only that
+pushes, signals, waits and sums are the moving warps' business, while the others multiply on. An owner's own product is
+rounded before it is summed, as its peers' are.
+"""
+
+from iris.device import arch
+from iris.device.context import own_context
+from iris.device.sync import await_entered, enter, leave, next_epoch, signal, wait
+from iris.device.tracing import PUSH, SUM, tile_bytes
+from iris.device.waits import healthy
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..stream_k import Units
+from ..tile_orders import OwnedTiles
+from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+
+
+@gluon.jit
+def _stage(shared, done, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
+    """The finished tile, rows `row` to `end` of M, to `staged` [BLOCK_M, BLOCK_N], in its owner's memory."""
+    begin = arch.clock()
+    for part in range(shared.PARTS):
+        pace(begin, spread, part, shared.PARTS)
+        values = rows_of(shared, done, part, MOVE)
+        if ok:
+            place, inside = _packed(shared, part, row, end, M, MOVE)
+            gl.store(staged + place, values, mask=inside)
+
+
+@gluon.jit
+def _packed(shared, part, row, end, M, MOVE: gl.constexpr):
+    """Offsets of a part of the tile in a staged one [BLOCK_M, BLOCK_N], and which are of its rows, `row` to `end`."""
+    r, c, own = places_of(shared, part, row, M, MOVE)
+    inside = own & (r < min(end, row + shared.BLOCK_M))  # parts behind the last are asked for, too
+    return (r - row)[:, None] * shared.BLOCK_N + c[None, :], inside[:, None] & (c >= 0)[None, :]
+
+
+@gluon.jit
+def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: gl.constexpr):
+    """What each of `sources`, staged tiles, has of a part of the tile."""
+    place, inside = _packed(shared, part, row, end, M, MOVE)
+    found = ()
+    for i in gl.static_range(COUNT):
+        found = found + (gl.load(sources[i] + place, mask=inside, other=0.0, cache_modifier=".cg"),)
+    return found
+
+
+@gluon.jit
+def _sum(
+    ctx, shared, staging, slot, owned, out, stride_om, row, end, M, width, ALL_REDUCE: gl.constexpr,
+    MOVE: gl.constexpr, done, ok,
+):  # fmt: skip
+    """The finished tile and what peers have staged for it in `slot` of `owned`, to `out`: rows to `end`, by `width`."""
+    ELEMENTS: gl.constexpr = shared.BLOCK_M * shared.BLOCK_N
+    OTHERS: gl.constexpr = ctx.world_size - 1
+    sources = ()
+    targets = ()
+    for i in gl.static_range(OTHERS):
+        peer = (ctx.rank + 1 + i) % ctx.world_size
+        sources = sources + (staging + (peer * owned + slot).to(gl.int64) * ELEMENTS,)
+        if ALL_REDUCE:
+            targets = targets + (ctx.remote(out, peer),)
+    AHEAD: gl.constexpr = 4 // OTHERS if OTHERS else 0  # parts under way; as many as there are registers for
+    under_way = ()
+    for i in gl.static_range(AHEAD):
+        under_way = under_way + (_load_staged(shared, sources, i, row, end, M, MOVE, OTHERS),)
+    await_tile(shared, done)
+    for part in range(shared.PARTS):
+        under_way = under_way + (_load_staged(shared, sources, part + AHEAD, row, end, M, MOVE, OTHERS),)
+        total = rows_of(shared, done, part, MOVE).to(gl.float32)
+        for i in gl.static_range(OTHERS):
+            total += under_way[0][i].to(gl.float32)
+        under_way = under_way[1:]
+        result = total.to(out.dtype.element_ty)
+        r, c, own = places_of(shared, part, row, M, MOVE)
+        place = ((r - row).to(gl.int64) * stride_om)[:, None] + c[None, :]
+        mask = (own & (r < end))[:, None] & (c < width)[None, :]
+        gl.store(out + place, result, mask=mask)
+        if ALL_REDUCE:
+            if ok:
+                for i in gl.static_range(OTHERS):
+                    gl.store(targets[i] + place, result, mask=mask)
+
+
+@gluon.jit
+def _move_tiles(
+    ctx, shared, units, tiles, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE: gl.constexpr,
+    MOVE: gl.constexpr, WAITER: gl.constexpr,
+):  # fmt: skip
+    """The moving warps: others' tiles to their owners; own ones are summed, and the sums stored, or sent to all."""
+    BLOCK_M: gl.constexpr = shared.BLOCK_M
+    BLOCK_N: gl.constexpr = shared.BLOCK_N
+    ELEMENTS: gl.constexpr = BLOCK_M * BLOCK_N
+    owned = tiles.owned()
+    place = out if ALL_REDUCE else None
+    epoch = enter(ctx, sync, place, LANES=False)
+    ok = await_entered(ctx, sync, epoch, WAITER, place, LANES=False)
+    done = 0
+    programs = gl.num_programs(0)
+    for unit in range(gl.program_id(0), units.count(programs), programs):
+        t, _, _, complete = units.at(unit, programs)
+        if complete:
+            owner, slot, tile_m, tile_n, row, col, rows, cols = tiles.at(t)
+            inside = (row < rows) & (col < cols)  # else there is no such tile in a short part
+            nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, staging.dtype.element_ty)
+            if owner != ctx.rank:
+                await_tile(shared, done)
+                number = ctx.rank * owned + slot
+                staged = ctx.remote(staging + number.to(gl.int64) * ELEMENTS, owner)
+                span = ctx.tracing.record_event_start(PUSH, owner, staged, tile_m, tile_n, nbytes=nbytes)
+                # nothing is loaded behind the last
+                over = gl.where(unit + programs < units.count(programs), spread, 0)
+                _stage(shared, done, staged, row, rows, M, over, MOVE, ok)
+                ctx.tracing.record_event_end(span)
+                if units.SHARED:
+                    if unit < 2 * programs:  # a part of it may not have come, which has marked the rank
+                        ok = healthy(ctx) and ok
+                if ok & inside:
+                    signal(ctx, flags + number, epoch, owner)
+            else:
+                if inside:
+                    for i in gl.static_range(1, ctx.world_size):
+                        source = (ctx.rank + i) % ctx.world_size
+                        ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok
+                # only an all-reduce has all of `out`, others this rank's part
+                first_row, first_col = row, col
+                if not ALL_REDUCE:
+                    first_row, first_col = tile_m * BLOCK_M, tile_n * BLOCK_N
+                span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=nbytes)
+                if ALL_REDUCE:  # part by part, as it is summed
+                    push = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
+                _sum(
+                    ctx, shared, staging, slot, owned, out + first_row.to(gl.int64) * stride_om + first_col, stride_om,
+                    row, rows, M, cols - col, ALL_REDUCE, MOVE, done, ok,
+                )  # fmt: skip
+                if ALL_REDUCE:
+                    ctx.tracing.record_event_end(push)
+                ctx.tracing.record_event_end(span)
+            done += 1
+    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=ALL_REDUCE, LANES=False)
+
+
+@gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
+def reduce_scatter_roles_kernel(
+    a, b, a_scales, b_scales, bias, out, staging, flags, parts, left, sync, words, M, N, K, stride_om, part_rows,
+    part_cols, early, shared_tiles, sharers, skew, spread,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, BY_COLS: gl.constexpr, ALL_REDUCE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr,
+    ROWS: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
+    TRACING: gl.constexpr = False,
+):  # fmt: skip
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel.
+
+    a_scales [M], b_scales [N]: where both are in eight bits, else None.
+    """
+    ctx = own_context(words, WORLD_SIZE, TRACING)
+    tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
+    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
+    epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
+    gl.warp_specialize(
+        [
+            (
+                multiply_tiles,
+                (
+                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, M, N,
+                    B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
+                ),
+            ),
+            (
+                _move_tiles,
+                (ctx, shared, units, tiles, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE, MOVE, WAITER),
+            ),
+        ],
+        [MOVING],
+        [MOVING_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""What kernels whose warps have roles (`pipeline.py`) are given: descriptors, and as layouts which thread holds what.
+And which calls they serve.
+"""
+
+from __future__ import annotations
+
+from iris import platform
+from iris.triton_private import GluonDescriptor
+import torch
+from triton.experimental.gluon import language as gl
+
+from ...config import FusedConfig
+from ...problem import FP8
+from ..descriptors import as_stored, folded, of_whole_vectors
+
+MULTIPLYING, MOVING = 8, 4  # warps; those that multiply may be four, too
+# A thread's, by how many warps multiply; as many are left for each of their threads: all warps share 64 Ki.
+_MOVING_REGISTERS = {8: 168, 4: 232}
+# Elements of a tile that each thread of the moving warps holds at a time.
+_HELD = 32
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
+
+
+def serve(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> bool:
+    """Whether programs with roles compute a call: asked for, on Hopper, and rows of all begin at whole vectors.
+
+    `step`: the width of a part in a row of B or `out`. Ranks may differ in this: the portable kernel does the same.
+    """
+    known_to = config.warp_roles and A.dtype in _GLUON_TYPES and platform.has_warp_roles(A.device)
+    return known_to and all(of_whole_vectors(t, step) for t in (A, as_stored(B), out))
+
+
+def arguments(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, folds: bool = True
+) -> dict:
+    """What all kernels with roles are given: operands, blocks, and, as layouts, which thread holds what.
+
+    `folds`: as in `operands.rows_operand`.
+    """
+    stored = as_stored(B)
+    transposed = stored is not B
+    depth = config.depth(A.dtype == FP8)
+    block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
+    return dict(
+        a=(rows_described if folds else described)(A, (config.block_m, depth)),
+        b=described(stored, block_b),
+        bias=bias,
+        HAS_BIAS=bias is not None,
+        B_TRANSPOSED=transposed,
+        STAGES=config.num_stages,
+        **layouts(config.block_m, config.block_n, A.element_size(), config.num_warps),
+    )
+
+
+def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MULTIPLYING) -> dict:
+    """How a tile lies in the multiplying warps' registers, in shared memory and in the moving warps' registers.
+
+    `itemsize`: bytes of an operand's element; `warps`: how many multiply.
+    """
+    high = min(warps, block_m // 16)
+    wide = warps // high
+    return dict(
+        ACC=gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[high, wide], instr_shape=[16, block_n // wide, 32 // itemsize]
+        ),
+        PRODUCT=gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]),
+        MOVE=in_rows(MOVING, block_n),
+        ROWS=MOVING * 32 * _HELD // block_n,
+        MOVING=MOVING,
+        MOVING_REGISTERS=_MOVING_REGISTERS[warps],
+    )
+
+
+def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
+    """Which of so many warps' threads hold what of rows of `block_n` elements: whole vectors each."""
+    across = min(32, block_n // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+
+
+def described(
+    t: torch.Tensor, block: tuple[int, ...], lies: tuple[list[int], list[int]] | None = None
+) -> GluonDescriptor:
+    """`t` as the hardware loads it, a block at a time. `lies`: (shape, strides), if others than the tensor's."""
+    shape, strides = lies or (list(t.shape), list(t.stride()))
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[t.dtype])
+    return GluonDescriptor(t, shape, strides, list(block), layout)
+
+
+def rows_described(A: torch.Tensor, block: tuple[int, int]) -> GluonDescriptor:
+    """A as kernels load its rows: folded, where they are fewer than a tile's (`tiles.first_row`)."""
+    high = block[0]
+    if high // 2 <= A.shape[0] < high:
+        return described(A, (2, high // 2, block[1]), folded(A, high))
+    return described(A, block)

@@ -1,0 +1,325 @@
+"""Programs whose warps have roles, for NVIDIA Hopper: eight warps multiply, four move finished tiles.
+
+In the portable kernels all warps of a program do everything, so a tile's product waits while the last tile is pushed,
+signalled or summed. Here a finished tile goes through shared memory to the moving warps, and the next product begins at
+once: its first operands were loaded meanwhile. Only Gluon, Triton's language with explicit layouts, gives warps
+different work; it has no interpreter. Such a kernel stages, signals and orders its tiles as the portable one does, so
+ranks may even mix the two.
+
+    multiplying warps  load operands into a ring in shared memory, STAGES - 1 steps ahead and across tiles; accumulate
+                       in registers; round into `product` in shared memory, once it is `free`
+    moving warps       wait until it is `ready`, and do with it what the op's own function does
+
+Stores that queue for the link hold up the loads of the next product behind them. So the moving warps `pace` a push: it
+takes as long as if all programs pushed a tile at once, and the link gives each its share. A program's last push, behind
+which nothing is loaded, and the sums of an all-reduce go at once.
+
+Waits between warps have no deadline: they are for loads, or for warps of the same program, whose own waits for peers
+all end (`iris/device/waits.py`) and who take tiles all the same when one has failed.
+What is computed are `units.Units`; where a tile stands says the op's own object: `place(tile)`, (first row, first
+column, whether to add the bias). What is computed beyond a short part, or beyond the matrix, is not stored.
+"""
+
+from iris.device import arch
+from iris.device.sync import signal, wait
+from iris.device.tracing import PRODUCT
+from iris.triton_private import (
+    aggregate,
+    async_load,
+    base_value,
+    mbarrier,
+    program_barrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..tiles import first_row, known, rows_from
+
+NOWHERE = gl.constexpr(None)  # what rows are gathered from that all lie in `a`, and scales that there are not
+
+
+@aggregate
+class Shared:
+    """A program's shared memory: the ring of operands, finished tiles, and what says which warps may go on.
+
+    The finished tiles, PLACES of them, lie in `product` in PARTS of some rows each, and take turns.
+    """
+
+    a_parts: base_value
+    b_parts: base_value
+    product: base_value
+    loaded: base_value
+    ready: base_value
+    free: base_value
+    STAGES: gl.constexpr
+    PLACES: gl.constexpr
+    PARTS: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    FOLDED: gl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, FOLDED):
+        self.a_parts, self.b_parts, self.product = a_parts, b_parts, product
+        self.loaded, self.ready, self.free = loaded, ready, free
+        self.STAGES, self.PLACES, self.FOLDED = known(STAGES), known(PLACES), known(FOLDED)
+        parts, rows, cols = (int(known(size).value) for size in product.shape)
+        self.PARTS = known(parts // self.PLACES.value)
+        self.BLOCK_M, self.BLOCK_N = known(self.PARTS.value * rows), known(cols)
+
+
+@gluon.jit
+def allocate(
+    a, b, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1,
+):  # fmt: skip
+    """The shared memory of one program; a, b: descriptors of its operands. Products, in `dtype`, are in parts of ROWS
+    rows. Where `a` has three dimensions its rows are folded, see `tiles.first_row`.
+    """
+    a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
+    b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    product = gl.allocate_shared_memory(dtype, [PLACES * BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(i), count=1)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, len(a.block_shape) == 3)
+
+
+@gluon.jit
+def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.constexpr):
+    GATED: gl.constexpr = len(b.block_shape) == 3
+    loaded = shared.loaded.index(stage)
+    mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes)
+    rows = shared.a_parts.index(stage)
+    if gathered is not None:
+        gathered.load(ctx, a, row, k, loaded, rows)
+    elif shared.FOLDED:
+        async_load(a, [0, 0, k], loaded, rows)
+    else:
+        async_load(a, [row, k], loaded, rows)
+    if GATED:
+        async_load(b, [0, col, k], loaded, shared.b_parts.index(stage))
+    elif B_TRANSPOSED:
+        async_load(b, [col, k], loaded, shared.b_parts.index(stage))
+    else:
+        async_load(b, [k, col], loaded, shared.b_parts.index(stage))
+
+
+@gluon.jit
+def _begin(units, tiles, a, gathered, unit, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+    """(unit, row, column, where along K to begin, where to end) of the first unit from `unit` on that has steps.
+
+    The row is whence its tile is loaded.
+    """
+    programs = gl.num_programs(0)
+    tile, first, steps, _ = units.at(unit, programs)
+    if units.SHARED:
+        for _i in gl.static_range(2):  # a head and a body may be empty
+            if (steps == 0) & (unit < 2 * programs):
+                unit += programs
+                tile, first, steps, _complete = units.at(unit, programs)
+    row, col, _bias = tiles.place(tile)
+    if gathered is not None:
+        row = gathered.first(row)
+    elif len(a.block_shape) == 2:
+        row = first_row(row, a.shape[0], BLOCK_M)
+    return unit, row, col, first * BLOCK_K, (first + steps) * BLOCK_K
+
+
+@gluon.jit
+def _join(ctx, units, parts, left, epoch, unit, tile, steps, complete, acc, WAITER: gl.constexpr):
+    """The product of a unit, `steps` of `tile`: of a shared tile what others have left is added, or this is left.
+
+    `parts`: fp32 [program, BLOCK_M, BLOCK_N]; `left`: a flag for each, both this rank's own. A wait that failed has
+    marked the rank, which then vouches for nothing (`sync.leave`).
+    """
+    programs = gl.num_programs(0)
+    if units.SHARED:
+        if unit < 2 * programs:
+            p = unit % programs
+            if complete:
+                q = p
+                while units.begin(q) > tile * units.steps:  # who had the steps before
+                    q -= 1
+                    wait(ctx, left + q, epoch, ctx.rank, WAITER, exact=True)
+                    acc += gl.load(_place_of(acc, parts, q), cache_modifier=".cg")
+            else:
+                if steps > 0:
+                    gl.store(_place_of(acc, parts, p), acc)
+                    signal(ctx, left + p, epoch, ctx.rank)
+    return acc
+
+
+@gluon.jit
+def _place_of(acc, parts, number):
+    ACC: gl.constexpr = acc.type.layout
+    r = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC))
+    c = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, ACC))
+    # by blocks of 8 x 8, which a warp's threads hold between them
+    place = (r // 8 * (8 * acc.shape[1]) + r % 8 * 8)[:, None] + (c // 8 * 64 + c % 8)[None, :]
+    return parts + number.to(gl.int64) * (acc.shape[0] * acc.shape[1]) + place
+
+
+@gluon.jit
+def multiply_tiles(
+    ctx, a, gathered, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, M, N,
+    B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, WAITER: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: each unit's product, in fp32; complete ones, rounded, are handed over.
+
+    `gathered`: whence rows come that are not in `a`, or None: its `load` and, before it, `first` and `await_rows`. A
+    `b` of three dimensions, [2, N, K], is two matrices of N columns, of which a tile has as many columns each.
+    `a_scales`, `b_scales`: of the product's rows and columns where operands are in eight bits, or None.
+    """
+    BLOCK_M: gl.constexpr = shared.BLOCK_M
+    BLOCK_N: gl.constexpr = shared.BLOCK_N
+    BLOCK_K: gl.constexpr = a.block_shape[-1]
+    STAGES: gl.constexpr = shared.STAGES
+    GATED: gl.constexpr = len(b.block_shape) == 3
+    BOTH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], a.dtype)
+    ALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], a.dtype)
+    finished = reinterpret(
+        shared.product, shared.product.dtype, [shared.PLACES, BLOCK_M, BLOCK_N], shared.product.layout
+    )
+    programs = gl.num_programs(0)
+    count = units.count(programs)
+    # what is loaded next
+    unit, row, col, k, end = _begin(units, tiles, a, gathered, gl.program_id(0), BLOCK_M, BLOCK_K)
+    ready = 0
+    if gathered is not None:
+        ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
+    for i in gl.static_range(STAGES - 1):
+        if unit < count:
+            _load(ctx, a, gathered, b, shared, i, row, col, k, B_TRANSPOSED)
+            k += BLOCK_K
+            if k >= end:
+                unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
+                if gathered is not None:
+                    ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
+    stage = 0
+    phase = 0
+    done = 0
+    for u in range(gl.program_id(0), count, programs):
+        tile, _, steps, complete = units.at(u, programs)
+        start = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
+        if HAS_BIAS and b_scales is None:  # first, while the accumulator's registers are all that is used
+            _row, own_col, own = tiles.place(tile)
+            c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
+            second = 0
+            if GATED:
+                second = c // (BLOCK_N // 2)
+                c = c % (BLOCK_N // 2)
+            c += own_col
+            values = gl.load(bias + second * N + c, mask=(c < N) & own & complete, other=0.0)
+            start += values.to(gl.float32)[None, :]
+        span = ctx.tracing.record_event_start(PRODUCT, -1, parts, tile, nbytes=0)
+        acc = warpgroup_mma_init(start)
+        for _i in range(steps):
+            mbarrier.wait(shared.loaded.index(stage), phase)
+            x, y = shared.a_parts.index(stage), shared.b_parts.index(stage)
+            if shared.FOLDED:
+                x = reinterpret(x, x.dtype, [BLOCK_M, BLOCK_K], ALL)
+            if GATED:
+                y = reinterpret(y, y.dtype, [BLOCK_N, BLOCK_K], BOTH)
+            if B_TRANSPOSED:
+                y = y.permute((1, 0))
+            acc = warpgroup_mma(x, y, acc, is_async=True)
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+            if unit < count:
+                program_barrier()  # all warps have multiplied the step before, whose place is free now
+                _load(
+                    ctx, a, gathered, b, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k, B_TRANSPOSED
+                )
+                k += BLOCK_K
+                if k >= end:
+                    unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
+                    if gathered is not None:
+                        ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
+            last = stage == STAGES - 1
+            stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+        product = warpgroup_mma_wait(0, deps=(acc,))
+        ctx.tracing.record_event_end(span)
+        product = _join(ctx, units, parts, left, epoch, u, tile, steps, complete, product, WAITER)
+        if complete:
+            if b_scales is not None:
+                product = _scaled(product, tiles, tile, a_scales, b_scales, bias, M, N, shared.FOLDED, HAS_BIAS)
+            place = done % shared.PLACES
+            mbarrier.wait(shared.free.index(place), done // shared.PLACES & 1 ^ 1)
+            finished.index(place).store(product.to(finished.dtype))
+            program_barrier()
+            mbarrier.arrive(shared.ready.index(place), count=1)
+            done += 1
+
+
+@gluon.jit
+def _scaled(
+    product, tiles, tile, a_scales, b_scales, bias, M, N, FOLDED: gl.constexpr, HAS_BIAS: gl.constexpr
+):  # fmt: skip
+    """The product of a tile whose operands were in eight bits, with the bias."""
+    ACC: gl.constexpr = product.type.layout
+    row, col, own = tiles.place(tile)
+    i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
+    r, _own = rows_from(first_row(row, M, product.shape[0]), row, M, i, product.shape[0], FOLDED)
+    c = col + gl.arange(0, product.shape[1], layout=gl.SliceLayout(0, ACC))
+    product *= gl.load(a_scales + r, mask=r < M, other=0.0)[:, None]
+    product *= gl.load(b_scales + c, mask=c < N, other=0.0)[None, :]
+    if HAS_BIAS:
+        product += gl.load(bias + c, mask=(c < N) & own, other=0.0).to(gl.float32)[None, :]
+    return product
+
+
+@gluon.jit
+def await_tile(shared, done):
+    """Waits until the program's tile number `done` is finished."""
+    mbarrier.wait(shared.ready.index(done % shared.PLACES), done // shared.PLACES & 1)
+
+
+@gluon.jit
+def part_of(shared, done, part):
+    """Where part number `part` of the finished tile `done` lies: some rows."""
+    return shared.product.index(done % shared.PLACES * shared.PARTS + part)
+
+
+@gluon.jit
+def give_back(shared, done, part):
+    """With its last part, which has been loaded, the place of tile `done` is free again."""
+    if part == shared.PARTS - 1:
+        program_barrier()
+        mbarrier.arrive(shared.free.index(done % shared.PLACES), count=1)
+
+
+@gluon.jit
+def rows_of(shared, done, part, MOVE: gl.constexpr):
+    """What `part_of` says, loaded and, with the last of them, given back."""
+    values = part_of(shared, done, part).load(MOVE)
+    give_back(shared, done, part)
+    return values
+
+
+@gluon.jit
+def pace(begin, spread, part, parts):
+    """Waits until number `part` of so many is to be pushed, if the first was at `begin` and all take `spread` ticks."""
+    while arch.clock() - begin < spread * part // parts:
+        pass
+
+
+@gluon.jit
+def places_of(shared, part, row, rows, MOVE: gl.constexpr):
+    """(rows of A, columns in the tile, which of the rows are the tile's own) of what `rows_of` gives.
+
+    `row`: the tile's first; `rows`: how many A has.
+    """
+    ROWS: gl.constexpr = shared.BLOCK_M // shared.PARTS
+    i = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
+    r, own = rows_from(first_row(row, rows, shared.BLOCK_M), row, rows, i, shared.BLOCK_M, shared.FOLDED)
+    return r, gl.arange(0, shared.BLOCK_N, layout=gl.SliceLayout(0, MOVE)), own

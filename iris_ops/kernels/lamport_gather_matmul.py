@@ -1,0 +1,150 @@
+"""`all_gather_matmul` for few rows: A is gathered first, in words that say themselves whether they have arrived
+(`iris/device/lamport.py`), and then multiplied as `lamport_matmul.py` does, every weight read once.
+
+All programs move a piece each: they send it to every peer, and put what arrives of the peers' pieces into one local
+matrix. That matrix is whole when every program of this rank has come so far, which a count and a flag tell them all.
+Until then they ask for their first weights, so that these come from the L2 cache when the product begins.
+"""
+
+from __future__ import annotations
+
+from iris.device import arch
+from iris.device.context import own_context
+from iris.device.lamport import load_bases, put, seal, take
+from iris.device.sync import wait
+from iris.device.tracing import PRODUCT, PUSH, tile_bytes
+import triton
+import triton.language as tl
+
+from .lamport_matmul import part_at
+from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
+
+
+@triton.jit(do_not_specialize=["M", "a_rows", "part_rows"])
+def few_rows_gather_kernel(
+    a,
+    a_rows,
+    a_cols,
+    gathered,
+    gathered_tile,
+    b,
+    bias,
+    out,
+    staging,
+    sync,
+    words,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    stride_on,
+    part_rows,
+    part_cols,
+    ld,
+    gathered_ld,
+    slot_words,
+    PIECE_M: tl.constexpr,
+    PIECE_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BY_K: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TMA_G: tl.constexpr,
+    TMA_B: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    WAITER: tl.constexpr,
+    TRACING: tl.constexpr = False,
+):
+    # a: [a_rows, a_cols], this rank's part; gathered: [M, K], rows of gathered_ld elements; gathered_tile: its
+    # descriptor, where TMA can serve. staging: [2 slots], each [source rank, part_rows, ld] words, then a word from
+    # each; sync: [epoch, programs that have moved their pieces, epoch in which all have]
+    arch.follow()
+    ctx = own_context(words, WORLD_SIZE, TRACING)
+    bases = load_bases(words, WORLD_SIZE)
+    FOLDED: tl.constexpr = TMA_G and len(gathered_tile.block_shape) == 3
+    dtype: tl.constexpr = out.dtype.element_ty
+    epoch = tl.load(sync) + 1
+    slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
+    source_step = tl.cast(part_rows, tl.int64) * ld
+    own = Matrix(a, a_rows, a_cols, stride_am, stride_ak, False)
+    A = Matrix(gathered_tile, M, K, gathered_ld, 1, TMA_G)
+    B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+
+    down, across = tl.cdiv(part_rows, PIECE_M), tl.cdiv(part_cols, PIECE_K)
+    for piece in range(tl.program_id(0), down * across, tl.num_programs(0)):
+        row, col = (piece % down) * PIECE_M, (piece // down) * PIECE_K
+        nbytes = tile_bytes(a_rows - row, a_cols - col, PIECE_M, PIECE_K, dtype)
+        span = ctx.tracing.record_event_start(PUSH, -1, staging, piece % down, piece // down, nbytes=nbytes)
+        values = own.load(row, col, PIECE_M, PIECE_K)
+        r, c = row + tl.arange(0, PIECE_M), col + tl.arange(0, PIECE_K)
+        mask = (r < a_rows)[:, None] & (c < tl.where(a_cols > 0, ld, 0))[None, :]
+        place = slot + ctx.rank * source_step + (r.to(tl.int64) * ld)[:, None] + c[None, :]
+        sealed = seal(values.to(tl.float32), dtype)
+        for i in tl.static_range(1, WORLD_SIZE):
+            put(ctx, place, sealed, mask, bases, (ctx.rank + i) % WORLD_SIZE)
+        ctx.tracing.record_event_end(span)
+        # where this piece stands in the whole
+        above, before = (0, ctx.rank * part_cols) if BY_K else (ctx.rank * part_rows, 0)
+        whole = Matrix(gathered, above + a_rows, before + a_cols, gathered_ld, 1, False)
+        target, inside = whole.pointers(above + row, before + col, PIECE_M, PIECE_K)
+        tl.store(target, values, mask=inside)
+    behind = slot + WORLD_SIZE * source_step
+    # Parts may be empty, and who gets nothing from a peer would not know that it has finished the call before.
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    if tl.program_id(0) == 0:
+        here = tl.zeros(peers.shape, staging.dtype.element_ty)
+        for i in tl.static_range(1, WORLD_SIZE):
+            put(ctx, behind + peers, here, peers == ctx.rank, bases, (ctx.rank + i) % WORLD_SIZE)
+
+    ok = True
+    for piece in range(tl.program_id(0), down * across, tl.num_programs(0)):
+        row, col = (piece % down) * PIECE_M, (piece // down) * PIECE_K
+        r, c = row + tl.arange(0, PIECE_M), col + tl.arange(0, PIECE_K)
+        for i in tl.static_range(1, WORLD_SIZE):
+            source = (ctx.rank + i) % WORLD_SIZE
+            if BY_K:
+                above, before, rows, cols = 0, source * part_cols, M, part_at(K, part_cols, source)
+            else:
+                above, before, rows, cols = source * part_rows, 0, part_at(M, part_rows, source), K
+            mask = (r < rows)[:, None] & (c < tl.where(cols > 0, ld, 0))[None, :]
+            place = slot + source * source_step + (r.to(tl.int64) * ld)[:, None] + c[None, :]
+            values, came = take(ctx, place, source_step, mask, source, epoch, WAITER, dtype, 1)
+            ok = ok and came
+            whole = Matrix(gathered, above + rows, before + cols, gathered_ld, 1, False)
+            target, inside = whole.pointers(above + row, before + col, PIECE_M, PIECE_K)
+            tl.store(target, arch.round_to(values, dtype), mask=inside)
+    if tl.program_id(0) == 0:
+        mask = (peers < WORLD_SIZE) & (peers != ctx.rank)
+        _, came = take(ctx, behind + peers, source_step, mask, peers, epoch, WAITER, dtype, 1)
+        ok = ok and came
+
+    # All programs have read the epoch and moved their pieces when the last one comes here.
+    arch.drain_stores()
+    tl.debug_barrier()
+    if tl.atomic_add(sync + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(sync + 1, 0)
+        tl.store(sync, epoch)
+        tl.debug_barrier()
+        tl.atomic_xchg(sync + 2, epoch, sem="release", scope="gpu")
+    ok = wait(ctx, sync + 2, epoch, ctx.rank, WAITER, exact=True) and ok
+    arch.fence_async_proxy()
+    if ok:
+        num_m = tl.cdiv(M, BLOCK_M)
+        for t in range(tl.program_id(0), num_m * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
+            row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
+            span = ctx.tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
+            first = first_row(row, M, BLOCK_M)
+            product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K).T
+            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+            ctx.tracing.record_event_end(span)
+            if HAS_BIAS:
+                product = add_bias(product, bias, col, N, BLOCK_N)
+            target, mask = Matrix(out, M, N, stride_om, stride_on, False).places(r, col + tl.arange(0, BLOCK_N))
+            tl.store(target, arch.round_to(product, dtype), mask=mask & own_row[:, None])
+    arch.lead()

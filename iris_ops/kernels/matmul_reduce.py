@@ -1,0 +1,137 @@
+"""`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owner, who sums them.
+
+Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. A tile is
+signalled one tile later, when its stores have long landed. The owner adds what arrived to its own tile in fp32, in rank
+order from its own on, and stores the part. A rank's own tiles come last, or, behind the first `early` tiles of each
+other owner, between the others' (`owned_tiles.turn`). A wait looks at tiles that come earlier in the same order on the
+peers, so no wait can be circular, with any number of programs.
+
+`matmul_all_reduce` in two shots is this kernel with owners whose sums go to everyone.
+"""
+
+from __future__ import annotations
+
+from iris.device import arch
+from iris.device.context import own_context
+from iris.device.sync import await_entered, enter, leave, signal, wait
+from iris.device.tracing import PRODUCT, PUSH, SUM, tile_bytes
+import triton
+import triton.language as tl
+
+from .tile_orders import OwnedTiles
+from .tiles import Matrix, add_bias, first_row, multiply, packed_rows, rows_from, start_in_turn
+
+
+@triton.jit
+def reduce_scatter_kernel(
+    a,
+    b,
+    bias,
+    out,
+    staging,
+    flags,
+    sync,
+    words,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    stride_on,
+    part_rows,
+    part_cols,
+    stagger,
+    early,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    BY_COLS: tl.constexpr,
+    ALL_REDUCE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TMA_A: tl.constexpr,
+    TMA_B: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    WAITER: tl.constexpr,
+    TRACING: tl.constexpr = False,
+):
+    # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile]
+    ctx = own_context(words, WORLD_SIZE, TRACING)
+    A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
+    B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+    dtype: tl.constexpr = staging.dtype.element_ty
+    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
+
+    tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
+    owned = tiles.owned()
+    epoch = enter(ctx, sync, out if ALL_REDUCE else None)
+    start_in_turn(stagger)
+
+    ok = True  # nothing has been missed so far
+    entered = False  # the peers are known to be in this call
+    pending = -1  # the slot that was pushed last and not yet signalled
+    pending_owner = 0
+    for t in range(tl.program_id(0), tiles.count(), tl.num_programs(0)):
+        owner, slot, tile_m, tile_n, row, col, rows, cols = tiles.at(t)
+        if (row < rows) & (col < cols):
+            nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, dtype)
+            span = ctx.tracing.record_event_start(PRODUCT, owner, out, tile_m, tile_n, nbytes=0)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            first = first_row(row, M, BLOCK_M)
+            acc = multiply(A, B, first, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+            down, own_row = r - row, own_row & (r < rows)  # in the tile, of this owner
+            c = tl.arange(0, BLOCK_N)
+            ctx.tracing.record_event_end(span)
+            if not entered:
+                # lanes take registers that the tile needs
+                ok = await_entered(ctx, sync, epoch, WAITER, out if ALL_REDUCE else None, LANES=False)
+                entered = True
+            if pending >= 0:
+                if ok:
+                    signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)
+                pending = -1
+
+            if owner != ctx.rank:
+                if ok:
+                    span = ctx.tracing.record_event_start(PUSH, owner, staging, tile_m, tile_n, nbytes=nbytes)
+                    target = packed_rows(staging, ctx.rank * owned + slot, down, BLOCK_M, BLOCK_N)
+                    tl.store(ctx.remote(target, owner), arch.round_to(acc, dtype), mask=own_row[:, None])
+                    ctx.tracing.record_event_end(span)
+                pending = slot
+                pending_owner = owner
+            else:
+                span = ctx.tracing.record_event_start(SUM, owner, out, tile_m, tile_n, nbytes=nbytes)
+                for i in tl.static_range(1, WORLD_SIZE):
+                    source = (ctx.rank + i) % WORLD_SIZE
+                    ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok
+                    staged = packed_rows(staging, source * owned + slot, down, BLOCK_M, BLOCK_N)
+                    acc += tl.load(staged, mask=own_row[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+                ctx.tracing.record_event_end(span)
+                if HAS_BIAS:
+                    acc = add_bias(acc, bias, col, cols, BLOCK_N)
+                result = arch.round_to(acc, dtype)
+                if ALL_REDUCE:
+                    target, mask = Matrix(out, rows, cols, stride_om, stride_on, False).places(r, col + c)
+                    mask &= own_row[:, None]
+                    tl.store(target, result, mask=mask)
+                    if ok:
+                        span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
+                        for i in tl.static_range(1, WORLD_SIZE):
+                            tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+                        ctx.tracing.record_event_end(span)
+                else:
+                    own_rows = rows if BY_COLS else rows - ctx.rank * part_rows
+                    own_cols = cols - ctx.rank * part_cols if BY_COLS else cols
+                    target, mask = Matrix(out, own_rows, own_cols, stride_om, stride_on, False).places(
+                        tile_m * BLOCK_M + down, tile_n * BLOCK_N + c
+                    )
+                    tl.store(target, result, mask=mask & own_row[:, None])
+    if pending >= 0:
+        if ok:
+            signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)
+    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=ALL_REDUCE)

@@ -1,0 +1,113 @@
+"""What follows an all-reduce in a decoder, in the all-reduce's own kernel: the residual sum, and a norm's first half.
+
+An RMSNorm of rows h scales each by 1 / sqrt(mean(h^2) + eps), of which no program knows the mean when it has summed its
+columns. But a factor of a whole row may as well be applied to what the next product makes of the row. So here
+
+    out     = h = residual + sum over ranks of A @ B (+ bias)
+    scaled  = h * weight                                     rounded, as the norm's result would be
+    squares = sums of h^2 over `SPAN` columns each           float32 [cdiv(N, SPAN), M]
+
+and who multiplies `scaled` next scales the rows of the product (`iris_ops/local/skinny_matmul.py`). A decoding step's
+norm is a kernel of 2 to 3 us that moves a few KB, twice a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from iris.device import arch
+from iris.device.function import device_function
+from iris.errors import ArgumentError, DtypeError, ShapeError
+from iris.heap import check_memory
+import torch
+from torch.nn import functional as F
+import triton
+import triton.language as tl
+
+from ..problem import NORM, check_kind
+
+SPAN = tl.constexpr(64)
+OP = NORM
+
+# Of a call, beside those of an all-reduce.
+AHEAD_NAMES = ("residual", "weight", "scaled", "squares")
+Ahead = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@device_function
+def add_ahead(residual, weight, r, c, M, N):
+    """The tile of `residual` at rows r and columns c, and the weights of its columns, on their way."""
+    place, inside = (r.to(tl.int64) * N)[:, None] + c[None, :], (r < M)[:, None] & (c < N)[None, :]
+    return tl.load(residual + place, mask=inside, other=0.0), tl.load(weight + c, mask=c < N, other=0.0)
+
+
+@device_function
+def norm_ahead(total, ahead, scaled, squares, r, c, col, M, N, BLOCK_N: tl.constexpr):
+    """`residual + total`, rounded, in fp32; leaves `scaled` and `squares` of it. `ahead`: what `add_ahead` gave.
+
+    `total` is a tile of rows r and of BLOCK_N columns c, from `col` on.
+    """
+    residual, weight = ahead
+    place, inside = (r.to(tl.int64) * N)[:, None] + c[None, :], (r < M)[:, None] & (c < N)[None, :]
+    dtype: tl.constexpr = scaled.dtype.element_ty
+    h = tl.where(inside, arch.round_to(total + residual.to(tl.float32), dtype).to(tl.float32), 0.0)
+    tl.store(scaled + place, arch.round_to(h * weight.to(tl.float32)[None, :], dtype), mask=inside)
+    sums = squares + (col // SPAN).to(tl.int64) * M + r
+    tl.store(sums, tl.sum(h * h, 1), mask=r < M)
+    for i in tl.static_range(1, BLOCK_N // SPAN):  # one sum for all of a wider tile
+        tl.store(sums + i * M, tl.zeros(r.shape, tl.float32), mask=(r < M) & (col + i * SPAN < N))
+    return h
+
+
+def spans(columns: int) -> int:
+    """How many sums of squares a row has."""
+    return triton.cdiv(columns, SPAN.value)
+
+
+def first_half(h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scaled, squares) of rows h [..., N], by torch."""
+    columns = h.shape[-1]
+    padded = F.pad(h.float().square(), (0, spans(columns) * SPAN.value - columns))
+    squares = padded.view(-1, spans(columns), SPAN.value).sum(-1)
+    # with the strides of what a kernel makes, of one span too: compiled code asks for them
+    return h * weight, squares.t().clone(memory_format=torch.contiguous_format)
+
+
+def second_half(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm [..., N] of the rows of which these are the first half, by torch."""
+    factors = torch.rsqrt(squares.sum(0) / scaled.shape[-1] + eps)
+    return (scaled.float() * factors.view(*scaled.shape[:-1], 1)).to(scaled.dtype)
+
+
+def finish(
+    out: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor
+) -> None:
+    """What `norm_ahead` does, of `out` without the residual, where the kernel that made it has no such end."""
+    out += residual
+    for own, made in zip((scaled, squares), first_half(out, weight), strict=True):
+        own.copy_(made)
+
+
+def check(ahead: Ahead, out: torch.Tensor) -> None:
+    """Raises a typed error for a tensor of the wrong kind. `out` [M, N] is checked."""
+    M, N = out.shape
+    for name, shape, t in zip(AHEAD_NAMES, ((M, N), (N,), (M, N), (spans(N), M)), ahead, strict=True):
+        check_kind(OP, name, t, out.device)
+        if tuple(t.shape) != shape:
+            raise ShapeError(f"{OP}: {name} is {tuple(t.shape)}; expected {shape}, for out {(M, N)}")
+        dtype = torch.float32 if name == "squares" else out.dtype
+        if t.dtype != dtype:
+            raise DtypeError(f"{OP}: {name} has dtype {t.dtype}; expected {dtype}")
+        if not t.is_contiguous():
+            raise ArgumentError(f"{OP}: {name} has strides {t.stride()}; expected a contiguous tensor")
+
+
+def check_places(names: Sequence[str], begins: Sequence[int], sizes: Sequence[int]) -> None:
+    """Raises for a tensor without memory, and where one that is written shares some with another."""
+    check_memory(OP, names, begins, sizes)
+    places = {name: (begin, begin + size) for name, begin, size in zip(names, begins, sizes, strict=True) if size}
+    for name in ("out", "scaled", "squares"):
+        begin, end = places.pop(name, (0, 0))
+        for other, (first, last) in places.items():
+            if begin < last and first < end:
+                raise ArgumentError(f"{OP}: {name} overlaps {other} in memory; expected separate tensors")

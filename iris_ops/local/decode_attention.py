@@ -1,0 +1,260 @@
+"""Attention of one new token a row over a static cache: read once, by many programs, and only where the mask sees.
+
+torch's attention with a mask copies the cache for grouped heads, walks it with one program a head, and reads all of it,
+however little is filled. Here each program takes a stretch of the cache for one kv head and all query heads that use
+it, and reads from the first place that the mask shows to the last; a second kernel weighs the stretches together. Sums
+are kept in fp32. Where there are short caches enough, a stretch is the whole of one, and there is no second kernel.
+
+`use(model)` registers this as an attention implementation with transformers and sets it on the model. Prompts without
+padding have no mask then, even while a CUDA graph is captured, where transformers would make one, and go to
+`prompt_attention`. Whatever is neither goes to transformers' `sdpa` as before.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+from iris import platform
+from iris.device import arch
+from iris.device.function import device_function
+from layers.serving import prefill_attention
+import torch
+from torch import nn
+import triton
+import triton.language as tl
+
+NAME = "iris_step"
+_BLOCK, _WARPS, _STAGES = 32, 4, 3
+_MOST_SCANNED, _TOLD_BYTES = 4096, 4096
+_MOST_PARTS, _COLUMNS = 256, 32  # of a program that weighs
+# One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
+# blocks a program could read before its first one and behind its last one, or while a second kernel weighs.
+_RESIDENT, _SATURATING, _BESIDES = 5, 1.6, 3
+_UNSERVED = ("softcap", "s_aux", "position_bias", "cache")  # options of some models
+
+
+@device_function
+def _load(base, rows, there, stride_row, columns, COLUMNS: tl.constexpr):
+    """Elements [rows, COLUMNS], zero where a row is not `there` and beyond `columns`."""
+    c = tl.arange(0, COLUMNS)
+    at = base + rows.to(tl.int64)[:, None] * stride_row + c[None, :]
+    return tl.load(at, mask=there[:, None] & (c < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def stretch_kernel(
+    q, k, v, mask, out, weights, scale, length, groups, dim, kv_heads, stretch,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_mb,
+    WHOLE: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """Over one stretch: out [B*H, parts, D] fp32, not yet divided; weights [B*H, parts, 2]: the maximum and the sum.
+
+    `WHOLE`: one stretch is all. out [B*H, D] is the attention then, and weights are left alone.
+    """
+    arch.follow()
+    pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    mask += batch * stride_mb
+    begin = part * stretch
+    end = min(begin + stretch, length)
+    # From the first column seen to the last, so that the loop over keys has no branch, and loads run ahead of it.
+    first, beyond = end, begin
+    for n in range(begin, end, SCAN):
+        columns = n + tl.arange(0, SCAN)
+        seen = tl.load(mask + columns, mask=columns < end, other=0) != 0
+        first = min(first, tl.min(tl.where(seen, columns, end), 0))
+        beyond = max(beyond, tl.max(tl.where(seen, columns + 1, begin), 0))
+    g = tl.arange(0, GROUPS)
+    q += batch * stride_qb + head * groups * stride_qh
+    query = _load(q, g, g < groups, stride_qh, dim, DIM)
+    top = tl.full((GROUPS,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUPS,), tl.float32)
+    acc = tl.zeros((GROUPS, DIM), tl.float32)
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    for n in range(first, beyond, BLOCK):
+        columns = n + tl.arange(0, BLOCK)
+        seen = tl.load(mask + columns, mask=columns < beyond, other=0) != 0
+        keys = _load(k, columns, columns < beyond, stride_kn, dim, DIM)
+        values = _load(v, columns, columns < beyond, stride_vn, dim, DIM)
+        scores = arch.dot(query, keys.T, tl.zeros((GROUPS, BLOCK), tl.float32)) * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))  # a number from the first block on: it begins with one that is seen
+        chances = tl.exp(scores - higher[:, None])
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.sum(chances, 1)
+        acc = arch.dot(chances.to(values.dtype), values, acc * fade[:, None])
+        top = higher
+    arch.lead()
+    place = ((batch * kv_heads + head) * groups + g) * parts + part
+    there = g < groups
+    d = tl.arange(0, DIM)
+    if WHOLE:
+        acc = acc / total[:, None]
+    else:
+        tl.store(weights + place * 2, top, mask=there)
+        tl.store(weights + place * 2 + 1, total, mask=there)
+    where = out + place[:, None] * dim + d[None, :]
+    tl.store(where, acc.to(out.dtype.element_ty), mask=there[:, None] & (d < dim)[None, :])
+
+
+@triton.jit
+def weigh_kernel(stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out [B*H, D] from all stretches of a head, `COLUMNS` of it a program."""
+    arch.follow()
+    head, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
+    p, c = tl.arange(0, PARTS), tl.arange(0, COLUMNS)
+    there = p < num_parts
+    top = tl.load(weights + (head * num_parts + p) * 2, mask=there, other=float("-inf"))
+    total = tl.load(weights + (head * num_parts + p) * 2 + 1, mask=there, other=0.0)
+    share = tl.exp(top - tl.max(top, 0))
+    sums = _load(stretches + head * num_parts * dim + d, p, there, dim, dim - d, COLUMNS)
+    arch.lead()
+    result = tl.sum(sums * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(out + head * dim + d + c, result.to(out.dtype.element_ty), mask=c < dim - d)
+
+
+@cache
+def pipeline_of(groups: int, row_bytes: int, shared_bytes: int) -> tuple[int, int]:
+    """Rows of keys that are multiplied together, and the stages of their loads, as shared memory has room for.
+
+    A stage less one holds a block of keys and one of values; queries and what warps tell each other lie beside them.
+    """
+    for rows, stages in ((_BLOCK, _STAGES), (_BLOCK // 2, _STAGES), (_BLOCK // 2, 2)):
+        if (2 * (stages - 1) * rows + 2 * groups) * row_bytes + _TOLD_BYTES <= shared_bytes:
+            return rows, stages
+    return _BLOCK // 2, 1
+
+
+def stretches_of(pairs: int, length: int, block: int, multiprocessors: int) -> tuple[int, int]:
+    """Into how many stretches each of `pairs` caches of `length` rows is cut, and of how many rows: to end soonest.
+
+    Of cuts that end together the finest, since a cache may be almost empty.
+    """
+    blocks = triton.cdiv(length, block)
+    stretch = triton.cdiv(blocks, _fastest_cut(pairs, blocks, multiprocessors)) * block
+    return triton.cdiv(length, stretch), stretch
+
+
+@lru_cache(1024)
+def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
+    """Reckoned in what a program takes for a block.
+
+    As many programs as find room run at once, then the next ones; the memory is as fast as a few of them.
+    """
+    at_once = _RESIDENT * multiprocessors
+
+    def blocks_until_the_end(parts: int) -> float:
+        of_each = triton.cdiv(blocks, parts)
+        rounds, rest = divmod(pairs * parts, at_once)
+        last = of_each * max(1, triton.cdiv(rest, multiprocessors) / _SATURATING) + _BESIDES if rest else 0
+        return rounds * (of_each * _RESIDENT / _SATURATING + _BESIDES) + last + (_BESIDES if parts > 1 else 0)
+
+    return min(range(min(_MOST_PARTS, blocks), 0, -1), key=blocks_until_the_end)
+
+
+def step_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """[B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D], where mask [B, L] is true: somewhere in each row."""
+    batch, heads, dim = q.shape
+    kv_heads, length = k.shape[1:3]
+    groups = heads // kv_heads
+    padded, rows = (max(16, triton.next_power_of_2(size)) for size in (dim, groups))  # what a product of tiles takes
+    block, stages = pipeline_of(rows, padded * q.element_size(), platform.shared_bytes(q.device))
+    parts, stretch = stretches_of(batch * kv_heads, length, block, platform.num_programs(q.device))
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
+    weights = q.new_empty(batch * heads, parts, 2, dtype=torch.float32)
+    stretches = out if parts == 1 else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
+    stretch_kernel[(batch * kv_heads, parts)](
+        q, k, v, mask, stretches, weights, scale, length, groups, dim, kv_heads, stretch,
+        q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask.stride(0),
+        WHOLE=parts == 1, GROUPS=rows, DIM=padded, BLOCK=block,
+        SCAN=min(_MOST_SCANNED, triton.next_power_of_2(stretch)), num_warps=_WARPS, num_stages=stages,
+        **platform.launch_options(q.device),
+    )  # fmt: skip
+    if parts > 1:
+        columns = min(padded, _COLUMNS)
+        weigh_kernel[(batch * heads, triton.cdiv(dim, columns))](
+            stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), COLUMNS=columns, num_warps=4,
+            **platform.launch_options(q.device),
+        )  # fmt: skip
+    return out
+
+
+# One opaque operator for compilers, as `iris_ops.library` has them.
+_library = torch.library.Library("iris_layers", "DEF")
+_library.define(
+    "step_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.impl("step_attention", step_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("iris_layers::step_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)
+
+
+def attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    scaling: float | None = None, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    here = torch.ops.iris_layers if torch.compiler.is_compiling() else None
+    padded = prefill_attention.is_places(attention_mask)
+    wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    if not wants_gradient and all(options.get(name) is None for name in _UNSERVED):
+        if padded or prefill_attention.serves(module, query, key, value, attention_mask, options):
+            call = here.prompt_attention if here else prefill_attention.prompt_attention
+            return call(query, key, value, scale, attention_mask), None
+        if _serves(query, key, value, attention_mask):
+            call = here.step_attention if here else step_attention
+            return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale).unsqueeze(1), None
+    if padded:
+        attention_mask = prefill_attention.mask_of_places(attention_mask)
+    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[3] != 1:
+        key, value = (each[:, :, : attention_mask.shape[3]] for each in (key, value))  # as wide as `mask_of` made it
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+
+
+def _serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    return (
+        mask is not None
+        and mask.dtype == torch.bool
+        and mask.shape[0] == query.shape[0]
+        and mask.shape[1] == query.shape[2] == 1
+        and mask.shape[3] == key.shape[2]
+        and mask.stride(3) == query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and key.shape == value.shape
+        and query.dtype == key.dtype == value.dtype
+    )
+
+
+def mask_of(**asked: Any) -> torch.Tensor | None:
+    """A mask as transformers asks for it; but of a prompt, which finds an empty cache, no wider than that.
+
+    Where torch's own causal one is the same it is None, or `places_of` the tokens that are seen.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    window, first, length = asked.get("local_size"), asked.get("q_offset", 0), asked["q_length"]
+    if not isinstance(first, int) or first != 0:
+        return sdpa_mask(**asked)
+    seen, alone = asked.get("attention_mask"), length > 1 and not asked.get("kv_offset", 0)
+    if asked.get("allow_is_causal_skip", True) and (window is None or length <= window):
+        if seen is None:
+            return None
+        if alone and seen.shape == (asked["batch_size"], length):
+            return prefill_attention.places_of(seen.bool())
+    mask = sdpa_mask(**asked)
+    return mask[..., :length] if mask is not None and alone else mask
+
+
+def use(model: Any) -> bool:
+    """Makes `model` attend by this; False, and nothing changes, if it does not attend by transformers' sdpa now."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, mask_of)
+        model.set_attn_implementation(NAME)
+    return model.config._attn_implementation == NAME

@@ -1,0 +1,82 @@
+"""A gated product without an exchange, such as a gated MLP's first half where its input is whole (see `gating`).
+
+By programs with roles where they should take less time than torch's product and the gate behind it, by the model.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from iris.errors import DeviceError, DtypeError, ShapeError
+import torch
+
+from ..kernels.descriptors import as_stored
+from ..kernels.hopper import gather_matmul, operands
+from ..planning.machine import machine_of
+from ..planning.plan import BROUGHT
+from ..planning.tile_model import gemm_us
+from ..problem import DTYPES, GATHER_MATMUL, Problem, check_bias, check_gradient
+from ..with_torch import torch_matmul
+from . import gating
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+    from ..config import FusedConfig
+    from ..planning.machine import Machine
+
+
+FEW = 256  # rows: of so many, tiles of 128 leave most multiprocessors of a narrow product without work
+
+
+@lru_cache(maxsize=4096)
+def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
+    """How programs with roles should multiply; None if torch should."""
+    if not machine.warp_roles or problem.dtype.itemsize != 2 or problem.M <= FEW:
+        return None
+    ours = {config: gemm_us(problem, config, machine) for config in BROUGHT}
+    config = min(ours, key=ours.__getitem__)
+    theirs = torch_matmul.expected_us(*problem.gemm, machine) + gating.gate_us(problem, machine)
+    return config if ours[config] + machine.launch_us < theirs else None
+
+
+def check(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises a typed error for what `matmul_gated` does not take."""
+    for name, t in (("A", A), ("B", B), ("bias", bias)):
+        if t is None:
+            continue
+        check_gradient("matmul_gated", name, t)
+        if t.dtype != A.dtype or t.dtype not in DTYPES:
+            expected = f"A's, {A.dtype}" if A.dtype in DTYPES else f"one of {', '.join(map(str, DTYPES))}"
+            raise DtypeError(f"matmul_gated: {name} has dtype {t.dtype}; expected {expected}")
+        if t.device != A.device:
+            raise DeviceError(f"matmul_gated: {name} is on {t.device}; expected {A.device}, where A is")
+    if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[0] or B.shape[1] % 2:
+        given = f"A is {tuple(A.shape)}, B is {tuple(B.shape)}"
+        raise ShapeError(f"matmul_gated: {given}; expected A (M,K), B (K,N), N even")
+    if bias is not None:
+        if bias.ndim != 1:
+            raise ShapeError(f"matmul_gated: bias is {tuple(bias.shape)}; expected {(B.shape[1],)}")
+        check_bias("matmul_gated", bias, B)
+
+
+def matmul_gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(C[:, :N/2]) * C[:, N/2:] of C = A [M,K] @ B [K,N] + bias [N], all of one dtype on the context's device.
+
+    A new tensor [M,N/2]. This rank's affair alone. Raises `ShapeError`, `DtypeError` or `DeviceError` where these do
+    not fit, and `ArgumentError` for a gradient.
+    """
+    check(A, B, bias)
+    out = A.new_empty(A.shape[0], B.shape[1] // 2)
+    problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, True)
+    config = chosen(problem, machine_of(ctx.device))
+    if config is None or as_stored(B) is B or not operands.serve(config, A, B, out):
+        gating.multiply(out, A, B, bias)
+        return out
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    ops, nothing = ctx.ops, ctx.ops.nothing  # arrives
+    product = gather_matmul.product
+    product(ctx, ops.products, ops.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
+    return out

@@ -1,0 +1,73 @@
+"""Products that are gated: silu(A @ first) * (A @ second), for B = [first, second], as gated MLPs have them.
+
+With roles (`all_gather_matmul_roles`) a tile has columns of both, and is gated on its way to memory: neither half is
+ever written or read. Else a small kernel gates what torch's product leaves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from iris import platform
+from iris.device import arch
+import torch
+import triton
+import triton.language as tl
+
+from ..with_torch import torch_matmul
+
+if TYPE_CHECKING:
+    from ..planning.machine import Machine
+    from ..problem import Problem
+
+# Rows and columns that a program gates; the interpreter is quicker with large blocks.
+_BLOCK = {"cuda": (4, 1024), "cpu": (64, 256)}
+# Of the memory's rate, what gating reaches, and microseconds of a kernel behind another.
+_SHARE, _BEHIND_US = 0.9, 3.0
+
+
+@triton.jit
+def gate_kernel(both, out, rows, N, stride_bm, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out [rows, N] = silu(both[:, :N]) * both[:, N:], columns side by side."""
+    arch.follow()
+    across = tl.cdiv(N, BLOCK_N)
+    r = (tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    c = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (r < rows)[:, None] & (c < N)[None, :]
+    first = both + (r * stride_bm)[:, None] + c[None, :]
+    gate = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(first + N, mask=inside, other=0.0).to(tl.float32)
+    values = arch.round_to(gate / (1.0 + tl.exp(-gate)) * second, out.dtype.element_ty)
+    arch.lead()
+    tl.store(out + (r * stride_om)[:, None] + c[None, :], values, mask=inside)
+
+
+def gate(out: torch.Tensor, both: torch.Tensor) -> None:
+    """`out` [rows, N] of `both` [rows, 2 N], contiguous rows."""
+    rows, N = out.shape
+    if out.stride(1) != 1 and N > 1:
+        fresh = out.new_empty(rows, N)
+        gate(fresh, both)
+        out.copy_(fresh)
+    elif out.numel():
+        block_m, block_n = _BLOCK[out.device.type]
+        grid = (triton.cdiv(rows, block_m) * triton.cdiv(N, block_n),)
+        gate_kernel[grid](
+            both, out, rows, N, both.stride(0), out.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
+            **platform.launch_options(out.device),
+        )  # fmt: skip
+
+
+def gate_us(problem: Problem, machine: Machine) -> float:
+    """Microseconds of `gate` behind a product of so many rows and columns, both halves."""
+    nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
+    return nbytes / (_SHARE * machine.hbm_gbs * 1e3) + _BEHIND_US
+
+
+def multiply(
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+) -> None:
+    """`out` = silu(A @ first + ...) * (A @ second + ...), with torch's product; `scale` as there."""
+    both = A.new_empty(A.shape[0], B.shape[1])
+    torch_matmul.multiply(both, A, B, bias, scale)
+    gate(out, both)

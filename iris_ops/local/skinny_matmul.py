@@ -1,0 +1,292 @@
+"""The product of a decoding step's few rows with a linear's weight: a stream of weights, with many of them under way.
+
+cuBLAS cuts such products along K, into parts that a second kernel adds up, and has fewer bytes under way. Here each
+program streams the weights of some outputs once, as `iris_ops/kernels/lamport_matmul.py` does for products with an
+exchange, and multiplies them as outputs x rows, so that the tensor cores' rows are full however few rows the input has.
+Four fifths of a multiprocessor's shared memory are always on their way from memory.
+
+What limits it beyond 16 rows is less the memory than what shared memory is written and read in a multiprocessor, 128
+bytes a cycle. So one warp group multiplies, and not two that would both read the rows, and where outputs are too few
+for programs on all multiprocessors the rows are divided into blocks: the weights are then read once more, from L2.
+Where each program would have 32 of 64 rows, it has half as many outputs instead, and the rows are the tensor cores'.
+
+Weights in eight bits have a kernel of their own (`skinny_stream.py`).
+
+A launch from Python keeps the host busy longer than torch's product. So this serves what is compiled or captured.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from iris import platform
+from iris.device import arch
+from iris.device.function import device_function
+from iris_ops.fp8 import weight_stream
+from iris_ops.kernels.descriptors import in_whole_vectors, operand, rows_operand
+from iris_ops.kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
+from layers import fp8
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional as F
+import triton
+import triton.language as tl
+
+from ..fp8 import skinny_stream
+
+MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16
+_BLOCKS = 16, 32, 64  # of rows
+BLOCK_N, NARROW_N = 64, 32
+_WARPS = 4
+# By rows and outputs of a block and whether it is gated, the fastest on an H200: elements along K, stages of the ring.
+RINGS = {
+    (16, 64, False): (256, 5), (32, 64, False): (256, 4), (64, 64, False): (128, 7), (64, 32, False): (128, 8),
+    (16, 64, True): (128, 5), (32, 64, True): (128, 5), (64, 64, True): (128, 4),
+}  # fmt: skip
+
+
+@triton.jit
+def step_product_kernel(
+    a, b, bias, squares, out, M, N, K, spans, eps, stride_am, stride_bn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TMA_A: tl.constexpr, TMA_B: tl.constexpr,
+    SPANS: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = a [M, K] @ b [N, K].T + bias [N]. A program computes BLOCK_M rows of BLOCK_N columns.
+
+    `GATED`: b and bias have N rows for the gate, then N more; out is silu(gate) times the others.
+    squares [spans, M]: a is the first half of a norm, of which the product's rows get the factors
+    (`rmsnorm_epilogue.py`).
+    """
+    arch.follow()
+    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
+    A = Matrix(a, M, K, stride_am, 1, TMA_A)
+    B = Matrix(b, K, 2 * N if GATED else N, 1, stride_bn, TMA_B, True)
+    row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    first = first_row(row, M, BLOCK_M)
+    r, own = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if squares is not None:  # they come while weights do
+        s = tl.arange(0, SPANS)
+        sums = tl.load(squares + s[:, None] * M + r[None, :], mask=(s < spans)[:, None] & (r < M)[None, :], other=0.0)
+    if GATED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            rows = A.load(first, k, BLOCK_M, BLOCK_K).T
+            acc = arch.dot(B.load(k, col, BLOCK_K, BLOCK_N).T, rows, acc)
+            up = arch.dot(B.load(k, N + col, BLOCK_K, BLOCK_N).T, rows, up)
+    else:
+        acc = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    if squares is not None:
+        factors = 1.0 / tl.sqrt(tl.sum(sums, 0) / K + eps)[None, :]
+        acc, up = acc * factors, up * factors
+    dtype: tl.constexpr = out.dtype.element_ty
+    product = _finished(acc, bias, col, N, BLOCK_N, HAS_BIAS, dtype)
+    if GATED:
+        gate = product.to(tl.float32)
+        up = _finished(up, bias + N if HAS_BIAS else bias, col, N, BLOCK_N, HAS_BIAS, dtype)
+        product = arch.round_to(gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32), dtype)
+    arch.lead()
+    target, inside = Matrix(out, M, N, N, 1, False).places(r, col + tl.arange(0, BLOCK_N))
+    tl.store(target, product, mask=inside & own[:, None])
+
+
+@device_function
+def _finished(acc, bias, col, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+    """The product [rows, BLOCK_N] of a transposed sum, with its bias, rounded."""
+    product = acc.T
+    if HAS_BIAS:
+        product = add_bias(product, bias, col, N, BLOCK_N)
+    return arch.round_to(product, dtype)
+
+
+def serves(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    scale: torch.Tensor | None = None,
+) -> bool:
+    """Whether `step_product` is the faster one for these arguments now; x [..., K], weight [N, K], rows together.
+
+    With `scale`, of eight bits, on a device that `streams` them.
+
+    An eager call of a kind has its kernel loaded, which a driver may refuse while a graph is captured.
+    """
+    if not _suits(x, weight, scale, gated):
+        return False
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return True
+    kind = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), bias is None, gated, scale is None
+    if kind not in _loaded:
+        _loaded.add(kind)
+        step_product(x, weight, bias, scale, gated, launched=False)
+    return False
+
+
+_loaded: set[tuple] = set()  # kinds of calls
+
+
+def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, gated: bool) -> bool:
+    if weight.shape[0] == 0:
+        return False
+    if scale is not None:
+        return (
+            suits(x, weight_stream.MOST_ROWS) and x.dtype == torch.bfloat16 and weight_stream.fits(1, weight.shape[1])
+        )
+    rows = most_rows(_width(weight, gated), gated, torch.compiler.is_compiling(), x.device)
+    return x.dtype == weight.dtype and suits(x, rows)
+
+
+def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
+    """Of how many rows, at most, a product of so many outputs is served, with a weight that is not in eight bits.
+
+    As measured on an H200: up to 64 rows; where half of the multiprocessors at most have a program for each block of
+    rows, two blocks' worth; where less than a sixth have one, 32 in `compiled` code, of whose products norms become
+    part, else 16.
+    """
+    if device.type != "cuda":
+        return 0
+    programs, room = (outputs + BLOCK_N - 1) // BLOCK_N, _multiprocessors(device)
+    if statically_known_true(2 * programs > room):
+        rows = _WIDE_ROWS
+    elif statically_known_true(6 * programs > room):
+        rows = MOST_ROWS
+    else:
+        rows = _FEW_ROWS if compiled else _LEAST_ROWS
+    return rows if _has_room(min(rows, _BLOCKS[-1]), gated, device) else _LEAST_ROWS
+
+
+def block_of(rows: int, programs: int, room: int) -> int:
+    """Into blocks of how many rows they are divided, if each takes so many programs and `room` run at once."""
+    whole = min(max(_LEAST_ROWS, triton.next_power_of_2(rows)), _BLOCKS[-1])
+    return next(block for block in _BLOCKS if block == whole or -(-rows // block) * programs <= room)
+
+
+def tile_of(rows: int, outputs: int, gated: bool, room: int) -> tuple[int, int]:
+    """(rows, outputs) of a program's block, if `room` programs run at once."""
+    block = block_of(rows, triton.cdiv(outputs, BLOCK_N), room)
+    narrow = block == 32 and rows % 64 == 0 and not gated  # as many programs, and each weight is read half as often
+    return (64, NARROW_N) if narrow else (block, BLOCK_N)
+
+
+@torch.compiler.assume_constant_result
+def _multiprocessors(device: torch.device) -> int:
+    return platform.num_programs(device)
+
+
+@torch.compiler.assume_constant_result
+def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
+    """Whether the ring of blocks that was measured fits into shared memory."""
+    return depth(platform.shared_bytes(device), gated, rows) == RINGS[rows, BLOCK_N, gated]
+
+
+def streams(shape: torch.Size, device: torch.device) -> bool:
+    """Whether products of few rows with a weight of `shape` in eight bits may be served here."""
+    return platform.has_warp_roles(device) and shape[0] > 0 and weight_stream.fits(1, shape[1])
+
+
+def suits(x: torch.Tensor, rows: int) -> bool:
+    """Whether products of `x` may be served here, if those of up to `rows` rows are."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_few_rows(x, rows) and not x.requires_grad
+
+
+def has_few_rows(x: torch.Tensor, most: int) -> bool:
+    """Whether there are 1 to `most`. Not so for a compiler to which their number is open, if a cache has room for more.
+
+    To ask that would compile everything twice, and with 8 rows to a token leave 2 as the only length of the one half.
+    """
+    rows = x.shape[:-1].numel()
+    return statically_known_true(rows <= most) and rows > 0
+
+
+def step_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    gated: bool = False,
+    squares: torch.Tensor | None = None,
+    eps: float = 0.0,
+    launched: bool = True,
+) -> torch.Tensor:
+    """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
+
+    `scale` [N]: the weight is in eight bits, see `iris_ops/fp8/scaled_matmul.py`; x is in bf16 then, and `streams` must
+    hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]:
+    rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched` False the kernel is
+    compiled and loaded only, and what is returned is not filled.
+    """
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    (M, K), N = rows.shape, _width(weight, gated)
+    out = x.new_empty(*x.shape[:-1], N)
+    if scale is not None:
+        rows, weight = map(in_whole_vectors, (rows, weight))
+        skinny_stream.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)
+        return out
+    rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
+    block_m, block_n = tile_of(M, N, gated, platform.num_programs(x.device))
+    block_k, stages = depth(platform.shared_bytes(x.device), gated, block_m, block_n)
+    # by TMA fewer rows take as long or longer
+    a, tma_a = rows_operand(rows, (block_m, block_k)) if block_m == _BLOCKS[-1] else (rows, False)
+    b, tma_b = operand(weight, (block_n, block_k))
+    # blocks that share weights follow each other
+    grid = (triton.cdiv(M, block_m) if launched else 0, triton.cdiv(N, block_n))
+    spans = 1 if squares is None else squares.shape[0]
+    step_product_kernel[grid](
+        a, b, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_A=tma_a, TMA_B=tma_b,
+        SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _width(weight: torch.Tensor, gated: bool) -> int:
+    return weight.shape[0] // 2 if gated else weight.shape[0]
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`torch.nn.functional.linear`, by `step_product` where that is faster. `scale`: the weight is in eight bits."""
+    if serves(x, weight, bias, False, scale):
+        return _called(x, weight, bias, scale, False)
+    return F.linear(x, weight, bias) if scale is None else fp8.linear(x, weight, scale, bias)
+
+
+def gated(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`step_product` of both halves of `weight`, where it serves, as something that compilers know."""
+    return _called(x, weight, bias, scale, True)
+
+
+def _called(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None, gated: bool
+) -> torch.Tensor:
+    call = torch.ops.iris_layers.step_product if torch.compiler.is_compiling() else step_product
+    return call(x, weight, bias, scale, gated)
+
+
+@cache
+def depth(shared_bytes: int, gated: bool, rows: int, outputs: int = BLOCK_N) -> tuple[int, int]:
+    """(elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
+    block_k, stages = RINGS[rows, outputs, gated]
+    room, width = shared_bytes - 1024, (1 + gated) * outputs + rows  # some is for barriers
+    while block_k > 32 and room < 2 * width * block_k * 2:
+        block_k //= 2
+    return block_k, max(2, min(stages, room // (width * block_k * 2)))
+
+
+# One opaque operator for compilers, as `iris_ops.library` has them.
+_library = torch.library.Library("iris_layers", "FRAGMENT")
+_library.define(
+    "step_product(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, bool gated, Tensor? squares=None, float eps=0)"
+    " -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.impl("step_product", step_product, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "iris_layers::step_product",
+    lambda x, weight, bias, scale, gated, squares=None, eps=0.0: x.new_empty(*x.shape[:-1], _width(weight, gated)),
+    lib=_library,
+)

@@ -1,0 +1,79 @@
+"""What the models of times know of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from iris import platform
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one device, measured where the name says so."""
+
+    name: str
+    num_programs: int
+    """Programs that run at once: multiprocessors."""
+    tflops: float
+    """bf16 products of the whole chip at large tiles."""
+    hbm_gbs: float
+    link_gbs: float
+    """To all peers together, each way."""
+    launch_us: float
+    hop_us: float
+    """Store, signal and poll between two devices."""
+    exchange_us: float
+    """Data that says itself that it has arrived (`iris/device/lamport.py`): store and poll."""
+    shared_bytes: int
+    """A program's shared memory, at most."""
+    warp_roles: bool = False
+    """Whether warps of a program can be given different work (`pipeline.py`)."""
+
+    def stages(self, block_bytes: int) -> int:
+        """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""
+        if self.name.startswith("AMD"):  # one of them is in registers
+            return self.shared_bytes // block_bytes + 1
+        return (self.shared_bytes - _BARRIER_BYTES) // block_bytes
+
+
+_MACHINES = {
+    # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
+    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True),
+    # Data sheet values scaled by what the H200 reaches of its own. Of 137 rows measured between two H100s none is
+    # further than a fifth from what is predicted, 6 % in the mean.
+    "NVIDIA H100": Machine("NVIDIA H100", 132, 700.0, 3000.0, 380.0, 3.2, 6.5, 1.6, 227 << 10, True),
+    "AMD Instinct MI300X": Machine("AMD Instinct MI300X", 304, 600.0, 4000.0, 300.0, 5.0, 6.0, 3.0, 64 << 10),
+    "AMD Instinct MI350X": Machine("AMD Instinct MI350X", 256, 1000.0, 6000.0, 350.0, 5.0, 6.0, 3.0, 160 << 10),
+}
+# What devices call themselves, where that is not the name above: the H100 of NVLink hosts.
+_OTHER_NAMES = {"NVIDIA H100 80GB HBM3": "NVIDIA H100"}
+INTERPRETER = "interpreter"
+# Of shared memory, what is for barriers.
+_BARRIER_BYTES = 1 << 10
+
+
+def machine_named(name: str, num_programs: int) -> Machine:
+    """The rates of a device by its name; of an unknown one, the H200's scaled by its multiprocessors.
+
+    Such a one is given little shared memory; the device itself says how much it has.
+    """
+    name = _OTHER_NAMES.get(name, name)
+    if name in _MACHINES:
+        return _MACHINES[name]
+    if name == INTERPRETER:
+        return Machine(INTERPRETER, 1, 0.05, 1.0, 1.0, 2000.0, 5000.0, 5000.0, 1 << 40)
+    scale = num_programs / 132
+    return Machine(name, num_programs, 740.0 * scale, 4300.0 * scale, 380.0, 3.2, 6.5, 1.6, 64 << 10)
+
+
+@cache
+def machine_of(device: torch.device) -> Machine:
+    """The rates that the model of `overlap_model.py` reckons with on `device`."""
+    if device.type == "cpu":
+        return machine_named("interpreter", 1)
+    properties = torch.cuda.get_device_properties(device)
+    known = machine_named(properties.name, properties.multi_processor_count)
+    # a Hopper GPU under any name, and whatever another one has room for
+    return replace(known, warp_roles=platform.has_warp_roles(device), shared_bytes=platform.shared_bytes(device))

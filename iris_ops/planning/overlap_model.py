@@ -1,0 +1,242 @@
+"""How long a configuration should take: an analytical model in the manner of tritonBLAS.
+
+(https://github.com/ROCm/tritonBLAS): rounds of tiles for the product (`tile_model.py`), bytes over the link's rate for
+the collective, fixed latencies for hops, and how much of one the other hides, by measurement on H200s.
+"""
+
+from __future__ import annotations
+
+from ..config import FusedConfig, Prediction
+from ..fp8 import scaled_matmul, weight_stream
+from ..local.gating import gate_us
+from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
+from ..unfused import UNFUSED
+from ..with_torch import copy_gather
+from .kinds import ends_ahead, keeps_own, programs_of, scatters, sums_with_roles, swaps
+from .machine import Machine
+from .tile_model import gemm_us, tile_us
+from .waves import early_tiles, gemm_tiles, skew_steps
+
+# Hops that nothing hides: the entry, then what the last tiles wait for.
+_HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
+# Of the link's rate, what words get that are polled, emptied and stored once more.
+_WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
+_WORDS_TWICE = 0.8  # in two shots
+_KEPT_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
+_NORM_US = 2.5  # a residual sum and a norm of few rows, by a kernel of their own
+_ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the words of 64 x 64
+_HIDDEN_BY_MORE = 0.3  # how much of the words' way more than two rounds of products hide
+# How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
+_EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
+# What one program stores to its peers, GB/s, while few others do.
+_PUSH_GBS = 43.0
+# Of the link's rate, what programs get that push tiles to everyone and then multiply the next.
+_PUSHED = 0.75
+# Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a program.
+_LAST_SUM_US = 10.0
+_BETWEEN_US = 5.0
+# Of words from programs with roles, for each 64 x 128 of a tile: while the link rests between two rounds, and behind
+# the last. Programs drift apart: each round adds to the rest by that part.
+_WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
+# Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above; in a single
+# round, of which nothing came before; the part of a product in 16 bits that each round beyond so many adds, since
+# programs drift apart; in eight bits none was seen.
+_SWAPPED, _SWAPPED_LAST_US, _SWAPPED_ALONE_US, _SWAPPED_ROUNDS, _SWAPPED_DRIFT = 0.9, 1.5, 1.3, 4, 0.014
+# The same, behind the last and in a single round, for each 64 x 128 of a tile of which each rank sums its own rows.
+_SCATTERED_LAST_US, _SCATTERED_ALONE_US = 2.5, 1.5
+# Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
+_SPREAD = 0.8
+# What a hop takes less where tiles are small.
+_SMALL_HOP_US = 1.5
+# What each rank beyond two adds, of which one more is waited for.
+_RANK_US = 1.8
+# Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
+_MIXED_US = 14.0
+
+
+def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
+    """The time that `config` should take."""
+    brought = config.algorithm == "copy_engines" and config.warp_roles
+    behind = gate_us(problem, machine) if problem.gated and not brought else 0.0
+    behind += _NORM_US if problem.normed and not ends_ahead(problem, config) else 0.0
+    if config.algorithm in UNFUSED and not config.warp_roles:
+        gemm, link, total = UNFUSED[config.algorithm].predict(problem, config, machine)
+        return Prediction(gemm, link, total + behind)
+    streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot"
+    streams = streams and weight_stream.fits(problem.M, problem.K)
+    gemm = weight_stream.expected_us(problem, machine) if streams else gemm_us(problem, config, machine)
+    if brought:
+        way = _brought
+    elif swaps(problem, config):
+        way = _swapped
+    elif scatters(problem, config):
+        way = _scattered
+    elif config.algorithm != "overlapped":
+        way = _exchanged_with_roles if sums_with_roles(problem, config) else _exchanged
+    elif config.warp_roles:
+        way = _moved
+    elif problem.op == ALL_REDUCE:
+        way = _summed_for_all
+    elif problem.op == MATMUL_GATHER and config.stagger_us:
+        way = _pushed_in_turn
+    else:
+        way = _overlapped
+    link, total = way(problem, config, machine, gemm)
+    if problem.fp8 and not streams:
+        behind += scaled_matmul.rounding_us(problem.M, problem.K, machine)
+    return Prediction(gemm, link, total + machine.launch_us + behind)
+
+
+def _brought(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total) of programs with roles that multiply what copy engines bring, a rank's rows after the other's."""
+    w, entry = problem.world_size, copy_gather.BARRIER_US * problem.world_size
+    copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + copy_gather.COPY_US
+    # rows come late, or when those before them are multiplied; then all that is left is, one tile at least
+    tile = tile_us(problem, config, machine)
+    late = max((i * copy + max(gemm * (w - i) / w, tile) for i in range(1, w)), default=0.0)
+    return (w - 1) * copy, entry + max(gemm, late)
+
+
+def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): words behind the product, of which the last round hides those of the rounds before."""
+    # each word's way: in one shot of an all-reduce everyone gets everything
+    shots = 2 if config.algorithm == "two_shot" else 1
+    nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
+    kept = keeps_own(problem, config, machine)
+    rate = _WORDS_TWICE if shots == 2 else _SWAPPED if kept and problem.world_size == 2 else _WORDS[problem.op]
+    link = nbytes / (machine.link_gbs * rate * 1e3)
+    if problem.op in (ALL_REDUCE, REDUCE_SCATTER) and config.block_m >= 64:  # else there is little to hide
+        # sums, which are the second shot, begin behind all products
+        rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
+        hidden = 1 - 1 / rounds
+        if problem.op == ALL_REDUCE and rounds > 2:  # so many words slow the products behind them
+            hidden = _HIDDEN_BY_MORE
+        gemm -= min(link / shots, gemm) * hidden
+    shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
+    one_group = config.num_warps == 4 and config.block_m >= 64 and not problem.fp8
+    words = _ONE_GROUP_US * config.block_m / 64 if one_group else 0.0
+    if kept:
+        words -= _KEPT_US
+    return link, gemm + link + words + _hops(problem, shots) * machine.exchange_us
+
+
+def _exchanged_with_roles(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): words of one round of tiles travel, there and back, while the next are multiplied."""
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine)
+    rounds = -(-tiles // programs)
+    last = (tiles - (rounds - 1) * programs) / tiles if tiles else 0
+    area = config.block_m * config.block_n / (64 * 128)
+    # where the link is full, it rests while the words of a round are summed
+    rests = (rounds - 1) * area * _WORDS_BETWEEN_US * (1 + _WORDS_DRIFT * (rounds - 2))
+    full = tile_us(problem, config, machine) + link + rests
+    return link, max(gemm + link * last, full) + area * _WORDS_LAST_US
+
+
+def _swapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): a tile's words travel while the next is multiplied; those of the last round behind it."""
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
+    if not problem.fp8:
+        gemm *= 1 + _SWAPPED_DRIFT * max(0, rounds - _SWAPPED_ROUNDS)
+    full = tile_us(problem, config, machine) + link / _SWAPPED
+    area = config.block_m * config.block_n / (64 * 128)
+    # the last round has as many words as each, full or not: programs without a tile there do not hold back theirs
+    alone = _SWAPPED_ALONE_US if rounds == 1 else 0.0
+    return link, max(gemm + link / rounds, full) + area * _SWAPPED_LAST_US + alone
+
+
+def _scattered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): the peer's words travel while own tiles are multiplied, as far as those are other rounds' work."""
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine)
+    rounds = max(1, -(-tiles // programs))
+    sending = max(1, -(-tiles // 2 // programs))
+    area = config.block_m * config.block_n / (64 * 128)
+    sent = gemm * sending / rounds + link / _SWAPPED / sending
+    alone = _SCATTERED_ALONE_US if rounds == 1 else 0.0
+    return link, max(gemm, sent) + area * (_SCATTERED_LAST_US + alone)
+
+
+def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total) of programs with roles: tiles are moved while the next are multiplied, all but the last ones."""
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    tile, area = tile_us(problem, config, machine), config.block_m * config.block_n / (128 * 256)
+    # at the end all programs push a tile, to one peer or to all; sums are pushed more or less at once
+    ending = min(gemm_tiles(problem, config), programs_of(config, machine))
+    everyone = push_us(problem, config, machine, ending * (problem.world_size - 1))
+    if problem.op == MATMUL_GATHER:
+        programs, steps = programs_of(config, machine), max(1, -(-problem.gemm[2] // config.block_k))
+        turn = skew_steps(problem, config, programs, tile) * tile / steps  # over which programs end
+        last = turn / 2 + max(everyone - turn, 0.1 * everyone)
+    else:
+        last = _LAST_SUM_US * area
+        last += 0.4 * everyone if problem.op == ALL_REDUCE else 0
+    # where the link is full, a push of all programs takes this long, and then the link waits for the next
+    push = push_us(problem, config, machine, machine.num_programs)
+    steady = link + _BETWEEN_US * max(0.0, link / push - 1)
+    hop = machine.hop_us - (_SMALL_HOP_US if area < 1 else 0) + _RANK_US * (problem.world_size - 2)
+    return link, max(gemm + last, steady + min(tile, gemm)) + _hops(problem) * hop
+
+
+def _pushed_in_turn(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine)
+    waves = -(-tiles // programs)
+    # of the programs with most tiles the last starts latest, and each pushes without the others' company
+    late = config.stagger_us * (tiles % programs or programs) / programs
+    # one tile, by one program to all peers
+    push = waves * (problem.world_size - 1) * _tile_bytes(problem, config) / (_PUSH_GBS * 1e3)
+    return link, max(gemm + late + push, link / _PUSHED + gemm / waves) + _hops(problem) * machine.hop_us
+
+
+def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    w, (rows, cols, _) = problem.world_size, owned_part(problem, config)
+    # the rank that owns most receives, sums and sends most
+    link = problem.link_bytes / (machine.link_gbs * 1e3) * min(rows * cols * w / max(1, problem.M * problem.N), w)
+    if early_tiles(problem, config, programs_of(config, machine)) < gemm_tiles(problem, config) // w:
+        # the link has about as much to do at any time
+        total = max(gemm + 0.38 * link, 1.15 * link) + _MIXED_US
+    else:
+        # others' tiles are pushed while theirs and then our own are multiplied, the sums while our own are
+        total = max(gemm * (w - 1) / w, link / 2) + max(gemm / w, link / 2)
+        # at the end all programs push their sums, more or less at once
+        total += min(link, 0.7 * push_us(problem, config, machine, (w - 1) * machine.num_programs))
+    return link, total + _hops(problem, _HOPS[problem.op]) * machine.hop_us
+
+
+def _overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    link = problem.link_bytes / (machine.link_gbs * 1e3)
+    hops, exposed = _HOPS[problem.op], _EXPOSED[problem.op]
+    if problem.op == REDUCE_SCATTER:
+        hops += 0.5 * (problem.world_size - 2)
+    else:
+        # a single round of tiles that are pushed as they end, or wait for rows that they multiply, hides nothing
+        rounds = gemm_tiles(problem, config) / programs_of(config, machine)
+        exposed = 1 if rounds <= 1 else 0.7 if rounds <= 2 else exposed
+    return link, max(gemm, link) + exposed * min(gemm, link) + _hops(problem, hops) * machine.hop_us
+
+
+def _hops(problem: Problem, hops: float = 1) -> float:
+    return 0 if problem.world_size == 1 else hops
+
+
+def _tile_bytes(problem: Problem, config: FusedConfig) -> int:
+    return config.block_m * config.block_n * problem.dtype.itemsize
+
+
+def push_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:
+    """So many tiles, by the link's rate."""
+    return tiles * _tile_bytes(problem, config) / (machine.link_gbs * 1e3)
+
+
+def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
+    """Over what time a program with roles pushes a tile, while it multiplies the next.
+
+    As long as the link takes for a tile of every program, of product first to all peers: faster ones would queue for it
+    and hold up the loads behind them. Sums of an all-reduce do not keep to it, by measurement.
+    """
+    copies = problem.world_size - 1 if problem.op == MATMUL_GATHER else min(1, problem.world_size - 1)
+    together = push_us(problem, config, machine, copies * programs_of(config, machine))
+    most = _SPREAD / 2 if sums_with_roles(problem, config) else _SPREAD  # there, a tile and sums take turns
+    return min(together, most * tile_us(problem, config, machine))

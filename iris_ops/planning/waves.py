@@ -1,0 +1,106 @@
+"""Into how many tiles a rank's product falls, and which of them are cut, shared or computed early: arithmetic.
+
+`programs` is how many run at once on the device; a configuration may take fewer.
+"""
+
+from __future__ import annotations
+
+from ..config import FusedConfig
+from ..problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, Problem, owned_part
+
+_L2_BYTES = 50 << 20  # of an H200
+
+
+def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
+    """Tiles of one rank's product; they do not cross the borders of the ranks' parts."""
+    m, n, _ = problem.gemm
+    if config.algorithm == "overlapped" and problem.op in (REDUCE_SCATTER, ALL_REDUCE):
+        rows, cols, _ = owned_part(problem, config)
+        return problem.world_size * _count(rows, cols, config)
+    by_sources = config.algorithm == "overlapped" or (config.algorithm == "copy_engines" and config.warp_roles)
+    if by_sources and problem.op == GATHER_MATMUL and problem.form == "rows":
+        return problem.world_size * _count(problem.part_rows, n, config)
+    return _count(m, n, config)
+
+
+def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many tiles are cut along K: those that do not fill a round of programs; of few rounds all of them.
+
+    Only all_gather_matmul by rows cuts tiles so.
+    """
+    if config.splits == 1 or config.algorithm != "overlapped" or (problem.op, problem.form) != (GATHER_MATMUL, "rows"):
+        return 0
+    tiles, programs = gemm_tiles(problem, config), config.num_programs or programs
+    return tiles % programs if tiles >= 2 * programs else tiles
+
+
+def loose_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many tiles fill no round of programs with roles, which may share them: the same whatever K is."""
+    if config.splits == 1 or not config.warp_roles or problem.op == GATHER_MATMUL:
+        return 0
+    return gemm_tiles(problem, config) % min(config.num_programs or programs, programs)
+
+
+def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[int, int]:
+    """(tiles that programs with roles share, by how many programs): those that do not fill a round; see `units.Units`.
+
+    A tile is cut into about `config.splits` parts at most, each of one step along K at least.
+    """
+    programs = min(config.num_programs or programs, programs)
+    shared, steps = loose_tiles(problem, config, programs), max(1, -(-problem.gemm[2] // config.depth(problem.fp8)))
+    sharers = min(programs, config.splits * shared, shared * steps)
+    return (shared, sharers) if countable(shared, sharers, steps) else (0, 0)
+
+
+def countable(shared: int, sharers: int, steps: int) -> bool:
+    """Whether `units.Units` can count, in int32, the steps of so many shared tiles."""
+    return 2 * sharers * shared * steps < 1 << 31
+
+
+def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: float) -> int:
+    """How many steps more the last sharer takes than the first, so that they end over `config.stagger_us`.
+
+    `tile_us`: the time of a whole tile. None takes more than a tile's steps, less than half the mean, or none at all:
+    whoever completes a tile waits for all between.
+    """
+    shared, sharers = shared_tiles(problem, config, programs)
+    if not shared:
+        return 0
+    steps = -(-problem.gemm[2] // config.depth(problem.fp8))
+    mean = shared * steps // sharers
+    return max(0, min(int(config.stagger_us / tile_us * steps), 2 * (steps - mean - 1), mean, 2 * (mean - 1)))
+
+
+def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """How many tiles of each other owner a rank computes before the first of its own; see `owned_tiles.turn`.
+
+    With roles, a quarter of a round: warps that multiply do not wait for what others move. Else all of them, but in an
+    all-reduce among three or more: the sums of own tiles go to several peers each, and the link would be idle before
+    and too narrow at the end. Two rounds ahead, others' tiles have arrived when they are summed. Mixed owners share
+    less of their operands: what a round reads must fit in L2, unless there are few rounds.
+    """
+    rows, cols, _ = owned_part(problem, config)
+    owned, programs = _count(rows, cols, config), config.num_programs or programs
+    if config.warp_roles and problem.world_size > 1:
+        return min(owned, -(-programs // (4 * (problem.world_size - 1))))
+    early = -(-2 * programs // problem.world_size)
+    if problem.op != ALL_REDUCE or problem.world_size < 3 or owned <= early:
+        return owned
+    high = problem.world_size * config.group_m
+    operands = (high * config.block_m + programs / high * config.block_n) * problem.K * problem.dtype.itemsize
+    return early if owned <= 2 * programs or operands <= _L2_BYTES else owned
+
+
+def columns_together(problem: Problem, config: FusedConfig, programs: int) -> int:
+    """Of how many columns of tiles `lamport_pair_scatter.py` first computes the peer's: all, or a round's.
+
+    The same of B is read for own tiles behind them, best from L2; then tiles are sent behind the last round, too.
+    """
+    num_m, num_n = -(-problem.M // config.block_m), -(-problem.N // config.block_n)
+    if problem.K * problem.N * problem.dtype.itemsize <= _L2_BYTES:
+        return num_n
+    return min(num_n, -(-programs // num_m))
+
+
+def _count(rows: int, cols: int, config: FusedConfig) -> int:
+    return -(-rows // config.block_m) * -(-cols // config.block_n)

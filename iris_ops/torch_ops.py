@@ -1,0 +1,185 @@
+"""The fused ops as torch operators, so that torch.compile sees one opaque node where eager code sees a call.
+
+    torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None, scale=None) -> Tensor
+    torch.ops.iris_ops.matmul_gated(A, B, bias, group) -> Tensor
+    torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None) -> (...)
+    torch.ops.iris_ops.gather_rows(rows, group) -> Tensor
+
+The same schema for all four and `all_gather_matmul_gated`; one without an exchange (`gated_matmul.py`); one that
+returns (out, scaled, squares), see `rmsnorm_epilogue.py`; and one without a product, `ctx.ccl.all_gather`. `size` is
+the shape of this rank's result, `group` the name of the context (`ctx.group_name`). An operator is functional: its
+result is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts differ in
+size. An op plans by the sizes that it sees; ranks that saw different ones could choose different tiles and wait for
+signals that are never sent. So they all plan by this size in place of K (in `all_gather_matmul`, gated or not, of N,
+the columns of B). `scale`: of a B in eight bits, which all take but `matmul_all_gather`.
+
+Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
+
+`product` is what layers call, compiled or not. Eager code goes straight to `ctx.ops`, which costs the host 0.6 us more
+than calling that from the layer; through torch's dispatcher it would be 3 us, by `torch.library.custom_op` 33 us. No
+operator has a gradient, and one that is asked for is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from iris import registry
+from iris.errors import ArgumentError
+import torch
+
+from .kernels import rmsnorm_epilogue
+from .local.gated_matmul import check as check_gated
+from .local.gated_matmul import matmul_gated
+from .problem import ALL_REDUCE, FP8, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED, check_gradient
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+    from .config import FusedConfig
+
+_SCHEMA = (
+    "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None, Tensor? scale=None) -> Tensor"
+)
+_library = torch.library.Library("iris_ops", "DEF")  # registrations last as long as this object
+
+
+def product(
+    op: str,
+    ctx: Iris,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    size: tuple[int, ...],
+    mean_part: int | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The result of `op`, one of `problem.OPS` or `GATED`, in a new tensor of shape `size`, this rank's part of it."""
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.iris_ops, op)(A, B, bias, size, ctx.group_name, mean_part, scale)
+    return _run(op, ctx, A, B, bias, size, mean_part, scale)
+
+
+def _run(
+    op: str, ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int],
+    mean_part: int | None, scale: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    if scale is not None and op not in SCALED:
+        raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
+    out = A.new_empty(size)
+    scaled = {} if scale is None else {"scale": scale}
+    getattr(ctx.ops, op)(out, A, B, bias, config=_config(op, ctx, A, B, size, mean_part), **scaled)
+    return out
+
+
+def _config(
+    op: str, ctx: Iris, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
+) -> FusedConfig | None:
+    """What all ranks take though their parts differ in size; None: each finds it by its own."""
+    if mean_part is None or op == MATMUL_GATHER:
+        return None
+    if op in (GATHER_MATMUL, GATED):
+        columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
+        return ctx.ops.plan(op, size[0], columns, B.shape[0], A.dtype, explained=False, fp8=B.dtype == FP8)
+    return ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False, fp8=B.dtype == FP8)
+
+
+def _check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None:
+            check_gradient(op, name, t)
+
+
+def _register(op: str) -> None:
+    # B comes as a transposed weight: a compiler that laid it out anew would copy every weight in every step
+    _library.define(op + _SCHEMA, tags=(torch.Tag.needs_exact_strides,))
+
+    def kernel(
+        A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int], group: str,
+        mean_part: int | None = None, scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return _run(op, registry.find(group), A, B, bias, size, mean_part, scale)
+
+    def fake(
+        A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int], group: str,
+        mean_part: int | None = None, scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        _check_gradients(op, A=A, B=B, bias=bias, scale=scale)
+        return A.new_empty(size)
+
+    _library.impl(op, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"iris_ops::{op}", fake, lib=_library)
+
+
+for _op in (*OPS, GATED):
+    _register(_op)
+
+
+def _reduce_norm(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
+    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ctx, M, N = registry.find(group), A.shape[0], B.shape[1]
+    out, scaled = A.new_empty(M, N), A.new_empty(M, N)
+    squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
+    config = _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
+    residual, weight = residual.contiguous(), weight.contiguous()
+    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config, scale=scale)
+    return out, scaled, squares
+
+
+def _fake_reduce_norm(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
+    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    _check_gradients(rmsnorm_epilogue.OP, A=A, B=B, bias=bias, residual=residual, weight=weight, scale=scale)
+    squares = A.new_empty(rmsnorm_epilogue.spans(residual.shape[1]), residual.shape[0], dtype=torch.float32)
+    return A.new_empty(residual.shape), A.new_empty(residual.shape), squares
+
+
+def gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`matmul_gated.matmul_gated`, compiled or not."""
+    if torch.compiler.is_compiling():
+        return torch.ops.iris_ops.matmul_gated(A, B, bias, ctx.group_name)
+    return matmul_gated(ctx, A, B, bias)
+
+
+def gather_rows(ctx: Iris, rows: torch.Tensor) -> torch.Tensor:
+    """All ranks' `rows` [m, n], as many of each, in a new tensor [ranks * m, n], compiled or not."""
+    if torch.compiler.is_compiling():
+        return torch.ops.iris_ops.gather_rows(rows, ctx.group_name)
+    whole = rows.new_empty(ctx.num_ranks * rows.shape[0], rows.shape[1])
+    ctx.ccl.all_gather(whole, rows)
+    return whole
+
+
+def _fake_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
+    _check_gradients("gather_rows", rows=rows)
+    return rows.new_empty(registry.find(group).num_ranks * rows.shape[0], rows.shape[1])
+
+
+def _fake_gated(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
+    check_gated(A, B, bias)
+    return A.new_empty(A.shape[0], B.shape[1] // 2)
+
+
+_library.define(
+    "matmul_gated(Tensor A, Tensor B, Tensor? bias, str group) -> Tensor", tags=(torch.Tag.needs_exact_strides,)
+)
+_library.impl(
+    "matmul_gated",
+    lambda A, B, bias, group: matmul_gated(registry.find(group), A, B, bias),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake("iris_ops::matmul_gated", _fake_gated, lib=_library)
+_library.define(
+    rmsnorm_epilogue.OP + "(Tensor A, Tensor B, Tensor? bias, Tensor residual, Tensor weight, str group, "
+    "int? mean_part=None, Tensor? scale=None) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.impl(rmsnorm_epilogue.OP, _reduce_norm, "CompositeExplicitAutograd")
+torch.library.register_fake(f"iris_ops::{rmsnorm_epilogue.OP}", _fake_reduce_norm, lib=_library)
+_library.define("gather_rows(Tensor rows, str group) -> Tensor")
+_library.impl("gather_rows", lambda rows, group: gather_rows(registry.find(group), rows), "CompositeExplicitAutograd")
+torch.library.register_fake("iris_ops::gather_rows", _fake_rows, lib=_library)

@@ -1,0 +1,250 @@
+"""`all_gather_matmul` by rows with copy engines: they carry this rank's rows to the peers while others are multiplied.
+
+    stream      enter | own rows ==== | next rank's ==== | the one's after ==== | ...
+    copies            | >>>>>>>>>> 1  | >>>>>>>>>> 2 | >>>>>>>>>> 3
+
+No multiprocessor moves data, so products run as they would alone, and each hides the copies for the next one. In step i
+every rank sends its rows to the rank i before it, so all links of a step are different ones, and rank r multiplies in
+the order r, r + 1, r + 2 ... in which rows arrive. Behind its rows a rank sends, by a copy too, a flag: how many
+barriers it has come through, which is the same number on all ranks and never comes again.
+
+With `warp_roles` all rows are multiplied by one kernel, `all_gather_matmul_roles`, which waits for the flags itself.
+Else torch multiplies, behind small kernels that wait, in a stream of their own so that no copy waits for one. A rank's
+rows that are few go with the next one's then: a product reads all of B however few rows it has. So do as many ranks' as
+the configuration says: a product has a last round that most multiprocessors sit out, and where the own rows' product
+hides all copies one step is enough. All ranks make the same copies; the products are each rank's own affair.
+
+Counts and clock are the device's, so a captured call can be replayed. Why no row is overwritten too early: a rank
+copies after the barrier only, to which a peer comes behind its products of earlier calls, in stream order. Why none is
+read too early: flags come behind rows, in the order of the copies' stream. A rank whose barrier has failed sends an old
+flag, so its copies, which came too soon for a peer, are an error in the peer's next call; a peer so late that it still
+multiplies those rows in the call before is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from iris.device.context import own_context
+from iris.device.sync import wait
+from iris.device.waits import WAITERS
+from iris.launch import relaunch, streams
+import torch
+import triton
+import triton.language as tl
+
+from ..kernels.descriptors import as_stored, of_whole_vectors
+from ..kernels.hopper import gather_matmul, operands
+from ..local import gating
+from ..problem import GATHER_MATMUL, Problem, part_of
+from . import torch_matmul
+
+if TYPE_CHECKING:
+    from ..config import FusedConfig
+    from ..planning.machine import Machine
+    from ..workspace import Workspace
+
+# Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.
+BARRIER_US = 1.5
+COPY_US = 8.0
+# Rows from which on a product is worth reading B for.
+_LEAST_ROWS = 512
+
+
+@triton.jit(do_not_specialize=["begin", "end", "part_rows", "M"])
+def arrived_kernel(
+    words, flags, passed, begin, end, part_rows, M, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr
+):  # fmt: skip
+    """Waits for the rows of the ranks from `begin` to `end`, counted from this rank on, but of those that have none."""
+    ctx = own_context(words, WORLD_SIZE)
+    expected = tl.load(passed)
+    for i in range(begin, end):
+        source = (ctx.rank + i) % WORLD_SIZE
+        if source * part_rows < M:
+            wait(ctx, flags + source, expected, source, WAITER, exact=True)
+
+
+def objection(problem: Problem) -> str | None:
+    """Why this problem cannot be served so."""
+    if problem.op != GATHER_MATMUL or problem.form != "rows":
+        return "copy engines serve all_gather_matmul by rows"
+    return None
+
+
+def _steps(problem: Problem, config: FusedConfig) -> list[range]:
+    """Whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
+    others = problem.world_size - 1
+    together = min(others, max(config.ranks_together, -(-_LEAST_ROWS // max(1, problem.part_rows))))
+    if others == 0:
+        return []
+    first = others % together or together  # the smallest group, which the fewest rows hide
+    begins = [1, *range(1 + first, others + 1, together)]
+    return [range(begin, end) for begin, end in zip(begins, [*begins[1:], others + 1], strict=True)]
+
+
+def _rows_of(problem: Problem, rank: int, step: range) -> list[tuple[int, int]]:
+    """The rows [begin, end) that arrive at `rank` in a step: neighbours but where they begin anew at 0."""
+    w, part, M = problem.world_size, problem.part_rows, problem.M
+    first, last = (rank + step[0]) % w, (rank + step[-1]) % w
+    ranks = [(first, last)] if first <= last else [(first, w - 1), (0, last)]
+    spans = [(min(M, low * part), min(M, (high + 1) * part)) for low, high in ranks]
+    return [(begin, end) for begin, end in spans if begin < end]
+
+
+def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
+    """Microseconds of the products, of the copies, and of all, on the rank that takes longest."""
+    w = problem.world_size
+    copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + COPY_US
+    barrier = BARRIER_US * w
+    found = []
+    for rank in range(w):
+        steps = [_rows_of(problem, rank, step) for step in _steps(problem, config)]
+        rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
+        products = torch_matmul.expected_in_turn(rows, problem.N, problem.K, machine, in_fp8=problem.fp8)
+        us, sent, done = barrier + products[0], barrier, 1
+        for step, there in zip(_steps(problem, config), steps, strict=True):
+            sent += len(step) * copy
+            # a barrier beside a product that fills the chip waits for its end
+            us = max(us, sent) + barrier + sum(products[done : done + len(there)])
+            done += len(there)
+        found.append((us, sum(products)))
+    total, gemm = max(found)
+    return gemm, copy * (w - 1), total
+
+
+def staged_elements(problem: Problem) -> int:
+    """Elements of the gathered rows; one at least, so that they have a place."""
+    return max(1, problem.M * problem.K)
+
+
+def prepare(
+    workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
+) -> Callable[[], bool]:  # fmt: skip
+    """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
+    ctx = workspace.ctx
+    # as rows: where one row is at most one wide, parts along K fit, too, and those without rows are (1, 0)
+    A = A.view(part_of(problem.M, ctx.num_ranks, ctx.cur_rank), problem.K)
+    gathered, places = workspace.views.get(problem) or _views(workspace, problem)
+    ways = _at_once if _serves_at_once(problem, config, out, A, B, gathered) else _in_steps
+    first, rest = ways(workspace, problem, config, out, A, B, bias, scale, gathered)
+    (copies, _), (entered, sent, *_) = workspace.lanes, workspace.marks
+    count = workspace.barrier.passed
+
+    def again() -> bool:
+        stream = streams.current(ctx.device)
+        workspace.meet()
+        entered.set(stream)
+        first()
+        with copies.instead_of(stream) as lane:
+            entered.wait(lane)
+            for rows, flag in places if A.shape[0] else ():  # a peer waits for the flag, be there columns or not
+                rows.copy_(A, non_blocking=True)
+                flag.copy_(count, non_blocking=True)
+            sent.set(lane)
+        rest(stream)
+        sent.wait(stream)
+        return True
+
+    return again
+
+
+def _serves_at_once(
+    problem: Problem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor
+) -> bool:
+    """Whether one kernel multiplies all rows. Ranks may differ in this.
+
+    Rows of A that stand apart are copied by a kernel, which may find no room beside one that waits for peers' copies.
+    """
+    loads = not problem.fp8 and operands.serve(config, A, B, out) and of_whole_vectors(gathered)
+    return loads and A.is_contiguous() and (not problem.gated or as_stored(B) is not B)
+
+
+# What multiplies: a function that begins with this rank's rows, and one for the others', given the current stream.
+_Ways = tuple[Callable[[], None], Callable[[torch.cuda.Stream | None], None]]
+
+
+def _at_once(
+    workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, _scale: torch.Tensor | None,
+    gathered: torch.Tensor,
+) -> _Ways:  # fmt: skip
+    launch = gather_matmul.product(
+        workspace.ctx, workspace.products, workspace.kernels, problem, config, out, A, gathered, B, bias,
+        workspace.arrivals, workspace.barrier.passed,
+    )  # fmt: skip
+    return launch, lambda stream: None
+
+
+def _in_steps(
+    workspace: Workspace, problem: Problem, config: FusedConfig,
+    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
+    gathered: torch.Tensor,
+) -> _Ways:  # fmt: skip
+    rank = workspace.ctx.cur_rank
+    multiply = gating.multiply if problem.gated else torch_matmul.multiply
+
+    def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
+        return partial(multiply, out[begin:end], rows, B, bias, scale)
+
+    begin = min(problem.M, rank * problem.part_rows)
+    own = product(begin, begin + A.shape[0], A) if A.shape[0] else None
+    steps = _steps(problem, config)
+    products = [[product(*span, gathered[slice(*span)]) for span in _rows_of(problem, rank, step)] for step in steps]
+    arrivals, (entered, _, *marks) = workspace.lanes[1], workspace.marks
+    waits = workspace.views.get((problem, *steps)) or _waits(workspace, problem, steps)
+
+    def first() -> None:
+        if own is not None:
+            own()
+
+    def rest(stream: torch.cuda.Stream | None) -> None:
+        with arrivals.instead_of(stream) as lane:
+            entered.wait(lane)
+            for arrived, mark in zip(waits, marks, strict=False):
+                arrived()
+                mark.set(lane)
+        for together, mark in zip(products, marks, strict=False):
+            mark.wait(stream)
+            for each in together:
+                each()
+
+    return first, rest
+
+
+def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[Callable[[], None], ...]:
+    """For each step a function that launches the wait for its rows."""
+    known = dict(words=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
+                 part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size,
+                 WAITER=WAITERS.index(problem.asked))  # fmt: skip
+    waits = tuple(_wait(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps)
+    return workspace.remember((problem, *steps), waits)
+
+
+def _wait(workspace: Workspace, args: dict) -> Callable[[], None]:
+    again: Callable[[], bool] | None = None
+
+    def arrived() -> None:
+        nonlocal again
+        if again is None or not again():
+            device = workspace.ctx.device
+            found = relaunch.launch(workspace.kernels, device, arrived_kernel, (1, 1, 1), args, num_warps=1)
+            again = found and found.again
+
+    return arrived
+
+
+def _views(workspace: Workspace, problem: Problem) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The gathered rows; on the rank 1, 2 ... before this one, where its own belong, and its flag."""
+    ctx = workspace.ctx
+    w, rank = ctx.num_ranks, ctx.cur_rank
+    nbytes = problem.M * problem.K * problem.dtype.itemsize
+    gathered = workspace.staging[:nbytes].view(problem.dtype).view(problem.M, problem.K)
+    begin = rank * problem.part_rows
+    mine = slice(begin, begin + part_of(problem.M, w, rank))
+    peers = [(rank - i) % w for i in range(1, w)]
+    rows = [ctx.peer_view(gathered, peer)[mine] for peer in peers]
+    flags = [ctx.peer_view(workspace.arrivals, peer)[rank : rank + 1] for peer in peers]
+    return workspace.remember(problem, (gathered, list(zip(rows, flags, strict=True))))

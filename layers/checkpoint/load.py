@@ -1,0 +1,234 @@
+"""`from_pretrained(path, ctx)`: a split Hugging Face model, of which each rank reads only its slices from the files.
+
+1. The folder and the files' headers are checked (`folder`, `checkpoint`), then the model is built empty, on meta, from
+   its configuration (`configuration`).
+2. The headers are compared with it. What is missing, left over or wrongly shaped is listed in one error, and every rank
+   raises the same.
+3. `parallelize` swaps the Linears, still empty.
+4. Parameters are allocated and filled one by one, in the order of the files: the peak is this rank's part of the model,
+   and two buffers of a few rows (`staging`).
+5. Buffers that no file holds (rotary frequencies) are computed by the model's own initialisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+import inspect
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from iris.errors import ArgumentError, CheckpointError, PlatformError
+import torch
+from torch import nn
+
+from ..hf.parallelize import Options, check_options, parallelize, retie
+from ..shard import fill
+from ..sharded import check_context, flags, part_of
+from ..together import agree, raise_together, shown, words
+from . import names
+from .buffers import Staging
+from .configuration import DTYPES, empty_model, read_config
+from .files import Checkpoint, StoredTensor
+from .folder import check_contents
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+    from transformers import GenerationMixin, PreTrainedModel
+    from typing_extensions import Unpack
+
+    from ..hf.report import Report
+
+    class SplitModel(PreTrainedModel, GenerationMixin):
+        """What type checkers see of a model, whose class transformers chooses."""
+
+        parallel_report: Report
+
+
+def from_pretrained(
+    path_or_id: str | Path,
+    ctx: Iris,
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    trust_remote_code: bool = False,
+    **options: Unpack[Options],
+) -> SplitModel:
+    """A causal language model, split over the ranks of `ctx` by its own tensor-parallel plan, in eval mode. Collective.
+
+    `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
+    by default. `options` are those of `parallelize`. What became of each module is in the model's `parallel_report`.
+    No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
+    Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
+    with `strict`, if they hold more, and ArgumentError, before anything is read, for what any of them asks wrongly, or
+    otherwise than rank 0.
+    """
+    check_context(ctx)
+    asked = {"dtype": dtype, "strict": strict, "trust_remote_code": trust_remote_code, **options}
+    refusal = _refusal(path_or_id, dtype, strict, trust_remote_code, options)
+    agree(ctx, refusal, {"path_or_id": None if refusal else _place(path_or_id), **asked})
+    folder, name = _folder(path_or_id, trust_remote_code, ctx), shown(str(path_or_id))
+    with _in_turn(ctx, trust_remote_code):
+        model, checkpoint, sources, problems = _read(folder, Staging(ctx.device), dtype, strict, trust_remote_code)
+    try:
+        raise_together(problems, f"{name} cannot be loaded", ctx)
+        report = parallelize(model, ctx, **options)
+        try:
+            for target, stored in _progress({each: checkpoint[source] for each, source in sources.items()}, ctx):
+                _load(model, target, stored, ctx.device)
+            _tie(model, {each: checkpoint[source] for each, source in sources.items()}, ctx.device)
+            _compute_buffers(model, ctx.device)
+        except Exception as error:  # a file, or memory of the device; the other ranks are waiting for a word
+            problems = [f"rank {ctx.cur_rank}: {words(error)}"]
+        raise_together(problems, f"{name} cannot be read", ctx)
+    finally:
+        if checkpoint is not None:
+            checkpoint.close()
+    retie(model)
+    held = (*model.named_parameters(), *model.named_buffers())
+    empty = [f"{each} has nowhere to come from" for each, tensor in held if tensor.is_meta]
+    raise_together(empty, f"{name} cannot be loaded", ctx)
+    model.parallel_report = report
+    return model.eval()
+
+
+def _read(
+    folder: Path, staging: Staging, dtype: torch.dtype | None, strict: bool, trust_remote_code: bool
+) -> tuple[Any, Any, dict[str, str], list[str]]:
+    """The empty model, the open checkpoint, the stored name of each of the model's tensors, and what is wrong."""
+    model = checkpoint = None
+    sources: dict[str, str] = {}
+    try:
+        check_contents(folder, trust_remote_code)
+        raw = read_config(folder)
+        checkpoint = Checkpoint(folder, staging, raw.get("transformers_weights"))
+        model = empty_model(folder, raw, checkpoint, dtype, trust_remote_code)
+        sources, problems = names.find(model, checkpoint, strict)
+    except PlatformError:  # of what is installed, for all ranks alike
+        raise
+    except (OSError, ValueError) as error:  # CheckpointError is a ValueError
+        problems = [words(error)]
+    except Exception as error:  # of a configuration that says anything; the other ranks are waiting for a word
+        problems = [f"the configuration makes no model: {type(error).__name__}: {words(error)}"]
+    return model, checkpoint, sources, problems
+
+
+def _refusal(
+    path_or_id: Any, dtype: Any, strict: Any, trust_remote_code: Any, options: Mapping[str, Any]
+) -> str | None:
+    if not isinstance(path_or_id, (str, Path)):
+        return f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path"
+    if not str(path_or_id) or "\0" in str(path_or_id):
+        return f"path_or_id is {str(path_or_id)!r}: expected a folder, or a name on the hub"
+    if dtype not in (None, *DTYPES):
+        return f"dtype is {dtype!r}: expected None, torch.bfloat16, torch.float16 or torch.float32"
+    known = inspect.signature(check_options).parameters
+    for name, value in options.items():
+        if name not in known:
+            return f"{name} is {value!r}: expected no option but dtype, strict, trust_remote_code, {', '.join(known)}"
+    try:
+        flags(strict=strict, trust_remote_code=trust_remote_code)
+        check_options(**options)
+    except ArgumentError as error:
+        return str(error)
+    return None
+
+
+def _place(path_or_id: str | Path) -> str:
+    """What a rank means by it: a folder wherever the process works, or a name on the hub."""
+    return os.path.abspath(path_or_id) if os.path.isdir(path_or_id) else str(path_or_id)
+
+
+def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx: Iris) -> Path:
+    """Where the files are. Rank 0 looks, and downloads if it must."""
+    found = error = None
+    if ctx.cur_rank == 0 and os.path.lexists(path_or_id) and not os.path.isdir(path_or_id):
+        error = f"{str(path_or_id)!r} is no folder, but a file"
+    elif ctx.cur_rank == 0:
+        found = _place(path_or_id)
+        try:
+            if not Path(found).is_dir():
+                from huggingface_hub import snapshot_download
+
+                code = ["*.py"] if trust_remote_code else []
+                found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors", *code])
+        except Exception as caught:  # whatever it was, the other ranks are waiting for a word
+            error = f"{found!r} is no folder, and the hub did not give a model of that name: {words(caught)}"
+    found, error = ctx.broadcast((found, error))
+    if error:
+        raise CheckpointError(shown(error, 2000))
+    return Path(found)
+
+
+@contextmanager
+def _in_turn(ctx: Iris, wanted: bool) -> Iterator[None]:
+    """If `wanted`, rank 0 first: it copies a model's code to where transformers imports it from."""
+    if wanted and ctx.cur_rank:
+        ctx.broadcast(None)
+    try:
+        yield
+    finally:
+        if wanted and not ctx.cur_rank:
+            ctx.broadcast(None)
+
+
+def _load(model: nn.Module, name: str, source: StoredTensor, device: torch.device) -> None:
+    module, key = _owner(model, name)
+    if hasattr(module, "load_shard"):
+        module.load_shard(key, source)
+        return
+    local = torch.empty_like(getattr(module, key), device=device)
+    if part := part_of(module, key):
+        part.fill(local, source, 0)
+    else:
+        fill(local, source)
+    setattr(module, key, nn.Parameter(local, requires_grad=False) if key in module._parameters else local)
+
+
+def _tie(model: nn.Module, stored: dict[str, StoredTensor], device: torch.device) -> None:
+    """Gives each tied parameter that is not `stored` by itself what it is tied to, or if split its part of that.
+
+    Heads that are split by rows are for `retie`.
+    """
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        (module, key), (other, of) = (_owner(model, name) for name in (target, source))
+        if target in stored or getattr(module, "tied_to", None):
+            continue
+        if hasattr(module, "load_shard") or hasattr(other, "load_shard"):
+            _load(model, target, stored[source], device)
+        else:
+            setattr(module, key, getattr(other, of))
+
+
+def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
+    """The module that has the parameter or buffer `name`, and as what."""
+    parent, _, key = name.rpartition(".")
+    return model.get_submodule(parent), key
+
+
+def _compute_buffers(model: Any, device: torch.device) -> None:
+    """Fills the buffers that are not stored, as the model's class initialises them. Whatever was loaded stays."""
+    computed = set()
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        parent, _, key = name.rpartition(".")
+        setattr(model.get_submodule(parent), key, torch.empty_like(buffer, device=device))
+        while parent not in computed:  # a model may fill its layers' buffers
+            computed.add(parent)
+            parent = parent.rpartition(".")[0]
+    for name, module in model.named_modules():
+        module._is_hf_initialized = name not in computed
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    type(model).initialize_weights(model)  # this instance's own refuses
+
+
+def _progress(tensors: dict[str, StoredTensor], ctx: Iris) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors in the order of the files, with a bar on rank 0 only."""
+    from tqdm import tqdm
+
+    whole = sum(stored.nbytes for stored in tensors.values())
+    with tqdm(total=whole, desc="loading", unit="B", unit_scale=True, disable=ctx.cur_rank != 0) as bar:
+        for name, stored in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start)):
+            yield name, stored
+            bar.update(stored.nbytes)

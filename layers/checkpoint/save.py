@@ -1,0 +1,254 @@
+"""`save_pretrained(model, folder, ctx)`: a split model as a checkpoint that plain transformers reads, bit for bit.
+
+Nothing is gathered. The headers fix where each byte of each tensor belongs, so rank 0 lays out the files, and then
+every rank writes its own parts into them through `staging`, one tensor after the other. What several ranks hold (copies
+of kv heads) they write alike; what all hold whole, rank 0 writes. When all ranks are done and the bytes are on the
+disk, rank 0 puts the new files in the old ones' place (`replacement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+import copy
+from dataclasses import dataclass
+import math
+import os
+from pathlib import Path
+import re
+import shutil
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from iris_ops.fp8.scaled_matmul import restored
+import torch
+from torch import nn
+
+from ..hf.merge import Slice
+from ..shard import Shard, concat
+from ..sharded import check_context, part_of
+from ..together import agree, digest, raise_together, said, shown, words
+from .buffers import Staging
+from .files import StoredTensor, layout
+from .replacement import PARTIAL, Replacement
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of one tensor of the unsplit model: `local`, the part `shard` along `dim`; None is all."""
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    shard: Shard | None = None
+    dim: int = 0
+    scale: torch.Tensor | None = None  # of an fp8 weight, which is stored converted back
+    stored_as: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored_as or self.local.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def store(self, place: StoredTensor, rank: int) -> None:
+        if self.shard is None:
+            if rank == 0:
+                place.copy_from(self.local)
+            return
+        at = 0
+        for start, stop in self.shard.ranges:
+            index = (slice(None),) * self.dim + (slice(start, stop),)
+            piece = self.local.narrow(self.dim, at, stop - start)
+            if self.scale is not None:
+                rows = self.scale.narrow(0, at, stop - start) if self.dim == 0 else self.scale
+                piece = restored(piece, rows, self.dtype)
+            place.copy_from(piece, index)
+            at += stop - start
+
+
+def save_pretrained(model: nn.Module, folder: str | Path, ctx: Iris, *, max_shard_size: int | str = "5GB") -> None:
+    """Writes the whole of a split `model`, its configuration too, into `folder`, which every rank must see. Collective.
+
+    Several files of at most `max_shard_size` (bytes, or a text like "5GB"; one tensor may be larger) and an index, or
+    one file. Files of a checkpoint from before are removed once the new ones are in place: whenever the processes end,
+    the folder loads, as the old checkpoint or as the new. Raises `ArgumentError` for bad arguments, and
+    `CheckpointError` with what each rank met where the folder cannot be written, on every rank.
+    """
+    check_context(ctx)
+    _save(model, folder, ctx, max_shard_size, None)
+
+
+def _save(model: Any, folder: Any, ctx: Iris, max_shard_size: Any, refusal: str | None) -> None:
+    refusal = refusal or _refusal(model, folder, max_shard_size)
+    held: dict[str, _Held] = {}
+    if not refusal:
+        folder, most = Path(os.path.abspath(folder)), _bytes_of(max_shard_size) or 0
+        try:
+            held = dict(_held(model))
+        except Exception as error:  # the other ranks are waiting for a word
+            refusal = f"model is a {type(model).__name__}, whose tensors cannot be told: {words(error)}"
+    kinds = [(name, each.shape, each.dtype) for name, each in held.items()]
+    asked = {"folder": str(folder), "max_shard_size": max_shard_size}
+    agree(ctx, refusal, asked | {"model": f"{type(model).__name__} of {len(kinds)} tensors {digest(kinds)}"})
+    shards = _shards(held, most)
+    replacement = None
+    try:
+        problems: list[str] = []
+        if ctx.cur_rank == 0:
+            try:
+                replacement = Replacement(folder, shards, _configurations(model, folder))
+                for name, tensors in zip(replacement.names, shards, strict=True):
+                    header, _, size = _places(held, tensors)
+                    replacement.create(name, header, size)
+            except Exception as error:  # whatever it is, the other ranks are waiting for a word
+                problems = [f"rank 0: {words(error)}"]
+        raise_together(problems, f"{folder} cannot be written", ctx)
+        names = ctx.broadcast(replacement and replacement.names)
+        try:
+            _write(folder, dict(zip(names, shards, strict=True)), held, Staging(ctx.device), ctx.cur_rank)
+        except Exception as error:
+            problems = [f"rank {ctx.cur_rank}: {words(error)}"]
+        raise_together(problems, f"{folder} cannot be written", ctx)
+        try:
+            if replacement is not None:
+                replacement.commit(sum(each.nbytes for each in held.values()))
+        except Exception as error:
+            problems = [f"rank 0: {words(error)}"]
+        raise_together(problems, f"{folder} cannot be written", ctx)
+    except BaseException:
+        if replacement is not None:
+            replacement.discard()
+        raise
+
+
+def _refusal(model: Any, folder: Any, max_shard_size: Any) -> str | None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        return f"model is a {type(model).__name__}: expected a Hugging Face model"
+    if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
+        return f"folder is {shown(said(folder))}: expected a str or a Path that names one"
+    if _bytes_of(max_shard_size) is None:
+        return f"max_shard_size is {shown(said(max_shard_size))}: expected bytes, at least 1, or a text like '5GB'"
+    return None
+
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _bytes_of(size: Any) -> int | None:
+    """The number of bytes that `size` says, if it says one from 1 on."""
+    if type(size) is int:
+        return size if size >= 1 else None
+    number = r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([KMGT]B)\s*"
+    match = re.fullmatch(number, size, re.IGNORECASE | re.ASCII) if isinstance(size, str) else None
+    amount = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    return int(amount) if 1 <= amount < math.inf else None
+
+
+# What transformers' own may be told, and does here anyway.
+_SAVED_SO = {"safe_serialization": [True], "is_main_process": [True, False], "push_to_hub": [False]}
+
+
+def wrap_save_pretrained(model: nn.Module, ctx: Iris) -> None:
+    """Makes `model.save_pretrained` of this instance save the whole model: the class's own would save rank 0's part."""
+    if hasattr(model, "save_pretrained"):
+
+        def save(self: Any, save_directory: str | Path, *, max_shard_size: int | str = "5GB", **options: Any) -> None:
+            refusal = None
+            for name, value in options.items():
+                if not any(value is each for each in _SAVED_SO.get(name, ())):
+                    refusal = f"save_pretrained: {name} is {shown(said(value))}: expected max_shard_size only"
+            _save(self, save_directory, ctx, max_shard_size, refusal)
+
+        holder: Any = model
+        holder.save_pretrained = MethodType(save, model)
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
+    """Each tensor of the unsplit model, under its name there. A tied weight comes once."""
+    modules = dict(model.named_modules())
+    merged = {id(module.merged) for module in modules.values() if isinstance(module, Slice)}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for prefix, module in modules.items():
+        if id(module) in merged:
+            continue  # its slices are the model's own linears
+        split = hasattr(module, "load_shard")
+        keys = ["weight", "bias"] if split else [*module._parameters, *module._buffers]
+        for key in keys:
+            name, local = f"{prefix}.{key}".lstrip("."), getattr(module, key)
+            if local is None or key in module._non_persistent_buffers_set or _is_tied(model, name, module, tied, local):
+                continue
+            local = local.detach()
+            if split and (key == "weight" or module.dim == 0):
+                shape = (module.out_features, module.in_features) if key == "weight" else (module.out_features,)
+                scaled = (module.weight_scale, module.dtype) if key == "weight" else (None, None)
+                yield name, _Held(local, shape, concat(module.parts), module.dim, *scaled)
+            elif part := part_of(module, key):
+                yield name, _Held(local, (part.total, *local.shape[1:]), part)
+            else:
+                yield name, _Held(local, tuple(local.shape))
+
+
+def _is_tied(model: nn.Module, name: str, module: nn.Module, tied: dict[str, str], local: torch.Tensor) -> bool:
+    if name not in tied:
+        return False
+    return (hasattr(module, "tied_to") and name.endswith(".weight")) or local is model.get_parameter(tied[name])
+
+
+def _shards(held: dict[str, _Held], most: int) -> list[list[str]]:
+    """The names of the tensors of each file, in the order of the model."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, each in held.items():
+        if shards[-1] and size + each.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += each.nbytes
+    return shards
+
+
+def _places(held: dict[str, _Held], names: list[str]) -> tuple[bytes, dict[str, int], int]:
+    header, starts = layout({name: (held[name].dtype, held[name].shape) for name in names})
+    return header, starts, len(header) + sum(held[name].nbytes for name in names)
+
+
+def _write(folder: Path, files: dict[str, list[str]], held: dict[str, _Held], staging: Staging, rank: int) -> None:
+    for file, names in files.items():
+        _, starts, _ = _places(held, names)
+        out = os.open(folder / file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for name in names:
+                each = held[name]
+                each.store(StoredTensor(out, starts[name], each.dtype, each.shape, staging), rank)
+            os.fsync(out)
+        finally:
+            os.close(out)
+
+
+def _configurations(model: Any, folder: Path) -> dict[str, bytes]:
+    """The files beside the weights, as transformers writes them; it refuses some configurations.
+
+    It writes files, into a folder inside `folder`: were the process killed, the next save would remove that.
+    """
+    aside, is_new = folder / f".configuration{PARTIAL}", not folder.exists()
+    config = copy.deepcopy(model.config)
+    config.dtype, config.architectures = model.dtype, [type(model).__name__]
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        config.save_pretrained(aside)
+        if getattr(model, "generation_config", None) is not None:
+            generation = copy.copy(model.generation_config)
+            generation.disable_compile = None  # see `generation`: it is of the split model only
+            generation.save_pretrained(aside)
+        return {path.name: path.read_bytes() for path in sorted(aside.iterdir()) if path.is_file()}
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()  # `Replacement` makes it

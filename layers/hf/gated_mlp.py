@@ -1,0 +1,135 @@
+"""Gated MLPs, `down(silu(gate(x)) * up(x))`, whose first half is one kernel.
+
+Where rows are few it is `step_product`'s; where they are many, and warps can have roles, that of
+`iris_ops.all_gather_matmul_roles`, be the rows here or, with shared tokens, on all ranks.
+
+A module is exchanged only if its forward reads just so, its gate and up are one product (see `fused`), its activation
+is silu, and nobody else has hooked it. What it holds stays, under the same names. The kernel passes over gate, up and
+activation, so where one of them is exchanged or hooked later, all of them are called again. Where ranks share tokens
+that makes another op, so then it is done on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from iris import platform
+from iris_ops.local import skinny_matmul
+from iris_ops.local.gated_matmul import FEW
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..linear import ColumnParallelLinear
+from .merge import Product
+from .styles import is_hooked
+
+_MERGED = "gate_up_proj"
+
+
+class GatedMLP(nn.Module):
+    """`mlp`, with all that it holds but its hook, `product`, which makes the merged product of gate and up."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    act_fn: nn.Module
+    down_proj: nn.Module
+
+    def __init__(self, mlp: nn.Module, product: Product):
+        super().__init__()
+        vars(self).update((key, held) for key, held in vars(mlp).items() if not key.startswith("_forward_pre_hooks"))
+        self._product = product
+        self._whole = self._passed_over()  # in a tuple: no further children
+        self._with_roles = platform.has_warp_roles(product.merged.ctx.device)  # a compiler would warn
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        (x,) = *args, *kwargs.values()  # by whatever name
+        merged = self.merged
+        x = merged.check(x, merged.in_features)
+        if merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
+            alone = not self._product.exchanges(x)
+            few = alone and skinny_matmul.serves(x, merged.weight, merged.bias, True, merged.weight_scale)
+            many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._with_roles)
+            if (few or many) and self._is_whole():
+                held = merged.weight, merged.bias, merged.weight_scale
+                return self.down_proj(skinny_matmul.gated(x, *held) if few else merged.gated(x))
+        both = self._product.product(x, {})
+        return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
+
+    @property
+    def merged(self) -> ColumnParallelLinear:
+        """The linear of gate and up."""
+        return self._product.merged
+
+    def _passed_over(self) -> tuple:
+        return self.gate_up_proj, self.gate_proj, self.up_proj, self.act_fn
+
+    def _is_whole(self) -> bool:
+        """Whether what is passed over is what it was, and nobody has hooked it."""
+        now = self._passed_over()
+        same = all(mine is first for mine, first in zip(now, self._whole, strict=True))
+        return same and not any(is_hooked(each) for each in now)
+
+
+def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, with_roles: bool) -> bool:
+    """Whether programs with roles may multiply `x`: more than a few rows, or a number that is open to a compiler."""
+    if not with_roles or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
+        return False
+    held = [t for t in (x, merged.weight, merged.bias) if t is not None]
+    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in held)
+    return not wants_gradient and not statically_known_true(x.shape[:-1].numel() <= FEW)
+
+
+def fuse_gates(model: nn.Module) -> int:
+    """Exchanges the gated MLPs of `model`; how many there were."""
+    plain: dict[type, bool] = {}
+    found = []
+    for parent in model.modules():
+        for child, module in parent.named_children():
+            if not _is_merged(module) or is_hooked(module.act_fn) or not is_silu(module.act_fn):
+                continue
+            if type(module) not in plain:
+                plain[type(module)] = is_plain(type(module).forward)
+            if plain[type(module)]:
+                hooks: Any = module._forward_pre_hooks.values()
+                (hook,) = hooks
+                found.append((parent, child, GatedMLP(module, hook)))
+    for parent, child, mlp in found:
+        setattr(parent, child, mlp)
+    return len(found)
+
+
+def _is_merged(module: nn.Module) -> bool:
+    """Whether it holds what is exchanged, and a merged product is all that its class's forward is called with."""
+    hooks, own = list(module._forward_pre_hooks.values()), {*vars(module), *dict(module.named_children())}
+    plainly = len(hooks) == 1 and isinstance(hooks[0], Product) and not module._forward_hooks
+    # what an instance may have in place of its class's
+    return plainly and own >= {_MERGED, "act_fn", "down_proj"} and own.isdisjoint({"forward", "_compiled_call_impl"})
+
+
+def is_silu(activation: Any) -> bool:
+    """Whether it is silu, seen by trying."""
+    x = torch.linspace(-100, 100, 401, device="cpu")
+    try:
+        return torch.allclose(activation(x), nn.functional.silu(x))
+    except Exception:  # whatever it is
+        return False
+
+
+def is_plain(forward: Any) -> bool:
+    """Whether a forward of one argument returns `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`."""
+    if hasattr(forward, "__wrapped__"):  # the source would be that of the one inside
+        return False
+    try:
+        function: Any = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+        module, name = (argument.arg for argument in function.args.args)
+    except (OSError, TypeError, SyntaxError, AttributeError, ValueError):
+        return False
+    if function.decorator_list or function.args.vararg or function.args.kwarg or function.args.kwonlyargs:
+        return False
+    wanted = f"{module}.down_proj({module}.act_fn({module}.gate_proj({name})) * {module}.up_proj({name}))"
+    lines = [ast.unparse(line) for line in function.body]
+    return lines == [f"return {wanted}"] or lines == [f"down_proj = {wanted}", "return down_proj"]

@@ -1,0 +1,180 @@
+"""`generate()` on split models: every rank must draw the same token, or the ranks' caches part ways.
+
+Greedy search needs nothing: logits are gathered, so every rank has the same bits. Sampling draws from each process's
+own random generators. So the model instance's `generate` first takes over rank 0's generator states; after that the
+ranks run the same operations on the same bits, and stay together to the end of the call: beams, assistants and prompt
+lookup too. One broadcast a call, none a token. For users: the seed on rank 0 counts. The class is left as it is; only
+the instance's methods are wrapped.
+
+What cannot be kept together is refused at entry. `max_time` stops each rank by its own clock, and one that stops alone
+leaves the others waiting. Continuous batching schedules requests in a thread of each process, as they arrive there.
+Compilation, which Hugging Face switches on for static caches on GPUs, is switched off in the instance's generation
+config: whoever wants it says torch.compile.
+
+Tokens outside the vocabulary, and lengths beyond a table of positions or a static cache, are refused, too: on a GPU
+they would end the process. With IRIS_DEBUG=1 ranks compare what they were given (`digests`).
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from iris.errors import ArgumentError
+import torch
+from torch import nn
+
+from ..digests import compare
+from ..serving.arguments import check_memory, check_tokens, words_of
+from ..serving.cache import room_of
+from ..sharded import ShardedLinear, check_context
+from ..together import checked
+from .guards import BATCHING
+from .positions import positions_known
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+# Those that lie on the device whole.
+_STATIC = "static", "sliding_window", "hybrid", "hybrid_chunked"
+
+
+def share_rng(ctx: Iris) -> None:
+    """Collective: gives every rank rank 0's states of the random generators that sampling draws from.
+
+    Those of `ctx.device` and of the CPU, where transformers draws what follows prompts that lie there.
+    """
+    check_context(ctx)
+    device = torch.device(ctx.device)
+    on_gpu = device.type == "cuda"
+    own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
+    cpu, gpu = ctx.broadcast(own)
+    torch.set_rng_state(cpu.cpu())
+    if on_gpu:
+        torch.cuda.set_rng_state(gpu.cpu(), device)
+
+
+def agree_on_samples(model: Any, ctx: Iris) -> None:
+    """Makes `model.generate` of this instance draw the same tokens on every rank, and refuse what could not."""
+    if not hasattr(model, "generate"):
+        return
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.disable_compile = True
+    own = vars(model).get("generate")
+    if isinstance(own, MethodType) and hasattr(own.__func__, "agrees"):
+        return  # split before, in other places
+    model._own_generate = own  # the checkpoint's, whose code the user trusts
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_context(ctx)
+        given = _Given(self, ctx, args, kwargs)
+        compare(ctx, "generate", own=self.generation_config, **given.arguments)
+        checked(ctx, "generate", given.check)
+        if isinstance(given.arguments.get("custom_generate"), str):
+            kwargs.setdefault("trust_remote_code", False)  # transformers would ask on stdin, each rank by itself
+        share_rng(ctx)
+        own = self._own_generate
+        return type(self).generate(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    vars(generate)["agrees"] = True
+    model.generate = MethodType(generate, model)
+    if hasattr(model, "_get_logits_processor"):  # what ContinuousBatchingManager calls of a model that it is given
+        model._get_logits_processor = MethodType(_get_logits_processor, model)
+    if hasattr(model, "_get_static_cache_init_shape"):  # it counts the heads of transformers' own splits
+        model._get_static_cache_init_shape = MethodType(lambda self: None, model)  # at the first update they are seen
+
+
+def _get_logits_processor(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    if not args and not kwargs:  # generate() says more
+        name = self.config._attn_implementation or ""
+        if name.startswith("paged|"):  # some releases set it before they come here
+            self.set_attn_implementation(name.removeprefix("paged|"))
+        raise ArgumentError(f"model is split: expected a whole one for a ContinuousBatchingManager; {BATCHING}")
+    return type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
+
+
+class _Given:
+    """What `generate` was called with, by name."""
+
+    _NAMES = "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",\
+        "synced_gpus", "assistant_model", "streamer"  # fmt: skip
+
+    def __init__(self, model: Any, ctx: Iris, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.model, self.ctx, self.arguments = model, ctx, {**dict(zip(self._NAMES, args, strict=False)), **kwargs}
+        self.configs = self.arguments.get("generation_config"), model.generation_config
+
+    def setting(self, name: str) -> Any:
+        """A setting as transformers finds it: by the call, by its generation config, by the model's."""
+        found = self.arguments.get(name), *(getattr(each, name, None) for each in self.configs)
+        return next((each for each in found if each is not None), None)
+
+    def check(self) -> None:
+        """Raises `ArgumentError` for what the ranks could not do alike, or what a GPU must not see."""
+        self._check_clocks()
+        if self.arguments.get("synced_gpus"):
+            raise ArgumentError("synced_gpus is True: expected None or False, ranks of a split model end together")
+        if self.setting("cache_implementation") == "paged":
+            raise ArgumentError(f"cache_implementation is 'paged': expected another for a split model; {BATCHING}")
+        self._check_assistant()
+        tokens = self.arguments.get("inputs", self.arguments.get("input_ids"))
+        if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 and not tokens.is_floating_point():
+            self._check_tokens(tokens)
+            self._check_length(tokens)
+
+    def _check_clocks(self) -> None:
+        criteria = *(self.arguments.get("stopping_criteria") or ()), self._assistants_config()
+        clocks = self.setting("max_time"), *(getattr(each, "max_time", None) for each in criteria)
+        for max_time in clocks:
+            if max_time is not None:
+                raise ArgumentError(f"max_time is {max_time}: expected None, ranks' clocks differ; set max_new_tokens")
+
+    def _assistants_config(self) -> Any:
+        return getattr(self.arguments.get("assistant_model"), "generation_config", None)
+
+    def _check_assistant(self) -> None:
+        assistant = self.arguments.get("assistant_model")
+        if not isinstance(assistant, nn.Module) or self.arguments.get("assistant_tokenizer") is None:
+            return
+        if any(isinstance(each, ShardedLinear) for each in assistant.modules()):
+            raise ArgumentError(
+                "assistant_model is split, and assistant_tokenizer is given: expected an assistant that is whole on"
+                " each rank, for transformers cuts rows out of its head's weight"
+            )
+
+    def _check_tokens(self, tokens: torch.Tensor) -> None:
+        config = self.model.config
+        text = config.get_text_config() is config  # others know tokens that stand for images, say
+        if text and isinstance(self.model.get_input_embeddings(), nn.Embedding):
+            check_tokens("input_ids", tokens, words_of(self.model))
+
+    def _check_length(self, tokens: torch.Tensor) -> None:
+        """A length is that of the prompts, padding included, and of what is made."""
+        if self.model.config.is_encoder_decoder:
+            return
+        longest = self._new_length(tokens.shape[1])
+        if longest is None:
+            return
+        room = room_of(self.arguments.get("cache", self.arguments.get("past_key_values")))
+        if room is not None and longest > room + 1:  # the last token is not looked at
+            raise ArgumentError(
+                f"prompts of {tokens.shape[1]} tokens become {longest}: expected at most {room + 1}, the cache has room"
+                f" for {room}"
+            )
+        if self.setting("cache_implementation") in _STATIC:
+            rows = tokens.shape[0] * max(self.setting("num_beams") or 1, self.setting("num_return_sequences") or 1)
+            length = max(longest, self.setting("max_cache_len") or 0)
+            check_memory(self.model, self.ctx, rows, length, "the rows and the length of a static cache")
+        known = positions_known(self.model)
+        if known is not None and longest > known:
+            mask = self.arguments.get("attention_mask")
+            padding = int((mask == 0).sum(-1).min()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else 0
+            if longest - padding > known:
+                raise ArgumentError(
+                    f"prompts of {tokens.shape[1] - padding} tokens become {longest - padding}: expected at most"
+                    f" {known}, the positions that {type(self.model).__name__} has"
+                )
+
+    def _new_length(self, length: int) -> int | None:
+        """How long the prompts are to become; None: by transformers' default, which heeds the positions."""
+        new = self.setting("max_new_tokens")
+        return length + new if isinstance(new, int) else self.setting("max_length")

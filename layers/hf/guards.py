@@ -1,0 +1,114 @@
+"""What a split model answers where its class's own method would break it.
+
+A method that a model inherits knows nothing of parts: it would draw new weights on each rank by itself, put a whole
+matrix in a part's place, or train. Such methods of this instance (no class is patched) do the right thing on parts, or
+raise `ArgumentError` that says what to do. Moves and conversions keep a tied head a view of its embedding, and a move
+to another device than the context's, or to a dtype that no op takes, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from iris.errors import ArgumentError, DeviceError, DtypeError
+import torch
+from torch import nn
+
+from ..sharded import ShardedLinear
+from .styles import DTYPES
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+_BEFORE = "call it on the unsplit model, and split that"
+BATCHING = "each process would schedule requests by itself; use layers.Engine or generate()"
+_INFERENCE = "a split model is for inference; train it unsplit"
+# Methods of a Hugging Face model, and what to do in their place.
+_REFUSED = {
+    "resize_token_embeddings": _BEFORE,
+    "resize_position_embeddings": _BEFORE,
+    "set_input_embeddings": _BEFORE,
+    "set_output_embeddings": _BEFORE,
+    "set_decoder": _BEFORE,
+    "set_encoder": _BEFORE,
+    "init_weights": "each rank would draw weights of its own; " + _BEFORE,
+    "initialize_weights": "each rank would draw weights of its own; " + _BEFORE,
+    "post_init": "each rank would draw weights of its own; " + _BEFORE,
+    "dequantize": _BEFORE,
+    "add_adapter": "merge the adapter into the unsplit model, and split that",
+    "load_adapter": "merge the adapter into the unsplit model, and split that",
+    "gradient_checkpointing_enable": _INFERENCE,
+    "activation_checkpointing_enable": _INFERENCE,
+    "enable_input_require_grads": _INFERENCE,
+    "generate_batch": BATCHING,
+    "init_continuous_batching": BATCHING,
+    "continuous_batching_context_manager": BATCHING,
+    "push_to_hub": "each rank would send its own; save_pretrained(folder), and upload that folder",
+}
+
+
+def guard(model: Any, ctx: Iris) -> None:
+    """Gives this instance its own `train`, `_apply`, `tie_weights` and refusals, and puts it into eval mode."""
+    vars(model).update(train=MethodType(_train, model), _apply=MethodType(_applying(ctx), model))
+    model.eval()
+    if hasattr(type(model), "tie_weights"):
+        model.tie_weights = MethodType(_tie_weights, model)
+    for module in model.modules():
+        if not hasattr(type(module), "tie_weights"):
+            continue  # no model of Hugging Face's, as which one may hold others
+        module.train = MethodType(_train, module)
+        for name, remedy in _REFUSED.items():
+            if hasattr(type(module), name):
+                setattr(module, name, MethodType(_refusing(name, remedy), module))
+
+
+def retie(model: nn.Module) -> None:
+    """Makes the weight of each tied head a view of its embedding's rows (again, once those are loaded or moved)."""
+    for module in model.modules():
+        if isinstance(module, ShardedLinear) and (source := getattr(module, "tied_to", None)):
+            rows = module.parts[0].view(model.get_parameter(source), dim=0)
+            module.weight = nn.Parameter(rows, requires_grad=False)
+
+
+def _train(self: Any, mode: bool = True) -> Any:
+    if mode:
+        raise ArgumentError(f"mode is True: expected False, {_INFERENCE}")
+    return type(self).train(self, mode)
+
+
+def _applying(ctx: Iris) -> Callable:
+    def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        trial = fn(torch.empty(0, dtype=torch.float32, device=ctx.device))
+        if trial.device != ctx.device:
+            raise DeviceError(f"device is {trial.device}: expected {ctx.device}, the context's, for a split model")
+        if trial.dtype not in DTYPES:
+            raise DtypeError(f"dtype is {trial.dtype}: expected one of {', '.join(map(str, DTYPES))} for a split model")
+        type(self)._apply(self, fn, recurse)
+        retie(self)  # a move or a conversion copies a view
+        return self
+
+    return _apply
+
+
+def _tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Ties again: heads that are split to the rows of their embedding, what is whole as the class does."""
+    held = {name: module for name, module in self.named_modules() if hasattr(module, "load_shard")}
+    pairs = self.get_expanded_tied_weights_keys(all_submodels=True)
+    for target, source in pairs.items():
+        (parent, _, key), (other, _, _) = target.rpartition("."), source.rpartition(".")
+        if getattr(held.get(parent), "tied_to", None) != source and (parent in held or other in held):
+            raise ArgumentError(f"{target} is split, and was not tied to {source} when it was: " + _BEFORE)
+    for target, source in pairs.items():
+        parent, _, key = target.rpartition(".")
+        if parent not in held:
+            setattr(self.get_submodule(parent), key, self.get_parameter_or_buffer(source))
+    retie(self)
+
+
+def _refusing(name: str, remedy: str) -> Callable:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ArgumentError(f"{name} is called on a split model: expected not to be; {remedy}")
+
+    return refuse

@@ -1,0 +1,240 @@
+"""Several column-parallel linears of one input as one product: query, key and value; gate and up.
+
+The Hugging Face module keeps its forward. Before it runs, a hook replaces its input by the merged product of it; what
+were q_proj, k_proj and v_proj then take their columns of that. So nothing is remembered from one call to the next: any
+order of calls is right, an exception leaves nothing behind, and a compiler sees a product and three slices. But where
+the product is as wide as the input, slices tell the two apart by which product was made last.
+
+    attention(hidden)  ->  forward(qkv_proj(hidden)):  q_proj(x) = x[..., :a]   k_proj(x) = x[..., a:b]   ...
+
+That is right only if forward does nothing else with its input than ask for its leading dimensions and hand it to those
+linears. Its source is looked at to be sure; where it does more, or cannot be read, the linears stay as they are.
+
+The weight is stored once, merged, rows in the order of the linears. A `Slice` loads its rows by slices of the
+checkpoint as its linear would, under its linear's name.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+import inspect
+import textwrap
+from typing import Any, TypeGuard
+import weakref
+
+from iris.errors import ShapeError
+import torch
+from torch import nn
+
+from ..linear import ColumnParallelLinear
+from ..shard import Shard
+
+_ANY = True  # which is the same in a copy of the model
+
+
+class Slice(nn.Module):
+    """One output of a merged linear: takes its columns of the merged product. `merged` holds the weight."""
+
+    dim = 0
+
+    def __init__(self, merged: ColumnParallelLinear, index: int):
+        super().__init__()
+        before = sum(part.size for part in merged.parts[:index])
+        part = merged.parts[index]
+        self.start, self.stop, self.width = before, before + part.size, merged.weight.shape[0]
+        self.index, self.parts, self.ctx = index, (part,), merged.ctx
+        self.in_features, self.out_features = merged.in_features, part.total
+        self._of = (merged,)  # in a tuple: the merged linear is a child of the module only
+
+    def forward(self, product: torch.Tensor) -> torch.Tensor:
+        if product.shape[-1] != self.width or not _is_made(self.merged, product):
+            raise ShapeError(
+                f"input has shape {tuple(product.shape)}: expected [..., {self.width}], the merged product, which the"
+                " parent module's call prepares; call the parent, or its merged linear"
+            )
+        return product.narrow(-1, self.start, self.stop - self.start)
+
+    @property
+    def merged(self) -> ColumnParallelLinear:
+        return self._of[0]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.merged.weight[self.start : self.stop]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self.merged.bias is None else self.merged.bias[self.start : self.stop]
+
+    @property
+    def weight_scale(self) -> torch.Tensor | None:
+        return None if self.merged.weight_scale is None else self.merged.weight_scale[self.start : self.stop]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.merged.dtype
+
+    def load_shard(self, name: str, source: Any) -> None:
+        """Fills this rank's rows of parameter `name` from the whole tensor, or from a safetensors slice of it."""
+        self.merged.load_shard(name, source, self.index)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """Refuses the unsplit model's tensors, which would be left out without a word where `strict` is False."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        for key in ("weight", "bias"):
+            if prefix + key in state_dict:
+                errors.append(
+                    f"{prefix}{key} is the unsplit model's: expected a state_dict() of a model that is split alike;"
+                    " load it into the unsplit model, and split that"
+                )
+
+    def extra_repr(self) -> str:
+        return f"columns {self.start} to {self.stop} of the merged product"
+
+
+class Product:
+    """The forward pre-hook: replaces the module's first argument by the merged product of it."""
+
+    def __init__(self, merged: ColumnParallelLinear, name: str):
+        self.merged, self.name = merged, name
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (self.product(args[0], kwargs), *args[1:]), kwargs
+        return args, {**kwargs, self.name: self.product(kwargs[self.name], kwargs)}
+
+    def product(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """The merged product of `x`, and `kwargs` of the module's forward, as its slices take it."""
+        product = self.multiply(x, kwargs)
+        if _is_ambiguous(self.merged):
+            merged: Any = self.merged
+            merged.made = _ANY if torch.compiler.is_compiling() else weakref.ref(product)
+        return product
+
+    def multiply(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        return self.merged(x)
+
+    def exchanges(self, x: torch.Tensor) -> bool:
+        """Whether the product of `x` needs something of other ranks."""
+        return False
+
+
+def _is_ambiguous(merged: ColumnParallelLinear) -> bool:
+    """Whether a product is as wide as its input."""
+    return merged.weight.shape[0] == merged.in_features
+
+
+def _is_made(merged: ColumnParallelLinear, product: torch.Tensor) -> bool:
+    """Whether `product`, of the right width, is one: if its input is as wide, whether it is the last that was made.
+
+    What compilers trace is not remembered: there, and behind it, slices take whatever they are given.
+    """
+    if not _is_ambiguous(merged) or torch.compiler.is_compiling():
+        return True
+    made = getattr(merged, "made", None)
+    return made is _ANY or (made is not None and made() is product)
+
+
+def families_of(styles: dict[str, str]) -> dict[str, list[str]]:
+    """By parent, the children whose outputs are split and stay so."""
+    families: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        parent, _, child = name.rpartition(".")
+        if style == "colwise":
+            families.setdefault(parent, []).append(child)
+    return families
+
+
+def merge_siblings(model: nn.Module, styles: dict[str, str], hook: type[Product] = Product) -> dict[str, str]:
+    """Merges the split linears of `model`, named in `styles`, that share an input; names and styles of the merged."""
+    merged = {}
+    for parent, children in families_of(styles).items():
+        module = model.get_submodule(parent)
+        if "forward" in vars(module):
+            continue  # the instance's own, in place of its class's
+        used = sole_use(type(module).forward)
+        linears = [getattr(module, child) for child in children]
+        name = _name(children)
+        if used and used[1] == set(children) and mergeable(linears) and not hasattr(module, name):
+            _merge(module, name, children, linears, hook, used[0])
+            merged[f"{parent}.{name}"] = "colwise, merged from " + ", ".join(children)
+    return merged
+
+
+def mergeable(linears: Sequence[nn.Module]) -> bool:
+    """Whether one product can serve all of `linears`."""
+    kinds = {
+        (type(each), each.in_features, each.bias is None, each.weight.dtype, each.sequence_parallel)
+        if isinstance(each, ColumnParallelLinear)
+        else None
+        for each in linears
+    }
+    alike = len(linears) > 1 and len(kinds) == 1 and None not in kinds
+    return alike and not any(each.gather_output or hasattr(each, "tied_to") for each in linears)
+
+
+@cache
+def sole_use(forward: Callable) -> tuple[str, set[str]] | None:
+    """The name of a forward's first argument, and of the children that it goes to, if that is all that it is used for.
+
+    Beside, its leading dimensions may be asked for (`x.shape[:-1]`), its dtype and its device. None if there is more.
+    """
+    try:
+        function: Any = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
+        module, name = (argument.arg for argument in function.args.args[:2])
+    except (OSError, TypeError, SyntaxError, AttributeError, ValueError):
+        return None
+    parent_of = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+    children = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == name:
+            user = parent_of[node]
+            if (
+                isinstance(user, ast.Call)
+                and user.args == [node]
+                and not user.keywords
+                and _is_child(user.func, module)
+            ):
+                children.add(user.func.attr)
+            elif not (isinstance(user, ast.Attribute) and _is_leading(user, parent_of[user])):
+                return None
+    return name, children
+
+
+def _is_child(node: ast.AST, module: str) -> TypeGuard[ast.Attribute]:
+    """`self.something`"""
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module
+
+
+def _is_leading(node: ast.Attribute, user: ast.AST) -> bool:
+    """`x.dtype`, `x.device`, or `x.shape[:-1]`"""
+    return node.attr in ("dtype", "device") or (node.attr == "shape" and ast.unparse(user).endswith(".shape[:-1]"))
+
+
+def _merge(
+    module: nn.Module, name: str, children: list[str], linears: Sequence[ColumnParallelLinear], hook: type[Product],
+    argument: str,
+) -> None:  # fmt: skip
+    first = linears[0]
+    parts: tuple[Shard, ...] = sum((each.parts for each in linears), ())
+    sizes = (first.in_features, sum(each.out_features for each in linears))
+    merged = type(first)(*sizes, first.bias is not None, sequence_parallel=first.sequence_parallel,
+                         ctx=first.ctx, dtype=first.weight.dtype, device="meta", parts=parts)  # fmt: skip
+    for key in ("weight",) if first.bias is None else ("weight", "bias"):
+        whole = torch.cat([getattr(each, key).detach() for each in linears])
+        setattr(merged, key, nn.Parameter(whole, requires_grad=False))
+    setattr(module, name, merged.train(first.training))
+    for index, child in enumerate(children):
+        setattr(module, child, Slice(merged, index).train(first.training))
+    module.register_forward_pre_hook(hook(merged, argument), with_kwargs=True)
+
+
+def _name(children: list[str]) -> str:
+    """q_proj, k_proj, v_proj: qkv_proj; gate_proj, up_proj: gate_up_proj."""
+    stems = [child.removesuffix("_proj") for child in children]
+    return ("" if all(len(stem) == 1 for stem in stems) else "_").join(stems) + "_proj"

@@ -1,0 +1,73 @@
+"""RMSNorms as one kernel each: torch's, in place of the six that a Hugging Face module spells out.
+
+A module is exchanged only if it is a plain one: a copy of it with a random weight is tried beside torch's function.
+(Gemma's adds one to its weight, and stays.) In bf16 and fp16 torch's rounds once, where the module rounds twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .styles import is_hooked
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
+    def __init__(self, weight: nn.Parameter, eps: float):
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:  # under torch.autocast: the wider of both, as of the module before
+            return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Exchanges the plain RMSNorms of `model`, which keep their weights; how many there were."""
+    plain: dict[tuple, bool] = {}
+    found = []
+    for parent in model.modules():
+        for child, module in parent.named_children():
+            eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+            if not type(module).__name__.endswith("RMSNorm") or isinstance(module, RMSNorm) or eps is None:
+                continue
+            if is_hooked(module):  # which would be lost
+                continue
+            kind = type(module), eps, *((name, p.shape) for name, p in module.named_parameters())
+            if kind not in plain:
+                plain[kind] = is_plain(module, eps)
+            if plain[kind]:
+                norm: Any = module
+                found.append((parent, child, RMSNorm(norm.weight, eps).train(norm.training)))
+    for parent, child, norm in found:
+        setattr(parent, child, norm)
+    return len(found)
+
+
+@torch.no_grad()
+def is_plain(module: Any, eps: float) -> bool:
+    """Whether `module` computes what RMSNorm does, seen by trying."""
+    parameters = dict(module.named_parameters())
+    if list(parameters) != ["weight"] or module.weight.dim() != 1 or list(module.children()):
+        return False
+    random = torch.Generator("cpu").manual_seed(0)
+    here: dict[str, Any] = {"generator": random, "device": "cpu"}  # be torch's default another
+    trial = copy.deepcopy(module)
+    size = module.weight.shape[0]
+    trial.weight = nn.Parameter(torch.randn(size, **here))
+    x = torch.randn(3, size, **here) * torch.tensor([[1e-3], [1.0], [1e3]], device="cpu")  # eps counts in the first row
+    try:
+        result = trial(x)
+    except Exception:  # whatever it wants beside its input
+        return False
+    return torch.is_tensor(result) and torch.allclose(result, F.rms_norm(x, (size,), trial.weight, eps), 1e-4, 1e-6)

@@ -1,0 +1,336 @@
+"""Splits a Hugging Face model over ranks, in place: `parallelize(model, ctx)`.
+
+The model's own plan says how (see `plan`). Instances of torch.nn.Linear are swapped for split ones: no class is patched
+and no forward rewritten. In attention modules heads stay whole, and the instance is told how many it has (`attention`).
+
+1. The plan is resolved and checked, and each forward around a split linear looked at (`reads`).
+2. The split is carried out on a skeleton of the model, without weights, and run there (`proof`).
+3. It is carried out on the model. Behind each of the two steps the ranks tell each other how it went: if one of them
+   failed, all raise, and the model is put back as it was (`snapshot`). So until the end it keeps its weights, beside
+   the parts; `from_pretrained` has only parts.
+
+Tied embeddings: the embedding stays whole on every rank, and the head's part is a view of its rows, so tying costs no
+memory. The view is by rows of this rank's chunk of the vocabulary, which the world size need not divide.
+
+Works on a model with weights, whose slices are copied to the context's device, and on an empty one on meta, which
+`from_pretrained` then fills. The result is for inference: it is in eval mode and stays there, for ranks that draw what
+they drop out by themselves would part ways, and no parameter keeps a gradient (see `guards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+import hashlib
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+from iris.errors import ArgumentError, IrisError, PlatformError
+from torch import nn
+
+from ..checkpoint.save import wrap_save_pretrained
+from ..digests import watch_inputs
+from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from ..shard import Shard
+from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
+from . import proof, sequence, weight_reads
+from . import styles as styles_of
+from .gated_mlp import fuse_gates
+from .generation import agree_on_samples
+from .guards import guard, retie
+from .heads import head_parameters, head_parts, head_split, set_local_heads
+from .merge import merge_siblings
+from .norms import fuse_norms
+from .report import Report, make_report
+from .skeleton import skeleton
+from .snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+# the ops of linears whose weights are stored so
+_FP8 = {"fp8": (LOCAL, GATHERED), "fp8_all": (LOCAL, GATHERED, REDUCED)}
+_Result = TypeVar("_Result")
+
+
+class Options(TypedDict, total=False):
+    """Those of `parallelize`, for functions that pass them on."""
+
+    plan: str | dict[str, str]
+    filter_fn: Callable[[str, nn.Module], bool] | None
+    fuse: bool
+    weights: str | None
+    sequence_parallel: bool | int | str
+    partial: bool
+
+
+def parallelize(
+    model: nn.Module,
+    ctx: Iris,
+    *,
+    plan: str | dict[str, str] = "auto",
+    filter_fn: Callable[[str, nn.Module], bool] | None = None,
+    fuse: bool = True,
+    weights: str | None = None,
+    sequence_parallel: bool | int | str = "auto",
+    partial: bool = False,
+) -> Report:
+    """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module. Collective.
+
+    `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
+    `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
+    product where the model's forward allows it (see `fused`), plain norms one kernel (see `norms`), and gates part of
+    the product before them (see `gated`). `weights="fp8"` keeps the weights of column-parallel linears, but the head's,
+    in eight bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks share the
+    tokens between the products (see `sequence`) where a call has 2048 or more, or another number if one is given.
+    "auto" is for the families that are tested with it, split by their own plan, with `fuse` and without `weights`;
+    there it takes more tokens unless an engine replays them from a graph. `partial` allows a plan of the model's own
+    that splits none of its layers, the head at most. Every rank calls this with the same model.
+
+    Raises on every rank `ArgumentError` for bad arguments, `DtypeError` for weights that no op takes, and `StyleError`,
+    with the names of module and style, for what the plan asks and no layer serves, for what would fail or be wrong in
+    the first forward, and for weights that are no plain tensors. Whatever is raised, the model is then as it was.
+    """
+    check_context(ctx)
+
+    def prove() -> _Split:
+        options: dict[str, Any] = dict(fuse=fuse, weights=weights, sequence_parallel=sequence_parallel, partial=partial)
+        check_options(plan=plan, filter_fn=filter_fn, **options)
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+        split = _resolve(model, plan, filter_fn, **options)
+        whole, part = skeleton(model), skeleton(model)
+        tried = split.within(whole)
+        weight_reads.check(whole, tried.linears)
+        _carry_out(whole, tried, _Alone(ctx))
+        _carry_out(part, tried, ctx)
+        untried = proof.prove(whole, part, tried.parents(styles_of.ROW), tried.parents(styles_of.PACKED))
+        if untried and ctx.cur_rank == 0:
+            ctx.warning(
+                f"{type(model).__name__} cannot be run without weights: that {', '.join(untried[:4])}"
+                f"{' and others' if len(untried) > 4 else ''} can be split so was not tried"
+            )
+        return split
+
+    split = _together(ctx, prove, lambda split: split.digest(model))
+    before = Snapshot(model)
+    try:
+        return _together(ctx, lambda: _finish(model, split, _carry_out(model, split, ctx), ctx))
+    except BaseException:
+        before.restore()
+        raise
+
+
+def check_options(
+    *, plan: str | dict[str, str] = "auto", filter_fn: Callable[[str, nn.Module], bool] | None = None,
+    fuse: bool = True, weights: str | None = None, sequence_parallel: bool | int | str = "auto",
+    partial: bool = False,
+) -> None:  # fmt: skip
+    """Raises `ArgumentError` for options of `parallelize` that no model could be split by."""
+    styles_of.check_plan(plan)
+    flags(fuse=fuse, partial=partial)
+    if weights not in (None, *_FP8):
+        raise ArgumentError(f"weights is {weights!r}: expected None, 'fp8' or 'fp8_all'")
+    if filter_fn is not None and not callable(filter_fn):
+        raise ArgumentError(f"filter_fn is {filter_fn!r}: expected None or a function of a name and a module")
+    counts = isinstance(sequence_parallel, int) and (isinstance(sequence_parallel, bool) or sequence_parallel > 0)
+    if not counts and sequence_parallel != "auto":
+        raise ArgumentError(
+            f"sequence_parallel is {sequence_parallel!r}: expected 'auto', a bool or a positive integer"
+        )
+
+
+@dataclass(frozen=True)
+class _Split:
+    """What will be done to a model."""
+
+    styles: dict[str, str]  # of all modules and parameters that the plan names
+    linears: dict[str, str]  # of those that are split
+    by_own_plan: bool
+    fuse: bool
+    weights: str | None
+    shares_tokens: bool
+    least: int | None  # tokens that are shared; None: what is measured to pay
+
+    def within(self, skeleton: nn.Module) -> _Split:
+        """What of it there is to do in a skeleton, where layers that are alike are one."""
+        there = {name for name, _ in skeleton.named_modules()}
+        return replace(self, linears={name: style for name, style in self.linears.items() if name in there})
+
+    def parents(self, kinds: set[str]) -> list[str]:
+        """The modules of which a linear has one of the styles `kinds`."""
+        return list(dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in kinds))
+
+    def digest(self, model: nn.Module) -> dict[str, Any]:
+        """What all ranks must have alike."""
+        sizes = [(name, tuple(each.shape), each.dtype) for name, each in model.named_parameters()]
+        return {
+            "model": f"a {type(model).__name__} ({_digest(sizes)})",
+            "plan": f"one of {len(self.styles)} modules ({_digest(sorted(self.styles.items()))})",
+            "fuse": self.fuse,
+            "weights": self.weights,
+            "sequence_parallel": (self.shares_tokens, self.least),
+        }
+
+
+class _Alone:
+    """A context's place where it is the only rank: what is split over it stays whole."""
+
+    num_ranks, cur_rank = 1, 0
+
+    def __init__(self, ctx: Iris) -> None:
+        self.device = ctx.device
+
+    def check(self) -> None:
+        """Nothing: the context was checked."""
+
+
+def _resolve(
+    model: nn.Module, plan: str | dict[str, str], filter_fn: Callable[[str, nn.Module], bool] | None, *,
+    fuse: bool, weights: str | None, sequence_parallel: bool | int | str, partial: bool,
+) -> _Split:  # fmt: skip
+    styles = styles_of.resolve_plan(model, plan, filter_fn)
+    automatic = plan == "auto"
+    by_default = sequence_parallel == "auto"
+    if by_default:
+        sequence_parallel = automatic and fuse and weights is None and sequence.is_known(model, styles)
+    elif sequence_parallel:
+        sequence.check(model, styles)
+    modules = dict(model.named_modules())
+    linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
+    if automatic and not partial:
+        styles_of.check_layers(model, linears, filter_fn is not None)
+    served = styles_of.COLUMN | styles_of.PACKED
+    if weights == "fp8_all":
+        served |= styles_of.ROW | styles_of.ROW_SPLIT
+    if weights and not set(linears.values()) & served:
+        wanted = "product" if weights == "fp8_all" else "colwise product without an exchange"
+        raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {wanted}")
+    least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
+    own = automatic and filter_fn is None
+    return _Split(styles, linears, own, fuse, weights, bool(sequence_parallel), least)
+
+
+def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
+    """Swaps the modules of `model`; the styles of what it has now."""
+    styles, heads = split.styles, _split_heads(model, split.linears, ctx)
+    by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
+    embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    for name, style in split.linears.items():
+        parent_name, _, child = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        linear = getattr(parent, child)
+        linked = style in styles_of.LINKED and parent_name in heads
+        parts = head_parts(child, linear, style, heads[parent_name]) if linked else None
+        tied = embeddings.get(id(linear.weight))
+        setattr(parent, child, _split(linear, style, parts, tied, ctx, split.shares_tokens))
+    for owner, key, part in by_head:
+        split_parameter(owner, key, part)
+    for name, held in heads.items():
+        set_local_heads(model.get_submodule(name), held)
+    if split.shares_tokens:
+        styles = styles | merge_siblings(model, styles, sequence.SequenceProduct)
+        sequence.share_tokens(model, styles, ctx, split.least)
+    elif split.fuse:
+        styles = styles | merge_siblings(model, styles)
+    if split.fuse:
+        fuse_gates(model)
+        fuse_norms(model)
+    if split.weights:
+        for module in list(model.modules()):
+            if isinstance(module, ShardedLinear) and module.op in _FP8[split.weights]:
+                module.store_as_fp8()
+    retie(model)
+    return styles
+
+
+def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) -> Report:
+    empty = any(parameter.is_meta for parameter in model.parameters())
+    model.requires_grad_(False)
+    if not empty:
+        model.to(ctx.device)
+        retie(model)
+    guard(model, ctx)
+    if split.by_own_plan and hasattr(model, "tp_plan"):
+        holder: Any = model
+        holder._tp_size = ctx.num_ranks  # by it and tp_plan, generate() sizes the static caches that it allocates early
+    agree_on_samples(model, ctx)
+    watch_inputs(model, ctx)
+    wrap_save_pretrained(model, ctx)
+    return make_report(model, styles, ctx)
+
+
+def _together(
+    ctx: Iris, step: Callable[[], _Result], said: Callable[[_Result], dict[str, Any]] = lambda _: {}
+) -> _Result:
+    """What `step` gives. Raises on every rank if it raises on one of them, or if what is `said` of it differs.
+
+    Collective. A rank that fails raises its own error, the others one of the same kind that names the rank.
+    """
+    error: Exception | None = None
+    own: dict[str, Any] = {}
+    try:
+        result = step()
+        own = said(result)
+    except Exception as caught:  # whatever it is, the other ranks are waiting for a word
+        error = caught
+    told = ctx._ranks.all_gather((None if error is None else _described(error), own))
+    if error is not None:
+        raise error
+    for rank, (failure, _) in enumerate(told):
+        if failure:
+            kind, text = failure
+            raise kind(f"rank {rank}: {text}")
+    for rank, (_, other) in enumerate(told):
+        for name, first in told[0][1].items():
+            if other[name] != first:
+                raise ArgumentError(
+                    f"{name} is {first} on rank 0 and {other[name]} on rank {rank}: expected the same on every rank"
+                )
+    return result
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+
+
+def _described(error: Exception) -> tuple[type[IrisError], str]:
+    """As what kind of error, with which text, the other ranks raise it."""
+    if isinstance(error, IrisError):
+        return type(error), str(error)
+    return PlatformError, f"{type(error).__name__}: {error}"
+
+
+def _split_heads(model: nn.Module, styles: dict[str, str], ctx: Any) -> dict:
+    """The heads of this rank in each attention module whose projections are split."""
+    children: dict[str, dict[str, str]] = {}
+    for name, style in styles.items():
+        parent, _, child = name.rpartition(".")
+        if style in styles_of.LINKED and styles_of.is_attention(model.get_submodule(parent)):
+            children.setdefault(parent, {})[child] = style
+    return {
+        name: head_split(name, model.get_submodule(name), of_children, ctx.num_ranks, ctx.cur_rank)
+        for name, of_children in children.items()
+    }
+
+
+def _split(
+    linear: nn.Linear, style: str, parts: tuple[Shard, ...] | None, tied: str | None, ctx: Any, sequential: bool
+) -> ShardedLinear:
+    gather = style in styles_of.GATHERED
+    if style in styles_of.ROW | styles_of.ROW_SPLIT:
+        kind = sequence.ScatteringRow if sequential and style in styles_of.ROW else RowParallelLinear
+        layer = kind.from_linear(linear, input_is_parallel=style in styles_of.ROW, ctx=ctx, parts=parts)
+    elif style in styles_of.PACKED:
+        half = linear.out_features // 2
+        layer = MergedColumnParallelLinear.from_linear(linear, [half, half], ctx=ctx)
+    elif tied is None:
+        kind = sequence.GatheringColumn if sequential and not gather else ColumnParallelLinear
+        layer = kind.from_linear(linear, gather, ctx=ctx, parts=parts)
+    else:
+        sizes = (linear.in_features, linear.out_features)
+        layer = ColumnParallelLinear(*sizes, linear.bias is not None, gather, ctx=ctx, parts=parts,
+                                     dtype=linear.weight.dtype, device="meta")  # fmt: skip
+        layer.tied_to = tied
+        if linear.bias is not None and not linear.bias.is_meta:
+            layer.load_shard("bias", linear.bias)
+    return layer.train(linear.training)

@@ -1,0 +1,305 @@
+"""Proves a split before weights move: what each rank would run is run on meta, beside what one rank alone would run.
+
+Both are skeletons (see `skeleton`). The model's forward is called with tokens, and with one more and the cache; of a
+module that takes no tokens, those inside it are tried, each with inputs as wide as its parameters. Where the whole one
+runs and the split one raises, gives a tensor of another shape, or takes a rank's part for the whole (see `meaning`),
+the plan is refused with the name of the module. So is a forward that reads a split weight itself. What cannot be run
+on meta is not refused, and its names are returned.
+
+The layers of a stack that are alike run once. What asks a tensor on meta for its value is told 1, or True.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import inspect
+import sys
+from types import FrameType
+from typing import Any
+
+from iris.errors import StyleError
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from ..linear import ColumnParallelLinear, RowParallelLinear
+from ..serving.cache import cache_name
+from ..sharded import ShardedLinear
+from . import sequence, weight_reads
+from .meaning import Op
+from .merge import Slice
+from .skeleton import kind_of
+
+_BATCH, _TOKENS = 11, 13  # which no sizes of a model are multiples of
+_WIDTHS = 4  # of inputs that are tried, of those that a module's parameters have
+_OURS = __name__.partition(".")[0] + "."
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+_VALUE = torch.ops.aten._local_scalar_dense.default
+
+
+def prove(whole: nn.Module, split: nn.Module, joined: list[str], packed: list[str]) -> list[str]:
+    """Raises `StyleError` where skeleton `split` does not run as skeleton `whole` does, which is split over one rank.
+
+    `joined`: names of the modules out of which nothing split comes, for they sum or gather it; `packed`: of those that
+    cut a rank's outputs as they would cut all. Returns the names of the split linears that could not be tried.
+    """
+    for skeleton in (whole, split):
+        sharing = sequence.sharing_of(skeleton)
+        if sharing is not None:
+            sharing.world = 1  # a few tokens only, which no rank shares
+        for module in skeleton.modules():
+            if isinstance(module, ShardedLinear):
+                _stand_in(module)
+    proof = _Proof(joined, packed)
+    proof.of(whole, split, "")
+    linears = [name for name, module in split.named_modules() if isinstance(module, ShardedLinear)]
+    return [name for name in linears if id(split.get_submodule(name)) not in proof.tried]
+
+
+class _Proof:
+    """The runs of a model's modules: of the model itself if it can be run, else of what is in it."""
+
+    def __init__(self, joined: list[str], packed: list[str]) -> None:
+        self._joined, self._packed = joined, packed
+        self._kinds: dict[tuple, nn.Module] = {}  # by kind, the split module that stands for others
+        self.tried: set[int] = set()
+
+    def of(self, whole: nn.Module, split: nn.Module, name: str) -> None:
+        if name and not _is_complete(split):
+            return
+        inside = [each for each in self._joined if each == name or not name or each.startswith(f"{name}.")]
+        for arguments in _arguments(whole):
+            expected = _Run(whole, name, inside, self._packed)
+            if expected(arguments):
+                _compare(expected, _Run(split, name, inside, self._packed, expected.ops), arguments, split)
+                self.tried |= {id(each) for each in split.modules()}
+                return
+            if isinstance(expected.error, StyleError):
+                raise expected.error
+        for child, module in whole.named_children():
+            part = split.get_submodule(child)
+            if (like := self._kinds.setdefault(kind_of(module), part)) is part:
+                self.of(module, part, f"{name}.{child}".lstrip("."))
+            else:
+                pairs = zip(like.modules(), part.modules(), strict=False)
+                self.tried |= {id(own) for other, own in pairs if id(other) in self.tried}
+
+
+def _is_complete(module: nn.Module) -> bool:
+    """Whether some of the linears inside are split, and what one leaves split another takes."""
+    layers = [each for each in module.modules() if isinstance(each, ShardedLinear)]
+    leaves = any(isinstance(each, ColumnParallelLinear) and not each.gather_output for each in layers)
+    takes = any(isinstance(each, RowParallelLinear) and each.input_is_parallel for each in layers)
+    return bool(layers) and leaves == takes
+
+
+def _compare(expected: _Run, run: _Run, arguments: dict[str, Any], split: nn.Module) -> None:
+    passed = run(arguments)
+    for name in expected.order:
+        first, second = expected.shapes[name], run.shapes.get(name, [])
+        if first[: len(second)] != second:
+            at = next(i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+            raise StyleError(f"{name} would give {second[at]} in place of {first[at]}: {_REMEDY}")
+    if isinstance(run.error, StyleError):
+        raise run.error
+    if not passed:
+        raise StyleError(f"{run.culprit()} would fail in its forward: {_one_line(run.error)}: {_REMEDY}") from run.error
+    if run.result != expected.result:
+        raise StyleError(
+            f"{run.name or type(split).__name__} would give {run.result} in place of {expected.result}: {_REMEDY}"
+        )
+
+
+_REMEDY = "the plan, on this many ranks, does not fit what the module does; leave it whole"
+
+
+def _one_line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+class _Run:
+    """A call of the skeleton `module`, named `name` in the model, and the shapes that come out of `watched` modules."""
+
+    def __init__(
+        self, module: nn.Module, name: str, watched: list[str], packed: list[str], against: list[Op] | None = None
+    ) -> None:
+        self.module, self.name, self.watched, self.packed, self.against = module, name, watched, packed, against
+        self.ops: list[Op] = []
+        self.error: Exception | None = None
+        self.result: tuple[int, ...] | None = None
+        self.shapes: dict[str, list] = {}
+        self.order: list[str] = []
+
+    def __call__(self, arguments: dict[str, Any]) -> bool:
+        handles = [self._watch(name) for name in self.watched if name != self.name]
+        alike = _run_once(self.module)
+        positional = arguments.pop("", ()) if "" in (arguments := dict(arguments)) else ()
+        try:
+            with torch.no_grad(), torch.device("meta"), _OnMeta(self):
+                out = self.module(*positional, **arguments)
+                self.result = _shape(out)
+                if arguments.get("use_cache"):
+                    self.module(**arguments | _next(self.module, out, arguments))
+        except Exception as error:
+            self.error = error
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module in alike:
+                vars(module).pop("forward", None)
+        return self.error is None
+
+    def _watch(self, name: str) -> RemovableHandle:
+        def look(module: nn.Module, args: tuple, output: Any) -> None:
+            self.shapes.setdefault(name, []).append(_shape(output))
+            self.order.append(name)
+
+        return self._submodule(name).register_forward_hook(look)
+
+    def _submodule(self, name: str) -> nn.Module:
+        return self.module.get_submodule(name.removeprefix(self.name).lstrip(".") if self.name else name)
+
+    def culprit(self) -> str:
+        """The name of the innermost module in whose call the error was raised."""
+        names, found = self.names(), self.name
+        trace = None if self.error is None else self.error.__traceback__
+        while trace is not None:
+            found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+            trace = trace.tb_next
+        return found or type(self.module).__name__
+
+    def names(self) -> dict[int, str]:
+        return {id(each): f"{self.name}.{name}".strip(".") for name, each in self.module.named_modules()}
+
+
+class _OnMeta(TorchDispatchMode):
+    """What sees each op of a run: it gives values for those of tensors on meta, and keeps the ops to compare them.
+
+    Raises where a split weight is read outside of its layer, and where an op does not mean what it does in `against`.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self._run, self._names = run, run.names()
+        self._weights: dict[int, str] = {}
+        for each in run.module.modules():
+            if isinstance(each, ShardedLinear):
+                path = self._names[id(each)]
+                self._weights |= {id(tensor): f"{path}.{key}" for key, tensor in each.named_parameters(recurse=False)}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is _VALUE and args[0].is_meta:
+            kind = args[0].dtype
+            return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
+        for each in (item for given in args for item in (given if isinstance(given, (tuple, list)) else (given,))):
+            if id(each) in self._weights and not _caller()[1]:
+                raise StyleError(weight_reads.refusal(self._weights[id(each)]))
+        out = function(*args, **(kwargs or {}))
+        self._compare(Op.of(function, args, kwargs or {}, out))
+        return out
+
+    def _compare(self, op: Op) -> None:
+        """With the op in its place of the run `against`, as long as they correspond."""
+        run = self._run
+        run.ops.append(op)
+        if run.against is None:
+            return
+        at = len(run.ops) - 1
+        if at >= len(run.against) or run.against[at].function is not op.function:
+            run.against = None  # what is called depends on sizes
+            return
+        if (wrong := run.against[at].differs(op)) is None:
+            return
+        caller, is_ours = _caller()
+        name = self._names.get(id(caller), run.name)
+        if is_ours or (op.is_cut and name in run.packed):
+            return
+        raise StyleError(f"{name or type(run.module).__name__} {wrong}: {_REMEDY}")
+
+
+def _caller() -> tuple[nn.Module | None, bool]:
+    """The innermost module whose code runs now, and whether that code is ours.
+
+    Not the slice whose weight is asked for, but who asks.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and not (isinstance(module, Slice) and frame.f_code.co_name != "forward"):
+            return module, frame.f_globals.get("__name__", "").startswith(_OURS)
+        frame = frame.f_back
+    return None, True
+
+
+def _arguments(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """What the forward of `module` may be called with; under "" what goes by position."""
+    try:
+        parameters = inspect.signature(type(module).forward).parameters
+    except (TypeError, ValueError):
+        return
+    tokens = torch.zeros(_BATCH, _TOKENS, dtype=torch.long, device="meta")
+    if "input_ids" in parameters:
+        given = {"input_ids": tokens}
+        if "decoder_input_ids" in parameters:
+            given["decoder_input_ids"] = tokens
+        yield from ({**given, "use_cache": True}, {**given, "use_cache": False}, given)
+        return
+    own = [each for each in list(parameters.values())[1:] if each.kind in _POSITIONAL]
+    many = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+    first = next((each for each in module.modules() if each._parameters), None)
+    if not (own or many) or first is None:
+        return
+    rest = (None,) * (sum(each.default is inspect.Parameter.empty for each in own) - 1)  # a mask, say
+    if isinstance(first, nn.Embedding):
+        yield {"": (tokens, *rest)}
+    kinds = {
+        (each.shape[-1], each.dtype): None for each in module.parameters() if each.dim() and each.is_floating_point()
+    }
+    for width, dtype in list(kinds)[:_WIDTHS]:
+        for size in ((_BATCH, _TOKENS), (_BATCH,)):
+            yield {"": (torch.empty(*size, width, dtype=dtype, device="meta"), *rest)}
+
+
+def _next(model: nn.Module, out: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What `model`, which gave `out`, is called with for the next token."""
+    tokens = "decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"
+    name = cache_name(model)
+    return {tokens: arguments[tokens][:, :1], name: out[name]}
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of the first tensor in what a forward returned: hidden states or logits. Others may count heads."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return next((shape for each in held if (shape := _shape(each)) is not None), None)
+
+
+def _stand_in(layer: Any) -> None:
+    """Makes a layer on meta give what it would, without a kernel."""
+    layer.exchanged = lambda op, x, size: x.new_empty(size)
+    layer.local_product = lambda x, biased=True: x.new_empty(*x.shape[:-1], layer.weight.shape[0])
+    layer.gated = lambda x: x.new_empty(*x.shape[:-1], layer.weight.shape[0] // 2)
+
+
+def _run_once(model: nn.Module) -> list[nn.Module]:
+    """Makes each module of a list, which stands there for all that are like it, run once for all; these modules."""
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    modules = list({id(module): module for each in lists for module in each}.values())
+    for module in modules:
+        module.forward = _remembered(module.forward)
+    return modules
+
+
+def _remembered(forward: Callable) -> Callable:
+    given: dict[tuple, Any] = {}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given_so = (*args, *kwargs.values())
+        key = tuple(each if isinstance(each, (bool, int, float, str)) else _shape(each) for each in given_so)
+        if key not in given:
+            given[key] = forward(*args, **kwargs)
+        return given[key]
+
+    return run

@@ -1,0 +1,75 @@
+"""What became of each module of a split model: its style, its local part, and the op that serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+import re
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..sharded import ShardedLinear
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One module that holds parameters."""
+
+    name: str
+    style: str
+    shape: tuple[int, ...]  # of the local weight
+    bytes: int  # allocated on this rank; 0 for a weight that shares another's memory
+    op: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One row for each module that holds parameters. `print(report)` folds equal layers into one line."""
+
+    rank: int
+    world: int
+    rows: list[ReportRow] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of parameters on this rank."""
+        return sum(row.bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        folded: dict[tuple, list[ReportRow]] = {}
+        for row in self.rows:
+            pattern = re.sub(r"\.\d+(?=\.|$)", ".*", row.name)
+            folded.setdefault((pattern, row.style, row.shape, row.op), []).append(row)
+        lines = [("module", "style", "local shape", "bytes", "served by")]
+        for (pattern, style, shape, op), rows in folded.items():
+            name = pattern if len(rows) == 1 else f"{pattern}  ({len(rows)})"
+            lines.append((name, style, "x".join(map(str, shape)), f"{sum(row.bytes for row in rows):,}", op))
+        widths = [max(len(line[i]) for line in lines) for i in range(5)]
+        title = f"rank {self.rank} of {self.world}: {self.bytes:,} bytes of parameters"
+        return "\n".join([title] + [_line(line, widths) for line in lines])
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    padded = [c.rjust(w) if i == 3 else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+    return "  ".join(padded).rstrip()
+
+
+def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris) -> Report:
+    """The report of `model` as it is now, split by `styles`."""
+    report = Report(ctx.cur_rank, ctx.num_ranks)
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        tied = getattr(module, "tied_to", None)
+        size = sum(p.numel() * p.element_size() for key, p in own.items() if not (tied and key == "weight"))
+        split = isinstance(module, ShardedLinear)
+        style = styles.get(name, "replicate") + (f", tied to {tied}" if tied else "")
+        if not split and "replica" not in style:
+            style += ", kept whole"
+        shape = tuple(own.get("weight", next(iter(own.values()))).shape)
+        report.rows.append(ReportRow(name, style, shape, size, module.served_by if split else "-"))
+    return report

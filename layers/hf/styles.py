@@ -1,0 +1,294 @@
+"""What a Hugging Face tensor-parallel plan says: which module gets which style. Reads the model, changes nothing.
+
+A plan maps names, with `*` for layer numbers, to the names of styles. The styles that are served, and by what:
+
+    colwise                        ColumnParallelLinear; whole heads in an attention module (see `attention`), and there
+                                   also a parameter of one entry a head
+    colwise_gather_output, _rep    ColumnParallelLinear(gather_output=True)
+    packed_colwise                 MergedColumnParallelLinear of two equal outputs (a fused gate and up)
+    rowwise                        RowParallelLinear
+    rowwise_split_input, _rep      RowParallelLinear(input_is_parallel=False)
+    replicate, replicated_...      left whole (the second sums gradients, of which there are none here)
+    local_params                   says nothing to us: the parameters of the module are local tensors
+    embedding_rowwise, _colwise    left whole: a lookup has no product to fuse an exchange with, and a head that is tied
+                                   to the embedding shares its memory
+
+Every other style (mixtures of experts, latent attention, sequence_parallel, ...) and every quantised model is refused
+by name, before anything is changed. `sequence_parallel` is refused because attention in Hugging Face models takes its
+shape from hidden states, which would then be a part of the sequence; the linears themselves have the option.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import product
+import re
+import sys
+from typing import Any
+
+from iris.errors import ArgumentError, DtypeError, PlatformError, StyleError
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..sharded import ShardedLinear
+
+COLUMN = {"colwise"}
+GATHERED = {"colwise_gather_output", "colwise_rep"}
+PACKED = {"packed_colwise"}
+ROW = {"rowwise"}
+ROW_SPLIT = {"rowwise_split_input", "rowwise_rep"}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
+SPLIT = COLUMN | GATHERED | PACKED | ROW | ROW_SPLIT
+# Between these a split activation passes: splitting one without the others of its parent changes what they see.
+LINKED = COLUMN | PACKED | ROW
+
+_LEAST = (5, 15)  # of transformers: older ones tie and cache otherwise, and what was loaded would be wrong
+_HEAD_ATTRIBUTES = ("head_dim", "head_size", "num_heads", "num_attention_heads", "num_key_value_groups")
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a split of `module`'s children must keep heads whole."""
+    return any(hasattr(module, attribute) for attribute in _HEAD_ATTRIBUTES)
+
+
+def is_hooked(module: object) -> bool:
+    """Whether a call of it, a module or a function, is more than that of its class."""
+    hooks = (getattr(module, key, None) for key in ("_forward_pre_hooks", "_forward_hooks"))
+    return any(hooks) or (isinstance(module, nn.Module) and "forward" in vars(module))
+
+
+def check_version(model: nn.Module) -> None:
+    """Raises `PlatformError` for a model of a transformers that is too old."""
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return
+    if tuple(map(int, re.findall(r"\d+", library.__version__)[:2])) < _LEAST:
+        least = ".".join(map(str, _LEAST))
+        raise PlatformError(f"transformers is {library.__version__}: expected {least} or newer")
+
+
+def check_plan(plan: object) -> None:
+    """Raises for what is no plan, whatever the model."""
+    named = isinstance(plan, dict) and all(isinstance(each, str) for pair in plan.items() for each in pair)
+    if not named and not (isinstance(plan, str) and plan == "auto"):
+        raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
+
+
+def resolve_plan(
+    model: nn.Module, plan: Any, filter_fn: Callable[[str, nn.Module], bool] | None = None
+) -> dict[str, str]:
+    """Full module names to styles: every module of the plan that is there, checked to be one that can be served."""
+    check_plan(plan)
+    check_version(model)
+    automatic = plan == "auto"
+    rules = dict(getattr(model, "tp_plan", None) or {}) if automatic else plan
+    if not rules:
+        what = f"{type(model).__name__} has no tensor-parallel plan of its own" if automatic else "the plan is empty"
+        raise StyleError(f"{what}: pass plan={{name: style}}")
+    _refuse_quantised(model)
+    _refuse_split(model)
+    _refuse_lazy(model)
+    modules = dict(model.named_modules())
+    names = list(modules) + [name for name, _ in model.named_parameters()]
+    styles: dict[str, str] = {}
+    for pattern, style in rules.items():
+        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        found = [name for name in names if regex.fullmatch(name)]
+        if not found and not automatic:  # a model's own plan may name modules that this configuration does not have
+            raise StyleError(f"{pattern!r} of the plan matches no module of {type(model).__name__}")
+        styles.update(dict.fromkeys(found, style))
+    for name in sorted(styles, key=lambda name: styles[name] in SPLIT | WHOLE):  # first what no layer could serve
+        _check(name, styles, modules)
+    styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
+    _check_places(model, styles, modules)
+    _check_halves(styles, modules, automatic)
+    return styles
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is not None or getattr(model, "hf_quantizer", None) is not None:
+        method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+        raise StyleError(
+            f"{type(model).__name__} is quantised ({getattr(method, 'value', method)}): expected bfloat16, float16 or"
+            " float32 weights; load it dequantised"
+        )
+
+
+def _refuse_split(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedLinear):
+            raise StyleError(
+                f"{name or 'model'} is a {type(module).__name__} over {module.ctx.num_ranks} ranks: expected a model"
+                " that is not split yet; split it once, with a plan of all that is to be split"
+            )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ArgumentError(f"{name} is of no size yet: expected a model whose lazy modules have been called once")
+
+
+def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
+    style = styles[name]
+    if style not in SPLIT | WHOLE:
+        why = ", it is a mixture of experts" if "expert" in name + style else ""
+        raise StyleError(f"style {style!r} of {name} is not served{why}: expected one of {sorted(SPLIT | WHOLE)}")
+    by_head = style in COLUMN and name not in modules and is_attention(modules[name.rpartition(".")[0]])
+    if style in WHOLE or by_head:
+        return
+    if not name:
+        raise StyleError(f"the plan gives the model itself style {style!r}: expected names of modules inside of it")
+    kind = "parameter, not a module"
+    if name in modules:
+        own = type(modules[name])
+        kind = own.__name__ if own.__name__ != nn.Linear.__name__ else f"{own.__module__}.{own.__name__}"
+    if name not in modules or type(modules[name]) is not nn.Linear:
+        raise StyleError(f"{name} is a {kind}: style {style!r} splits a torch.nn.Linear only")
+    if style in PACKED and modules[name].out_features % 2:
+        raise StyleError(f"{name} has {modules[name].out_features} outputs: style {style!r} expects two equal halves")
+
+
+def check_layers(model: nn.Module, linears: Iterable[str], filtered: bool) -> None:
+    """Raises for a split of `linears`, by the model's own plan, that leaves all layers whole on every rank.
+
+    So have it the plans of some state-space families, which split the head, and models inside of a wrapper, by whose
+    names the plan finds nothing.
+    """
+    head, linears = _head(model), list(linears)
+    inside = [name for name in linears if model.get_submodule(name) is not head]
+    stacks = [
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and _holds_linears(module)
+    ]
+    if stacks:
+        inside = [name for name in inside if any(name.startswith(f"{stack}.") for stack in stacks)]
+    if inside:
+        return
+    if linears:
+        what = f"splits {', '.join(linears)} only: each rank would hold and compute all layers, whole"
+        remedy = "pass plan={name: style} to split them, or partial=True to have it so"
+    else:
+        what = f"names no linear that {type(model).__name__} has: each rank would hold all of it, whole"
+        remedy = "pass the model that is inside if this one wraps it, plan={name: style}, or partial=True to have it so"
+    by = "own plan, as filter_fn leaves it," if filtered else "own plan"
+    raise StyleError(f"{type(model).__name__}'s {by} {what}; {remedy}")
+
+
+def _holds_linears(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.Linear) for each in module.modules())
+
+
+def _head(model: Any) -> nn.Module | None:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, Any]) -> None:
+    """Raises where a split would lose what a linear has, or leave with each rank what all of them need."""
+    head = _head(model)
+    holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    attributes = [value for module in model.modules() for key, value in vars(module).items() if key != "_modules"]
+    listed = {id(each) for value in attributes for each in _contents(value)}
+    for name, style in styles.items():
+        if name not in modules and style in COLUMN:  # a parameter of one entry a head
+            _check_tensor(name, model.get_parameter(name))
+    linears = [name for name, style in styles.items() if style in SPLIT and name in modules]
+    empty = [name for name in linears if modules[name].weight.is_meta]
+    if 0 < len(empty) < len(linears):
+        raise ArgumentError(
+            f"model has weights, but {empty[0]}'s is on meta: expected all of them, or none, to be there"
+        )
+    for name in linears:
+        _check_tensors(name, modules[name])
+        if is_hooked(modules[name]):
+            raise StyleError(
+                f"{name} has a hook or a forward of its own, which would be lost: expected none before the split, after"
+                " which a hook sees this rank's part"
+            )
+        if modules[name] is head and styles[name] in COLUMN | PACKED:
+            raise StyleError(
+                f"{name} has style {styles[name]!r}, by which each rank has the logits of its words only: expected"
+                " 'colwise_gather_output'"
+            )
+        if id(modules[name]) in listed:
+            raise StyleError(
+                f"{name} is held in a list, a tuple or a dict of a module too, which would go on calling it whole:"
+                " expected as its only place that of a child"
+            )
+        if holders[id(modules[name])] > 1:
+            raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
+
+
+def _contents(value: object) -> Iterable:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set)) else ()
+
+
+def _check_tensors(name: str, linear: nn.Linear) -> None:
+    """Raises unless a linear holds a weight, perhaps a bias, and nothing else, of kinds that layers can split."""
+    for key, tensor in (*linear.named_parameters(recurse=False), *linear.named_buffers(recurse=False)):
+        if key not in ("weight", "bias"):
+            raise StyleError(f"{name} holds {key} beside its weight, which a split would lose: expected a plain linear")
+        _check_tensor(f"{name}.{key}", tensor)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.layout is not torch.strided:
+        kind = type(tensor).__name__ if tensor.layout is torch.strided else f"{tensor.layout} tensor"
+        raise StyleError(
+            f"{name} is a {kind}: expected a plain torch.Tensor; split the model before it is quantised, sharded or"
+            " wrapped, or leave it whole"
+        )
+    if tensor.dtype not in DTYPES:
+        raise DtypeError(f"{name} is {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
+
+
+def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module], automatic: bool) -> None:
+    """Raises where one linear leaves or takes a split activation and no other of the same parent goes with it.
+
+    In a user's plan also where a linear stays whole beside a split one of its sizes, as up beside gate.
+    """
+    linked: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        if style in LINKED and name in modules:
+            linked.setdefault(name.rpartition(".")[0], []).append(name)
+    for parent, names in linked.items():
+        if is_attention(modules[parent]):
+            continue
+        before = f"{parent}." if parent else ""
+        linears = [before + key for key, child in modules[parent].named_children() if isinstance(child, nn.Linear)]
+        whole = [name for name in linears if styles.get(name, "replicate") in WHOLE]
+        if len({styles[name] in ROW for name in names}) == 1:
+            if whole:  # else what goes with it may stand elsewhere
+                expected = "colwise" if styles[names[0]] in ROW else "rowwise"
+                raise StyleError(
+                    f"{names[0]} has style {styles[names[0]]!r} and {', '.join(whole)} stays whole: a split activation"
+                    f" passes between two linears, so expected a {expected} one beside it"
+                )
+        elif not automatic:
+            for name, other in product(names, whole):
+                if styles[name] in COLUMN and modules[name].weight.shape == modules[other].weight.shape:
+                    raise StyleError(
+                        f"{name} has style {styles[name]!r} and {other}, of the same sizes, stays whole: expected"
+                        " both split, for their outputs meet"
+                    )
+
+
+def _filtered(
+    styles: dict[str, str], modules: dict[str, nn.Module], filter_fn: Callable[[str, nn.Module], bool]
+) -> dict[str, str]:
+    kept = {name: style for name, style in styles.items() if name not in modules or filter_fn(name, modules[name])}
+    for name, style in styles.items():
+        parent = name.rpartition(".")[0]
+        linked = [other for other in kept if other in modules and kept[other] in LINKED]
+        mates = [other for other in linked if other.rpartition(".")[0] == parent]
+        if style in LINKED and name not in kept and mates:
+            raise StyleError(
+                f"filter_fn drops {name} ({style}) and keeps {mates[0]}: a split activation passes between them, so"
+                " keep or drop them together"
+            )
+    return kept

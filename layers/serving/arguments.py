@@ -1,0 +1,130 @@
+"""What an engine is given, checked on the host, before anything is allocated and before a GPU sees a token."""
+
+from __future__ import annotations
+
+from numbers import Real
+import os
+from typing import TYPE_CHECKING, Any
+
+from iris.errors import ArgumentError
+import torch
+from torch import nn
+
+from ..autocast import current_autocast
+from ..hf.positions import count_from_zero, positions_known
+from ..sharded import positive
+from .cache import cache_bytes
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+
+def check_model(model: Any, device: torch.device) -> None:
+    """Raises unless `model` is a decoder on `device`, whose prompts begin at position 0."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ArgumentError(f"model is a {type(model).__name__}: expected a decoder without an encoder")
+    elsewhere = {str(each.device) for each in model.parameters()} - {str(device)}
+    if elsewhere and not hasattr(model, "hf_device_map"):  # whose hooks bring them
+        raise ArgumentError(f"model has parameters on {', '.join(sorted(elsewhere))}: expected all on {device}")
+    if not count_from_zero(model, device):
+        raise ArgumentError(f"model is a {type(model).__name__}, whose positions do not begin at 0: use its generate()")
+
+
+def check_sizes(model: nn.Module, ctx: Iris, batch_size: int, max_length: int) -> None:
+    """Raises for sizes of which the model has no positions, or the device has no memory, be all of it free."""
+    positive(batch_size=batch_size, max_length=max_length)
+    if (known := positions_known(model)) is not None and max_length > known:
+        raise ArgumentError(
+            f"max_length is {max_length}: expected at most {known}, the positions that {type(model).__name__} has"
+        )
+    check_memory(model, ctx, batch_size, max_length, "batch_size, max_length")
+
+
+def check_memory(model: nn.Module, ctx: Iris, rows: int, length: int, names: str) -> None:
+    """Raises where a static cache of `rows` and `length`, which are called by `names`, could not be allocated."""
+    tokens = torch.long.itemsize + torch.bool.itemsize  # what an engine's `output` and `mask` take
+    needed = cache_bytes(model, ctx.num_ranks, rows, length) + tokens * rows * length
+    memory = total_memory(ctx.device)
+    if needed > memory:
+        raise ArgumentError(
+            f"{names} are {rows}, {length}: a cache of that takes {needed >> 30} GiB, expected at most the"
+            f" {memory >> 30} GiB of {ctx.device}"
+        )
+
+
+def total_memory(device: torch.device) -> int:
+    """The bytes of memory that `device` has: the same at any time, and so on all ranks of like devices."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_options(prompt_graphs: Any, compile: Any) -> None:
+    """Raises for what is no number of graphs, or no way to compile."""
+    if isinstance(prompt_graphs, bool) or not isinstance(prompt_graphs, int) or prompt_graphs < 0:
+        raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")
+    if not isinstance(compile, (bool, str)) or compile == "":
+        raise ArgumentError(f"compile is {compile!r}: expected a bool, or the name of a backend of torch.compile")
+
+
+def check_sampling(temperature: Any, top_p: Any, seed: Any) -> None:
+    """Raises for what nothing can be drawn by."""
+    numbers = isinstance(temperature, Real) and isinstance(top_p, Real)
+    if not numbers or not temperature >= 0 or not 0 < top_p <= 1:
+        raise ArgumentError(
+            f"temperature, top_p are {temperature!r}, {top_p!r}: expected 0 or more, and 0 < top_p <= 1"
+        )
+    if isinstance(seed, bool):
+        raise ArgumentError(f"seed is {seed!r}: expected None or an integer of 64 bits")
+
+
+def words_of(model: Any) -> int:
+    """How many tokens the vocabulary of `model` has: as many as its embedding has rows."""
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def check_tokens(name: str, tokens: torch.Tensor, words: int, known: str = "the vocabulary") -> None:
+    """Raises for tokens outside a vocabulary of so many `words`. The host waits for tokens on a GPU."""
+    if tokens.numel():
+        lowest, highest = torch.stack(torch.aminmax(tokens)).tolist()
+        if lowest < 0 or highest >= words:
+            raise ArgumentError(f"{name} have tokens from {lowest} to {highest}: expected 0 to {words - 1}, {known}")
+
+
+def check_prompts(prompts: Any, mask: Any, rows: int, max_length: int, device: torch.device, words: int) -> None:
+    """Raises unless both are [rows, 1 to max_length] on `device`, tokens of the vocabulary, with padding in front."""
+    whole = torch.long, torch.int
+    for name, given, dtypes in (("prompts", prompts, whole), ("mask", mask, (torch.bool, *whole))):
+        if given is None and name == "mask":
+            continue
+        if not isinstance(given, torch.Tensor):
+            raise ArgumentError(f"{name} is a {type(given).__name__}: expected a tensor of {dtypes[0]}")
+        fits = given.dim() == 2 and given.shape[0] == rows and 0 < given.shape[1] <= max_length
+        if given.dtype not in dtypes or given.device != device or not fits or given.shape != prompts.shape:
+            length = f"1 to {max_length}" if given is prompts else prompts.shape[1]
+            raise ArgumentError(
+                f"{name} is {list(given.shape)} of {given.dtype} on {given.device}: expected [{rows}, {length}] of"
+                f" {dtypes[0]} on {device}"
+            )
+    check_tokens("prompts", prompts, words)
+    if mask is not None and not mask[:, -1].all():  # whose logits would be those of padding
+        raise ArgumentError("mask is False at the end of a row: expected padding in front of the prompts")
+
+
+def check_logits(logits: Any, shape: torch.Size, device: torch.device) -> None:
+    """Raises unless they are a tensor of this shape there."""
+    if not isinstance(logits, torch.Tensor):
+        raise ArgumentError(f"logits is a {type(logits).__name__}: expected a tensor")
+    if logits.shape != shape or logits.device != device:
+        raise ArgumentError(f"logits is {list(logits.shape)} on {logits.device}: expected {list(shape)} on {device}")
+
+
+def check_no_autocast(device_type: str) -> None:
+    """Raises `ArgumentError` inside `torch.autocast`, where an engine's graphs and its cache would be of two dtypes."""
+    if (dtype := current_autocast(device_type)) is not None:
+        raise ArgumentError(
+            f"autocast to {dtype} is enabled: expected an engine outside of it, of a model in the dtype that it shall"
+            f" compute in, as model.to({dtype}) gives it"
+        )

@@ -1,0 +1,385 @@
+"""Generation with a static cache and captured steps, thin enough to read: `Engine(model, ctx).generate(prompts)`.
+
+Drives a split Hugging Face model as it is. The prompts run once through the model, left-padded to one length, and fill
+a cache of fixed size. Then each step makes one token a row. A step reads and writes the engine's own tensors only (the
+last tokens, their positions, what was generated, how much), so on a GPU it is captured once in a CUDA graph and
+replayed: no Python and no host synchronisation between tokens. On CPUs the same step runs eagerly.
+
+Prompts of few tokens take the device less time than the host needs to launch their kernels (25 ms for 32 layers). So on
+a GPU those, too, are captured, when a shape comes for the second time (`graphs`): batch, length, with or without
+padding. Longer ones gain nothing and run eagerly; a captured one would keep its activations' memory. Where the host is
+the limit, lengths are on a grid, so that a graph serves all that are a little shorter: they end with tokens that none
+of theirs looks at, and the cache forgets them.
+
+Ranks agree on every token without a word. Logits are gathered by an op that gives every rank the same bits, and the
+noise that a sample is drawn with comes from a generator of the engine's own, seeded alike on all ranks. Where to stop
+is read from the same tokens.
+
+Layers with a sliding window get a cache of full length too: the mask alone keeps the window, so a step stays the same
+whatever the position. Where ranks share the tokens of prompts (`sequence`) but do not divide them, a few tokens that
+mean nothing are put behind: attention is causal, and the cache forgets them. Not a server: one batch at a time, all
+rows to the end of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+import inspect
+from math import gcd
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from iris.errors import ArgumentError
+from iris_ops.local.decode_attention import NAME
+from iris_ops.local.decode_attention import use as use_step_attention
+import torch
+from torch import nn
+
+from ..digests import compare
+from ..hf.sequence import sharing_of
+from ..sharded import check_context, flags, positive
+from ..together import checked
+from .arguments import (
+    check_logits,
+    check_model,
+    check_no_autocast,
+    check_options,
+    check_prompts,
+    check_sampling,
+    check_sizes,
+    words_of,
+)
+from .cache import cache_name, fits, has_windows, known_empty, shape_of, static_cache
+from .compiled import CompiledLayers, decoder_layers
+from .graphs import Graphs
+from .prompts import common_length, padded_before, padded_behind, stops, tokens_of
+from .sampling import Sampler
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+    from transformers import StaticCache
+
+_LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
+_GRAPH_TOKENS = 8192  # of prompts that are captured: of more, the device takes longer than the host
+
+_Method = TypeVar("_Method", bound=Callable)
+
+
+def _untracked(method: _Method) -> _Method:
+    """`method` without gradients, nor in inference mode: tensors made there could not be changed outside."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
+
+
+class Engine:
+    """Generates with `model`, split over the ranks of `ctx`: up to `batch_size` rows of up to `max_length` tokens.
+
+    `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share:
+    it holds the batch of one of them at a time.
+    `step_attention`: whether a model that uses torch's attention attends by `step_attention`, and in prompts by
+    `prompt_attention` (by default on GPUs). `compile`: whether its decoder layers are compiled when they are first
+    used, which takes seconds and saves kernels in each step; by inductor, or by the backend of torch.compile that it
+    names. `prompt_graphs`: of how many shapes of prompts, up to 8192 tokens in all, graphs are kept, those used last
+    (short ones are padded to few lengths); they hold the memory that the largest needs while it runs. None with
+    `graphs` or `step_attention` off. What is captured must stay as it is: a model whose modules, hooks or tensors are
+    exchanged needs a new engine.
+    """
+
+    @_untracked
+    def __init__(
+        self,
+        model: nn.Module,
+        ctx: Iris,
+        batch_size: int = 1,
+        max_length: int = 2048,
+        *,
+        graphs: bool | None = None,
+        cache: StaticCache | None = None,
+        step_attention: bool | None = None,
+        compile: bool | str = False,
+        prompt_graphs: int = 32,
+    ):
+        check_context(ctx)
+        device = torch.device(ctx.device)
+        flags(True, graphs=graphs, step_attention=step_attention)
+        check_options(prompt_graphs, compile)
+        check_model(model, device)
+        check_sizes(model, ctx, batch_size, max_length)
+        options = {"graphs": graphs, "step_attention": step_attention, "compile": compile}
+        compare(ctx, "Engine", batch_size=batch_size, max_length=max_length, prompt_graphs=prompt_graphs, **options)
+        if cache is not None and not fits(cache, shape_of(model, ctx.num_ranks), batch_size, max_length):
+            raise ArgumentError(
+                f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with a like model"
+            )
+        self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
+        self.graphs = device.type == "cuda" if graphs is None else graphs
+        check_no_autocast(device.type)
+        if self.graphs and device.type != "cuda":
+            raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
+        wanted = device.type == "cuda" if step_attention is None else step_attention
+        # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
+        capturable = wanted and use_step_attention(model) and self.graphs
+        self._sharing = sharing_of(model)
+        self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
+        self._cache_name = cache_name(model)
+        like: dict[str, Any] = {"dtype": torch.long, "device": device}
+        self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
+        self.positions = torch.zeros(batch_size, 1, **like)
+        self.mask = torch.zeros(batch_size, max_length, dtype=torch.bool, device=device)  # where the cache has tokens
+        self.filled = torch.zeros(1, **like)  # of the cache, padding included
+        self.output = torch.zeros(batch_size, max_length, **like)  # what was generated ...
+        self.count = torch.zeros(1, **like)  # ... and how many of each row
+        self.sampler = Sampler(device)
+        # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
+        config: Any = model.config
+        own = config._attn_implementation in ("sdpa", NAME) and not has_windows(config)
+        self._seen = self.mask[:, None, None] if own else self.mask
+        self._keeps_any = "Tensor" in str(_annotation(model, "logits_to_keep"))  # else so many from the end, or all
+        self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
+        self.steps = Graphs(2 if self.graphs else 0)
+        self.prompts = Graphs(prompt_graphs if capturable else 0)
+        self._shape: torch.Size | None = None  # of logits, once prompts are read
+        self._held = self._made = 0  # tokens of each row in the cache, and in `output`, as the host counts them
+        self._compiled: CompiledLayers | None = None
+        if compile:
+            self._compile("inductor" if compile is True else compile)
+
+    @_untracked
+    def generate(
+        self,
+        prompts: torch.Tensor | Sequence[Sequence[int]],
+        max_new_tokens: int = 32,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: int | Iterable[int] | None = None,
+    ) -> list[list[int]]:
+        """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
+
+        Collective, with the same arguments on all ranks, which IRIS_DEBUG=1 compares.
+
+        `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
+        the probability, by rank 0's `seed`, which torch's generator there draws if there is none. Raises
+        `ArgumentError` for bad arguments, and for prompts that with the new tokens are longer than `max_length`.
+        """
+
+        def check() -> tuple:
+            positive(max_new_tokens=max_new_tokens)
+            check_sampling(temperature, top_p, seed)
+            check_no_autocast(self.tokens.device.type)
+            tokens = tokens_of(prompts, words_of(self.model))
+            return stops(stop), tokens, padded_before(tokens, max_new_tokens, self.batch_size, self.max_length)
+
+        ends, prompts, (rows, mask) = checked(self.ctx, "Engine.generate", check)
+        rows, mask = rows.to(self.tokens.device), None if mask is None else mask.to(self.tokens.device)
+        asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
+        compare(self.ctx, "Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=prompts)
+        self.sampler.set(temperature, top_p)
+        if not self.sampler.greedy:
+            seed = self.ctx.broadcast(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
+            if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+                raise ArgumentError(f"seed is {seed!r} on rank 0: expected None or an integer of 64 bits")
+            self.sampler.random.manual_seed(seed)
+        self.reset()
+        self.accept(self._first(self._replayed, rows, mask))
+        made = 1
+        while made < max_new_tokens and not (ends and self._ended(made, ends, len(prompts))):
+            steps = min(max_new_tokens - made, _LOOK_EVERY if ends else max_new_tokens)
+            self.decode(steps)
+            made += steps
+        tokens = self.output[: len(prompts), :made].tolist()
+        self.ctx.check()  # a replay asks for no failure
+        return [_until(row, ends) for row in tokens]
+
+    def reset(self) -> None:
+        """Forgets the batch."""
+        self.cache.holder = self._shape = None
+        self._held = self._made = 0
+        self.cache.reset()
+        self.count.zero_()
+        self.mask.fill_(False)
+
+    @_untracked
+    def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded, in front.
+
+        The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape, or of
+        the length that they are padded to.
+        Raises `ArgumentError` where it is not, for tensors of another kind, for tokens outside the vocabulary, which
+        the host waits for the device to see, and for a mask that ends with padding.
+        """
+        self._check_prompts(prompts, mask)
+        return self._first(self._replayed, prompts, mask)
+
+    @_untracked
+    def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """What `prefill` does, eagerly and without padding to a length that others have: so it may round elsewhere."""
+        self._check_prompts(prompts, mask)
+        return self._first(self._read, prompts, mask)
+
+    def _first(self, read: Callable, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """What `read` makes of a batch's prompts, which are checked."""
+        self.cache.holder = self.tokens  # be it half of them, where reading fails
+        logits = read(prompts, mask)
+        self._shape, self._held = logits.shape, prompts.shape[1]
+        return logits
+
+    def _replayed(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        if not self.prompts.most or prompts.numel() > _GRAPH_TOKENS:
+            return self._read(prompts, mask)
+        batch, length = prompts.shape
+        end = None
+        if self._keeps_any:
+            end = torch.full((1,), length, device=prompts.device)
+            longer = common_length(batch, length, self._layer_weights)
+            most = self.max_length - 1  # those that fill the cache are compiled apart
+            longer = max(length, min(longer, most - most % self._step(batch)))
+            if batch * longer <= _GRAPH_TOKENS:
+                prompts, mask = padded_behind(prompts, mask, longer)
+        prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
+        key = prompts.shape, prompts.dtype, None if mask is None else mask.dtype
+        with self._sharing.replaying() if self._sharing else nullcontext():
+            return self.prompts.run(key, self._read, prompts, mask, end).clone()  # the next graph may overwrite it
+
+    def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None, end: torch.Tensor | None = None) -> torch.Tensor:
+        """`end` [1]: how long the prompts are, where less than their tensor is; what is behind means nothing."""
+        batch, length = prompts.shape
+        prompts, mask = padded_behind(prompts, mask, self._sharable(batch, length))
+        keep = prompts.shape[1] - length + 1 if end is None else end - 1
+        end = torch.full((1,), length, device=prompts.device) if end is None else end
+        seen = (torch.arange(prompts.shape[1], device=prompts.device) < end).expand(prompts.shape)
+        seen = seen if mask is None else seen & mask.bool()
+        self.mask[:, : prompts.shape[1]] = seen
+        self.filled.copy_(end)
+        # what is behind has the last one's position: some rotary embeddings go by the largest
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)
+        self.positions.copy_(positions[:, -1:] + 1)
+        with known_empty(self.cache):
+            logits = self._logits(prompts, mask, positions, keep)
+        if not isinstance(keep, int) or keep > 1:  # the cache has what is behind
+            lengths = [each.cumulative_length for each in self.cache.layers]
+            over = (prompts.shape[1] - end).to(lengths[0].dtype).view_as(lengths[0])
+            torch._foreach_sub_(lengths, [over] * len(lengths))
+        return logits
+
+    def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
+        check_no_autocast(self.tokens.device.type)
+        if self.cache.holder is not None:
+            raise ArgumentError("prompts come behind others in the engine's cache: expected reset() before them")
+        compare(self.ctx, "Engine", prompts=prompts, mask=mask)
+        check_prompts(prompts, mask, self.batch_size, self.max_length, self.tokens.device, words_of(self.model))
+
+    def _sharable(self, batch: int, length: int) -> int:
+        """The next length at which ranks can share the tokens, if the model does and there are enough."""
+        if self._sharing is None or not self._sharing.suits(batch * length):
+            return length
+        longer = -(-length // self._step(batch)) * self._step(batch)
+        return longer if longer <= self.max_length else length
+
+    def _step(self, batch: int) -> int:
+        """Between lengths at which ranks that share tokens have as many each."""
+        return 1 if self._sharing is None else self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
+
+    @_untracked
+    def accept(self, logits: torch.Tensor) -> None:
+        """Chooses the next token of each row by its `logits`, those of `prefill` or others of their shape.
+
+        Raises `ArgumentError` for another shape or device, and where no prompts have been read since the last `reset`.
+        """
+        check_logits(logits, self._expect_prompts(), self.tokens.device)
+        compare(self.ctx, "Engine.accept", logits=logits)
+        if self._made == self.max_length:
+            raise ArgumentError(
+                f"the engine has made {self._made} tokens, its max_length: expected reset(), and prompts anew"
+            )
+        self._made += 1
+        self._accept(logits)
+
+    def _accept(self, logits: torch.Tensor) -> None:
+        self.tokens.copy_(self.sampler.choose(logits))
+        self.output.index_copy_(1, self.count, self.tokens)
+        self.count += 1
+
+    @_untracked
+    def decode(self, steps: int = 1) -> None:
+        """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
+
+        Raises `ArgumentError` where no prompts have been read since the last `reset`, and where the steps do not fit
+        behind them in `max_length`.
+        """
+        positive(steps=steps)
+        self._expect_prompts()
+        compare(self.ctx, "Engine.decode", steps=steps)
+        self._make_room(steps)
+        for _ in range(steps):
+            self.logits = self.steps.run(self.sampler.greedy, self._one_step, random=self.sampler.generator)
+
+    @_untracked
+    def step(self) -> torch.Tensor:
+        """One token a row, eagerly, on the engine's own tensors; the logits that they were chosen from."""
+        self._expect_prompts()
+        self._make_room(1)
+        return self._one_step()
+
+    def _one_step(self) -> torch.Tensor:
+        self.mask.index_fill_(1, self.filled, True)
+        logits = self._logits(self.tokens, self._seen, self.positions)
+        torch._foreach_add_([self.positions, self.filled], 1)
+        self._accept(logits)
+        return logits
+
+    def _make_room(self, steps: int) -> None:
+        """Counts so many more tokens in each row, if they fit: on a GPU, what is written behind the end ends it."""
+        most = self.max_length - max(self._held, self._made)
+        if steps > most:
+            raise ArgumentError(
+                f"steps is {steps} behind {self._held} tokens: expected at most {most}, max_length is {self.max_length}"
+            )
+        self._held, self._made = self._held + steps, self._made + steps
+
+    def _expect_prompts(self) -> torch.Size:
+        """The shape of the logits of the prompts that the engine holds. Raises where it holds none."""
+        check_no_autocast(self.tokens.device.type)
+        if self._shape is None:
+            raise ArgumentError("the engine holds no prompts: expected prefill() or read() since the last reset()")
+        if self.cache.holder is not self.tokens:
+            raise ArgumentError("another engine has used the cache that both share: expected reset(), and prompts anew")
+        return self._shape
+
+    def _logits(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, keep: torch.Tensor | int = 1
+    ) -> torch.Tensor:
+        """Of one token a row, so many from the end or at `keep` [1]: the head's product is the largest there is."""
+        with nullcontext() if self._compiled is None else self._compiled.serving(tokens.shape[1]):
+            result = self.model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                **{self._cache_name: self.cache},
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        return result.logits[:, 0 if isinstance(keep, torch.Tensor) else -keep]  # some make all of them
+
+    @_untracked
+    def _compile(self, backend: str) -> None:
+        layers = decoder_layers(self.model, len(self.cache.layers))
+        if not all(each.is_initialized for each in self.cache.layers):
+            self.mask.fill_(True)
+            self._logits(self.tokens, self._seen, self.positions)  # allocates them, which a compiled layer could not
+            self.reset()
+        self._compiled = CompiledLayers(self.model, layers, self.cache, backend)
+
+    def _ended(self, made: int, ends: set[int], rows: int) -> bool:
+        return all(ends.intersection(row) for row in self.output[:rows, :made].tolist())
+
+
+def _annotation(model: nn.Module, name: str) -> object:
+    """What `model` says that it takes by this name; None if nothing."""
+    known = inspect.signature(model.forward).parameters.get(name)
+    return None if known is None or known.annotation is known.empty else known.annotation
+
+
+def _until(row: list[int], ends: set[int]) -> list[int]:
+    at = next((i for i, token in enumerate(row) if token in ends), len(row))
+    return row[: at + 1]

@@ -1,0 +1,114 @@
+"""Work that comes again: eager the first time, captured in a CUDA graph the second, replayed from then on.
+
+The eager run compiles and allocates whatever a capture could not. Work that comes once is never captured. Kept are the
+graphs that were used last, `most` of them. They share their memory: a replay overwrites what another one left, so a
+result is to be used, or copied, before the next work is run. What was taken stays reserved until all of them are gone.
+
+A capture must not compile anything: work that would is run eagerly once more, and captured the next time. Where one
+fails for another reason no other is tried, and a warning says so: what has no graph runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+from iris import log
+from iris.launch.graphs import abandon
+import torch
+
+_SEEN = 256  # keys of work that came once
+_STANCE: Final = "fail_on_recompile"  # torch's error names it
+
+Work = Callable[..., torch.Tensor]
+
+
+class Captured:
+    """`work` as a graph on tensors of its own, copies of `inputs`, and on the memory of graph `other`.
+
+    Random numbers in it come from `random`.
+    """
+
+    def __init__(self, work: Work, inputs: tuple, other: Captured | None, random: torch.Generator | None):
+        self.inputs = [None if each is None else each.clone() for each in inputs]
+        self.graph = torch.cuda.CUDAGraph()
+        if random is not None:
+            self.graph.register_generator_state(random)
+        pool = torch.cuda.graph_pool_handle() if other is None else other.graph.pool()
+        capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
+        # The outer block leads back to the current stream even where a capture fails. Thread-local: other threads
+        # (NCCL's watchdog) may use the device meanwhile.
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()), capture:
+                self.output = work(*self.inputs)
+        except BaseException:
+            abandon(torch.device("cuda", torch.cuda.current_device()), pool, random)
+            raise
+        # As it begins to capture, torch fills what holds the generator's state, in the capturing stream; a replay fills
+        # it anew, in the current one.
+        assert capture.capture_stream is not None
+        torch.cuda.current_stream().wait_stream(capture.capture_stream)
+
+    def replay(self, inputs: tuple) -> torch.Tensor:
+        """The result for `inputs`, which are as those that it was captured with."""
+        for own, given in zip(self.inputs, inputs, strict=True):
+            if own is not None:
+                own.copy_(given)
+        self.graph.replay()
+        return self.output
+
+
+class Graphs:
+    """At most `most` pieces of captured work, each known by a key; 0: everything runs eagerly."""
+
+    def __init__(self, most: int, capture: type[Captured] = Captured):
+        self.most, self._capture, self._failed = most, capture, False
+        self._seen: OrderedDict[Hashable, bool] = OrderedDict()  # and whether a capture would have compiled
+        self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def run(
+        self, key: Hashable, work: Work, *inputs: torch.Tensor | None, random: torch.Generator | None = None
+    ) -> torch.Tensor:
+        """`work(*inputs)`, which for the same key launches the same. `random`: the generator that it draws from."""
+        if self.most and key not in self._kept and not self._failed:
+            if key in self._seen:
+                self._add(key, work, inputs, random)
+            else:
+                _remember(self._seen, key, False, _SEEN)
+        if key not in self._kept:
+            return work(*inputs)
+        self._kept.move_to_end(key)
+        return self._kept[key].replay(inputs)
+
+    def _add(self, key: Hashable, work: Work, inputs: tuple, random: torch.Generator | None) -> None:
+        try:
+            with _compiling_nothing():
+                graph = self._capture(work, inputs, next(iter(self._kept.values()), None), random)
+        except RuntimeError as error:
+            if _STANCE in str(error) and not self._seen[key]:
+                self._seen[key] = True
+                return
+            reason = str(error).strip().partition("\n")[0]
+            log.logger.warning("what an engine runs is not captured in a CUDA graph, it stays eager: %s", reason)
+            self._failed = True
+        else:
+            del self._seen[key]
+            _remember(self._kept, key, graph, self.most)
+
+
+def _compiling_nothing() -> AbstractContextManager:
+    """A block in which to compile is an error, unless the user's own stance is that nothing is."""
+    own = torch._dynamo.eval_frame._stance.stance
+    return torch.compiler.set_stance(_STANCE) if own == "default" else nullcontext()
+
+
+def _remember(known: OrderedDict, key: Hashable, value: object, most: int) -> None:
+    """Adds the youngest; the oldest go."""
+    known[key] = value
+    while len(known) > most:
+        known.popitem(last=False)

@@ -1,0 +1,87 @@
+"""What a user gives an engine: prompts, as lists or padded to lengths that others have too, and where to stop.
+
+Checked on the host: a token outside the vocabulary is an error here, where on a GPU it would be the end of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+from typing import Any
+
+from iris.errors import ArgumentError
+import torch
+from torch.nn import functional as F
+
+from .arguments import check_tokens
+from .prefill_attention import length_on_grid
+
+_HOST_LIMITED = 2.5e11  # tokens times a layer's weights, some 0.8 ms: of fewer, the host takes longer than the device
+_MORE_TOKENS = 64  # or an eighth: so many more than the prompts have cost little beside their weights
+
+
+def tokens_of(prompts: Any, words: int) -> list[list[int]]:
+    """The tokens of each prompt, of a vocabulary of so many `words`."""
+    try:
+        rows = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
+        rows = [row.tolist() if isinstance(row, torch.Tensor) else list(row) for row in rows]
+        tokens = torch.tensor([token for row in rows for token in row], device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        tokens = torch.tensor(0.0)
+    if tokens.dim() != 1 or (tokens.numel() and tokens.dtype != torch.long):
+        raise ArgumentError(
+            f"prompts are a {type(prompts).__name__}: expected integers, as a tensor [rows, tokens] or a list for each"
+            " row"
+        )
+    check_tokens("prompts", tokens, words)
+    return rows
+
+
+def padded_before(
+    prompts: list[list[int]], new: int, batch_size: int, max_length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As one tensor of `batch_size` rows, and where there is no padding (None: everywhere), if `new` more fit."""
+    lengths = [len(row) for row in prompts] or [0]
+    longest = max(lengths)
+    if not 0 < len(prompts) <= batch_size or not min(lengths):
+        raise ArgumentError(f"prompts are {len(prompts)} of {lengths} tokens: expected 1 to {batch_size}, none empty")
+    if longest + new > max_length:
+        raise ArgumentError(
+            f"prompts of {longest} tokens and max_new_tokens of {new} need {longest + new}: expected at most"
+            f" {max_length}, the engine's max_length"
+        )
+    rows = [*prompts, *prompts[:1] * (batch_size - len(prompts))]
+    padded = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device="cpu")
+    mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows], device="cpu")
+    return padded, None if mask.all() else mask
+
+
+def stops(stop: int | Iterable[int] | None) -> set[int]:
+    """The tokens after which a row ends."""
+    try:
+        one = not isinstance(stop, Iterable) or (isinstance(stop, torch.Tensor) and stop.dim() == 0)
+        several: Any = () if stop is None else (stop,) if one else stop
+        return {index(token) for token in several}
+    except TypeError:
+        raise ArgumentError(f"stop is {stop!r}: expected None, a token, or several") from None
+
+
+def common_length(batch: int, length: int, weights: float) -> int:
+    """The next length that prompts are padded to, for one graph to serve all that are a little shorter.
+
+    Only where the host is what limits, so that the tokens behind cost nothing. `weights`: a rank's, over the layers.
+    """
+    most = max(1, _MORE_TOKENS // batch)
+    longer = length_on_grid(length, 1 << most.bit_length() - 1)  # whole steps of it fit between two powers of two
+    return longer if batch * longer * weights <= _HOST_LIMITED else length
+
+
+def padded_behind(
+    prompts: torch.Tensor, mask: torch.Tensor | None, length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both [rows, length], with tokens that none of the prompts' looks at; they look at themselves, or would be NaN."""
+    more = length - prompts.shape[1]
+    if more:
+        prompts = F.pad(prompts, (0, more))
+        mask = None if mask is None else F.pad(mask, (0, more), value=True)
+    return prompts, mask
