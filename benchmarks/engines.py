@@ -2,7 +2,7 @@
 
     ours            the layers as they are: fused ops, ranks sharing the tokens of long prompts between the products
     ours-unshared   those with `sequence_parallel=False`
-    ours-fp8        our layers with weights in fp8, column- and row-parallel (`layers/fp8.py`), tokens not shared
+    ours-fp8        our layers with weights in fp8, column- and row-parallel (`iris_ops/fp8/`), tokens not shared
     fp8-shared      those with shared tokens
     nccl            the layers of ours-unshared, their ops exchanged for torch's product and NCCL's collective
     sequence-nccl   those of ours, likewise
@@ -25,7 +25,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from iris import registry
+from iris.ccl.collectives import Collectives
 from iris.errors import PlatformError
+from iris.group import name_of
+from iris_ops.ops import Ops
 from iris_tp.bench.team import Team
 import torch
 from torch import nn
@@ -129,13 +132,13 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
     nccl, async_tp = (_Context(ctx, name, ops) for name, ops in ((NCCL, NcclOps()), (ASYNC_TP, AsyncTpOps())))
     shared = functools.cache(lambda: with_shared_tokens(model, ctx))
     makers = {
-        OURS: lambda: Contender(OURS, shared(), lambda: serve(shared(), ctx), ctx, lambda: sum(ctx._heap.used)),
-        UNSHARED: lambda: Contender(UNSHARED, model, lambda: serve(model, ctx), ctx, lambda: sum(ctx._heap.used)),
+        OURS: lambda: Contender(OURS, shared(), lambda: serve(shared(), ctx), ctx, lambda: sum(ctx.heap.used)),
+        UNSHARED: lambda: Contender(UNSHARED, model, lambda: serve(model, ctx), ctx, lambda: sum(ctx.heap.used)),
         SEQUENCE_NCCL: lambda: Contender(SEQUENCE_NCCL, shared(), lambda: serve(shared(), nccl), nccl),
         ASYNC_TP: lambda: Contender(ASYNC_TP, on_gpus(shared, ctx), lambda: serve(shared(), async_tp), async_tp),
-        FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: sum(ctx._heap.used)),
+        FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: sum(ctx.heap.used)),
         FP8_SHARED: lambda: Contender(
-            FP8_SHARED, in_fp8(model, ctx, shared=True), lambda: None, ctx, lambda: sum(ctx._heap.used)
+            FP8_SHARED, in_fp8(model, ctx, shared=True), lambda: None, ctx, lambda: sum(ctx.heap.used)
         ),
         NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
@@ -175,8 +178,11 @@ class _Context:
     def __init__(self, ctx, name: str, ops: NcclOps):
         self.device, self.cur_rank, self.num_ranks, self.ops = ctx.device, ctx.cur_rank, ctx.num_ranks, ops
         self.ccl = SimpleNamespace(all_gather=dist.all_gather_into_tensor)
-        self.group_name = registry.reserve(name)
+        self.group_name = name_of(name)
         registry.add(self.group_name, self)
+
+    def once(self, make):
+        return {Ops: self.ops, Collectives: self.ccl}[make]
 
 
 _FEW = 4  # tokens from which on ranks share them on CPUs, where prompts are short
@@ -186,9 +192,10 @@ def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
     """The same model split as it is by default; it shares its weights with `split`."""
     import layers
     from layers.checkpoint.load import _compute_buffers
+    from layers.hf import sequence
 
     model = empty_model(copy.deepcopy(split.config), split.dtype)
-    known = model.config.model_type in layers.sequence.KNOWN
+    known = model.config.model_type in sequence.KNOWN
     layers.parallelize(model, ctx, sequence_parallel=_FEW if ctx.device.type == "cpu" and known else "auto")
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         parent, _, key = name.rpartition(".")

@@ -15,7 +15,7 @@ import tempfile
 
 from iris.tracing import MOST_EVENTS
 from iris_ops import FusedConfig
-from iris_ops.unfused import UNFUSED
+from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_tp.bench import timing
 from iris_tp.bench.inputs import Inputs
 from iris_tp.bench.rows import CALLS, Row
@@ -75,7 +75,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 def is_recorded(config: FusedConfig) -> bool:
     """Whether calls of this configuration leave events (docs/timelines.md)."""
-    return config.warp_roles or config.algorithm not in UNFUSED
+    return config.warp_roles or config.algorithm not in TORCH_WAYS
 
 
 def record(row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_events: int) -> tuple[dict, list[dict]]:

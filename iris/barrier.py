@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,10 +10,6 @@ from . import platform
 from .device import sync
 from .errors import CaptureError
 from .launch import relaunch
-
-if TYPE_CHECKING:
-    from .context import Iris
-
 
 _NO_DIGEST = 1 << 61  # as wide as those of a heap, so that one compiled kernel serves both
 
@@ -28,12 +23,9 @@ class DeviceBarrier:
 
     WORDS = 7  # int32 of each rank
 
-    def __init__(self, ctx: Iris, memory: torch.Tensor | None = None) -> None:
-        """`memory`: int32 [WORDS * ranks] of the heap, zeroed; by default taken here."""
-        self._ctx = ctx
-        world = ctx.num_ranks
-        if memory is None:
-            memory = ctx._heap.reserve((self.WORDS * world,), torch.int32).zero_()
+    def __init__(self, device: torch.device, words: torch.Tensor, world: int, memory: torch.Tensor) -> None:
+        """`words`: what kernels read of the context. `memory`: int32 [WORDS * world] of the heap, zeroed."""
+        self._device, self._words, self._world = device, words, world
         self._digests, self.counts = (
             memory[: 4 * world].view(torch.int64).view(2, world),
             memory[4 * world :].view(3, world),
@@ -43,15 +35,14 @@ class DeviceBarrier:
 
     def __call__(self, members: tuple[int, ...], digest: int = _NO_DIGEST) -> None:
         """Of the ranks `members`, in the current stream. Where their `digest`s differ, it fails on all of them."""
-        ctx = self._ctx
         table, before, again = self._known.get(members, (None, digest, None))
         if table is None:
-            if platform.is_capturing(ctx.device):
+            if platform.is_capturing(self._device):
                 raise CaptureError("call device_barrier() for this group once before capturing it")
-            table = torch.tensor(members, dtype=torch.int32, device=ctx.device)
+            table = torch.tensor(members, dtype=torch.int32, device=self._device)
         if again is None or digest != before or not again():
             sent, arrived, _ = self.counts
-            args = dict(words=ctx._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
-                        passed=self.passed, digests=self._digests, digest=digest, WORLD_SIZE=ctx.num_ranks)  # fmt: skip
-            found = relaunch.launch({}, ctx.device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
+            args = dict(words=self._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
+                        passed=self.passed, digests=self._digests, digest=digest, WORLD_SIZE=self._world)  # fmt: skip
+            found = relaunch.launch({}, self._device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
             self._known[members] = table, digest, found and found.again

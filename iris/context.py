@@ -7,7 +7,7 @@ through which a failed wait reaches the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 import os
@@ -16,26 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import agreement, failures, platform, registry, tensors
+from . import agreement, platform, registry, tensors
 from .barrier import DeviceBarrier
 from .device import waits
 from .device.context import HEADER, pack
 from .errors import (
     ArgumentError,
     CaptureError,
-    ClosedError,
     IrisError,
     NotSymmetricError,
-    PeerLostError,
     PlatformError,
-    ThreadError,
 )
 from .group import Ranks
 from .heap import GRANULE, Heap
 from .launch import graphs, relaunch
 from .launch.streams import SideStream
 from .log import rank_logger
-from .memory import map_segment
+from .memory.allocators import map_segment
 from .memory.offsets import rounded
 from .tracing import Tracing
 
@@ -72,23 +69,24 @@ class Iris(tensors.TensorMethods):
     """
 
     def __init__(self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None) -> None:
+        super().__init__()
         self._closed = True  # until it is built
         self._thread = threading.get_ident()
-        self._ranks = Ranks(group)
+        self.hosts = Ranks(group)
         try:
             self._make(heap_size, os.environ.get("IRIS_ALLOCATOR", allocator_type))
         except BaseException:
-            self._ranks.close()
+            self.hosts.close()
             raise
-        self.group_name = self._ranks.name  # by which compiled graphs find this context
+        self.group_name = self.hosts.name  # by which compiled graphs find this context
         registry.add(self.group_name, self)
         self._closed = False
 
     def _make(self, heap_size: int, allocator: str) -> None:
         """Each step is one of all ranks: where it fails on one, it fails on all."""
-        ranks = self._ranks
+        ranks = self.hosts
         self.cur_rank, self.num_ranks = ranks.rank, ranks.size
-        self._log = rank_logger(self.cur_rank, self.num_ranks)
+        self.log = rank_logger(self.cur_rank, self.num_ranks)
         self.device = ranks.together("the device", self._own_device)
         self.gpu_id = self.device.index or 0
         asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0"
@@ -96,7 +94,7 @@ class Iris(tensors.TensorMethods):
         _agree(told)
         gpus = [rank.gpu for rank in told if rank.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
-            self._log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
+            self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
         self.heap_size = rounded(heap_size, GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
         try:
@@ -113,40 +111,28 @@ class Iris(tensors.TensorMethods):
 
     def _furnish(self) -> None:
         """What the context has beside its heap, and of it."""
-        self._heap = Heap(self._segment)
+        self.heap = Heap(self._segment)
         # both in one block, for they are small
-        memory = self._heap.reserve((DeviceBarrier.WORDS * self.num_ranks + 1,), torch.int32).zero_()
-        self._barrier, self._status = DeviceBarrier(self, memory[:-1]), memory[-1:]
+        memory = self.heap.reserve((DeviceBarrier.WORDS * self.num_ranks + 1,), torch.int32).zero_()
+        self._status = memory[-1:]
         self._record = torch.zeros(waits.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._record_view = self._record.numpy().data
         words = pack(
             self.cur_rank,
             self._segment.bases,
-            self._ranks.pids,
+            self.hosts.pids,
             self._status.data_ptr(),
             self._record.data_ptr(),
             platform.timeout_ticks(),
         )
         self._words = torch.tensor(words, dtype=torch.int64, device=self.device)
+        self._barrier = DeviceBarrier(self.device, self._words, self.num_ranks, memory[:-1])
         self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._difference = ""  # between heaps, once it is known
-        self.agreement = agreement.Agreement(self._ranks) if agreement.wanted() and self.num_ranks > 1 else None
-        self._ops: Ops | None = None
-        self._ccl: Collectives | None = None
+        self.agreement = agreement.Agreement(self.hosts) if agreement.wanted() and self.num_ranks > 1 else None
         self._pool: Pool | None = None
-        self._tracing: Tracing | None = None
-        self._side = SideStream(self.device)
+        self.side = SideStream(self.device)
         platform.synchronize(self.device)
-
-    def get_heap_bases(self) -> torch.Tensor:
-        """uint64 [num_ranks] on the device: where each rank's heap begins in this process's address space."""
-        self.check()
-        return self.heap_bases
-
-    def get_device_context(self) -> torch.Tensor:
-        """int64 tensor for `DeviceContext.initialize`. Its layout is not part of the API."""
-        self.check()
-        return self._words
 
     def get_rank(self) -> int:
         """This rank, from 0; also `ctx.cur_rank`."""
@@ -168,34 +154,6 @@ class Iris(tensors.TensorMethods):
         """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
         return platform.num_programs(self.device)
 
-    def barrier(self, stream: torch.cuda.Stream | None = None, group: Members | Sequence[int] = None) -> None:
-        """Waits for the device, or for `stream`, then until every rank (of `group`) has come here.
-
-        `group`: a process group, one dimension of a DeviceMesh or a list of ranks of this context, with this one in it.
-        Raises `PeerLostError` naming a rank that did not come in time, `CaptureError` while a graph is captured,
-        `ArgumentError` for bad arguments.
-        """
-        if stream is not None and not isinstance(stream, torch.cuda.Stream):
-            raise ArgumentError(f"stream is {stream!r}; expected None or a torch.cuda.Stream")
-        if platform.is_capturing(self.device):
-            raise CaptureError("barrier() waits on the host and cannot be captured; use device_barrier()")
-        platform.synchronize(self.device, stream)
-        self.device_barrier(group)
-        platform.synchronize(self.device)
-        self.check()
-
-    def device_barrier(self, group: Members | Sequence[int] = None) -> None:
-        """A barrier of the ranks (of `group`, as in `barrier`) in the current stream's order.
-
-        Can be captured and replayed. Raises `PeerLostError` in a later call where a rank did not come in time.
-        """
-        self.check()
-        members = tuple(self._ranks.members(group))
-        self.compare("a barrier", members)
-        self._side.join()
-        self._barrier(members, self._heap.digest)
-        self.check()
-
     def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """`tensor`, which lies on the heap, as `rank` has it: its memory at the same place of that rank's heap.
 
@@ -209,7 +167,7 @@ class Iris(tensors.TensorMethods):
             )
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
             raise ArgumentError(f"rank is {rank!r}; expected a rank from 0 to {self.num_ranks - 1}")
-        return relaunch.alias(tensor, self._segment.bases[rank] - self._segment.bases[self.cur_rank])
+        return self.view_at(tensor, rank)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
@@ -221,8 +179,8 @@ class Iris(tensors.TensorMethods):
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.num_ranks:
             raise ArgumentError(f"src is {src!r}; expected a rank from 0 to {self.num_ranks - 1}")
         self.barrier()  # whatever comes of the value, all that was launched before has been done
-        with self._exchanging():
-            return self._ranks.broadcast(value, src)
+        with self.exchanging():
+            return self.hosts.broadcast(value, src)
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
@@ -238,12 +196,12 @@ class Iris(tensors.TensorMethods):
         if self._pool is None:
             from .memory.pool import pool_of
 
-            self._pool = pool_of(self._heap, self.device)
+            self._pool = pool_of(self.heap, self.device)
         with self._pool.use():
             yield
         self.barrier()
-        with self._exchanging():
-            layouts = self._ranks.all_gather(self._pool.layout(), "the end of memory_pool()")
+        with self.exchanging():
+            layouts = self.hosts.all_gather(self._pool.layout(), "the end of memory_pool()")
         if len(set(layouts)) > 1:
             raise NotSymmetricError(
                 "what was allocated in memory_pool() lies at different offsets on different ranks; expected the same "
@@ -256,101 +214,27 @@ class Iris(tensors.TensorMethods):
         With allocator "torch", whose memory is one piece, nothing.
         """
         self.barrier()  # no peer may still be using what goes
-        return self._heap.trim()
+        return self.heap.trim()
 
     @property
     def ops(self) -> Ops:
         """The fused operations of `iris_ops`."""
-        if self._ops is None:
-            self.check()
-            from iris_ops.ops import Ops
+        from iris_ops.ops import Ops  # which imports this package
 
-            self._ops = Ops(self)
-        return self._ops
+        return self.once(Ops)
 
     @property
     def ccl(self) -> Collectives:
         """The collectives of `iris.ccl`."""
-        if self._ccl is None:
-            self.check()
-            from .ccl.collectives import Collectives
+        from .ccl.collectives import Collectives
 
-            self._ccl = Collectives(self)
-        return self._ccl
+        return self.once(Collectives)
 
     @property
     def tracing(self) -> Tracing:
         """Records what programs do inside kernels, and writes it as a timeline (`iris/tracing.py`)."""
         self.check()
-        if self._tracing is None:
-            self._tracing = Tracing(self)
-        return self._tracing
-
-    def compare(self, call: str, members: Sequence[int] | None = None, **facts: Any) -> None:
-        """With IRIS_DEBUG=1: raises on all `members`, by default all ranks, where they differ in a collective call.
-
-        `ArgumentError` names what differs of `facts`, `PeerLostError` a rank that makes no such call in time
-        (`iris/agreement.py`). A library of collective calls may use it for its own.
-        """
-        if self.agreement is None or platform.is_capturing(self.device):
-            return
-        with self._exchanging():
-            self.agreement.compare(range(self.num_ranks) if members is None else members, call, **facts)
-
-    @contextmanager
-    def _exchanging(self) -> Iterator[None]:
-        """What the hosts exchange: a lost rank makes the context void, as after a wait in a kernel."""
-        try:
-            yield
-        except PeerLostError:
-            waiter = waits.WAITERS.index("an exchange of the hosts")
-            lost = self._ranks.lost
-            assert lost is not None  # as the error says
-            for at, word in enumerate((waiter, self.cur_rank, lost, 0, 0), 1):
-                self._record_view[at] = word
-            self._record_view[0] = waits.LOST.value
-            raise
-
-    def check(self) -> None:
-        """Raises where the context cannot be used, or not here. Costs no device synchronisation.
-
-        `ClosedError` after `close()`; `ThreadError` in another thread than the context's; `PeerLostError` once a wait
-        in a kernel has failed; `NotSymmetricError` once kernels have found that the ranks' heaps differ.
-        """
-        if self._closed or self._record_view[0] or threading.get_ident() != self._thread:
-            self._refuse()
-
-    def take_over(self) -> None:
-        """Makes the calling thread the one that uses the context; the thread before must have ended its last call.
-
-        Ranks make the same calls in the same order, which two threads of a rank would not: so a context belongs to one
-        thread, at first to the one that made it, and calls from any other raise `ThreadError`. The thread's current GPU
-        becomes the context's, for torch gives each new thread the first one.
-        """
-        if self._closed:
-            self._refuse()
-        self._thread = threading.get_ident()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-
-    def _refuse(self) -> None:
-        if self._closed:
-            raise ClosedError("this context was closed; make a new one with iris.iris()")
-        self._check_thread()
-        kind, waiter, rank, peer, expected, seen = self._record_view
-        if kind in (waits.OUT_DIFFERS.value, waits.HEAPS_DIFFER.value):
-            if not self._difference:
-                self._difference = failures.heaps_differ(self._ranks, self._heap, kind, waiter, peer, expected)
-            raise NotSymmetricError(self._difference)
-        raise PeerLostError(failures.lost(kind, waiter, rank, peer, expected, seen))
-
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread:
-            raise ThreadError(
-                f"thread {threading.current_thread().name!r} uses a context that belongs to another thread; expected "
-                f"calls from one thread, so that all ranks make them in the same order. To hand the context over, call "
-                f"ctx.take_over() in the thread that goes on, when the other has ended its last call."
-            )
+        return self.once(Tracing)
 
     def close(self) -> None:
         """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless."""
@@ -358,7 +242,7 @@ class Iris(tensors.TensorMethods):
             return
         self._check_thread()
         try:
-            if not self._record_view[0] and self._ranks.lost is None:
+            if not self._record_view[0] and self.hosts.lost is None:
                 self.barrier()  # no peer may still be writing here
         finally:
             self._end()
@@ -368,10 +252,12 @@ class Iris(tensors.TensorMethods):
         registry.remove(self.group_name)
         if self._pool is not None:
             self._pool.close()
-        self._ops = self._ccl = self._tracing = self._pool = None  # they hold heap memory
+        self._kept.clear()  # they hold heap memory
+        self.on_change.clear()
+        self._pool = None
         del self._barrier  # it does, too
         self.agreement = None
-        self._ranks.close()
+        self.hosts.close()
         self._segment.close()
 
     def _leave(self, error: BaseException) -> None:
@@ -381,7 +267,7 @@ class Iris(tensors.TensorMethods):
         """
         self._check_thread()
         if not self._record_view[0]:
-            self._ranks.leave(error)
+            self.hosts.leave(error)
             left = torch.full((1,), waits.left_by(self.cur_rank), dtype=torch.int32)
             left = left.pin_memory() if self.device.type == "cuda" else left
             bases = self._segment.bases
@@ -413,19 +299,19 @@ class Iris(tensors.TensorMethods):
 
     def debug(self, message: str) -> None:
         """Prints `[Iris] [rank/world] message` to stderr if the level is DEBUG (`iris.set_logger_level`)."""
-        self._log.debug(message)
+        self.log.debug(message)
 
     def info(self, message: str) -> None:
         """Prints such a line if the level is INFO, as it is by default, or DEBUG."""
-        self._log.info(message)
+        self.log.info(message)
 
     def warning(self, message: str) -> None:
         """Prints such a line unless the level is ERROR."""
-        self._log.warning(message)
+        self.log.warning(message)
 
     def error(self, message: str) -> None:
         """Prints such a line at every level. Raises nothing."""
-        self._log.error(message)
+        self.log.error(message)
 
     def _device_name(self) -> str | None:
         if self.device.type == "cpu":

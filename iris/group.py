@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 import io
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import platform, registry
+from . import platform
 from .channel import Channel, Message
 from .errors import ArgumentError, IrisError, PeerLostError, PlatformError
 from .meeting import gloo_watch, join_world
@@ -50,7 +51,7 @@ class Ranks:
                 self.group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.size = dist.get_world_size(self.group) if self.group else 1
-        self.name = registry.reserve(self.group.group_name if self.group else "alone")
+        self.name = name_of(self.group.group_name if self.group else "alone")
         if self.group is not None and self.size > 1:
             self._channel = Channel(
                 _store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit, gloo_watch(self.group, limit)
@@ -156,6 +157,19 @@ class Ranks:
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank) if self.group else rank
+
+
+_contexts_made: Counter[str] = Counter()
+
+
+def name_of(group_name: str) -> str:
+    """The name of the context that is about to be made on a process group, which no other has, or will have.
+
+    The group's, and from the second context on with a count: "0", "0.1", ...
+    """
+    count = _contexts_made[group_name]
+    _contexts_made[group_name] += 1
+    return f"{group_name}.{count}" if count else group_name
 
 
 def by_rank(values: dict[int, Any]) -> str:

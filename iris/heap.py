@@ -22,7 +22,7 @@ import torch
 
 from . import platform
 from .errors import ArgumentError, CaptureError, DeviceError, HeapExhausted
-from .memory import Segment
+from .memory.base import Segment
 from .memory.offsets import Offsets, rounded
 
 # Wide enough for tensor descriptors and full cache lines.

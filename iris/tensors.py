@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,29 +24,18 @@ from .errors import (
     NotSymmetricError,
     ShapeError,
 )
-
-if TYPE_CHECKING:
-    from .agreement import Agreement
-    from .group import Ranks
-    from .heap import Heap
+from .rank import Rank
 
 _TORCH_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, OverflowError)
 
 
-class TensorMethods:
+class TensorMethods(Rank):
     """The constructors of `Iris`. Every rank makes the same calls, so offsets agree on all ranks.
 
     All take torch's keywords: `out` (on this heap, of the result's sizes), `dtype`, `layout` (strided), `device` (the
     context's), `requires_grad`, and `generator` or `memory_format` where torch has them. They raise `ArgumentError` or
     one of its kin for bad arguments and `HeapExhausted` when the heap is full; nothing is taken from the heap then.
     """
-
-    device: torch.device
-    _heap: Heap
-    _ranks: Ranks
-    agreement: Agreement | None
-    check: Callable[[], None]
-    compare: Callable[..., None]
 
     def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
         """As `torch.zeros`: sizes as arguments or as one tuple."""
@@ -76,14 +65,14 @@ class TensorMethods:
             plan = _asked(torch.empty, size, {"device": "meta", "dtype": _checked_dtype(dtype)}, call)
         except IrisError as error:
             refusal = error
-        told = self._ranks.all_gather((refusal, plan is not None and plan.nbytes, plan is not None and plan.dtype))
+        told = self.hosts.all_gather((refusal, plan is not None and plan.nbytes, plan is not None and plan.dtype))
         for rank, (error, _, _) in enumerate(told):
             if error is not None:
                 raise type(error)(f"rank {rank}: {error}")
         if len({kind for _, _, kind in told}) > 1:
             raise DtypeError(f"dtype differs between ranks: {[kind for _, _, kind in told]}; expected the same on all")
         assert plan is not None  # for no rank refused
-        return self._heap.allocate(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in told))
+        return self.heap.allocate(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in told))
 
     def full(self, *size_and_value: Any, **options: Any) -> torch.Tensor:
         """As `torch.full(size, fill_value)`."""
@@ -122,7 +111,7 @@ class TensorMethods:
         """
         self.check()
         _check_tensor(tensor)
-        return self._heap.adopt(tensor, self.is_symmetric(tensor))
+        return self.heap.adopt(tensor, self.is_symmetric(tensor))
 
     def free(self, *tensors: torch.Tensor) -> None:
         """Gives the tensors' memory back to the heap for later allocations. Every rank makes the same calls.
@@ -135,14 +124,14 @@ class TensorMethods:
             _check_tensor(tensor)
         if self.agreement is not None:
             outside = "outside the heap"
-            self.compare("free", offsets=[self._heap.offset(t) if self.is_symmetric(t) else outside for t in tensors])
-        self._heap.free(*tensors)
+            self.compare("free", offsets=[self.heap.offset(t) if self.is_symmetric(t) else outside for t in tensors])
+        self.heap.free(*tensors)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Whether the whole storage range of `tensor` lies in this heap."""
         self.check()
         _check_tensor(tensor)
-        return tensor.device == self.device and tensor.layout is torch.strided and self._heap.contains(tensor)
+        return tensor.device == self.device and tensor.layout is torch.strided and self.heap.contains(tensor)
 
     def _construct(
         self,
@@ -178,20 +167,20 @@ class TensorMethods:
             return tensor.requires_grad_() if requires_grad else tensor
         except Exception:
             if out is None:
-                self._heap.free(tensor)
+                self.heap.free(tensor)
             raise
 
     def _allocate(self, plan: torch.Tensor) -> torch.Tensor:
         dense, facts = plan.is_contiguous(), {"sizes": tuple(plan.shape), "dtype": plan.dtype}
         try:
-            made = self._heap.allocate(tuple(plan.shape) if dense else (plan.numel(),), plan.dtype)
+            made = self.heap.allocate(tuple(plan.shape) if dense else (plan.numel(),), plan.dtype)
         except HeapExhausted:
-            self.compare("an allocation", **facts, offset="no room")
+            self.compare("an allocation", None, **facts, offset="no room")
             raise
         try:
-            self.compare("an allocation", **facts, offset=self._heap.offset(made))
+            self.compare("an allocation", None, **facts, offset=self.heap.offset(made))
         except IrisError:
-            self._heap.free(made)
+            self.heap.free(made)
             raise
         return made if dense else made.as_strided(plan.shape, plan.stride())
 

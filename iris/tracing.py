@@ -32,7 +32,7 @@ from .errors import ArgumentError, CaptureError
 from .triton_private import FUSED
 
 if TYPE_CHECKING:
-    from .context import Iris
+    from .rank import Rank
 
 MOST_EVENTS = 1 << 28
 _ROUND_TRIPS = 64
@@ -107,9 +107,8 @@ class Offset:
 class Tracing:
     """Records events of kernels on this rank's device. All methods are collective."""
 
-    def __init__(self, ctx: Iris) -> None:
+    def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
-        self.enabled = False
         self.names = dict(enumerate(NAMES))  # of event ids; add your own
         self._buffer: torch.Tensor | None = None
         self._clock: tuple[torch.Tensor, ...] = ()
@@ -124,7 +123,7 @@ class Tracing:
         """
         self._check()
         sound = isinstance(max_events, int) and not isinstance(max_events, bool) and 0 < max_events <= MOST_EVENTS
-        for given, fine in self._ctx._ranks.all_gather((repr(max_events), sound)):
+        for given, fine in self._ctx.hosts.all_gather((repr(max_events), sound)):
             if not fine:
                 raise ArgumentError(f"max_events is {given}; expected an integer from 1 to {MOST_EVENTS}")
         self._ctx.barrier()  # no kernel of this device still records
@@ -135,7 +134,7 @@ class Tracing:
             size = HEADER_WORDS.value + max_events * EVENT_WORDS.value
             self._buffer = torch.empty(size, dtype=torch.int64, device=self._ctx.device)
         self._announce(self._buffer.data_ptr(), max_events)
-        self.enabled = True
+        self._ctx.recording = True
         self.reset()
 
     def disable(self) -> None:
@@ -143,12 +142,17 @@ class Tracing:
         self._check()
         self._ctx.barrier()
         self._announce(0, 0)
-        self.enabled = False
+        self._ctx.recording = False
 
     def reset(self) -> None:
         """Forgets all events so far."""
         self._began = self._measure_clocks()  # after everything that the device was at
         self._recorded()[: HEADER_WORDS.value].zero_()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether fused kernels record."""
+        return self._ctx.recording
 
     @property
     def dropped(self) -> int:
@@ -173,11 +177,11 @@ class Tracing:
         """
         clocks = self._measure_clocks()
         aligned, rank = self._aligned(clocks), self._ctx.cur_rank
-        start = min(self._ctx._ranks.all_gather(int(aligned["begin"].min(initial=2**62))))
+        start = min(self._ctx.hosts.all_gather(int(aligned["begin"].min(initial=2**62))))
         step = _nanoseconds(int(self._clock[-2]))
         error = _nanoseconds(clocks[rank].error)
         part = _Part(rank, _device_name(self._ctx.device), aligned, self.dropped, error, step)
-        parts = self._ctx._ranks.all_gather(part) if merge else [part]
+        parts = self._ctx.hosts.all_gather(part) if merge else [part]
         text = json.dumps(chrome_trace(parts, self.names, start)) if not merge or rank == 0 else None
         refusal = None
         try:
@@ -187,7 +191,7 @@ class Tracing:
                 target.write_text(text)
         except (OSError, TypeError, ValueError) as error:  # the last two of what is no name
             refusal = f"path is {str(path)!r}, which cannot be written: {getattr(error, 'strerror', error)}"
-        for failure in filter(None, self._ctx._ranks.all_gather(refusal)):
+        for failure in filter(None, self._ctx.hosts.all_gather(refusal)):
             raise ArgumentError(f"{failure}; expected a file name in a folder that exists")
         return target
 
@@ -210,14 +214,13 @@ class Tracing:
         return int(self._recorded()[0])
 
     def _announce(self, address: int, capacity: int) -> None:
-        if self._ctx._ops is not None:
-            self._ctx._ops.forget_repeats()
+        self._ctx.forget_launches()
         words = torch.tensor([address, capacity], dtype=torch.int64)
         self._ctx.get_device_context()[TRACING_WORDS].copy_(words)
 
     def _clock_memory(self) -> tuple[torch.Tensor, ...]:
         world, device = self._ctx.num_ranks, self._ctx.device
-        flags, times = (self._ctx._heap.reserve((world,), dtype).zero_() for dtype in (torch.int32, torch.int64))
+        flags, times = (self._ctx.heap.reserve((world,), dtype).zero_() for dtype in (torch.int32, torch.int64))
         count, step = (torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
         results = torch.zeros(world, 3, dtype=torch.int64, device=device)
         self._ctx.device_barrier()  # no peer signals before the flags are zero
@@ -233,7 +236,7 @@ class Tracing:
         )
         found = self._clock[-1].tolist()
         ctx.check()
-        return ctx._ranks.all_gather([Offset(ticks, trip // 2, at) for ticks, trip, at in found])[0]
+        return ctx.hosts.all_gather([Offset(ticks, trip // 2, at) for ticks, trip, at in found])[0]
 
     def _aligned(self, clocks: list[Offset]) -> np.ndarray:
         rank = self._ctx.cur_rank

@@ -32,7 +32,7 @@ from .planning.workspace_size import exchange_ld, exchanged_part, gathered_part,
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part, part_of
 
 if TYPE_CHECKING:
-    from iris.context import Iris
+    from iris.rank import Rank
 
     from .workspace import Workspace
 
@@ -89,7 +89,7 @@ def _parts(workspace: Workspace, problem: Problem, config: FusedConfig, count: i
     return workspace.staging[first : first + count * config.block_m * config.block_n * 4].view(torch.float32)
 
 
-def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
+def _common(ctx: Rank, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
     return dict(
         **_any(ctx, sync, problem, out),
         BLOCK_M=config.block_m,
@@ -98,7 +98,7 @@ def _common(ctx: Iris, sync: torch.Tensor, problem: Problem, config: FusedConfig
     )
 
 
-def _any(ctx: Iris, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> dict:
+def _any(ctx: Rank, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> dict:
     """What every kernel is given."""
     return dict(
         out=out,
@@ -112,7 +112,7 @@ def _any(ctx: Iris, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> 
 
 
 def _reduce_scatter(
-    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    ctx: Rank, workspace: Workspace, problem: Problem, config: FusedConfig,
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     rows, cols, by_cols = owned_part(problem, config)
@@ -137,7 +137,7 @@ def _reduce_scatter(
 
 
 def _roles(
-    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig, args: dict,
+    ctx: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, args: dict,
     A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
 ) -> tuple[tuple[int, int, int], dict]:  # fmt: skip
     """Grid and arguments of a kernel whose programs' warps have roles; see `units.Units` of shared tiles."""
@@ -157,7 +157,7 @@ def _roles(
 
 
 def _few_rows(
-    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    ctx: Rank, workspace: Workspace, problem: Problem, config: FusedConfig,
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     w, by_cols, gather = problem.world_size, problem.form == "cols", problem.op == MATMUL_GATHER
@@ -204,7 +204,7 @@ def _few_rows(
 
 
 def streamed(
-    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    ctx: Rank, workspace: Workspace, problem: Problem, config: FusedConfig,
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     M, N = out.shape
@@ -253,7 +253,7 @@ def _gathered(problem: Problem, A: torch.Tensor, gathered: torch.Tensor, tile: o
 
 
 def _few_rows_gather(
-    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    ctx: Rank, workspace: Workspace, problem: Problem, config: FusedConfig,
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     rows, cols, _ = gathered_part(problem)
@@ -280,7 +280,7 @@ def _few_rows_gather(
 
 
 def _matmul_gather(
-    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    ctx: Rank, workspace: Workspace, problem: Problem, config: FusedConfig,
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     w, by_cols = problem.world_size, problem.form == "cols"
@@ -300,7 +300,7 @@ def _matmul_gather(
 
 
 def _gather_matmul(
-    ctx: Iris, workspace: Workspace, problem: Problem, config: FusedConfig,
+    ctx: Rank, workspace: Workspace, problem: Problem, config: FusedConfig,
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     w, by_k = problem.world_size, problem.form == "k"

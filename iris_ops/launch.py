@@ -25,13 +25,16 @@ from .kernels.lamport_matmul import few_rows_kernel
 from .kernels.rmsnorm_epilogue import AHEAD_NAMES, Ahead
 from .planning.kinds import words_with_roles
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part
-from .unfused import UNFUSED
+from .with_torch import copy_gather, copy_reduce, sequential
 
 if TYPE_CHECKING:
-    from iris.context import Iris
+    from iris.rank import Rank
 
     from .workspace import Workspace
 
+# What `prepare` returns launches the call, now and whenever it is repeated, and says True as `relaunch.Launch.again`
+# does. It keeps the tensors that it is given.
+_WITH_TORCH = {"sequential": sequential, "copy_engines": copy_gather, "shard_sums": copy_reduce}
 _FOLLOWING = few_rows_kernel, few_rows_fp8_kernel, few_rows_gather_kernel  # which begin by `arch.follow`
 
 
@@ -64,7 +67,7 @@ def _eight_bits(
 
 def launch(
     kernels: dict,
-    ctx: Iris,
+    ctx: Rank,
     workspace: Workspace,
     problem: Problem,
     config: FusedConfig,
@@ -83,7 +86,7 @@ def launch(
     rounding = a_scales = None
     if not problem.fp8:
         tensors = tensors[:-1]
-    elif config.algorithm not in UNFUSED and not streams:
+    elif config.algorithm not in _WITH_TORCH and not streams:
         weight = _eight_bits(problem, config, out, A, B)
         if weight is None:
             weight = scaled_matmul.restored(B.t(), scale, A.dtype).t()
@@ -96,8 +99,8 @@ def launch(
         if rows is not A or weight.data_ptr() != B.data_ptr():
             rounding = None  # copies are for now, too
         tensors = out, rounded, weight, bias
-    if config.algorithm in UNFUSED:
-        prepare = UNFUSED[config.algorithm].prepare
+    if config.algorithm in _WITH_TORCH:
+        prepare = _WITH_TORCH[config.algorithm].prepare
         if not came_before:
             prepare(workspace, problem, config, *tensors)()
             return None
@@ -107,7 +110,7 @@ def launch(
     named = arguments.streamed if streams else arguments.way_of(problem, config)
     kernel, grid, args = named(ctx, workspace, problem, config, *tensors)
     if "TRACING" in kernel.arg_names:
-        args["TRACING"] = ctx.tracing.enabled
+        args["TRACING"] = ctx.recording
     if a_scales is not None:
         args |= dict(a_scales=a_scales, b_scales=scale)
     if ahead is not None:

@@ -25,6 +25,7 @@ from .local import gating
 from .planning.kinds import ends_ahead
 from .planning.machine import machine_of
 from .planning.plan import plan
+from .planning.torch_ways import TORCH_WAYS
 from .planning.workspace_size import workspace_size
 from .problem import (
     ALL_REDUCE,
@@ -39,11 +40,10 @@ from .problem import (
     describe,
     problem_asked,
 )
-from .unfused import UNFUSED
 from .workspace import Workspace
 
 if TYPE_CHECKING:
-    from iris.context import Iris
+    from iris.rank import Rank
 
 
 _NAMES = ("out", "A", "B", "bias", "scale")
@@ -75,18 +75,16 @@ class Ops:
     workspace does not fit, `PeerLostError` when a rank was lost in an earlier call.
     """
 
-    def __init__(self, ctx: Iris) -> None:
+    def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
         self._workspace: Workspace | None = None
         self.kernels: dict[tuple, object] = {}
-        # of products without an exchange (`matmul_gated`): their launches, and flags that nobody waits for
-        self.products = relaunch.Calls(4)
-        self.nothing = torch.zeros(1, dtype=torch.int32, device=ctx.device)
         self._calls = relaunch.Calls(len(_NAMES))
         self._ending_calls = relaunch.Calls(
             len(_NAMES) + len(rmsnorm_epilogue.AHEAD_NAMES)
         )  # those of `rmsnorm_epilogue.py`
         self._device_of = relaunch.device_of(ctx.device)
+        ctx.on_change.append(self.forget_repeats)
 
     def matmul_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
@@ -190,7 +188,7 @@ class Ops:
 
     def join(self) -> None:
         """Makes the current stream wait for calls with `async_op=True`."""
-        self._ctx._side.join()
+        self._ctx.side.join()
 
     def _plan(self, problem: Problem, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
         return plan(problem, machine_of(self._ctx.device), explained, algorithm)
@@ -209,7 +207,7 @@ class Ops:
             key = known = None
         if known and async_op is False and ctx.agreement is None:
             again, target, workspace = known
-            ctx._side.join()
+            ctx.side.join()
             if again():
                 if target is not None:
                     out.copy_(target)
@@ -238,7 +236,7 @@ class Ops:
         if op == MATMUL_GATHER and problem.form == "rows" and B.shape[1] < problem.N:
             # one element in all, gathered by columns and taken as by rows (`describe`): this rank has none of those
             A, B, bias, key = A[:0], A.t(), None, None
-        direct = not prepared.writes_to_peers or ctx._heap.holds(addresses[0], addresses[0] + prepared.spans[0])
+        direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         if ctx.agreement is not None:
             self._compare(op, prepared, out if direct else None, bias, async_op, workspace)
         workspace = workspace or self._own_workspace()
@@ -280,9 +278,9 @@ class Ops:
                 calls.keep(key, again and (again, staged, workspace), launched, direct)
 
         if async_op and ctx.device.type == "cuda":
-            workspace._done = ctx._side.run(go, out, A, B, bias, scale)
+            workspace._done = ctx.side.run(go, out, A, B, bias, scale)
         else:
-            ctx._side.join()
+            ctx.side.join()
             go()
         ctx.check()
         return workspace
@@ -304,7 +302,7 @@ class Ops:
         if workspace is None or workspace is self._workspace:
             facts["workspace"] = "the context's own"
         else:
-            facts["workspace"] = f"at {self._ctx._heap.offset(workspace.sync)} of the heap"
+            facts["workspace"] = f"at {self._ctx.heap.offset(workspace.sync)} of the heap"
         if problem.fp8:
             facts["B"] = "in eight bits"
         if problem.op != GATHER_MATMUL:  # where each rank has columns of its own
@@ -312,7 +310,7 @@ class Ops:
         if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own
             facts["K"] = problem.K
         if prepared.writes_to_peers:
-            facts["out"] = "outside the heap" if out is None else f"at {self._ctx._heap.offset(out)} of the heap"
+            facts["out"] = "outside the heap" if out is None else f"at {self._ctx.heap.offset(out)} of the heap"
         self._ctx.compare(op, **facts)
 
     def _key(
@@ -377,7 +375,7 @@ class Ops:
         chosen = config or self._plan(problem)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
-        objection = UNFUSED[chosen.algorithm].objection(problem) if chosen.algorithm in UNFUSED else None
+        objection = TORCH_WAYS[chosen.algorithm].objection(problem) if chosen.algorithm in TORCH_WAYS else None
         if objection:
             raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
         check_bias(op, bias, B)

@@ -23,6 +23,7 @@ REDUCE_SCATTER = "matmul_reduce_scatter"
 OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
 # An all-reduce, and what follows it (`rmsnorm_epilogue.py`).
 NORM = "matmul_all_reduce_norm"
+NORM_SPAN = 64  # columns that share a sum of squares
 # `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
 GATED = "all_gather_matmul_gated"
 # Those that take B in eight bits, with scales (`fp8.py`).

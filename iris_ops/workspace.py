@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iris import platform
-from iris.barrier import DeviceBarrier
+from iris.ccl.collectives import Collectives
 from iris.device.sync import sync_words
 from iris.errors import CaptureError
 from iris.launch import relaunch
@@ -21,7 +21,7 @@ import torch
 from .problem import FP8, TMA_ALIGNMENT
 
 if TYPE_CHECKING:
-    from iris.context import Iris
+    from iris.rank import Rank
 
 _VIEWS_KEPT = 1024
 
@@ -29,25 +29,25 @@ _VIEWS_KEPT = 1024
 class Workspace:
     """Staging memory for calls that follow each other in stream order. Making one is collective."""
 
-    def __init__(self, ctx: Iris) -> None:
+    def __init__(self, ctx: Rank) -> None:
         _refuse_capture(ctx)
         self.ctx = ctx
-        self.sync = ctx._heap.reserve((sync_words(ctx.num_ranks),), torch.int32)
+        self.sync = ctx.heap.reserve((sync_words(ctx.num_ranks),), torch.int32)
         self.sync.zero_()
         self.flags = self.staging = self.exchange = torch.empty(0, dtype=torch.int32, device=ctx.device)
         # [epoch, programs that came so far, flag] of the calls that use the exchange area (`iris/device/lamport.py`)
         self.exchange_sync = torch.zeros(4, dtype=torch.int32, device=ctx.device)
-        self.collective = ctx.ccl.new_workspace()  # of the collectives that follow a product
+        self.collective = ctx.once(Collectives).new_workspace()  # of the collectives that follow a product
         self.views: dict[object, tuple] = {}  # of `staging`, by problem, and waits for it; gone when it moves
         # of ops that overlap in several streams: two beside the current one, and what orders them
         self.lanes = Lane(ctx.device), Lane(ctx.device)
         self.marks = [Mark(ctx.device) for _ in range(ctx.num_ranks + 1)]  # two, and one a peer
         # what copy engines set behind a rank's rows: how many barriers it had come through
-        self.arrivals = ctx._heap.reserve((ctx.num_ranks,), torch.int32).zero_()
+        self.arrivals = ctx.heap.reserve((ctx.num_ranks,), torch.int32).zero_()
         self._rounded: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
         self._done: torch.cuda.Event | None = None
-        self.barrier = DeviceBarrier(ctx)  # the ops' own, in their lanes
+        self.barrier = ctx.new_barrier()  # the ops' own, in their lanes
         self.kernels: dict = {}  # that follow torch's products ...
         self.sums = relaunch.Calls(2)  # ... and their launches; gone with `views`
         self.products = relaunch.Calls(4)  # likewise of products of rows that copy engines bring
@@ -63,18 +63,18 @@ class Workspace:
         grown = False
         if num_flags > self.flags.numel():
             _refuse_capture(self.ctx)
-            flags = self.ctx._heap.reserve((_grown(num_flags),), torch.int32)
+            flags = self.ctx.heap.reserve((_grown(num_flags),), torch.int32)
             # Epochs start at 1. Peers signal only once this rank has entered the call, in stream order after this.
             self.flags, grown = flags.zero_(), True
         if nbytes > self.staging.nbytes:
             _refuse_capture(self.ctx)
-            self.staging, grown = self.ctx._heap.reserve((_grown(nbytes),), torch.uint8), True
+            self.staging, grown = self.ctx.heap.reserve((_grown(nbytes),), torch.uint8), True
             self.views.clear()
             self.sums.forget()
             self.products.forget()
         if exchange > self.exchange.nbytes:
             _refuse_capture(self.ctx)
-            self.exchange = self.ctx._heap.reserve((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
+            self.exchange = self.ctx.heap.reserve((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
             grown = True
         if grown:
             self.ctx.barrier()  # words are empty before a peer's arrive, and the new memory is where peers have theirs
@@ -87,7 +87,7 @@ class Workspace:
         """
         if not self._results or nbytes > self._results[-1].nbytes:
             _refuse_capture(self.ctx)
-            self._results.append(self.ctx._heap.reserve((_grown(nbytes),), torch.uint8))
+            self._results.append(self.ctx.heap.reserve((_grown(nbytes),), torch.uint8))
         return self._results[-1][:nbytes]
 
     def rounded(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +125,7 @@ def _grown(size: int) -> int:
     return 1 << max(12, (size - 1).bit_length())
 
 
-def _refuse_capture(ctx: Iris) -> None:
+def _refuse_capture(ctx: Rank) -> None:
     if platform.is_capturing(ctx.device):
         raise CaptureError(
             "the first call of a problem sets up its workspace and cannot be captured; call it once before capturing"

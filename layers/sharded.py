@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris_ops import torch_ops
+from iris_ops.fp8 import linear as fp8
 from iris_ops.fp8 import weight_stream
 from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised
 from iris_ops.local import skinny_matmul
@@ -23,7 +24,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import fp8
 from .autocast import autocast, autocast_dtype
 from .gradients import check_no_gradient, may_differentiate
 from .shard import Shard, concat, fill, plain

@@ -37,8 +37,8 @@ def agree(ctx: Iris, refusal: str | None, asked: dict[str, Any]) -> None:
 def checked(ctx: Iris, call: str, check: Callable[[], Checked]) -> Checked:
     """What `check` gives, before a `call` that all ranks make: where it raises on one of them, it raises on all."""
     ctx.check()
-    with ctx._exchanging():
-        return ctx._ranks.together(call, check)
+    with ctx.exchanging():
+        return ctx.hosts.together(call, check)
 
 
 def raise_together(problems: list[str], what: str, ctx: Iris) -> None:

@@ -92,7 +92,7 @@ def guarded(ctx: iris.Iris, sizes: tuple[int, ...], dtype: torch.dtype, row_pad:
 
 def assert_only_launches(ctx: iris.Iris, call: Callable[[], object]) -> None:
     """On a busy GPU: three calls neither wait for it nor allocate."""
-    used, allocated = ctx._heap.used, torch.cuda.memory_stats()["allocation.all.allocated"]
+    used, allocated = ctx.heap.used, torch.cuda.memory_stats()["allocation.all.allocated"]
     busy = torch.cuda.Event()
     torch.cuda._sleep(1_000_000_000)  # about half a second
     busy.record()
@@ -104,4 +104,4 @@ def assert_only_launches(ctx: iris.Iris, call: Callable[[], object]) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert not busy.query(), "the calls waited for the device"
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated, "the calls allocated device memory"
-    assert ctx._heap.used == used, "the calls allocated heap memory"
+    assert ctx.heap.used == used, "the calls allocated heap memory"

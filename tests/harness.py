@@ -68,12 +68,14 @@ class _Renewable:
 
     def __init__(self, ctx: iris.Iris) -> None:
         self.ctx = ctx
-        self._used = ctx._heap.used
+        self._used = ctx.heap.used
 
     def renew(self) -> None:
         """The heap as it was at first. Every rank has ended its body, and none begins the next before all are here."""
-        self.ctx._ops = self.ctx._ccl = self.ctx._tracing = None
-        for begin, end in self.ctx._heap.cut(self._used):
+        self.ctx._kept.clear()
+        self.ctx.on_change.clear()
+        self.ctx.recording = False
+        for begin, end in self.ctx.heap.cut(self._used):
             _zero(self.ctx._segment.local[begin:end])
 
 

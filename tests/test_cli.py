@@ -12,7 +12,7 @@ import sys
 from iris import agreement, requirements
 from iris.errors import PlatformError
 from iris.launch import graphs
-from iris.memory.base import ALLOCATORS
+from iris.memory.allocators import ALLOCATORS
 from iris_ops.ops import Ops
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan

@@ -21,8 +21,13 @@ FORBIDDEN = [
 ]
 
 
-def imports(tree: ast.AST, package: tuple[str, ...], functions: bool) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of each module that `tree` imports; inside functions too if `functions`."""
+def imports(
+    tree: ast.AST, package: tuple[str, ...], functions: bool, typing: bool = False
+) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of each module that `tree` imports.
+
+    Inside functions too if `functions`, and what only type checkers read if `typing`.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -31,10 +36,10 @@ def imports(tree: ast.AST, package: tuple[str, ...], functions: bool) -> Iterato
             module = ".".join((*base, *([node.module] if node.module else [])))
             yield node.lineno, module
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not typing:
             continue
         elif functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from imports(node, package, functions)
+            yield from imports(node, package, functions, typing)
 
 
 def imports_of(path: Path, functions: bool) -> list[tuple[int, str]]:
@@ -53,13 +58,65 @@ def test_arrows_point_one_way(package: str, names: tuple[str, ...], lazily_allow
     assert not wrong, "\n".join(wrong)
 
 
-ARITHMETIC = ("problem", "plan", "predict", "tile_times", "kinds")
+PACKAGES = ("iris", "iris_ops", "layers", "iris_tp")
 
 
-@pytest.mark.parametrize("module", ["iris/heap.py", *(f"iris_ops/{name}.py" for name in ARITHMETIC), "layers/shard.py"])
-def test_pure_modules_know_no_triton(module: str) -> None:
-    names = {name.split(".")[0] for _, name in imports_of(ROOT / module, functions=True)}
-    assert "triton" not in names
+def modules() -> dict[str, Path]:
+    """Each module of the packages by its name, `__init__` by that of its folder."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    named = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {name.removesuffix(".__init__"): path for name, path in named.items()}
+
+
+def arrows(lazy_and_typing: bool) -> dict[str, set[str]]:
+    """What each module imports: modules of these packages, and triton."""
+    known, found = modules(), {}
+    for name, path in known.items():
+        package = tuple(name.split(".")) if path.stem == "__init__" else tuple(name.split("."))[:-1]
+        seen = {each for _, each in imports(ast.parse(path.read_text()), package, lazy_and_typing, lazy_and_typing)}
+        # `from package import module` is an arrow to the module, not to the package around it
+        seen -= {each.rpartition(".")[0] for each in seen if each in known}
+        found[name] = {each if each in known else "triton" for each in seen if each in known or _is_triton(each)}
+        found[name].discard(name)
+    return found
+
+
+def _is_triton(name: str) -> bool:
+    return name.split(".")[0] == "triton"
+
+
+def reached(start: list[str], arrows: dict[str, set[str]]) -> set[str]:
+    """The modules to which imports lead from those of `start`."""
+    found, todo = set(), list(start)
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += arrows.get(name, ())
+    return found
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Not even where a function imports when it is called, or only a type is wanted."""
+    known = arrows(lazy_and_typing=True)
+    circles = {name for name in known if name in reached(list(known[name]), known)}
+    assert not circles, {name: sorted(known[name] & circles) for name in sorted(circles)}
+
+
+def test_a_circle_is_seen() -> None:
+    known = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert [name for name in known if name in reached(list(known[name]), known)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "folder", ["iris_ops.planning", "iris_ops.problem", "iris_ops.config", "layers.shard", "iris.heap"]
+)
+def test_arithmetic_reaches_no_triton_and_no_kernel(folder: str) -> None:
+    known = arrows(lazy_and_typing=False)
+    found = reached([name for name in known if f"{name}.".startswith(f"{folder}.")], known)
+    assert "triton" not in found
+    pure = ("iris_ops.planning", "iris_ops.problem", "iris_ops.config")
+    assert not [name for name in found if name.startswith("iris_ops.") and not name.startswith(pure)], found
 
 
 # What triton and Gluon document, by the modules that have it. All else is for `iris/triton_private.py`.

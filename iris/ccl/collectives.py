@@ -36,8 +36,8 @@ from .problem import (
 from .workspace import Workspace
 
 if TYPE_CHECKING:
-    from ..context import Iris
     from ..group import Members
+    from ..rank import Rank
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,14 @@ class Collectives:
     workspace does not fit, `PeerLostError` when a rank was lost in an earlier call.
     """
 
-    def __init__(self, ctx: Iris) -> None:
+    def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
         self._machine = machine_of(ctx.device, platform.num_programs(ctx.device))
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
         self._kernels: dict[tuple, object] = {}
         self._calls = relaunch.Calls(2)
+        ctx.on_change.append(self._calls.forget)
         self._device_of = relaunch.device_of(ctx.device)
 
     def all_to_all(
@@ -138,7 +139,7 @@ class Collectives:
             raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")
         return self._checked(op, out, inp, None, group, config).plan
 
-    def _ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
+    def ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
         """A function that makes the call `op`, over and over: what tells it from other calls is looked at once."""
         key = self._key(op, out, inp, None, None, None, workspace)
         known = self._calls.known
@@ -149,7 +150,7 @@ class Collectives:
         if known is None:
             return None
         again, target, workspace = known
-        self._ctx._side.join()
+        self._ctx.side.join()
         if not again():
             return None
         if target is not None:
@@ -195,8 +196,8 @@ class Collectives:
             own = workspace is None or workspace is self._workspaces.get(prepared.members)
             facts["workspace"] = "the group's own" if own else "another"
             if chosen is not None and launch.writes_to_peers(problem, chosen):
-                inside = ctx._heap.holds(to, to + got)
-                facts["out"] = f"at {ctx._heap.offset(out)} of the heap" if inside else "outside the heap"
+                inside = ctx.heap.holds(to, to + got)
+                facts["out"] = f"at {ctx.heap.offset(out)} of the heap" if inside else "outside the heap"
             ctx.compare(op, prepared.members.ranks, **facts)
         workspace = workspace or self._workspace_of(op, prepared.members, None)
         if chosen is None:
@@ -214,9 +215,9 @@ class Collectives:
                 calls.keep(key, (again, staged, workspace), launched, staged is None)
 
         if async_op and ctx.device.type == "cuda":
-            workspace._done = ctx._side.run(go, out, inp)
+            workspace._done = ctx.side.run(go, out, inp)
         else:
-            ctx._side.join()
+            ctx.side.join()
             go()
         ctx.check()
         return workspace
@@ -270,7 +271,7 @@ class Collectives:
         """Makes room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
         room, chosen, staged, begin, grown = prepared.room, prepared.plan, None, out.data_ptr(), True
         assert room is not None and chosen is not None  # for there are elements
-        on_heap = self._ctx._heap.holds(begin, begin + prepared.spans[0])
+        on_heap = self._ctx.heap.holds(begin, begin + prepared.spans[0])
         try:
             grown = workspace.reserve(room.area, room.flags, room.nbytes, room.fill)
             if launch.writes_to_peers(prepared.problem, chosen) and not on_heap:
@@ -280,9 +281,8 @@ class Collectives:
                 staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:
-                self._calls.forget()  # they go to memory that graphs may use still, but calls no longer
-                if self._ctx._ops is not None:  # nor ops that such a call is part of
-                    self._ctx._ops.forget_repeats()
+                # they go to memory that graphs may use still, but calls no longer, nor ops that such a call is part of
+                self._ctx.forget_launches()
         return staged
 
     def _group(self, group: Any) -> Group:

@@ -15,7 +15,7 @@ from ..device.context import HEADER
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:
-    from ..context import Iris
+    from ..rank import Rank
 
 _NAMES = 7  # of the context tensor: where to find what the members are called in failure records
 
@@ -23,7 +23,7 @@ _NAMES = 7  # of the context tensor: where to find what the members are called i
 class Group:
     """All ranks of the context, or those in `members`."""
 
-    def __init__(self, ctx: Iris, members: list[int] | None = None) -> None:
+    def __init__(self, ctx: Rank, members: list[int] | None = None) -> None:
         self.ctx = ctx
         self.rank, self.size = ctx.cur_rank, ctx.num_ranks
         self.words = ctx.get_device_context()
@@ -41,7 +41,7 @@ class Group:
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Bytes at the same heap offset on every member, as the next `barrier` finds."""
-        return self.ctx._heap.reserve((nbytes,), torch.uint8)
+        return self.ctx.heap.reserve((nbytes,), torch.uint8)
 
     def barrier(self) -> None:
         """Of the members, on the host: raises on all of them where their heaps differ."""
@@ -60,10 +60,10 @@ def _words(words: torch.Tensor, rank: int, members: list[int], names: torch.Tens
     return torch.tensor(found, dtype=torch.int64, device=words.device)
 
 
-def group_of(ctx: Iris, group: Any) -> Group:
+def group_of(ctx: Rank, group: Any) -> Group:
     """Raises `ArgumentError` for what is no process group of ranks of the context, this one among them."""
     if group is None:
         return Group(ctx)
     if isinstance(group, (list, tuple)):
         raise ArgumentError(f"group is {group!r}; expected a ProcessGroup or a one-dimensional DeviceMesh")
-    return Group(ctx, ctx._ranks.members(group))
+    return Group(ctx, ctx.hosts.members(group))

@@ -56,7 +56,7 @@ class Workspace:
                 staging, grown = self.group.reserve(_grown(nbytes)).fill_(fill), True
             except HeapExhausted:  # new flags that peers do not know to be zero must not stay
                 if flags is not area.flags:
-                    self.group.ctx._heap.free(flags)
+                    self.group.ctx.heap.free(flags)
                 raise
         area.flags, area.staging = flags, staging
         if grown and meet:

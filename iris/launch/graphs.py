@@ -32,7 +32,7 @@ from ..errors import PlatformError
 from ..triton_private import launch_listeners
 
 if TYPE_CHECKING:
-    from ..context import Iris
+    from ..rank import Rank
 
 # Runs before a call is captured, beside the one before it was known to come again: calls that come once or twice pay
 # nothing. Runs until the next try, where there was no room, or none to be had now.
@@ -55,7 +55,7 @@ def wanted() -> bool:
 class Graphs:
     """The graphs of calls that follow each other in stream order. `capturer`: takes what a call launches as a graph."""
 
-    def __init__(self, ctx: Iris, capturer: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, ctx: Rank, capturer: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.ctx, self.device = ctx, ctx.device
         self._clock, self._rests_until = clock, -float("inf")
         self.most = _MOST if wanted() else 0
@@ -84,7 +84,7 @@ class Graphs:
         except Exception as error:  # what is wrong with the call itself shows when it is run
             self.most = 0
             reason = str(error).strip().partition("\n")[0]
-            self.ctx.info(f"calls of several launches get no CUDA graphs and cost the host more: {reason}")
+            self.ctx.log.info(f"calls of several launches get no CUDA graphs and cost the host more: {reason}")
             return None
         end = self._clock()
         self._rests_until = end + _REST * (end - begin)

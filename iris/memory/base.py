@@ -1,4 +1,4 @@
-"""The protocol that every way of sharing memory serves, and the choice between them.
+"""The protocol that every way of sharing memory serves.
 
 A segment is one block of bytes on every rank, of the same size, mapped into every other rank. Nothing above this
 folder asks how: the heap hands out offsets, and a pointer becomes a peer's by the difference of two bases.
@@ -6,19 +6,16 @@ folder asks how: the heap hands out offsets, and a pointer becomes a peer's by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-import os
 from typing import Protocol
 
 import torch
 
-from ..errors import ArgumentError, HeapExhausted, IrisError, NotSymmetricError
-from ..group import Ranks
+from ..errors import HeapExhausted, IrisError, NotSymmetricError
 
 # Every base is aligned to this on every platform: pointer translation hints it to the compiler.
 ALIGNMENT = 2 << 20
-ALLOCATORS = ("torch", "vmem")
 
 
 class Segment(Protocol):
@@ -83,39 +80,6 @@ class FixedSegment:
 
     def dismiss(self, offset: int) -> None:
         pass  # nothing was imported
-
-
-def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -> Segment:
-    """Maps `size` bytes of every rank everywhere. Collective.
-
-    Raises `ArgumentError` for an unknown `allocator` and `HeapExhausted` when the memory cannot be had.
-    """
-    if allocator not in ALLOCATORS:
-        name = "IRIS_ALLOCATOR" if "IRIS_ALLOCATOR" in os.environ else "allocator_type"  # the first overrides
-        raise ArgumentError(f"{name} is {allocator!r}; expected one of {ALLOCATORS}")
-    if allocator == "vmem":
-        return ranks.together("importing", _virtual)(size, device, ranks)
-    if device.type == "cpu":
-        return ranks.together("importing", _shared)(size, ranks)
-    return ranks.together("importing", _symmetric)(size, device, ranks)
-
-
-def _virtual() -> Callable[..., Segment]:
-    from .vmem import VirtualSegment
-
-    return VirtualSegment
-
-
-def _shared() -> Callable[..., Segment]:
-    from .shared_memory import SharedMemorySegment
-
-    return SharedMemorySegment
-
-
-def _symmetric() -> Callable[..., Segment]:
-    from .torch_symmetric import TorchSymmetricSegment
-
-    return TorchSymmetricSegment
 
 
 @contextmanager

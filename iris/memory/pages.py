@@ -10,8 +10,6 @@ import weakref
 
 import torch
 
-from ..errors import PlatformError
-
 
 @dataclass
 class Extent:
@@ -61,18 +59,6 @@ class Pages(Protocol):
 
     def extents(self, begin: int, end: int) -> list[Extent]:
         """What stands behind an outside tensor's addresses. Raises `NotSymmetricError` where it cannot be shared."""
-
-
-def pages_of(device: torch.device) -> Pages:
-    if device.type == "cpu":
-        from .host_pages import HostPages
-
-        return HostPages()
-    if torch.version.hip:
-        raise PlatformError("allocator 'vmem' is not served on AMD; use allocator_type='torch'")
-    from .cuda_pages import CudaPages
-
-    return CudaPages(device)
 
 
 class Region:

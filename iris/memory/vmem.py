@@ -22,7 +22,7 @@ from ..errors import CaptureError, HeapExhausted, IrisError, NotSymmetricError, 
 from ..group import Ranks
 from .base import ALIGNMENT, allocating
 from .offsets import Offsets, rounded
-from .pages import Extent, Region, pages_of
+from .pages import Extent, Pages, Region
 
 # The heap grows and shrinks by these, at multiples of it: fewer and larger ones cost fewer exchanges, smaller ones
 # return more of a heap in which little is left.
@@ -37,6 +37,18 @@ class _Said(NamedTuple):
     numbers: tuple[int, ...]
     failure: str
     fds: list[int]
+
+
+def pages_of(device: torch.device) -> Pages:
+    if device.type == "cpu":
+        from .host_pages import HostPages
+
+        return HostPages()
+    if torch.version.hip:
+        raise PlatformError("allocator 'vmem' is not served on AMD; use allocator_type='torch'")
+    from .cuda_pages import CudaPages
+
+    return CudaPages(device)
 
 
 class VirtualSegment:

@@ -18,7 +18,7 @@ All-reduces and reduce-scatters of rounded rows have the kernels of 16 bits, in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from iris import platform
 from iris.device import arch
@@ -29,21 +29,14 @@ import triton
 import triton.language as tl
 
 from ..kernels.descriptors import in_whole_vectors, of_whole_vectors
+from ..planning.fp8_model import MULTIPLE
 from ..problem import FP8
 from . import tile_matmul
 
-if TYPE_CHECKING:
-    from ..planning.machine import Machine
-
 LARGEST = 448.0
-MULTIPLE = 16  # of sizes of weights that tensor cores multiply in eight bits
 # Elements of a row that a program of `round_rows` holds: of few rows all of them, of more as many as let several
 # programs share a multiprocessor.
 _FEW, _AT_ONCE = 128, (16384, 4096)
-# What rounding adds: for its kernel, for each element of a row, for each of what is read and written.
-_ROUNDING_US = 1.0, 1e-4, 3.4
-# Of torch's product of rounded rows, its time over that in bf16, and what comes on top; measured on an H200.
-_TORCH_SHARE, _TORCH_US = 0.62, 8.0
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,17 +83,6 @@ def round_rows_kernel(inp, out, scales, columns, stride_in, BLOCK: tl.constexpr)
         entries = tl.load(inp + row * stride_in + start + at, mask=start + at < columns, other=0.0)
         rounded = (entries.to(tl.float32) / scale).to(tl.float8e4nv)
         tl.store(out + row * columns + start + at, rounded, mask=start + at < columns)
-
-
-def rounding_us(rows: int, cols: int, machine: Machine) -> float:
-    """Microseconds of `round_rows`."""
-    kernel, entry, moved = _ROUNDING_US
-    return kernel + cols * entry + rows * cols * moved / (machine.hbm_gbs * 1e3)
-
-
-def torch_us(bf16_us: float) -> float:
-    """Microseconds of torch's product of rounded rows, given those of its product in bf16."""
-    return _TORCH_SHARE * bf16_us + _TORCH_US
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,8 +15,6 @@ gives them. What makes it cheap here:
                 loads of the program itself.
 """
 
-from typing import TYPE_CHECKING
-
 from iris import platform
 from iris.triton_private import (
     GluonDescriptor,
@@ -35,12 +33,9 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.descriptors import of_whole_vectors
 from ..kernels.tiles import known
-from ..problem import FP8, Problem
+from ..planning.fp8_model import LINE, MOST_ROWS, fits
+from ..problem import FP8
 
-if TYPE_CHECKING:
-    from ..planning.machine import Machine
-
-MOST_ROWS = 16
 WARPS = 4
 # Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
 # each, there must be room for one only: behind a kernel that is about to end, two would come to the first free place.
@@ -52,7 +47,7 @@ RINGS = {
 REGISTERS = 168  # of a thread of three programs, in eights
 _COLUMNS = gl.constexpr(16)  # of a tile
 _WORDS = gl.constexpr(32)  # of a slice's block, of four weights each
-_BLOCK = 4 * _WORDS.value
+assert 4 * _WORDS.value == LINE
 _LATER = gl.constexpr(2.0**56)  # 2**120, less the 2**64 of `_apart`
 
 
@@ -266,17 +261,6 @@ def shared_bytes(rows: int, T: int, stages: int) -> int:
     """Shared memory of a program, but for its barriers: the ring, and the slices' sums."""
     block = WARPS * _WORDS.value * (8 * rows + 4 * T * _COLUMNS.value)
     return stages * block + WARPS * triton.next_power_of_2(T) * _COLUMNS.value * rows * 4
-
-
-def expected_us(problem: Problem, machine: "Machine") -> float:
-    """Microseconds of the product: memory gives four fifths of its rate to a stream with rests between its groups."""
-    m, n, k = problem.gemm
-    return (2 * m * k + k * n) / (0.8 * machine.hbm_gbs * 1e3)
-
-
-def fits(rows: int, K: int) -> bool:
-    """Whether products of such shapes may be served here, on Hopper."""
-    return 0 < rows <= MOST_ROWS and K % _BLOCK == 0 and K > 0
 
 
 def serves(A: torch.Tensor, B: torch.Tensor) -> bool:

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-from ..problem import NORM, check_kind
+from ..problem import NORM, NORM_SPAN, check_kind
 
-SPAN = tl.constexpr(64)
+SPAN = tl.constexpr(NORM_SPAN)
 OP = NORM
 
 # Of a call, beside those of an all-reduce.

@@ -5,33 +5,26 @@ however little is filled. Here each program takes a stretch of the cache for one
 it, and reads from the first place that the mask shows to the last; a second kernel weighs the stretches together. Sums
 are kept in fp32. Where there are short caches enough, a stretch is the whole of one, and there is no second kernel.
 
-`use(model)` registers this as an attention implementation with transformers and sets it on the model. Prompts without
-padding have no mask then, even while a CUDA graph is captured, where transformers would make one, and go to
-`prompt_attention`. Whatever is neither goes to transformers' `sdpa` as before.
+`layers/serving/attention.py` has transformers' models attend by it.
 """
 
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any
 
 from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
-from layers.serving import prefill_attention
 import torch
-from torch import nn
 import triton
 import triton.language as tl
 
-NAME = "iris_step"
 _BLOCK, _WARPS, _STAGES = 32, 4, 3
 _MOST_SCANNED, _TOLD_BYTES = 4096, 4096
 _MOST_PARTS, _COLUMNS = 256, 32  # of a program that weighs
 # One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
 # blocks a program could read before its first one and behind its last one, or while a second kernel weighs.
 _RESIDENT, _SATURATING, _BESIDES = 5, 1.6, 3
-_UNSERVED = ("softcap", "s_aux", "position_bias", "cache")  # options of some models
 
 
 @device_function
@@ -181,7 +174,7 @@ def step_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
     return out
 
 
-# One opaque operator for compilers, as `iris_ops.library` has them.
+# One opaque operator for compilers, as `iris_ops.torch_ops` has them.
 _library = torch.library.Library("iris_layers", "DEF")
 _library.define(
     "step_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
@@ -189,72 +182,3 @@ _library.define(
 )
 _library.impl("step_attention", step_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("iris_layers::step_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)
-
-
-def attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    scaling: float | None = None, **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    here = torch.ops.iris_layers if torch.compiler.is_compiling() else None
-    padded = prefill_attention.is_places(attention_mask)
-    wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    if not wants_gradient and all(options.get(name) is None for name in _UNSERVED):
-        if padded or prefill_attention.serves(module, query, key, value, attention_mask, options):
-            call = here.prompt_attention if here else prefill_attention.prompt_attention
-            return call(query, key, value, scale, attention_mask), None
-        if _serves(query, key, value, attention_mask):
-            call = here.step_attention if here else step_attention
-            return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale).unsqueeze(1), None
-    if padded:
-        attention_mask = prefill_attention.mask_of_places(attention_mask)
-    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[3] != 1:
-        key, value = (each[:, :, : attention_mask.shape[3]] for each in (key, value))  # as wide as `mask_of` made it
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-
-
-def _serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    return (
-        mask is not None
-        and mask.dtype == torch.bool
-        and mask.shape[0] == query.shape[0]
-        and mask.shape[1] == query.shape[2] == 1
-        and mask.shape[3] == key.shape[2]
-        and mask.stride(3) == query.stride(3) == key.stride(3) == value.stride(3) == 1
-        and key.shape == value.shape
-        and query.dtype == key.dtype == value.dtype
-    )
-
-
-def mask_of(**asked: Any) -> torch.Tensor | None:
-    """A mask as transformers asks for it; but of a prompt, which finds an empty cache, no wider than that.
-
-    Where torch's own causal one is the same it is None, or `places_of` the tokens that are seen.
-    """
-    from transformers.masking_utils import sdpa_mask
-
-    window, first, length = asked.get("local_size"), asked.get("q_offset", 0), asked["q_length"]
-    if not isinstance(first, int) or first != 0:
-        return sdpa_mask(**asked)
-    seen, alone = asked.get("attention_mask"), length > 1 and not asked.get("kv_offset", 0)
-    if asked.get("allow_is_causal_skip", True) and (window is None or length <= window):
-        if seen is None:
-            return None
-        if alone and seen.shape == (asked["batch_size"], length):
-            return prefill_attention.places_of(seen.bool())
-    mask = sdpa_mask(**asked)
-    return mask[..., :length] if mask is not None and alone else mask
-
-
-def use(model: Any) -> bool:
-    """Makes `model` attend by this; False, and nothing changes, if it does not attend by transformers' sdpa now."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, mask_of)
-        model.set_attn_implementation(NAME)
-    return model.config._attn_implementation == NAME

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from iris.errors import DeviceError, DtypeError, ShapeError
+from iris.launch import relaunch
 import torch
 
 from ..kernels.descriptors import as_stored
@@ -16,12 +17,12 @@ from ..kernels.hopper import gather_matmul, operands
 from ..planning.machine import machine_of
 from ..planning.plan import BROUGHT
 from ..planning.tile_model import gemm_us
+from ..planning.torch_model import expected_us, gate_us
 from ..problem import DTYPES, GATHER_MATMUL, Problem, check_bias, check_gradient
-from ..with_torch import torch_matmul
 from . import gating
 
 if TYPE_CHECKING:
-    from iris.context import Iris
+    from iris.rank import Rank
 
     from ..config import FusedConfig
     from ..planning.machine import Machine
@@ -37,7 +38,7 @@ def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
         return None
     ours = {config: gemm_us(problem, config, machine) for config in BROUGHT}
     config = min(ours, key=ours.__getitem__)
-    theirs = torch_matmul.expected_us(*problem.gemm, machine) + gating.gate_us(problem, machine)
+    theirs = expected_us(*problem.gemm, machine) + gate_us(problem, machine)
     return config if ours[config] + machine.launch_us < theirs else None
 
 
@@ -61,7 +62,7 @@ def check(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
         check_bias("matmul_gated", bias, B)
 
 
-def matmul_gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """silu(C[:, :N/2]) * C[:, N/2:] of C = A [M,K] @ B [K,N] + bias [N], all of one dtype on the context's device.
 
     A new tensor [M,N/2]. This rank's affair alone. Raises `ShapeError`, `DtypeError` or `DeviceError` where these do
@@ -76,7 +77,17 @@ def matmul_gated(ctx: Iris, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
         return out
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    ops, nothing = ctx.ops, ctx.ops.nothing  # arrives
+    kept = ctx.once(_Kept)
     product = gather_matmul.product
-    product(ctx, ops.products, ops.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
+    product(ctx, kept.calls, kept.kernels, problem, config, out, A, A, B, bias, kept.nothing, kept.nothing)()
     return out
+
+
+class _Kept:
+    """What is known of earlier launches on a rank, and flags for which nobody waits: no rows arrive from peers."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.calls = relaunch.Calls(4)
+        self.kernels: dict = {}
+        self.nothing = torch.zeros(1, dtype=torch.int32, device=rank.device)
+        rank.on_change.append(self.calls.forget)

@@ -6,8 +6,6 @@ ever written or read. Else a small kernel gates what torch's product leaves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from iris import platform
 from iris.device import arch
 import torch
@@ -16,14 +14,8 @@ import triton.language as tl
 
 from ..with_torch import torch_matmul
 
-if TYPE_CHECKING:
-    from ..planning.machine import Machine
-    from ..problem import Problem
-
 # Rows and columns that a program gates; the interpreter is quicker with large blocks.
 _BLOCK = {"cuda": (4, 1024), "cpu": (64, 256)}
-# Of the memory's rate, what gating reaches, and microseconds of a kernel behind another.
-_SHARE, _BEHIND_US = 0.9, 3.0
 
 
 @triton.jit
@@ -56,12 +48,6 @@ def gate(out: torch.Tensor, both: torch.Tensor) -> None:
             both, out, rows, N, both.stride(0), out.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
             **platform.launch_options(out.device),
         )  # fmt: skip
-
-
-def gate_us(problem: Problem, machine: Machine) -> float:
-    """Microseconds of `gate` behind a product of so many rows and columns, both halves."""
-    nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
-    return nbytes / (_SHARE * machine.hbm_gbs * 1e3) + _BEHIND_US
 
 
 def multiply(

@@ -22,17 +22,16 @@ from functools import cache
 from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
-from iris_ops.fp8 import weight_stream
-from iris_ops.kernels.descriptors import in_whole_vectors, operand, rows_operand
-from iris_ops.kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
-from layers import fp8
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-from ..fp8 import skinny_stream
+from ..fp8 import linear as fp8
+from ..fp8 import skinny_stream, weight_stream
+from ..kernels.descriptors import in_whole_vectors, operand, rows_operand
+from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
 
 MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16
 _BLOCKS = 16, 32, 64  # of rows
@@ -277,7 +276,7 @@ def depth(shared_bytes: int, gated: bool, rows: int, outputs: int = BLOCK_N) -> 
     return block_k, max(2, min(stages, room // (width * block_k * 2)))
 
 
-# One opaque operator for compilers, as `iris_ops.library` has them.
+# One opaque operator for compilers, as `iris_ops.torch_ops` has them.
 _library = torch.library.Library("iris_layers", "FRAGMENT")
 _library.define(
     "step_product(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, bool gated, Tensor? squares=None, float eps=0)"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..config import FusedConfig
-from ..kernels.rmsnorm_epilogue import SPAN
-from ..problem import ALL_REDUCE, REDUCE_SCATTER, Problem
+from ..problem import ALL_REDUCE, NORM_SPAN, REDUCE_SCATTER, Problem
 from .machine import Machine
 from .waves import gemm_tiles
 
@@ -23,7 +22,7 @@ def keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:
 def ends_ahead(problem: Problem, config: FusedConfig) -> bool:
     """Whether the kernel can end as `rmsnorm_epilogue.py` says."""
     few_rows = problem.op == ALL_REDUCE and exchanges(config) and not words_with_roles(problem, config)
-    return few_rows and config.block_n % SPAN.value == 0
+    return few_rows and config.block_n % NORM_SPAN == 0
 
 
 def sums_with_roles(problem: Problem, config: FusedConfig) -> bool:

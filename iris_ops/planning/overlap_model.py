@@ -7,14 +7,13 @@ the collective, fixed latencies for hops, and how much of one the other hides, b
 from __future__ import annotations
 
 from ..config import FusedConfig, Prediction
-from ..fp8 import scaled_matmul, weight_stream
-from ..local.gating import gate_us
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
-from ..unfused import UNFUSED
-from ..with_torch import copy_gather
+from .fp8_model import fits, rounding_us, stream_us
 from .kinds import ends_ahead, keeps_own, programs_of, scatters, sums_with_roles, swaps
 from .machine import Machine
 from .tile_model import gemm_us, tile_us
+from .torch_model import gate_us
+from .torch_ways import BARRIER_US, COPY_US, TORCH_WAYS
 from .waves import early_tiles, gemm_tiles, skew_steps
 
 # Hops that nothing hides: the entry, then what the last tiles wait for.
@@ -59,12 +58,12 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     brought = config.algorithm == "copy_engines" and config.warp_roles
     behind = gate_us(problem, machine) if problem.gated and not brought else 0.0
     behind += _NORM_US if problem.normed and not ends_ahead(problem, config) else 0.0
-    if config.algorithm in UNFUSED and not config.warp_roles:
-        gemm, link, total = UNFUSED[config.algorithm].predict(problem, config, machine)
+    if config.algorithm in TORCH_WAYS and not config.warp_roles:
+        gemm, link, total = TORCH_WAYS[config.algorithm].times(problem, config, machine)
         return Prediction(gemm, link, total + behind)
     streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot"
-    streams = streams and weight_stream.fits(problem.M, problem.K)
-    gemm = weight_stream.expected_us(problem, machine) if streams else gemm_us(problem, config, machine)
+    streams = streams and fits(problem.M, problem.K)
+    gemm = stream_us(problem, machine) if streams else gemm_us(problem, config, machine)
     if brought:
         way = _brought
     elif swaps(problem, config):
@@ -83,14 +82,14 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
         way = _overlapped
     link, total = way(problem, config, machine, gemm)
     if problem.fp8 and not streams:
-        behind += scaled_matmul.rounding_us(problem.M, problem.K, machine)
+        behind += rounding_us(problem.M, problem.K, machine)
     return Prediction(gemm, link, total + machine.launch_us + behind)
 
 
 def _brought(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total) of programs with roles that multiply what copy engines bring, a rank's rows after the other's."""
-    w, entry = problem.world_size, copy_gather.BARRIER_US * problem.world_size
-    copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + copy_gather.COPY_US
+    w, entry = problem.world_size, BARRIER_US * problem.world_size
+    copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + COPY_US
     # rows come late, or when those before them are multiplied; then all that is left is, one tile at least
     tile = tile_us(problem, config, machine)
     late = max((i * copy + max(gemm * (w - i) / w, tile) for i in range(1, w)), default=0.0)

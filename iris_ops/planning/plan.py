@@ -14,10 +14,9 @@ from iris.errors import ArgumentError
 import torch
 
 from ..config import FusedConfig, Prediction
-from ..fp8 import scaled_matmul, weight_stream
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
-from ..unfused import UNFUSED
 from . import tritonblas
+from .fp8_model import MOST_ROWS, MULTIPLE, fits
 from .kinds import programs_of, scatters, swaps, words_with_roles
 from .machine import INTERPRETER, Machine
 from .overlap_model import predict, push_us
@@ -33,6 +32,7 @@ from .tile_model import (
     gemm_us,
     tile_us,
 )
+from .torch_ways import TORCH_WAYS
 from .waves import cut_tiles, gemm_tiles, shared_tiles
 
 
@@ -104,7 +104,7 @@ _ROUND_HEIGHT = 16
 
 
 def _label(problem: Problem, config: FusedConfig) -> str:
-    if config.algorithm in UNFUSED and not config.warp_roles:
+    if config.algorithm in TORCH_WAYS and not config.warp_roles:
         together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
         whose = "a product in eight bits" if problem.fp8 else "torch's product"
         return f"{config.algorithm}, {whose}{together}"
@@ -168,8 +168,8 @@ def _converting(problem: Problem, machine: Machine) -> str | None:
         return None
     if not machine.warp_roles or problem.dtype != torch.bfloat16:
         return f"B is converted in each call: {problem.dtype} by eight bits is not multiplied on {machine.name}"
-    if problem.form != "rows" or problem.K % scaled_matmul.MULTIPLE or problem.N % scaled_matmul.MULTIPLE:
-        multiples = f"K and N multiples of {scaled_matmul.MULTIPLE}"
+    if problem.form != "rows" or problem.K % MULTIPLE or problem.N % MULTIPLE:
+        multiples = f"K and N multiples of {MULTIPLE}"
         return f"B is converted in each call: by rows, {multiples}, it would be multiplied"
     return None
 
@@ -182,10 +182,10 @@ def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
     found = [each for each in unfused if each.algorithm == "sequential" or problem.op == REDUCE_SCATTER]
     if not machine.warp_roles or problem.dtype != torch.bfloat16:
         return found
-    if problem.M <= weight_stream.MOST_ROWS:
-        streams = problem.op == ALL_REDUCE and weight_stream.fits(problem.M, problem.K)
+    if problem.M <= MOST_ROWS:
+        streams = problem.op == ALL_REDUCE and fits(problem.M, problem.K)
         return [FP8_STREAM] if streams else found
-    if problem.K % scaled_matmul.MULTIPLE or problem.N % scaled_matmul.MULTIPLE:
+    if problem.K % MULTIPLE or problem.N % MULTIPLE:
         return found
     few = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
     shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
@@ -214,7 +214,7 @@ def _roles(problem: Problem, machine: Machine) -> list[FusedConfig]:
 # Made once, as those below: to make them anew would take a plan longer than to weigh them.
 @lru_cache(maxsize=256)
 def _unfused(op: str, world_size: int) -> tuple[FusedConfig, ...]:
-    found = tuple(FusedConfig(algorithm=algorithm) for algorithm in UNFUSED)
+    found = tuple(FusedConfig(algorithm=algorithm) for algorithm in TORCH_WAYS)
     if op == GATHER_MATMUL and world_size > 2:
         found += (FusedConfig(algorithm="copy_engines", ranks_together=world_size - 1),)
     return found
@@ -288,17 +288,17 @@ def _powers(size: int) -> list[int]:
 
 def _objection(problem: Problem, config: FusedConfig) -> str | None:
     m, n, _ = problem.gemm
-    if config.algorithm in UNFUSED:
+    if config.algorithm in TORCH_WAYS:
         if config.warp_roles and problem.part_rows < config.block_m:
             return f"a rank has {problem.part_rows} rows, fewer than a tile"
         if config.algorithm == "shard_sums" and problem.M < _LEAST_SHARDED:
             return "few rows: shards of them hide too little for what stands between them"
         if problem.fp8 and (config.algorithm == "sequential" or problem.op == GATHER_MATMUL):  # of few rows, too
-            return UNFUSED[config.algorithm].objection(problem)
+            return TORCH_WAYS[config.algorithm].objection(problem)
         if problem.world_size == 1:
             return "one rank: no collective to follow"
         few = "few rows: a stream of weights needs no library" if m <= 64 else None
-        return few or UNFUSED[config.algorithm].objection(problem)
+        return few or TORCH_WAYS[config.algorithm].objection(problem)
     if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
         return "a block has more than half a million elements"
     largest = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, TMA_ALIGNMENT, Problem, owned_part, part_size
-from ..unfused import UNFUSED
+from .torch_ways import TORCH_WAYS
 from .waves import loose_tiles
 
 # Words of the exchange area: a row of them is a multiple.
@@ -18,8 +18,8 @@ def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tupl
     w, itemsize = problem.world_size, problem.dtype.itemsize
     if problem.empty:
         return 0, 0, 0
-    if config.algorithm in UNFUSED:
-        return 0, UNFUSED[config.algorithm].staged_elements(problem) * itemsize, 0
+    if config.algorithm in TORCH_WAYS:
+        return 0, TORCH_WAYS[config.algorithm].elements(problem) * itemsize, 0
     if config.algorithm != "overlapped":
         rows, cols = exchanged_part(problem, config)
         behind = rows * w * exchange_ld(cols) if config.algorithm == "two_shot" else exchange_ld(w)

@@ -38,19 +38,13 @@ import triton.language as tl
 from ..kernels.descriptors import as_stored, of_whole_vectors
 from ..kernels.hopper import gather_matmul, operands
 from ..local import gating
-from ..problem import GATHER_MATMUL, Problem, part_of
+from ..planning.torch_ways import rows_of, steps_of
+from ..problem import Problem, part_of
 from . import torch_matmul
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
-    from ..planning.machine import Machine
     from ..workspace import Workspace
-
-# Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.
-BARRIER_US = 1.5
-COPY_US = 8.0
-# Rows from which on a product is worth reading B for.
-_LEAST_ROWS = 512
 
 
 @triton.jit(do_not_specialize=["begin", "end", "part_rows", "M"])
@@ -64,59 +58,6 @@ def arrived_kernel(
         source = (ctx.rank + i) % WORLD_SIZE
         if source * part_rows < M:
             wait(ctx, flags + source, expected, source, WAITER, exact=True)
-
-
-def objection(problem: Problem) -> str | None:
-    """Why this problem cannot be served so."""
-    if problem.op != GATHER_MATMUL or problem.form != "rows":
-        return "copy engines serve all_gather_matmul by rows"
-    return None
-
-
-def _steps(problem: Problem, config: FusedConfig) -> list[range]:
-    """Whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
-    others = problem.world_size - 1
-    together = min(others, max(config.ranks_together, -(-_LEAST_ROWS // max(1, problem.part_rows))))
-    if others == 0:
-        return []
-    first = others % together or together  # the smallest group, which the fewest rows hide
-    begins = [1, *range(1 + first, others + 1, together)]
-    return [range(begin, end) for begin, end in zip(begins, [*begins[1:], others + 1], strict=True)]
-
-
-def _rows_of(problem: Problem, rank: int, step: range) -> list[tuple[int, int]]:
-    """The rows [begin, end) that arrive at `rank` in a step: neighbours but where they begin anew at 0."""
-    w, part, M = problem.world_size, problem.part_rows, problem.M
-    first, last = (rank + step[0]) % w, (rank + step[-1]) % w
-    ranks = [(first, last)] if first <= last else [(first, w - 1), (0, last)]
-    spans = [(min(M, low * part), min(M, (high + 1) * part)) for low, high in ranks]
-    return [(begin, end) for begin, end in spans if begin < end]
-
-
-def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
-    """Microseconds of the products, of the copies, and of all, on the rank that takes longest."""
-    w = problem.world_size
-    copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + COPY_US
-    barrier = BARRIER_US * w
-    found = []
-    for rank in range(w):
-        steps = [_rows_of(problem, rank, step) for step in _steps(problem, config)]
-        rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
-        products = torch_matmul.expected_in_turn(rows, problem.N, problem.K, machine, in_fp8=problem.fp8)
-        us, sent, done = barrier + products[0], barrier, 1
-        for step, there in zip(_steps(problem, config), steps, strict=True):
-            sent += len(step) * copy
-            # a barrier beside a product that fills the chip waits for its end
-            us = max(us, sent) + barrier + sum(products[done : done + len(there)])
-            done += len(there)
-        found.append((us, sum(products)))
-    total, gemm = max(found)
-    return gemm, copy * (w - 1), total
-
-
-def staged_elements(problem: Problem) -> int:
-    """Elements of the gathered rows; one at least, so that they have a place."""
-    return max(1, problem.M * problem.K)
 
 
 def prepare(
@@ -191,8 +132,8 @@ def _in_steps(
 
     begin = min(problem.M, rank * problem.part_rows)
     own = product(begin, begin + A.shape[0], A) if A.shape[0] else None
-    steps = _steps(problem, config)
-    products = [[product(*span, gathered[slice(*span)]) for span in _rows_of(problem, rank, step)] for step in steps]
+    steps = steps_of(problem, config)
+    products = [[product(*span, gathered[slice(*span)]) for span in rows_of(problem, rank, step)] for step in steps]
     arrivals, (entered, _, *marks) = workspace.lanes[1], workspace.marks
     waits = workspace.views.get((problem, *steps)) or _waits(workspace, problem, steps)
 
@@ -245,6 +186,6 @@ def _views(workspace: Workspace, problem: Problem) -> tuple[torch.Tensor, list[t
     begin = rank * problem.part_rows
     mine = slice(begin, begin + part_of(problem.M, w, rank))
     peers = [(rank - i) % w for i in range(1, w)]
-    rows = [ctx.peer_view(gathered, peer)[mine] for peer in peers]
-    flags = [ctx.peer_view(workspace.arrivals, peer)[rank : rank + 1] for peer in peers]
+    rows = [ctx.view_at(gathered, peer)[mine] for peer in peers]
+    flags = [ctx.view_at(workspace.arrivals, peer)[rank : rank + 1] for peer in peers]
     return workspace.remember(problem, (gathered, list(zip(rows, flags, strict=True))))

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from iris.launch import relaunch, streams
 
-from ..problem import REDUCE_SCATTER, Problem, part_of
+from ..planning.torch_ways import copy_reduce_elements
+from ..problem import Problem, part_of
 from . import torch_matmul
 from .sum_parts import sum_parts_kernel
 
@@ -29,41 +30,10 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import FusedConfig
-    from ..planning.machine import Machine
     from ..workspace import Workspace
 
-# Microseconds: a barrier of the ranks in a stream, what a copy takes beside its bytes, and a kernel behind another.
-_BARRIER_US, _COPY_US, _BEHIND_US = 5.0, 8.0, 5.0
-# Of the memory's rate, what the sum reaches.
-_SUM_SHARE = 0.8
 # Rows and columns that a program sums: 16 bytes a thread; the interpreter is quicker with large blocks.
 _SUM_BLOCK = {"cuda": (2, 1024), "cpu": (64, 256)}
-
-
-def objection(problem: Problem) -> str | None:
-    """Why this problem cannot be served so."""
-    if problem.op != REDUCE_SCATTER or problem.form != "rows":
-        return "shards are rows of a sum, in matmul_reduce_scatter by rows"
-    return None
-
-
-def predict(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
-    """Microseconds of the products, of the copies, and of all: what each stream has done by when."""
-    w, rows = problem.world_size, problem.part_rows
-    nbytes = rows * problem.N * problem.dtype.itemsize
-    products = torch_matmul.expected_in_turn([rows] * w, problem.N, problem.K, machine, in_fp8=problem.fp8)
-    copy = nbytes / (machine.link_gbs * 1e3) + _COPY_US
-    stream, side = 0.0, _BARRIER_US
-    for product in products[1:]:
-        stream += product
-        side = max(side, stream) + copy
-    added = _BEHIND_US + (w + 1) * nbytes / (_SUM_SHARE * machine.hbm_gbs * 1e3)
-    return sum(products), (w - 1) * copy, max(stream + products[0], side + _BARRIER_US) + added
-
-
-def staged_elements(problem: Problem) -> int:
-    """Elements of the parts that arrive and of those that leave."""
-    return 2 * (problem.world_size - 1) * problem.part_rows * problem.N
 
 
 def prepare(
@@ -132,7 +102,7 @@ def _sum(
 def _views(workspace: Workspace, problem: Problem) -> tuple:
     """Where parts arrive, and for each owner behind this rank: its rows of A, their product here, its place there."""
     ctx, n, w = workspace.ctx, problem.N, problem.world_size
-    nbytes = staged_elements(problem) * problem.dtype.itemsize
+    nbytes = copy_reduce_elements(problem) * problem.dtype.itemsize
     arriving, leaving = workspace.staging[:nbytes].view(problem.dtype).view(2, (w - 1) * problem.part_rows * n)
     shards = []
     for step in range(1, w):
@@ -140,7 +110,7 @@ def _views(workspace: Workspace, problem: Problem) -> tuple:
         size = (rows.stop - rows.start) * n
         here = leaving[(step - 1) * problem.part_rows * n :][:size].view(-1, n)
         there = arriving[(w - step - 1) * size :][:size].view(-1, n)  # this rank is the owner's next but w - step - 1
-        shards.append((rows, here, ctx.peer_view(there, (ctx.cur_rank + step) % w)))
+        shards.append((rows, here, ctx.view_at(there, (ctx.cur_rank + step) % w)))
     return workspace.remember(problem, (arriving, shards))
 
 

@@ -1,17 +1,10 @@
-"""torch's own product, which is cuBLAS's or hipBLASLt's, and a model of the time that it takes."""
+"""torch's own product, which is cuBLAS's or hipBLASLt's."""
 
 from __future__ import annotations
-
-from functools import lru_cache
-from math import ceil, log
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..fp8 import scaled_matmul
-
-if TYPE_CHECKING:
-    from ..planning.machine import Machine
 
 
 def multiply(
@@ -26,85 +19,3 @@ def multiply(
         torch.mm(A, B, out=out)
     else:
         torch.addmm(bias, A, B, out=out)
-
-
-# Tiles that a library chooses from: by one side, with which others, and the share of the full rate that it reaches so.
-_TILES = {
-    64: {128: 0.69, 192: 0.77, 256: 0.82},
-    128: {128: 0.93, 160: 0.95, 192: 0.97, 256: 1.0},
-    192: {192: 1.0, 256: 1.0},
-    256: {160: 1.0, 192: 1.0},
-}
-# cuBLAS' tiles on Hopper come in multiples of 8 rows: from so many on one that fits, with so much of the share between.
-_LEAST_FITTED, _FITTED = 160, 0.95
-_MOST_FITTED = 8  # blocks of rows, of more those of round numbers fit well enough
-_SPLIT_US = {1: 0.0, 2: 1.8, 3: 4.8}  # by parts along K
-# The rate over the machine's, which is that of a millisecond's product: the chip slows as it comes to its power limit.
-_FASTEST, _SLOWEST = (150.0, 1.105), (1500.0, 0.93)
-_SHORTEST_SPLIT = 512
-_STREAMED = 0.9  # of the memory's rate
-_HIDDEN = 0.2  # of a launch, where no other product of the call waits for its end
-
-
-def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, in_fp8: bool = False) -> float:
-    """Microseconds of a product [m, k] @ [k, n] in 16 bits: rounds of the tiles that suit it best, or its stream.
-
-    Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on. `in_fp8`: of weights in
-    eight bits, and rows that are rounded first (`fp8.py`).
-    """
-    return expected_in_turn([m], n, k, machine, most_splits, in_fp8)[0] - _HIDDEN * machine.launch_us
-
-
-def expected_in_turn(
-    rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2, in_fp8: bool = False
-) -> list[float]:
-    """Microseconds of each of several products after each other, of so many rows: they warm the chip together."""
-    rounds = [_rounds_us(m, n, k, machine, most_splits) for m in rows]
-    warm = _heated(sum(rounds)) / max(sum(rounds), 1e-9)
-    streams = ((m * k + k * n + m * n) * 2 / (_STREAMED * machine.hbm_gbs * 1e3) for m in rows)
-    found = [max(us * warm, stream) + machine.launch_us for us, stream in zip(rounds, streams, strict=True)]
-    if not in_fp8:
-        return found
-    return [
-        scaled_matmul.torch_us(us) + scaled_matmul.rounding_us(m, k, machine) for us, m in zip(found, rows, strict=True)
-    ]
-
-
-@lru_cache(maxsize=4096)
-def _rounds_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> float:
-    rounds = []
-    for bm, bn, share in _tiles(m):
-        tiles = ceil(m / bm) * ceil(n / bn)
-        for splits in range(1, most_splits + 1):
-            units = tiles * splits
-            if splits > 1 and k < splits * _SHORTEST_SPLIT or splits > 2 and units > machine.num_programs:
-                continue  # in three and more only where programs would be without a tile
-            rate = machine.tflops * share / machine.num_programs * 1e6
-            tile_us = 2.0 * bm * bn * k / splits / rate
-            rounds.append(ceil(units / machine.num_programs) * tile_us + _SPLIT_US[min(splits, 3)])
-    return min(rounds)
-
-
-def _tiles(m: int) -> list[tuple[int, int, float]]:
-    """(rows, columns, share): of tiles of round sizes, and of such as fill m rows best."""
-    found = []
-    for side, shares in _TILES.items():
-        found += [(*tile, share) for other, share in shares.items() for tile in ((side, other), (other, side))]
-        for blocks in range(max(1, m // 256), min(_MOST_FITTED, m // _LEAST_FITTED) + 1):
-            fit = 8 * ceil(m / (8 * blocks))
-            if max(_LEAST_FITTED, min(shares)) <= fit <= max(shares):
-                found.append((fit, side, _FITTED * _between(fit, shares)))
-    return found
-
-
-def _between(size: int, shares: dict[int, float]) -> float:
-    """The share of a size between two that are known."""
-    low, high = max(s for s in shares if s <= size), min(s for s in shares if s >= size)
-    part = (size - low) / max(1, high - low)
-    return shares[low] + part * (shares[high] - shares[low])
-
-
-def _heated(us: float) -> float:
-    (short, fast), (long, slow) = _FASTEST, _SLOWEST
-    warmth = log(min(max(us, short), long) / short) / log(long / short)
-    return us / (fast + (slow - fast) * warmth)

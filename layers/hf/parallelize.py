@@ -273,7 +273,7 @@ def _together(
         own = said(result)
     except Exception as caught:  # whatever it is, the other ranks are waiting for a word
         error = caught
-    told = ctx._ranks.all_gather((None if error is None else _described(error), own))
+    told = ctx.hosts.all_gather((None if error is None else _described(error), own))
     if error is not None:
         raise error
     for rank, (failure, _) in enumerate(told):

@@ -30,8 +30,6 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris.errors import ArgumentError
-from iris_ops.local.decode_attention import NAME
-from iris_ops.local.decode_attention import use as use_step_attention
 import torch
 from torch import nn
 
@@ -39,6 +37,7 @@ from ..digests import compare
 from ..hf.sequence import sharing_of
 from ..sharded import check_context, flags, positive
 from ..together import checked
+from . import attention
 from .arguments import (
     check_logits,
     check_model,
@@ -117,7 +116,7 @@ class Engine:
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
         wanted = device.type == "cuda" if step_attention is None else step_attention
         # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
-        capturable = wanted and use_step_attention(model) and self.graphs
+        capturable = wanted and attention.use(model) and self.graphs
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
         self._cache_name = cache_name(model)
@@ -131,7 +130,7 @@ class Engine:
         self.sampler = Sampler(device)
         # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
         config: Any = model.config
-        own = config._attn_implementation in ("sdpa", NAME) and not has_windows(config)
+        own = config._attn_implementation in ("sdpa", attention.NAME) and not has_windows(config)
         self._seen = self.mask[:, None, None] if own else self.mask
         self._keeps_any = "Tensor" in str(_annotation(model, "logits_to_keep"))  # else so many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)

@@ -112,10 +112,10 @@ DIFFERENT = {
 def differ(rank: int, world: int, which: str) -> None:
     call, message = DIFFERENT[which]
     with iris.iris(1 << 24) as ctx:
-        used, begin = ctx._heap.used, time.monotonic()
+        used, begin = ctx.heap.used, time.monotonic()
         with pytest.raises(ArgumentError, match=message):
             call(ctx, 1 if which == "M" and rank else rank)
-        assert time.monotonic() - begin < patient(10) and ctx._heap.used == used, "before anything is launched or kept"
+        assert time.monotonic() - begin < patient(10) and ctx.heap.used == used, "before anything is launched or kept"
         same = ctx.ones(3)  # and ranks go on together
         ctx.barrier()
         assert same.sum() == 3
@@ -249,12 +249,12 @@ def more_facts(rank: int, world: int) -> None:
 
 def full_on_one(rank: int, world: int) -> None:
     with iris.iris(1 << 20) as ctx:
-        used = ctx._heap.used
+        used = ctx.heap.used
         with pytest.raises(ArgumentError, match=r"an allocation: sizes differs between ranks: \(3,\) on rank 0"):
             ctx.zeros(3 if rank == 0 else 1 << 30)
         with pytest.raises(HeapExhausted, match="4294967296 bytes"):
             ctx.zeros(1 << 30)
-        assert ctx._heap.used == used
+        assert ctx.heap.used == used
         ctx.barrier()
 
 
@@ -272,14 +272,14 @@ def test_errors_are_alike_on_all_ranks(body) -> None:
 
 def dead(rank: int, world: int) -> None:
     ctx = iris.iris(1 << 20)
-    used = ctx._heap.used
+    used = ctx.heap.used
     ctx.barrier()
     if rank == 1:
         os._exit(0)
     begin = time.monotonic()
     with pytest.raises(PeerLostError, match="rank [02] lost rank 1 before call number 2, an allocation"):
         ctx.zeros(5)
-    assert ctx._heap.used == used
+    assert ctx.heap.used == used
     with pytest.raises(PeerLostError, match="lost rank 1 in an exchange of the hosts"):
         ctx.barrier()
     ctx.close()  # at once, and without an error: nobody is waited for again

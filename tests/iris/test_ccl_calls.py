@@ -109,7 +109,7 @@ def in_groups(rank: int, world_size: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with iris.iris(64 << 20) as ctx:
         for group in (mesh["tp"], mesh.get_group("dp"), None):
-            members = [0, 1, 2, 3] if group is None else ctx._ranks.members(group)
+            members = [0, 1, 2, 3] if group is None else ctx.hosts.members(group)
             for config in (ONE, TWO, FLAGS, *OTHERS):
                 given = torch.arange(40, dtype=torch.float32) + 100 * rank
                 out = poison(ctx.empty(40))
@@ -308,10 +308,10 @@ def prepared(ctx: iris.Iris) -> None:
     case = Case("all_reduce", (3000,), FLAGS)
     call = Call(ctx, case)
     workspace = ctx.ccl.all_reduce_preamble(call.out, call.inp, FLAGS)
-    used = ctx._heap.used
+    used = ctx.heap.used
     assert call.run(workspace=workspace) is workspace
     call.check()
-    assert ctx._heap.used == used
+    assert ctx.heap.used == used
     assert call.run() is not workspace
     call.check()
     call.run(async_op=True).wait()

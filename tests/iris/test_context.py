@@ -154,7 +154,7 @@ def _barriers_that_wrap(ctx):
         ctx.barrier()
         ctx._barrier.counts.fill_(start)
         iris.platform.synchronize(ctx.device)
-        ctx._ranks.all_gather(None)
+        ctx.hosts.all_gather(None)
         _nobody_passes_early(ctx, True)
         if ctx.cur_rank == 0:
             time.sleep(0.1)
@@ -162,7 +162,7 @@ def _barriers_that_wrap(ctx):
         assert torch.equal(ctx._barrier.counts[0], ctx._barrier.counts[1])
         count = int(ctx._barrier.counts[0][ctx.cur_rank])
         assert count < 0 if start > 0 else count > 0
-        ctx._ranks.all_gather(None)  # nobody is in the next barrier before all have looked
+        ctx.hosts.all_gather(None)  # nobody is in the next barrier before all have looked
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -14,10 +14,10 @@ from tests.processes import run_fresh
 
 
 def _rank_and_bytes(ctx):
-    tensor = ctx._heap.allocate((5000,), torch.int32)
+    tensor = ctx.heap.allocate((5000,), torch.int32)
     was = int(tensor.abs().sum())
     tensor.fill_(7)
-    return ctx.cur_rank, was, ctx._heap.used
+    return ctx.cur_rank, was, ctx.heap.used
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

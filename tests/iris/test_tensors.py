@@ -67,9 +67,9 @@ def _same_as_torch(ctx, name, args, keywords):
         out = torch.zeros_like(made, requires_grad=False)
         onto = ctx.empty(out.shape, dtype=out.dtype)
         torch.cuda.set_rng_state(outside) if ctx.device.type == "cuda" else torch.set_rng_state(outside)
-        used = ctx._heap.used
+        used = ctx.heap.used
         assert getattr(ctx, name)(*args, out=onto, **keywords) is onto
-        assert ctx._heap.used == used
+        assert ctx.heap.used == used
         assert onto.requires_grad == made.requires_grad
         assert name == "empty" or torch.equal(onto, made)
 
@@ -212,11 +212,11 @@ def _bad_calls(ctx):
         (errors.ArgumentError, r"no allocation .* \(3,\)", lambda: ctx.free(outside.to_sparse())),
     ]
     for kind, text, call in bad:
-        used = ctx._heap.used
+        used = ctx.heap.used
         with pytest.raises(kind, match=text) as caught:
             call()
         assert isinstance(caught.value, errors.IrisError)
-        assert ctx._heap.used == used, text
+        assert ctx.heap.used == used, text
     ctx.barrier()
     assert ctx.ones(3, out=kept) is kept and kept.sum().item() == 3
 
@@ -227,8 +227,8 @@ def test_bad_calls_raise_typed_errors_and_take_nothing(world_size):
 
 
 def _exhaust(ctx):
-    free = ctx._heap.free_bytes
-    needs = rf"needs {free + 256} bytes in one piece; {free} of the heap's {ctx._heap.size} are free, {free} of them"
+    free = ctx.heap.free_bytes
+    needs = rf"needs {free + 256} bytes in one piece; {free} of the heap's {ctx.heap.size} are free, {free} of them"
     with pytest.raises(errors.HeapExhausted, match=needs):  # in whole granules
         ctx.empty(free + 1, dtype=torch.uint8)
     half = free // 512 * 256
@@ -245,7 +245,7 @@ def _exhaust(ctx):
     with pytest.raises(MemoryError):
         ctx.zeros(0)
     ctx.barrier()
-    return ctx._heap.used
+    return ctx.heap.used
 
 
 def _odd_size(ctx):
@@ -268,14 +268,14 @@ def test_a_full_heap_is_an_error_and_the_context_still_works(world_size):
 
 def _free_all_or_nothing(ctx):
     first, second = ctx.ones(300), ctx.ones(300)
-    used, free = ctx._heap.used, ctx._heap.free_bytes
+    used, free = ctx.heap.used, ctx.heap.free_bytes
     outside, part = torch.ones(3, device=ctx.device), second[:2]
     for wrong in ((first, outside), (first, second, first), (first, second[1:]), (first, part), (first, second[:0])):
         with pytest.raises(errors.ArgumentError, match="no allocation of this heap lies where the tensor"):
             ctx.free(*wrong)
-        assert (ctx._heap.used, ctx._heap.free_bytes) == (used, free)
+        assert (ctx.heap.used, ctx.heap.free_bytes) == (used, free)
     ctx.free(first, second)
-    assert ctx._heap.free_bytes > free
+    assert ctx.heap.free_bytes > free
     ctx.barrier()
 
 

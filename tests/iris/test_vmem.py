@@ -8,8 +8,7 @@ import time
 import iris
 from iris import errors
 from iris.memory.base import ALIGNMENT
-from iris.memory.pages import pages_of
-from iris.memory.vmem import CHUNK
+from iris.memory.vmem import CHUNK, pages_of
 import pytest
 import torch
 

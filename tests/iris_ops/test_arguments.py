@@ -18,9 +18,9 @@ from iris_ops.kernels.hopper import operands
 from iris_ops.planning.kinds import words_with_roles
 from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.plan import plan
+from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
-from iris_ops.unfused import UNFUSED
 import pytest
 import torch
 
@@ -76,7 +76,7 @@ def drawn_config(rng: random.Random) -> FusedConfig:
 def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, rank: int, rng: random.Random) -> None:
     flags, nbytes, exchange = sizes = workspace_size(problem, config, machine.num_programs)
     assert all(type(size) is int and size >= 0 for size in sizes)
-    if problem.empty or config.algorithm in UNFUSED:
+    if problem.empty or config.algorithm in TORCH_WAYS:
         return
     memory = {name: torch.empty(size, dtype=torch.uint8, device=META) for name, size in
               (("flags", 4 * flags), ("staging", nbytes), ("exchange", exchange))}  # fmt: skip

@@ -175,12 +175,12 @@ def capture_first_call(ctx: iris.Iris, warm: bool) -> None:
     small, large = (Call(ctx, Case(REDUCE_SCATTER, "rows", m, 256, 64)) for m in (64, 2048))
     if warm:
         small.run()
-    used = ctx._heap.used
+    used = ctx.heap.used
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(CaptureError, match="before capturing"), capture(graph):
         large.run()
     torch.cuda.synchronize()
-    assert ctx._heap.used == used
+    assert ctx.heap.used == used
     large.run()
     large.check()
     graph = torch.cuda.CUDAGraph()

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import iris
 from iris.launch import graphs as graphed
 from iris.launch.graphs import Graphed, Graphs
-from iris_ops import FusedConfig, ops, torch_ops, unfused
+from iris_ops import FusedConfig, ops, torch_ops
+from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
 from iris_ops.with_torch import sequential
 from iris_ops.workspace import Workspace
@@ -147,7 +148,7 @@ def test_what_cannot_be_captured_now_is_tried_again() -> None:
 # --- that it changes nothing -----------------------------------------------------------------------------------------
 
 TURNS = 200
-UNFUSED = [(op, form, config) for op, form, config in VARIANTS if config and config.algorithm in unfused.UNFUSED]
+UNFUSED = [(op, form, config) for op, form, config in VARIANTS if config and config.algorithm in TORCH_WAYS]
 SHAPES = [(128, 512, 256), (37, 129, 50), (2048, 1024, 512)]
 gpu = pytest.mark.gpu
 ranks = pytest.mark.parametrize("world_size", WORLDS, scope="session")
@@ -213,7 +214,7 @@ def test_calls_in_all_ways_in_turn(
     world_size: int, op: str, form: str, config: FusedConfig, shape: tuple[int, int, int]
 ) -> None:
     case = Case(op, form, *shape, config=config)
-    if config.algorithm in unfused.UNFUSED and not served(case, world_size):
+    if config.algorithm in TORCH_WAYS and not served(case, world_size):
         pytest.skip("uneven rows are not gathered so")
     assert run_ranks(world_size, alternate, case, TURNS) == [0] * world_size
 

@@ -198,7 +198,7 @@ def two_workspaces(ctx) -> None:
     case = Case(ALL_REDUCE, "", 20, 24, 16, config=SMALL[0])
     first = Call(ctx, case)
     workspace = first.run()
-    ctx._ops = None
+    ctx._kept.clear()
     second = Call(ctx, replace(case, seed=1))
     other = second.run()
     assert other is not workspace

@@ -11,15 +11,16 @@ import iris
 from iris.ccl import problem as collectives
 from iris.errors import ArgumentError
 from iris_ops import FusedConfig
+from iris_ops.ops import Ops
 from iris_ops.planning import waves
 from iris_ops.planning.kinds import exchanges
 from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.overlap_model import predict, spread_us
 from iris_ops.planning.plan import fitting, plan
 from iris_ops.planning.tile_model import tile_us
+from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
-from iris_ops.unfused import UNFUSED
 from iris_ops.with_torch import sequential, torch_matmul
 from iris_tp.bench.rows import CALLS
 import pytest
@@ -58,7 +59,7 @@ def test_every_plan_has_reasons_and_a_prediction(op: str, form: str, machine: Ma
         for dtype in (torch.bfloat16, torch.float32):
             chosen = plan(problem(op, form, *shape, dtype=dtype), machine)
             assert chosen.prediction.total_us >= max(chosen.prediction.gemm_us, chosen.prediction.link_us) > 0
-            unfused = chosen.algorithm in UNFUSED
+            unfused = chosen.algorithm in TORCH_WAYS
             label = chosen.algorithm if unfused else f"{chosen.block_m}x{chosen.block_n}x{chosen.block_k}"
             first, *_, last = chosen.explain().splitlines()
             assert op in first and machine.name in first and f"M={shape[0]} N={shape[1]} K={shape[2]}" in first
@@ -154,7 +155,7 @@ def test_rows_that_begin_between_vectors_are_left_to_torch_s_product() -> None:
     """Without tensor descriptors our large tiles take several times as long (measured: 128 x 256 over 6 times)."""
     for op, form in FORMS:
         if form in ("", "rows"):
-            assert plan(problem(op, form, 3000, 5120, 4100), H200).algorithm in UNFUSED
+            assert plan(problem(op, form, 3000, 5120, 4100), H200).algorithm in TORCH_WAYS
             assert not plan(problem(op, form, 3000, 5120, 4100), H200).warp_roles
 
 
@@ -263,13 +264,13 @@ def test_an_unknown_gpu_is_reckoned_by_its_multiprocessors() -> None:
 
 
 def plan_of(ctx: iris.Iris, *arguments) -> tuple[FusedConfig, tuple[str, ...], int]:
-    used = ctx._heap.used if ctx._ops else None
+    used = ctx.heap.used if Ops in ctx._kept else None
     chosen = ctx.ops.plan(*arguments)
     again = ctx.ops.plan(*arguments)
     assert again == chosen and again.reasons == chosen.reasons
-    taken = ctx._heap.used
+    taken = ctx.heap.used
     ctx.ops.plan(OPS[0], 4096, 4096, 4096, torch.float16)
-    assert ctx._heap.used == taken and used in (None, taken)
+    assert ctx.heap.used == taken and used in (None, taken)
     return chosen, chosen.reasons, chosen.prediction
 
 

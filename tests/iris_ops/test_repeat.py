@@ -9,8 +9,8 @@ import iris
 from iris.errors import ArgumentError, HeapExhausted
 from iris.launch import relaunch
 from iris_ops import FusedConfig, ops
+from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
-from iris_ops.unfused import UNFUSED
 from iris_ops.workspace import Workspace
 import pytest
 import torch
@@ -112,14 +112,14 @@ def elsewhere(ctx: iris.Iris, cases: list[Case]) -> None:
                 ctx.barrier()
                 call.run()
                 call.check()
-            if case.config.algorithm not in UNFUSED:
+            if case.config.algorithm not in TORCH_WAYS:
                 assert not whole, "a call was made the long way that differs in its addresses only"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [WORLDS[-1]])
 def test_calls_at_other_addresses_are_right(world_size: int) -> None:
-    configs = [BLOCKS, replace(BLOCKS, algorithm="one_shot"), *(FusedConfig(algorithm=kind) for kind in UNFUSED)]
+    configs = [BLOCKS, replace(BLOCKS, algorithm="one_shot"), *(FusedConfig(algorithm=kind) for kind in TORCH_WAYS)]
     cases = [Case(op, form, 32, 48, 32, config=config) for op, form in FORMS for config in configs]
     cases += [replace(case, bias=False, transposed=False, on_heap=False) for case in cases if case.config is BLOCKS]
     run_ranks(world_size, elsewhere, [case for case in cases if served(case, world_size)])
@@ -188,12 +188,12 @@ def give_back(ctx: iris.Iris, cases: list[Case]) -> list[Case]:
 @pytest.mark.slow
 def test_what_is_kept_of_a_call_keeps_no_memory(world_size: int) -> None:
     cases = [Case(op, form, 24, 40, 32) for op, form in FORMS]
-    cases += [replace(case, config=FusedConfig(algorithm=kind)) for case in cases for kind in UNFUSED]
+    cases += [replace(case, config=FusedConfig(algorithm=kind)) for case in cases for kind in TORCH_WAYS]
     for held in run_ranks(world_size, give_back, [case for case in cases if served(case, world_size)]):
         assert not held
 
 
 def served(case: Case, world_size: int) -> bool:
     problem = Problem(case.op, case.form, case.M, case.N, case.K, world_size, case.dtype)
-    kind = case.config and UNFUSED.get(case.config.algorithm)
+    kind = case.config and TORCH_WAYS.get(case.config.algorithm)
     return not (kind and kind.objection(problem))

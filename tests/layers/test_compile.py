@@ -9,6 +9,7 @@ from collections import Counter
 
 from iris.errors import ArgumentError
 from iris_ops.local import skinny_matmul
+from iris_ops.ops import Ops
 import layers
 import pytest
 import torch
@@ -270,7 +271,7 @@ def contexts_body(ctx) -> None:
     model, prompts = models.build("nine_heads"), models.prompt()
     layers.parallelize(model, ctx)
     ours, nccl = Counting(ctx.ops), Counting(engines.NcclOps())
-    ctx._ops = ours
+    ctx._kept[Ops] = ours
     other = engines._Context(ctx, "counted", nccl)
     expected = layers.Engine(model, ctx, 2, 16).generate(prompts, 2)
     engine = layers.Engine(model, ctx, 2, 16, compile=backend(ctx), graphs=False)

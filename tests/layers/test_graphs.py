@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import layers
+from layers import serving
 from layers.serving import graphs, prompts
 import pytest
 import torch
@@ -366,13 +367,13 @@ def long_body(ctx) -> None:
     model = models.build("plain")
     layers.parallelize(model, ctx)
     engine = captured_engine(model, ctx, 2)
-    layers.engine._GRAPH_TOKENS, before = 10, layers.engine._GRAPH_TOKENS
+    serving.engine._GRAPH_TOKENS, before = 10, serving.engine._GRAPH_TOKENS
     try:
         for length in (6, 6, 5, 5):
             engine.generate(drawn(length, length), 2)
         assert [key[0] for key in engine.prompts._kept] == [(2, 5)]
     finally:
-        layers.engine._GRAPH_TOKENS = before
+        serving.engine._GRAPH_TOKENS = before
 
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])

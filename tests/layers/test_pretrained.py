@@ -7,8 +7,10 @@ from pathlib import Path
 
 from iris.errors import ArgumentError, CheckpointError
 import layers
+from layers.checkpoint import load
 from layers.checkpoint.buffers import Staging
 from layers.hf.parallelize import parallelize
+from layers.hf.report import make_report
 from layers.sharded import ShardedLinear
 import pytest
 from safetensors.torch import load_file, save_file
@@ -70,7 +72,7 @@ def load_body(ctx, folder: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     for key, buffer in twin.named_buffers():
         assert torch.equal(model.get_buffer(key), buffer), key
     assert not model.training and all(p.device == ctx.device for p in model.parameters())
-    assert model.parallel_report.bytes == sum(row.bytes for row in layers.report.make_report(twin, {}, ctx).rows)
+    assert model.parallel_report.bytes == sum(row.bytes for row in make_report(twin, {}, ctx).rows)
     return models.logits(model, ctx.device), models.generate(model, ctx.device)
 
 
@@ -94,11 +96,11 @@ class Watched(Staging):
 
 def reads_body(ctx, folder: str) -> tuple[int, int]:
     """(bytes read, bytes held but for padding, which ranks without a head have)."""
-    layers.pretrained.Staging = Watched
+    load.Staging = Watched
     try:
         model = layers.from_pretrained(folder, ctx)
     finally:
-        layers.pretrained.Staging = Staging
+        load.Staging = Staging
     split = [each for each in model.modules() if isinstance(each, ShardedLinear)]
     padding = sum(sum(part.pad for part in each.parts) * each.weight.shape[1 - each.dim] for each in split)
     return Watched.last.bytes_read, model.parallel_report.bytes - padding * 4
@@ -350,7 +352,7 @@ def asked_body(ctx, folder: str) -> None:
         patch.chdir(Path(folder).parent)
         layers.from_pretrained(Path(folder).name, ctx)
     with pytest.raises(ArgumentError, match="foo is 1"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers.pretrained, "_folder", None)  # refused before a file is looked for
+        patch.setattr(load, "_folder", None)  # refused before a file is looked for
         layers.from_pretrained(folder, ctx, foo=1)
     layers.from_pretrained(folder, ctx, filter_fn=lambda name, module: True)
 

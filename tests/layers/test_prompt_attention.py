@@ -5,9 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops.local import decode_attention
 import layers
-from layers.serving import prefill_attention
+from layers.serving import attention, prefill_attention
 import pytest
 import torch
 import torch._inductor.config
@@ -90,7 +89,7 @@ def test_gradients_and_options_are_left_to_transformers(tokens: int, biased: boo
     mask = mask.expand(2, 1, 1, 9) if tokens == 1 else mask
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
     option = {"position_bias": torch.zeros(2, 4, tokens, 9 if tokens == 1 else tokens)} if biased else {}
-    out, _ = decode_attention.attend(module, q, k, v, mask, 0.2, **option)
+    out, _ = attention.attend(module, q, k, v, mask, 0.2, **option)
     assert out.shape == (2, tokens, 4, 24) and out.requires_grad == q.requires_grad
     given = [each.repeat_interleave(2, 1).double() for each in (k, v)]
     allowed = mask if tokens == 1 else prefill_attention.mask_of_places(mask)
@@ -100,7 +99,7 @@ def test_gradients_and_options_are_left_to_transformers(tokens: int, biased: boo
     rows = seen if tokens > 1 else torch.ones_like(seen)
     assert (out - expected)[rows].norm() <= 1e-5 * expected[rows].norm()
     if tokens > 1 and not biased:
-        ours, _ = decode_attention.attend(module, q.detach(), k, v, mask, 0.2)
+        ours, _ = attention.attend(module, q.detach(), k, v, mask, 0.2)
         assert torch.allclose(ours[rows], out[rows], 1e-5, 1e-6)
         torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q.detach(), k, v, 0.2, mask))
 
@@ -113,11 +112,11 @@ def test_which_masks_become_places() -> None:
     seen[1, :3] = 0
     asked = {"batch_size": 2, "q_length": 7, "kv_length": 16, "q_offset": 0, "kv_offset": 0, "attention_mask": seen}
     asked |= {"mask_function": causal_mask_function, "local_size": None}
-    places = decode_attention.mask_of(**asked)
+    places = attention.mask_of(**asked)
     assert torch.equal(prefill_attention.mask_of_places(places), sdpa_mask(**asked)[..., :7])
     others = {"q_offset": 2}, {"local_size": 6}, {"allow_is_causal_skip": False}, {"q_offset": torch.tensor(0)}
     for other, width in zip(others, (16, 7, 7, 16), strict=True):
-        mask = decode_attention.mask_of(**asked | other)
+        mask = attention.mask_of(**asked | other)
         assert torch.equal(mask, sdpa_mask(**asked | other)[..., :width]), other
 
 
@@ -205,7 +204,7 @@ def engine_body(ctx, name: str) -> tuple[list, list]:
         patch.setattr(prefill_attention, "_has_plans", lambda device: True)
         eager = tokens(step_attention=True, graphs=False)
     assert calls == [7] * model.config.num_hidden_layers
-    assert model.config._attn_implementation == decode_attention.NAME
+    assert model.config._attn_implementation == attention.NAME
     return plain, eager
 
 
@@ -264,6 +263,6 @@ def test_padded_prompts_of_every_family(family: str) -> None:
     seen[0, :4] = seen[1, :1] = 0
     given = {"input_ids": tokens, "attention_mask": seen}
     expected, continued = model(**given).logits, model.generate(**given, max_new_tokens=3, do_sample=False)
-    assert decode_attention.use(model)
+    assert attention.use(model)
     assert torch.allclose(model(**given).logits[seen.bool()], expected[seen.bool()], 1e-4, 1e-5)
     assert torch.equal(model.generate(**given, max_new_tokens=3, do_sample=False), continued)

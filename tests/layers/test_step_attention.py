@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 from iris_ops.local import decode_attention
 import layers
+from layers.serving import attention
 import pytest
 import torch
 
@@ -74,11 +75,11 @@ def test_masks_of_another_shape_are_left_to_torch() -> None:
     mask[0, ..., :10] = mask[1, ..., 20:] = True
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
     for given in (mask, mask[:1]):
-        out = decode_attention.attend(module, q, k, v, given, 0.2)[0][:, 0]
+        out = attention.attend(module, q, k, v, given, 0.2)[0][:, 0]
         expected = reference(q[:, :, 0], k, v, given[:, 0, 0].expand(2, 40), 0.2)
         assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert not decode_attention._serves(q, k, v, mask[:1]) and not decode_attention._serves(q, k, v, mask[..., :39])
-    assert decode_attention._serves(q, k, v, mask) and decode_attention._serves(q, k, v, mask[:1].expand(2, 1, 1, 40))
+    assert not attention._serves(q, k, v, mask[:1]) and not attention._serves(q, k, v, mask[..., :39])
+    assert attention._serves(q, k, v, mask) and attention._serves(q, k, v, mask[:1].expand(2, 1, 1, 40))
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
@@ -110,10 +111,10 @@ def test_a_prompt_has_no_mask_where_torchs_causal_one_is_the_same() -> None:
         asked |= {"mask_function": seen, "local_size": window}
         made = sdpa_mask(**asked, allow_is_causal_skip=False)
         same = torch.equal(made[0, 0, :, :7], causal) and not made[..., 7:].any()
-        assert (decode_attention.mask_of(**asked) is None) == same, window
-        assert decode_attention.mask_of(**asked, attention_mask=torch.ones(2, 7, dtype=torch.bool)[:, :6]) is not None
-        assert decode_attention.mask_of(**asked, allow_is_causal_skip=False) is not None
-        assert decode_attention.mask_of(**asked | {"q_offset": torch.tensor(3)}) is not None
+        assert (attention.mask_of(**asked) is None) == same, window
+        assert attention.mask_of(**asked, attention_mask=torch.ones(2, 7, dtype=torch.bool)[:, :6]) is not None
+        assert attention.mask_of(**asked, allow_is_causal_skip=False) is not None
+        assert attention.mask_of(**asked | {"q_offset": torch.tensor(3)}) is not None
 
 
 def engine_body(ctx, name: str) -> tuple[list, str]:
@@ -132,5 +133,5 @@ def engine_body(ctx, name: str) -> tuple[list, str]:
 def test_the_engine_makes_the_same_tokens_by_it(world_size: int, name: str) -> None:
     whole, padded = (models.generate(models.build(name), padded=padded)[:, 7:].tolist() for padded in (False, True))
     for tokens, implementation in run_ranks(world_size, engine_body, name):
-        assert implementation == decode_attention.NAME
+        assert implementation == attention.NAME
         assert tokens == (whole, padded)

@@ -32,7 +32,7 @@ def held() -> dict[str, int]:
 
 
 def held_by_rank(ctx: iris.Iris) -> dict[str, int]:
-    return held() | {"heap_bytes": sum(ctx._heap.used)}
+    return held() | {"heap_bytes": sum(ctx.heap.used)}
 
 
 def of_ranks(worlds: list[int]) -> dict[int, list[dict[str, int]]]:

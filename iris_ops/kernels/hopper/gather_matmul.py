@@ -33,7 +33,7 @@ from . import operands
 from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, part_of
 
 if TYPE_CHECKING:
-    from iris.context import Iris
+    from iris.rank import Rank
 
 
 @aggregate
@@ -190,7 +190,7 @@ def all_gather_matmul_roles_kernel(
 
 
 def product(
-    ctx: "Iris", calls: relaunch.Calls, kernels: dict, problem: Problem, config: FusedConfig, out: torch.Tensor,
+    ctx: "Rank", calls: relaunch.Calls, kernels: dict, problem: Problem, config: FusedConfig, out: torch.Tensor,
     A: torch.Tensor, gathered: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
     flags: torch.Tensor, passed: torch.Tensor,
 ) -> Callable[[], None]:  # fmt: skip
@@ -200,7 +200,7 @@ def product(
     `kernels` keep what is known of earlier launches.
     """
     addresses = tuple(0 if t is None else t.data_ptr() for t in (out, A, B, bias))
-    traced = ctx.tracing.enabled
+    traced = ctx.recording
     key = *addresses, problem, config, bias is None, out.stride(), A.stride(), B.stride(), traced, None
     again = calls.moved(key)
 

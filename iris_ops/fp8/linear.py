@@ -1,7 +1,9 @@
-"""Linears whose weights are kept in eight bits (`iris_ops/fp8/`): half the memory, and half the stream of a step.
+"""`linear` with a weight that is kept in eight bits: half the memory, and half the stream of a decode step.
+
+What the split layers run, by the rows of their input:
 
     linear                              what runs, by rows of its input
-    column-parallel, not gathered       few: `step_product_fp8`; else the input is rounded, too
+    column-parallel, not gathered       few: `skinny_stream`; else the input is rounded, too
     row-parallel, summed over ranks     `matmul_all_reduce` with scales
     either, where tokens are shared     `all_gather_matmul`, `matmul_reduce_scatter` with scales
 
@@ -12,10 +14,11 @@ used.
 
 from __future__ import annotations
 
-from iris_ops.fp8.scaled_matmul import product
 import torch
 
-# An opaque operator for compilers, as `iris_ops.library` has them.
+from .scaled_matmul import product
+
+# An opaque operator for compilers, as `iris_ops.torch_ops` has them.
 _library = torch.library.Library("iris_layers", "FRAGMENT")
 _library.define(
     "fp8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",

@@ -1,0 +1,47 @@
+"""Which way of sharing memory serves a context: by what its user asked for, and by the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import os
+
+import torch
+
+from ..errors import ArgumentError
+from ..group import Ranks
+from .base import Segment
+
+ALLOCATORS = ("torch", "vmem")
+
+
+def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -> Segment:
+    """Maps `size` bytes of every rank everywhere. Collective.
+
+    Raises `ArgumentError` for an unknown `allocator` and `HeapExhausted` when the memory cannot be had.
+    """
+    if allocator not in ALLOCATORS:
+        name = "IRIS_ALLOCATOR" if "IRIS_ALLOCATOR" in os.environ else "allocator_type"  # the first overrides
+        raise ArgumentError(f"{name} is {allocator!r}; expected one of {ALLOCATORS}")
+    if allocator == "vmem":
+        return ranks.together("importing", _virtual)(size, device, ranks)
+    if device.type == "cpu":
+        return ranks.together("importing", _shared)(size, ranks)
+    return ranks.together("importing", _symmetric)(size, device, ranks)
+
+
+def _virtual() -> Callable[..., Segment]:
+    from .vmem import VirtualSegment
+
+    return VirtualSegment
+
+
+def _shared() -> Callable[..., Segment]:
+    from .shared_memory import SharedMemorySegment
+
+    return SharedMemorySegment
+
+
+def _symmetric() -> Callable[..., Segment]:
+    from .torch_symmetric import TorchSymmetricSegment
+
+    return TorchSymmetricSegment

@@ -1,0 +1,196 @@
+"""`Rank`: what everything below the context may hold of one rank.
+
+Who it is, its device, its heap, the tensor that kernels read, and whether it may go on. `Iris` (`context.py`) is a
+`Rank` that a user makes and closes. Kernels' launchers, collectives and fused ops hold a `Rank`, so no module below
+imports the context, and the context imports each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from . import failures, platform
+from .barrier import DeviceBarrier
+from .device import waits
+from .errors import ArgumentError, CaptureError, ClosedError, NotSymmetricError, PeerLostError, ThreadError
+from .launch import relaunch
+
+if TYPE_CHECKING:
+    from .agreement import Agreement
+    from .group import Members, Ranks
+    from .heap import Heap
+    from .launch.streams import SideStream
+    from .memory.base import Segment
+
+T = TypeVar("T")
+
+
+class Rank:
+    """One rank of a symmetric heap.
+
+    `hosts`: the processes of all ranks, and what they exchange. `heap`: where this rank's tensors and workspaces lie.
+    `side`: the stream of calls with `async_op=True`. `agreement`: with IRIS_DEBUG=1, what compares the ranks' calls.
+    `recording`: whether fused kernels record events (`tracing.py`).
+    """
+
+    cur_rank: int
+    num_ranks: int
+    device: torch.device
+    gpu_id: int
+    group_name: str
+    hosts: Ranks
+    heap: Heap
+    heap_bases: torch.Tensor
+    side: SideStream
+    agreement: Agreement | None
+    log: logging.LoggerAdapter
+    recording: bool = False
+    _segment: Segment
+    _words: torch.Tensor
+    _record_view: memoryview
+    _barrier: DeviceBarrier
+    _closed: bool
+    _thread: int
+    _difference: str  # between heaps, once it is known
+
+    def __init__(self) -> None:
+        self._kept: dict[Callable[..., Any], Any] = {}
+        self.on_change: list[Callable[[], None]] = []
+
+    def once(self, make: Callable[..., T]) -> T:
+        """`make(self)`, made at the first call and kept: the rank's collectives, fused ops and tracing."""
+        found = self._kept.get(make)
+        if found is None:
+            self.check()
+            found = self._kept[make] = make(self)
+        return found
+
+    def forget_launches(self) -> None:
+        """Calls are launched anew from here on, for a kernel or memory that earlier launches used has changed."""
+        for forget in self.on_change:
+            forget()
+
+    # --- what kernels are given --------------------------------------------------------------------------------------
+
+    def get_heap_bases(self) -> torch.Tensor:
+        """uint64 [num_ranks] on the device: where each rank's heap begins in this process's address space."""
+        self.check()
+        return self.heap_bases
+
+    def get_device_context(self) -> torch.Tensor:
+        """int64 tensor for `DeviceContext.initialize`. Its layout is not part of the API."""
+        self.check()
+        return self._words
+
+    def view_at(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """`tensor`, which lies on the heap, as `rank` has it. `Iris.peer_view` checks its arguments first."""
+        return relaunch.alias(tensor, self._segment.bases[rank] - self._segment.bases[self.cur_rank])
+
+    # --- ranks that wait for each other ------------------------------------------------------------------------------
+
+    def new_barrier(self) -> DeviceBarrier:
+        """A barrier with counts of its own, for a stream beside the one of `device_barrier`. Collective."""
+        memory = self.heap.reserve((DeviceBarrier.WORDS * self.num_ranks,), torch.int32).zero_()
+        return DeviceBarrier(self.device, self._words, self.num_ranks, memory)
+
+    def barrier(self, stream: torch.cuda.Stream | None = None, group: Members | Sequence[int] = None) -> None:
+        """Waits for the device, or for `stream`, then until every rank (of `group`) has come here.
+
+        `group`: a process group, one dimension of a DeviceMesh or a list of ranks of this context, with this one in it.
+        Raises `PeerLostError` naming a rank that did not come in time, `CaptureError` while a graph is captured,
+        `ArgumentError` for bad arguments.
+        """
+        if stream is not None and not isinstance(stream, torch.cuda.Stream):
+            raise ArgumentError(f"stream is {stream!r}; expected None or a torch.cuda.Stream")
+        if platform.is_capturing(self.device):
+            raise CaptureError("barrier() waits on the host and cannot be captured; use device_barrier()")
+        platform.synchronize(self.device, stream)
+        self.device_barrier(group)
+        platform.synchronize(self.device)
+        self.check()
+
+    def device_barrier(self, group: Members | Sequence[int] = None) -> None:
+        """A barrier of the ranks (of `group`, as in `barrier`) in the current stream's order.
+
+        Can be captured and replayed. Raises `PeerLostError` in a later call where a rank did not come in time.
+        """
+        self.check()
+        members = tuple(self.hosts.members(group))
+        self.compare("a barrier", members)
+        self.side.join()
+        self._barrier(members, self.heap.digest)
+        self.check()
+
+    def compare(self, call: str, members: Sequence[int] | None = None, **facts: Any) -> None:
+        """With IRIS_DEBUG=1: raises on all `members`, by default all ranks, where they differ in a collective call.
+
+        `ArgumentError` names what differs of `facts`, `PeerLostError` a rank that makes no such call in time
+        (`iris/agreement.py`). A library of collective calls may use it for its own.
+        """
+        if self.agreement is None or platform.is_capturing(self.device):
+            return
+        with self.exchanging():
+            self.agreement.compare(range(self.num_ranks) if members is None else members, call, **facts)
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """What the hosts exchange: a lost rank makes the context void, as after a wait in a kernel."""
+        try:
+            yield
+        except PeerLostError:
+            waiter = waits.WAITERS.index("an exchange of the hosts")
+            lost = self.hosts.lost
+            assert lost is not None  # as the error says
+            for at, word in enumerate((waiter, self.cur_rank, lost, 0, 0), 1):
+                self._record_view[at] = word
+            self._record_view[0] = waits.LOST.value
+            raise
+
+    # --- whether this rank may go on ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises where the context cannot be used, or not here. Costs no device synchronisation.
+
+        `ClosedError` after `close()`; `ThreadError` in another thread than the context's; `PeerLostError` once a wait
+        in a kernel has failed; `NotSymmetricError` once kernels have found that the ranks' heaps differ.
+        """
+        if self._closed or self._record_view[0] or threading.get_ident() != self._thread:
+            self._refuse()
+
+    def take_over(self) -> None:
+        """Makes the calling thread the one that uses the context; the thread before must have ended its last call.
+
+        Ranks make the same calls in the same order, which two threads of a rank would not: so a context belongs to one
+        thread, at first to the one that made it, and calls from any other raise `ThreadError`. The thread's current GPU
+        becomes the context's, for torch gives each new thread the first one.
+        """
+        if self._closed:
+            self._refuse()
+        self._thread = threading.get_ident()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def _refuse(self) -> None:
+        if self._closed:
+            raise ClosedError("this context was closed; make a new one with iris.iris()")
+        self._check_thread()
+        kind, waiter, rank, peer, expected, seen = self._record_view
+        if kind in (waits.OUT_DIFFERS.value, waits.HEAPS_DIFFER.value):
+            if not self._difference:
+                self._difference = failures.heaps_differ(self.hosts, self.heap, kind, waiter, peer, expected)
+            raise NotSymmetricError(self._difference)
+        raise PeerLostError(failures.lost(kind, waiter, rank, peer, expected, seen))
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise ThreadError(
+                f"thread {threading.current_thread().name!r} uses a context that belongs to another thread; expected "
+                f"calls from one thread, so that all ranks make them in the same order. To hand the context over, call "
+                f"ctx.take_over() in the thread that goes on, when the other has ended its last call."
+            )

@@ -1,0 +1,88 @@
+"""How a transformers model attends while it is served: a decode step by `decode_attention`, a prompt by torch's cuDNN.
+
+`use(model)` registers this as an attention implementation with transformers and sets it on the model. Prompts without
+padding have no mask then, even while a CUDA graph is captured, where transformers would make one, and go to
+`prefill_attention`. Whatever is neither goes to transformers' `sdpa` as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from iris_ops.local import decode_attention
+import torch
+from torch import nn
+
+from . import prefill_attention
+
+NAME = "iris_step"
+_UNSERVED = ("softcap", "s_aux", "position_bias", "cache")  # options of some models
+
+
+def attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    scaling: float | None = None, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    here = torch.ops.iris_layers if torch.compiler.is_compiling() else None
+    padded = prefill_attention.is_places(attention_mask)
+    wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    if not wants_gradient and all(options.get(name) is None for name in _UNSERVED):
+        if padded or prefill_attention.serves(module, query, key, value, attention_mask, options):
+            call = here.prompt_attention if here else prefill_attention.prompt_attention
+            return call(query, key, value, scale, attention_mask), None
+        if _serves(query, key, value, attention_mask):
+            call = here.step_attention if here else decode_attention.step_attention
+            return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale).unsqueeze(1), None
+    if padded:
+        attention_mask = prefill_attention.mask_of_places(attention_mask)
+    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[3] != 1:
+        key, value = (each[:, :, : attention_mask.shape[3]] for each in (key, value))  # as wide as `mask_of` made it
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+
+
+def _serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    return (
+        mask is not None
+        and mask.dtype == torch.bool
+        and mask.shape[0] == query.shape[0]
+        and mask.shape[1] == query.shape[2] == 1
+        and mask.shape[3] == key.shape[2]
+        and mask.stride(3) == query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and key.shape == value.shape
+        and query.dtype == key.dtype == value.dtype
+    )
+
+
+def mask_of(**asked: Any) -> torch.Tensor | None:
+    """A mask as transformers asks for it; but of a prompt, which finds an empty cache, no wider than that.
+
+    Where torch's own causal one is the same it is None, or `places_of` the tokens that are seen.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    window, first, length = asked.get("local_size"), asked.get("q_offset", 0), asked["q_length"]
+    if not isinstance(first, int) or first != 0:
+        return sdpa_mask(**asked)
+    seen, alone = asked.get("attention_mask"), length > 1 and not asked.get("kv_offset", 0)
+    if asked.get("allow_is_causal_skip", True) and (window is None or length <= window):
+        if seen is None:
+            return None
+        if alone and seen.shape == (asked["batch_size"], length):
+            return prefill_attention.places_of(seen.bool())
+    mask = sdpa_mask(**asked)
+    return mask[..., :length] if mask is not None and alone else mask
+
+
+def use(model: Any) -> bool:
+    """Makes `model` attend by this; False, and nothing changes, if it does not attend by transformers' sdpa now."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, mask_of)
+        model.set_attn_implementation(NAME)
+    return model.config._attn_implementation == NAME
