@@ -38,6 +38,9 @@ class FusedConfig:
     `ranks_together`: of "copy_engines" with torch's product, how many other ranks' rows are multiplied together at
     least.
 
+    `kernel`: the name of the kernel that the configuration has launched, the module's below `iris_ops/kernels/` or
+    `iris_ops/`; plans fill it in, and it follows from the op and the other fields.
+
     `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
     "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
     product). With torch's product in place of tiles of ours: "sequential" (before or after it a collective of
@@ -58,6 +61,7 @@ class FusedConfig:
     ranks_together: int = 1
     warp_roles: bool = False
     algorithm: str = "overlapped"
+    kernel: str = field(default="", compare=False)
     prediction: Prediction | None = field(default=None, compare=False)
     reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
@@ -104,6 +108,11 @@ class FusedConfig:
     def depth(self, fp8: bool) -> int:
         """Elements along K of a block: `block_k`, or of operands in eight bits twice as many, in as much room."""
         return 2 * self.block_k if fp8 else self.block_k
+
+    @property
+    def lamport(self) -> bool:
+        """Whether it is for few rows: each value that travels says itself whether it has arrived."""
+        return self.algorithm in ("one_shot", "two_shot")
 
     def explain(self) -> str:
         """The reasons for this choice, one a line."""

@@ -1,10 +1,12 @@
-"""From a problem and its configuration to what is launched: a kernel, torch's product and a collective, or a kernel
-behind another that rounds rows to eight bits.
+"""From a plan to a launch: one kernel, torch's product and a collective, or a kernel behind one that rounds rows.
+
+Here alone may another kernel run than the plan names: where rows do not begin at whole vectors, or the GPU is not a
+Hopper, the kernel's stand-in sends the same to the same places (`kernel_names.STAND_INS`). The log says so once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,17 +16,21 @@ from iris.launch import relaunch
 import torch
 import triton
 
-from . import arguments
 from .config import MOST_ELEMENTS, FusedConfig
-from .fp8 import scaled_matmul, weight_stream
+from .fp8 import lamport_stream, scaled_matmul, weight_stream
 from .fp8.lamport_stream import few_rows_fp8_kernel
-from .kernels.descriptors import in_whole_vectors
-from .kernels.hopper import operands
+from .kernels import gather_matmul, hopper, lamport_gather_matmul, lamport_matmul, matmul_gather, matmul_reduce
+from .kernels.descriptors import as_stored, in_whole_vectors
+from .kernels.hopper.operands import serve
 from .kernels.lamport_gather_matmul import few_rows_gather_kernel
 from .kernels.lamport_matmul import few_rows_kernel
+from .kernels.launching import Launch
+from .kernels.matmul_reduce import column_step
 from .kernels.rmsnorm_epilogue import AHEAD_NAMES, Ahead
-from .planning.kinds import words_with_roles
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem, owned_part
+from .operands import Operands
+from .planning import kernel_names as names
+from .planning.kernel_names import STAND_INS, kernel_for
+from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, part_of
 from .with_torch import copy_gather, copy_reduce, sequential
 
 if TYPE_CHECKING:
@@ -32,9 +38,28 @@ if TYPE_CHECKING:
 
     from .workspace import Workspace
 
-# What `prepare` returns launches the call, now and whenever it is repeated, and says True as `relaunch.Launch.again`
-# does. It keeps the tensors that it is given.
-_WITH_TORCH = {"sequential": sequential, "copy_engines": copy_gather, "shard_sums": copy_reduce}
+# What names a kernel's arguments, and says on which grid it runs.
+LAUNCHERS: dict[str, Callable[..., Launch]] = {
+    names.LAMPORT: lamport_matmul.launcher,
+    names.LAMPORT_GATHER: lamport_gather_matmul.launcher,
+    names.LAMPORT_FP8: lamport_stream.launcher,
+    names.LAMPORT_TWO_SHOT: hopper.lamport_two_shot.launcher,
+    names.LAMPORT_PAIR: hopper.lamport_pair.launcher,
+    names.LAMPORT_PAIR_SCATTER: hopper.lamport_pair_scatter.launcher,
+    names.REDUCE: matmul_reduce.launcher,
+    names.GATHER: matmul_gather.launcher,
+    names.GATHER_FIRST: gather_matmul.launcher,
+    names.HOPPER_REDUCE: hopper.matmul_reduce.launcher,
+    names.HOPPER_GATHER: hopper.matmul_gather.launcher,
+}
+# What prepares a call of several launches. The function that it returns launches them, now and whenever the call is
+# repeated, and says True as `relaunch.Launch.again` does. It keeps the tensors that it is given.
+PREPARERS: dict[str, Callable[..., Callable[[], bool]]] = {
+    names.SEQUENTIAL: sequential.prepare,
+    names.COPY_GATHER: copy_gather.prepare,
+    names.COPY_REDUCE: copy_reduce.prepare,
+    names.HOPPER_GATHER_FIRST: copy_gather.prepare,
+}
 _FOLLOWING = few_rows_kernel, few_rows_fp8_kernel, few_rows_gather_kernel  # which begin by `arch.follow`
 
 
@@ -48,80 +73,110 @@ def gates(config: FusedConfig) -> bool:
     return config.algorithm == "copy_engines"
 
 
-def _eight_bits(
-    problem: Problem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor
-) -> torch.Tensor | None:
+def kernel_of(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str:
+    """The kernel that runs on `tensors` of a `rank`: the one that `config` stands for, or its stand-in.
+
+    Ranks may differ in this. Of B in eight bits what multiplies rounded rows is known once A has been rounded.
+    """
+    kernel, (out, A, B, _, _) = kernel_for(problem, config), tensors
+    if kernel not in STAND_INS:
+        return kernel
+    if problem.fp8 and A.dtype != FP8 and kernel not in (names.LAMPORT_FP8, names.HOPPER_GATHER_FIRST):
+        return kernel
+    if kernel == names.LAMPORT_FP8:
+        served = weight_stream.serves(A, B)
+    elif kernel == names.HOPPER_GATHER_FIRST:
+        # rows of A that stand apart are copied by a kernel, which may find no room beside one that waits for copies
+        served = not problem.fp8 and A.is_contiguous() and (not problem.gated or as_stored(B) is not B)
+        served = served and problem.whole_vectors(problem.K) and serve(config, A, B, out)
+    elif kernel == names.HOPPER_REDUCE:
+        served = serve(config, A, B, out, column_step(problem, config))
+    elif kernel == names.HOPPER_GATHER:
+        by_cols = problem.form == "cols"
+        size = part_of(problem.N if by_cols else problem.M, problem.world_size, rank)
+        served = size > 0 and serve(config, A, B, out, problem.part_cols if by_cols else 0)
+    else:
+        served = serve(config, A, B, out)
+    return kernel if served else STAND_INS[kernel]
+
+
+def _eight_bits(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> torch.Tensor | None:
     """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
+    out, A, B, bias, _ = tensors
     rounds = problem.op != GATHER_MATMUL and problem.M > weight_stream.MOST_ROWS
     if not rounds or not scaled_matmul.multiplies_in_fp8(B.shape, B.device, A.dtype):
         return None
     if max(config.block_m, config.block_n) * config.depth(True) > MOST_ELEMENTS:
         return None
     B = in_whole_vectors(B.t()).t()
-    if config.algorithm == "overlapped" or words_with_roles(problem, config):
-        rows, cols, by_cols = owned_part(problem, config)
-        # rounded rows lie as those of the weight do
-        return B if operands.serve(config, B.t(), B, out, cols if by_cols else 0) else None
-    return B
+    kernel = kernel_for(problem, config)
+    if config.algorithm != "overlapped" and kernel not in names.SPECIALISED_LAMPORT:
+        return B
+    # rounded rows lie as those of the weight do; a portable kernel takes no scales
+    specialised = kernel in STAND_INS and kernel_of(problem, config, rank, Operands(out, B.t(), B, bias)) == kernel
+    return B if specialised else None
 
 
 def launch(
     kernels: dict,
-    ctx: Rank,
+    rank: Rank,
     workspace: Workspace,
     problem: Problem,
     config: FusedConfig,
-    tensors: tuple,
+    tensors: Operands,
     moving: Sequence[int] = (),
     came_before: bool = True,
     ahead: Ahead | None = None,
 ) -> relaunch.Launch | None:
-    """Launches what serves `problem` on `tensors` (out, A, B, bias, scale) in the current stream; see `repeat.launch`.
+    """Launches what serves `problem` on `tensors` in the current stream; see `relaunch.launch`.
 
     What takes torch's product is prepared to be repeated only where it `came_before`. `ahead`: where the kernel ends
-    as `rmsnorm_epilogue.py` says (`kinds.ends_ahead`).
+    as `rmsnorm_epilogue.py` says (`kernel_names.ends_with_norm`).
     """
     out, A, B, bias, scale = tensors
-    streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot" and weight_stream.serves(A, B)
+    kernel = kernel_of(problem, config, rank.cur_rank, tensors)
     rounding = a_scales = None
-    if not problem.fp8:
-        tensors = tensors[:-1]
-    elif config.algorithm not in _WITH_TORCH and not streams:
-        weight = _eight_bits(problem, config, out, A, B)
+    if problem.fp8 and kernel not in PREPARERS and kernel != names.LAMPORT_FP8:
+        weight = _eight_bits(problem, config, rank.cur_rank, tensors)
         if weight is None:
+            assert scale is not None
             weight = scaled_matmul.restored(B.t(), scale, A.dtype).t()
-            tensors = out, A, weight, bias, None
-            launch(kernels, ctx, workspace, replace(problem, fp8=False), config, tensors, ahead=ahead)
+            restored, tensors = replace(problem, fp8=False), Operands(out, A, weight, bias)
+            launch(kernels, rank, workspace, restored, config, tensors, ahead=ahead)
             return None  # the weight that was made now is for now
         rows = A if A.stride(1) == 1 else A.contiguous()
         rounded, a_scales = workspace.rounded(*A.shape)
         rounding = scaled_matmul.launch_rounding(kernels, rounded, a_scales, rows, moving)
         if rows is not A or weight.data_ptr() != B.data_ptr():
             rounding = None  # copies are for now, too
-        tensors = out, rounded, weight, bias
-    if config.algorithm in _WITH_TORCH:
-        prepare = _WITH_TORCH[config.algorithm].prepare
+        tensors = Operands(out, rounded, weight, bias)
+        kernel = kernel_of(problem, config, rank.cur_rank, tensors)
+    if kernel != kernel_for(problem, config):
+        _say(rank, problem, kernel_for(problem, config), kernel)
+    config = replace(config, kernel=kernel)
+    if kernel in PREPARERS:
+        prepare = PREPARERS[kernel]
         if not came_before:
-            prepare(workspace, problem, config, *tensors)()
+            prepare(workspace, problem, config, tensors)()
             return None
-        again = workspace.graphs.of(prepare(workspace, problem, config, *map(relaunch.alias, tensors)))
+        kept = Operands._make([relaunch.alias(each) for each in tensors])
+        again = workspace.graphs.of(prepare(workspace, problem, config, kept))
         again()
         return relaunch.Launch(again)
-    named = arguments.streamed if streams else arguments.way_of(problem, config)
-    kernel, grid, args = named(ctx, workspace, problem, config, *tensors)
-    if "TRACING" in kernel.arg_names:
-        args["TRACING"] = ctx.recording
+    function, grid, args = LAUNCHERS[kernel](rank, workspace, problem, config, tensors)
+    if "TRACING" in function.arg_names:
+        args["TRACING"] = rank.recording
     if a_scales is not None:
         args |= dict(a_scales=a_scales, b_scales=scale)
     if ahead is not None:
         args |= dict(zip(AHEAD_NAMES, ahead, strict=True))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-    if kernel in _FOLLOWING:
-        options |= platform.beside(ctx.device)
-    if kernel is few_rows_fp8_kernel:
-        options |= weight_stream.options(grid[0], platform.num_programs(ctx.device))
+    if function in _FOLLOWING:
+        options |= platform.beside(rank.device)
+    if function is few_rows_fp8_kernel:
+        options |= weight_stream.options(grid[0], platform.num_programs(rank.device))
     try:
-        launched = relaunch.launch(kernels, ctx.device, kernel, grid, args, moving, **options)
+        launched = relaunch.launch(kernels, rank.device, function, grid, args, moving, **options)
     except triton.OutOfResources as error:  # before anything was sent; ranks whose calls are alike all come here
         raise ArgumentError(
             f"{problem.asked}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
@@ -129,3 +184,19 @@ def launch(
             f"{problem.dtype}; expected at most {error.limit}, what the device has"
         ) from error
     return launched if a_scales is None else relaunch.in_turn(rounding, launched)
+
+
+def _say(rank: Rank, problem: Problem, planned: str, taken: str) -> None:
+    """In the log, once for each pair of kernels of a context."""
+    said = rank.once(_Said).pairs
+    if (planned, taken) not in said:
+        said.add((planned, taken))
+        rank.log.info(
+            f"{problem.asked}: {taken} runs in place of {planned}, which needs a Hopper GPU and tensors whose rows all "
+            f"begin at multiples of 16 bytes"
+        )
+
+
+class _Said:
+    def __init__(self, rank: Rank) -> None:
+        self.pairs: set[tuple[str, str]] = set()

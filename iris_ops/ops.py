@@ -22,9 +22,10 @@ from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import Ahead
 from .local import gating
-from .planning.kinds import ends_ahead
+from .operands import Operands
+from .planning.kernel_names import ends_with_norm
 from .planning.machine import machine_of
-from .planning.plan import plan
+from .planning.plan import plan, unaligned
 from .planning.torch_ways import TORCH_WAYS
 from .planning.workspace_size import workspace_size
 from .problem import (
@@ -169,17 +170,20 @@ class Ops:
         explained: bool = True,
         fp8: bool = False,
         algorithm: str | None = None,
+        aligned: bool = True,
     ) -> FusedConfig:
-        """The configuration that a call would use, with its reasons and predicted time; launches nothing.
+        """The configuration that a call would use, with its kernel, reasons and predicted time; launches nothing.
 
         `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows",
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
         longer than the choice. `fp8`: whether B is in eight bits. `algorithm`: the best of that one (`FusedConfig`), to
-        compare; raises `ArgumentError` where it cannot serve the call.
+        compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows of A, B and `out`
+        begin at multiples of 16 bytes, as a call sees for itself.
         """
         self._ctx.check()
         asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8)
-        return self._plan(asked, explained, algorithm)
+        planned = self._plan(asked, explained, algorithm)
+        return planned if aligned else unaligned(asked, planned)
 
     def forget_repeats(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
@@ -251,7 +255,7 @@ class Ops:
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:
                 self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
-        inside = ahead if ahead and ends_ahead(problem, prepared.config) else None
+        inside = ahead if ahead and ends_with_norm(problem, prepared.config) else None
         halves = problem.gated and not launch.gates(prepared.config)  # both are written, and gated behind the product
         if ahead is not inside or halves:
             key = None  # a launch alone would not be the whole call
@@ -264,7 +268,7 @@ class Ops:
                 target = out.new_empty(problem.M, problem.N)
             if again is None or not again():
                 launched = launch.launch(
-                    self.kernels, ctx, workspace, problem, prepared.config, (target, A, B, bias, scale),
+                    self.kernels, ctx, workspace, problem, prepared.config, Operands(target, A, B, bias, scale),
                     addresses, came_before, inside,
                 )  # fmt: skip
                 again = launched and launched.again

@@ -18,8 +18,9 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 from iris import platform  # noqa: E402
 from iris.triton_private import FUSED  # noqa: E402
-from iris_ops import arguments  # noqa: E402
 from iris_ops.fp8 import tile_matmul  # noqa: E402
+from iris_ops.launch import LAUNCHERS  # noqa: E402
+from iris_ops.operands import Operands  # noqa: E402
 from iris_ops.planning.machine import machine_named  # noqa: E402
 from iris_ops.planning.plan import plan  # noqa: E402
 from iris_ops.planning.workspace_size import workspace_size  # noqa: E402
@@ -158,7 +159,8 @@ def planned(target: GPUTarget):
         out = _meta(dtype, part if problem.op == REDUCE_SCATTER else whole, problem.N)
         A = _meta(dtype, part if problem.op in (GATHER_MATMUL, MATMUL_GATHER) else whole, problem.K)
         B, bias = _meta(dtype, problem.N, problem.K).t(), _meta(dtype, problem.N)
-        kernel, grid, args = arguments.way_of(problem, config)(ctx, workspace, problem, config, out, A, B, bias)
+        launcher = LAUNCHERS[config.kernel]
+        kernel, grid, args = launcher(ctx, workspace, problem, config, Operands(out, A, B, bias))
         options = FUSED | dict(num_warps=config.num_warps, num_stages=config.num_stages)
         yield f"planned_{problem.op}_{problem.M}", kernel.warmup(**args, **options, grid=grid)
 

@@ -61,7 +61,7 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
 
 
 @pytest.mark.parametrize(
-    "rows, way", [(16, "a stream of weights in eight bits"), (17, "one_shot, of rows in eight bits")]
+    "rows, way", [(16, "fp8.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to eight bits")]
 )
 def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0
@@ -74,7 +74,7 @@ def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.Ca
 def test_plan_has_the_best_of_one_algorithm(capsys: pytest.CaptureFixture) -> None:
     asked = "plan", "matmul_all_reduce", "512", "8192", "2048", "--ranks", "2", "--gpu", "h200"
     assert cli.main([*asked, "--algorithm", "sequential"]) == 0
-    assert "chosen sequential, torch's product" in capsys.readouterr().out
+    assert "chosen with_torch.sequential" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

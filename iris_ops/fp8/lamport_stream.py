@@ -8,6 +8,9 @@ A program sends all tiles that it multiplies before it waits for any, and takes 
 norm's sums of squares want them (`rmsnorm_epilogue.py`). All programs run at once.
 """
 
+from typing import TYPE_CHECKING
+
+from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.lamport import load_bases, remote, seal, settled, take
@@ -16,8 +19,18 @@ from iris.device.tracing import PRODUCT, PUSH, SUM
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.rmsnorm_epilogue import SPAN, add_ahead, norm_ahead
+from ..kernels.launching import call_arguments, exchange_memory
+from ..kernels.rmsnorm_epilogue import AHEAD_NAMES, SPAN, add_ahead, norm_ahead
+from ..problem import Problem
 from . import weight_stream
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..config import FusedConfig
+    from ..kernels.launching import Launch
+    from ..operands import Operands
+    from ..workspace import Workspace
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -82,3 +95,29 @@ def layouts(block_m: int) -> dict:
     held = block_m * SPAN.value // (32 * weight_stream.WARPS)
     across = SPAN.value // held
     return dict(TAKE=gl.BlockedLayout([1, held], [32 // across, across], [weight_stream.WARPS, 1], [1, 0]))
+
+
+def launcher(
+    rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
+) -> "Launch":
+    out, A, B, bias, scale = tensors
+    M, N = out.shape
+    programs = min(config.num_programs or platform.num_programs(rank.device), platform.num_programs(rank.device))
+    T = weight_stream.tiles_at_once(N, programs)
+    grid, stages = weight_stream.grid_and_stages(N, M, T, programs)
+    args = dict(
+        **weight_stream.operands(A, B),
+        T=T,
+        STAGES=stages,
+        scales=scale,
+        bias=bias,
+        **dict.fromkeys(AHEAD_NAMES),
+        **exchange_memory(workspace, problem, N),
+        M=M,
+        N=N,
+        stride_on=out.stride(1),
+        HAS_BIAS=bias is not None,
+        **call_arguments(rank, workspace.exchange_sync, problem, out),
+    )
+    args |= layouts(args["BLOCK_M"])
+    return few_rows_fp8_kernel, (grid, 1, 1), args

@@ -8,6 +8,9 @@ ranks. Movers wait for no data, and tiles wait for movers only: no wait is circu
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.function import device_function
@@ -16,7 +19,23 @@ from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
+from ..planning.waves import cut_tiles, gemm_tiles
+from ..planning.workspace_size import gathered_part, pieces
+from ..problem import Problem
+from .descriptors import operand
+from .launching import gathered_arguments, grid_of, parts_memory, product_arguments, shared_arguments
 from .tiles import Matrix, add_bias, first_row, grouped, join_parts, multiply, rows_from, unit_tile
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..config import FusedConfig
+    from ..operands import Operands
+    from ..workspace import Workspace
+    from .launching import Launch
+
+# Blocks of rows from which on a rank's rows are worth reading all weights for.
+_TALL = 4
 
 
 @device_function
@@ -201,3 +220,34 @@ def all_gather_matmul_kernel(
             if piece // PIECES * BLOCK_M < min(M - first, part_rows):
                 ok = wait(ctx, flags + source * num_m * PIECES + piece, epoch, source, WAITER, exact=True) and ok
     leave(ctx, sync, epoch, ok, WAITER)
+
+
+def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
+    out, A, B, bias, _ = tensors
+    w, by_k = problem.world_size, problem.form == "k"
+    rows, cols, ld = gathered_part(problem)
+    gathered = workspace.staging.view(problem.dtype)[: w * rows * ld].view(w * rows, ld)[:, :cols]
+    gathered_tile, tma_g = operand(gathered, (config.block_m, config.block_k))
+    product = product_arguments(out, A, B, bias, config, k_step=cols if by_k else 0, folds=False)
+    tiles = gemm_tiles(problem, config)
+    cut = cut_tiles(problem, config, platform.num_programs(rank.device))
+    grid = grid_of(rank.device, config, max(tiles + cut * (config.splits - 1), config.comm_programs))
+    # Where a rank has few rows, weights would be read anew for each rank's: then a round of programs works on the same.
+    low, wide = triton.cdiv(rows, config.block_m), triton.cdiv(problem.N, config.block_n)
+    columns = wide if by_k or low >= _TALL else max(1, min(wide, grid[0] // (low * w)))
+    args = dict(
+        a_tile=product.pop("a"),
+        **gathered_arguments(problem, A, gathered, gathered_tile, tma_g),
+        ld=ld,
+        columns=columns,
+        COMM_PROGRAMS=min(config.comm_programs, grid[0]),
+        PIECES=pieces(problem, config),
+        rounded=tiles - cut,
+        SPLITS=config.splits if cut else 1,
+        GROUP_M=config.group_m,
+        **product,
+        parts=parts_memory(workspace, problem, config, cut * (config.splits - 1)),
+        flags=workspace.flags,
+        **shared_arguments(rank, workspace.sync, problem, config, out),
+    )
+    return all_gather_matmul_kernel, grid, args

@@ -8,6 +8,9 @@ Until then they ask for their first weights, so that these come from the L2 cach
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.lamport import load_bases, put, seal, take
@@ -16,8 +19,23 @@ from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
 import triton.language as tl
 
+from ..planning.workspace_size import exchange_ld, gathered_part, tiles_of
+from ..problem import Problem
+from .descriptors import rows_operand
 from .lamport_matmul import part_at
+from .launching import exchange_memory, gathered_arguments, grid_of, product_arguments, shared_arguments
 from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..config import FusedConfig
+    from ..operands import Operands
+    from ..workspace import Workspace
+    from .launching import Launch
+
+# Columns of a piece of A that a program moves.
+_PIECE_K = 512
 
 
 @triton.jit(do_not_specialize=["M", "a_rows", "part_rows"])
@@ -148,3 +166,29 @@ def few_rows_gather_kernel(
             target, mask = Matrix(out, M, N, stride_om, stride_on, False).places(r, col + tl.arange(0, BLOCK_N))
             tl.store(target, arch.round_to(product, dtype), mask=mask & own_row[:, None])
     arch.lead()
+
+
+def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
+    out, A, B, bias, _ = tensors
+    rows, cols, _ = gathered_part(problem)
+    ld = exchange_ld(problem.K)
+    gathered = workspace.staging.view(problem.dtype)[: problem.M * ld].view(problem.M, ld)[:, : problem.K]
+    gathered_tile, tma_g = rows_operand(gathered, (config.block_m, config.block_k))
+    product = product_arguments(out, A, B, bias, config)
+    del product["a"], product["TMA_A"]
+    # pieces: about as many as programs, so that all move data at once
+    across = triton.cdiv(cols, _PIECE_K)
+    programs = config.num_programs or platform.num_programs(rank.device)
+    piece_m = min(32, triton.next_power_of_2(max(1, triton.cdiv(rows * across, programs))))
+    pieces = triton.cdiv(rows, piece_m) * across
+    args = dict(
+        **gathered_arguments(problem, A, gathered, gathered_tile, tma_g),
+        gathered_ld=ld,
+        **exchange_memory(workspace, problem, cols),
+        PIECE_M=piece_m,
+        PIECE_K=_PIECE_K,
+        **product,
+        **shared_arguments(rank, workspace.exchange_sync, problem, config, out),
+    )
+    grid = grid_of(rank.device, config, max(pieces, tiles_of(problem.M, problem.N, config)))
+    return few_rows_gather_kernel, grid, args

@@ -18,16 +18,34 @@ of `matmul_reduce.py` and `matmul_gather.py`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.function import device_function
 from iris.device.lamport import load_bases, put, seal, settled, take, unwrapped
 from iris.device.tracing import PRODUCT, PUSH, SUM, device_tracing, tile_bytes
+import torch
 import triton
 import triton.language as tl
 
-from .rmsnorm_epilogue import add_ahead, norm_ahead
+from ..planning.workspace_size import exchanged_part, tiles_of
+from ..problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem, part_of
+from .launching import NO_SCALES, exchange_memory, grid_of, product_arguments, shared_arguments
+from .rmsnorm_epilogue import AHEAD_NAMES, add_ahead, norm_ahead
 from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed, start_in_turn
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..config import FusedConfig
+    from ..operands import Operands
+    from ..workspace import Workspace
+    from .launching import Launch
+
+# What follows the product, by op; an all-reduce in two shots is "owners".
+_EXCHANGES = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gather"}
 
 
 @device_function
@@ -249,3 +267,40 @@ def few_rows_kernel(
         if tl.program_id(0) == 0:
             mask = (peers < WORLD_SIZE) & (peers != rank)
             take(ctx, behind + peers, source_step, mask, peers, epoch, WAITER, dtype, 1)
+
+
+def lamport_arguments(
+    rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, out: torch.Tensor
+) -> tuple[tuple[int, int, int], dict]:
+    """The grid, and what this kernel and the warp-specialised ones are given."""
+    w, by_cols, gather = problem.world_size, problem.form == "cols", problem.op == MATMUL_GATHER
+    rows, cols = exchanged_part(problem, config)
+    tiles = tiles_of(*((rows, cols) if gather else (problem.M, problem.N)), config)
+    args = dict(
+        **NO_SCALES,
+        **exchange_memory(workspace, problem, cols),
+        M=part_of(problem.M, w, rank.cur_rank) if gather and not by_cols else problem.M,
+        N=part_of(problem.N, w, rank.cur_rank) if gather and by_cols else problem.N,
+        part_rows=rows,
+        **shared_arguments(rank, workspace.exchange_sync, problem, config, out),
+    )
+    return grid_of(rank.device, config, tiles), args
+
+
+def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
+    out, A, B, bias, _ = tensors
+    grid, args = lamport_arguments(rank, workspace, problem, config, out)
+    gather, by_cols = problem.op == MATMUL_GATHER, problem.form == "cols"
+    rows, cols = exchanged_part(problem, config)
+    tiles = tiles_of(*((rows, cols) if gather else (problem.M, problem.N)), config)
+    args |= dict(
+        whole=problem.N if by_cols else problem.M,
+        part_cols=cols,
+        stagger=platform.ticks(config.stagger_us * 1e-6),
+        EXCHANGE="owners" if config.algorithm == "two_shot" else _EXCHANGES[problem.op],
+        ONE_TILE=tiles == grid[0],
+        BY_COLS=by_cols,
+        **dict.fromkeys(AHEAD_NAMES),
+        **product_arguments(out, A, B, bias, config),
+    )
+    return few_rows_kernel, grid, args

@@ -9,14 +9,29 @@ start one after the other, over `stagger` ticks: while some push, the others mul
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave
 from iris.device.tracing import PRODUCT, PUSH, tile_bytes
+import torch
 import triton
 import triton.language as tl
 
+from ..planning.waves import gemm_tiles
+from ..problem import Problem, part_of
+from .launching import grid_of, product_arguments, shared_arguments
 from .tiles import Matrix, add_bias, first_row, grouped, multiply, rows_from, start_in_turn
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..config import FusedConfig
+    from ..operands import Operands
+    from ..workspace import Workspace
+    from .launching import Launch
 
 
 @triton.jit
@@ -94,3 +109,27 @@ def matmul_all_gather_kernel(
     if not entered:
         ok = await_entered(ctx, sync, epoch, WAITER, out)
     leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True)
+
+
+def gather_arguments(
+    rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, out: torch.Tensor
+) -> dict:
+    """What this kernel and the warp-specialised one are given."""
+    w, by_cols = problem.world_size, problem.form == "cols"
+    rows, cols = problem.part_rows, problem.part_cols
+    return dict(
+        M=problem.M if by_cols else part_of(problem.M, w, rank.cur_rank),
+        N=part_of(problem.N, w, rank.cur_rank) if by_cols else problem.N,
+        row_step=0 if by_cols else rows,
+        col_step=cols if by_cols else 0,
+        GROUP_M=config.group_m,
+        **shared_arguments(rank, workspace.sync, problem, config, out),
+    )
+
+
+def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
+    out, A, B, bias, _ = tensors
+    args = gather_arguments(rank, workspace, problem, config, out) | dict(
+        stagger=platform.ticks(config.stagger_us * 1e-6), **product_arguments(out, A, B, bias, config)
+    )
+    return matmul_all_gather_kernel, grid_of(rank.device, config, gemm_tiles(problem, config)), args

@@ -11,15 +11,30 @@ peers, so no wait can be circular, with any number of programs.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, signal, wait
 from iris.device.tracing import PRODUCT, PUSH, SUM, tile_bytes
+import torch
 import triton
 import triton.language as tl
 
+from ..planning.waves import early_tiles, gemm_tiles
+from ..problem import ALL_REDUCE, Problem, owned_part
+from .launching import grid_of, product_arguments, shared_arguments
 from .tile_orders import OwnedTiles
 from .tiles import Matrix, add_bias, first_row, multiply, packed_rows, rows_from, start_in_turn
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..config import FusedConfig
+    from ..operands import Operands
+    from ..workspace import Workspace
+    from .launching import Launch
 
 
 @triton.jit
@@ -135,3 +150,38 @@ def reduce_scatter_kernel(
         if ok:
             signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)
     leave(ctx, sync, epoch, ok, WAITER, TOGETHER=ALL_REDUCE)
+
+
+def reduce_arguments(
+    rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, out: torch.Tensor
+) -> dict:
+    """What this kernel and the warp-specialised one are given."""
+    rows, cols, by_cols = owned_part(problem, config)
+    return dict(
+        staging=workspace.staging.view(problem.dtype),
+        flags=workspace.flags,
+        M=problem.M,
+        N=problem.N,
+        part_rows=rows,
+        part_cols=cols,
+        early=early_tiles(problem, config, platform.num_programs(rank.device)),
+        BY_COLS=by_cols,
+        ALL_REDUCE=problem.op == ALL_REDUCE,
+        GROUP_M=config.group_m,
+        **shared_arguments(rank, workspace.sync, problem, config, out),
+    )
+
+
+def column_step(problem: Problem, config: FusedConfig) -> int:
+    """The width of an owner's part in a row of B or `out`; 0 where owners have rows."""
+    _rows, cols, by_cols = owned_part(problem, config)
+    return cols if by_cols else 0
+
+
+def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
+    out, A, B, bias, _ = tensors
+    args = reduce_arguments(rank, workspace, problem, config, out) | dict(
+        stagger=platform.ticks(config.stagger_us * 1e-6),
+        **product_arguments(out, A, B, bias, config, n_step=column_step(problem, config)),
+    )
+    return reduce_scatter_kernel, grid_of(rank.device, config, gemm_tiles(problem, config)), args

@@ -8,13 +8,32 @@ from __future__ import annotations
 
 from ..config import FusedConfig, Prediction
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
-from .fp8_model import fits, rounding_us, stream_us
-from .kinds import ends_ahead, keeps_own, programs_of, scatters, sums_with_roles, swaps
+from .fp8_model import rounding_us, stream_us
+from .kernel_names import (
+    COPY_GATHER,
+    COPY_REDUCE,
+    GATHER,
+    GATHER_FIRST,
+    HOPPER_GATHER,
+    HOPPER_GATHER_FIRST,
+    HOPPER_REDUCE,
+    LAMPORT,
+    LAMPORT_FP8,
+    LAMPORT_GATHER,
+    LAMPORT_PAIR,
+    LAMPORT_PAIR_SCATTER,
+    LAMPORT_TWO_SHOT,
+    REDUCE,
+    SEQUENTIAL,
+    ends_with_norm,
+    keeps_own,
+    kernel_for,
+)  # fmt: skip
 from .machine import Machine
 from .tile_model import gemm_us, tile_us
 from .torch_model import gate_us
 from .torch_ways import BARRIER_US, COPY_US, TORCH_WAYS
-from .waves import early_tiles, gemm_tiles, skew_steps
+from .waves import early_tiles, gemm_tiles, programs_of, skew_steps
 
 # Hops that nothing hides: the entry, then what the last tiles wait for.
 _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
@@ -55,33 +74,15 @@ _MIXED_US = 14.0
 
 def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
     """The time that `config` should take."""
-    brought = config.algorithm == "copy_engines" and config.warp_roles
-    behind = gate_us(problem, machine) if problem.gated and not brought else 0.0
-    behind += _NORM_US if problem.normed and not ends_ahead(problem, config) else 0.0
-    if config.algorithm in TORCH_WAYS and not config.warp_roles:
+    kernel = kernel_for(problem, config)
+    behind = gate_us(problem, machine) if problem.gated and kernel != HOPPER_GATHER_FIRST else 0.0
+    behind += _NORM_US if problem.normed and not ends_with_norm(problem, config) else 0.0
+    if kernel in (SEQUENTIAL, COPY_GATHER, COPY_REDUCE):
         gemm, link, total = TORCH_WAYS[config.algorithm].times(problem, config, machine)
         return Prediction(gemm, link, total + behind)
-    streams = problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot"
-    streams = streams and fits(problem.M, problem.K)
-    gemm = stream_us(problem, machine) if streams else gemm_us(problem, config, machine)
-    if brought:
-        way = _brought
-    elif swaps(problem, config):
-        way = _swapped
-    elif scatters(problem, config):
-        way = _scattered
-    elif config.algorithm != "overlapped":
-        way = _exchanged_with_roles if sums_with_roles(problem, config) else _exchanged
-    elif config.warp_roles:
-        way = _moved
-    elif problem.op == ALL_REDUCE:
-        way = _summed_for_all
-    elif problem.op == MATMUL_GATHER and config.stagger_us:
-        way = _pushed_in_turn
-    else:
-        way = _overlapped
-    link, total = way(problem, config, machine, gemm)
-    if problem.fp8 and not streams:
+    gemm = stream_us(problem, machine) if kernel == LAMPORT_FP8 else gemm_us(problem, config, machine)
+    link, total = _TOGETHER[kernel](problem, config, machine, gemm)
+    if problem.fp8 and kernel != LAMPORT_FP8:
         behind += rounding_us(problem.M, problem.K, machine)
     return Prediction(gemm, link, total + machine.launch_us + behind)
 
@@ -106,7 +107,7 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     link = nbytes / (machine.link_gbs * rate * 1e3)
     if problem.op in (ALL_REDUCE, REDUCE_SCATTER) and config.block_m >= 64:  # else there is little to hide
         # sums, which are the second shot, begin behind all products
-        rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
+        rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
         hidden = 1 - 1 / rounds
         if problem.op == ALL_REDUCE and rounds > 2:  # so many words slow the products behind them
             hidden = _HIDDEN_BY_MORE
@@ -122,7 +123,7 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
 def _exchanged_with_roles(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): words of one round of tiles travel, there and back, while the next are multiplied."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
-    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine)
+    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
     rounds = -(-tiles // programs)
     last = (tiles - (rounds - 1) * programs) / tiles if tiles else 0
     area = config.block_m * config.block_n / (64 * 128)
@@ -135,7 +136,7 @@ def _exchanged_with_roles(problem: Problem, config: FusedConfig, machine: Machin
 def _swapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): a tile's words travel while the next is multiplied; those of the last round behind it."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
-    rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine)))
+    rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
     if not problem.fp8:
         gemm *= 1 + _SWAPPED_DRIFT * max(0, rounds - _SWAPPED_ROUNDS)
     full = tile_us(problem, config, machine) + link / _SWAPPED
@@ -148,7 +149,7 @@ def _swapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: floa
 def _scattered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): the peer's words travel while own tiles are multiplied, as far as those are other rounds' work."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
-    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine)
+    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
     rounds = max(1, -(-tiles // programs))
     sending = max(1, -(-tiles // 2 // programs))
     area = config.block_m * config.block_n / (64 * 128)
@@ -162,10 +163,10 @@ def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float)
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tile, area = tile_us(problem, config, machine), config.block_m * config.block_n / (128 * 256)
     # at the end all programs push a tile, to one peer or to all; sums are pushed more or less at once
-    ending = min(gemm_tiles(problem, config), programs_of(config, machine))
+    ending = min(gemm_tiles(problem, config), programs_of(config, machine.num_programs))
     everyone = push_us(problem, config, machine, ending * (problem.world_size - 1))
     if problem.op == MATMUL_GATHER:
-        programs, steps = programs_of(config, machine), max(1, -(-problem.gemm[2] // config.block_k))
+        programs, steps = programs_of(config, machine.num_programs), max(1, -(-problem.gemm[2] // config.block_k))
         turn = skew_steps(problem, config, programs, tile) * tile / steps  # over which programs end
         last = turn / 2 + max(everyone - turn, 0.1 * everyone)
     else:
@@ -180,7 +181,7 @@ def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float)
 
 def _pushed_in_turn(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     link = problem.link_bytes / (machine.link_gbs * 1e3)
-    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine)
+    tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
     waves = -(-tiles // programs)
     # of the programs with most tiles the last starts latest, and each pushes without the others' company
     late = config.stagger_us * (tiles % programs or programs) / programs
@@ -193,7 +194,7 @@ def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gem
     w, (rows, cols, _) = problem.world_size, owned_part(problem, config)
     # the rank that owns most receives, sums and sends most
     link = problem.link_bytes / (machine.link_gbs * 1e3) * min(rows * cols * w / max(1, problem.M * problem.N), w)
-    if early_tiles(problem, config, programs_of(config, machine)) < gemm_tiles(problem, config) // w:
+    if early_tiles(problem, config, programs_of(config, machine.num_programs)) < gemm_tiles(problem, config) // w:
         # the link has about as much to do at any time
         total = max(gemm + 0.38 * link, 1.15 * link) + _MIXED_US
     else:
@@ -204,6 +205,16 @@ def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gem
     return link, total + _hops(problem, _HOPS[problem.op]) * machine.hop_us
 
 
+def _reduced(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    way = _summed_for_all if problem.op == ALL_REDUCE else _overlapped
+    return way(problem, config, machine, gemm)
+
+
+def _gathered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    way = _pushed_in_turn if config.stagger_us else _overlapped
+    return way(problem, config, machine, gemm)
+
+
 def _overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     hops, exposed = _HOPS[problem.op], _EXPOSED[problem.op]
@@ -211,7 +222,7 @@ def _overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: f
         hops += 0.5 * (problem.world_size - 2)
     else:
         # a single round of tiles that are pushed as they end, or wait for rows that they multiply, hides nothing
-        rounds = gemm_tiles(problem, config) / programs_of(config, machine)
+        rounds = gemm_tiles(problem, config) / programs_of(config, machine.num_programs)
         exposed = 1 if rounds <= 1 else 0.7 if rounds <= 2 else exposed
     return link, max(gemm, link) + exposed * min(gemm, link) + _hops(problem, hops) * machine.hop_us
 
@@ -236,6 +247,25 @@ def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     and hold up the loads behind them. Sums of an all-reduce do not keep to it, by measurement.
     """
     copies = problem.world_size - 1 if problem.op == MATMUL_GATHER else min(1, problem.world_size - 1)
-    together = push_us(problem, config, machine, copies * programs_of(config, machine))
-    most = _SPREAD / 2 if sums_with_roles(problem, config) else _SPREAD  # there, a tile and sums take turns
+    together = push_us(problem, config, machine, copies * programs_of(config, machine.num_programs))
+    most = (
+        _SPREAD / 2 if kernel_for(problem, config) == LAMPORT_TWO_SHOT else _SPREAD
+    )  # there, a tile and sums take turns
     return min(together, most * tile_us(problem, config, machine))
+
+
+# Of a kernel's name: (time of what travels, time of product and transfer together), given that of the product.
+_TOGETHER = {
+    LAMPORT: _exchanged,
+    LAMPORT_GATHER: _exchanged,
+    LAMPORT_FP8: _exchanged,
+    LAMPORT_TWO_SHOT: _exchanged_with_roles,
+    LAMPORT_PAIR: _swapped,
+    LAMPORT_PAIR_SCATTER: _scattered,
+    REDUCE: _reduced,
+    GATHER: _gathered,
+    GATHER_FIRST: _overlapped,
+    HOPPER_REDUCE: _moved,
+    HOPPER_GATHER: _moved,
+    HOPPER_GATHER_FIRST: _brought,
+}

@@ -17,7 +17,15 @@ from ..config import FusedConfig, Prediction
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 from . import tritonblas
 from .fp8_model import MOST_ROWS, MULTIPLE, fits
-from .kinds import programs_of, scatters, swaps, words_with_roles
+from .kernel_names import (
+    LAMPORT_FP8,
+    LAMPORT_PAIR,
+    LAMPORT_PAIR_SCATTER,
+    SPECIALISED_LAMPORT,
+    STAND_INS,
+    WITH_TORCH,
+    kernel_for,
+)
 from .machine import INTERPRETER, Machine
 from .overlap_model import predict, push_us
 from .tile_model import (
@@ -33,7 +41,7 @@ from .tile_model import (
     tile_us,
 )
 from .torch_ways import TORCH_WAYS
-from .waves import cut_tiles, gemm_tiles, shared_tiles
+from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 
 
 def plan(problem: Problem, machine: Machine, explained: bool = True, algorithm: str | None = None) -> FusedConfig:
@@ -49,13 +57,13 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
     if why := _converting(problem, machine):
         found = _plan(replace(problem, fp8=False), machine, explained, algorithm)
         return replace(found, reasons=(*found.reasons[:1], why, *found.reasons[1:])) if explained else found
-    reasons: list[str] = []
+    rejected: list[str] = []
     scored: list[tuple[float, int, FusedConfig, Prediction]] = []
     others: set[str] = set()
     for candidate in _candidates(problem, machine):
         if objection := _objection(problem, candidate):
             if explained:
-                reasons.append(f"rejected {_label(problem, candidate)}: {objection}")
+                rejected.append(f"rejected {_label(problem, candidate)}: {objection}")
             continue
         if algorithm not in (None, candidate.algorithm):
             others.add(candidate.algorithm)
@@ -63,11 +71,6 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
         if stagger_us := _stagger_us(problem, candidate, machine):
             candidate = replace(candidate, stagger_us=stagger_us)
         prediction = predict(problem, candidate, machine)
-        if explained:
-            reasons.append(
-                f"{_label(problem, candidate)}: product {prediction.gemm_us:.1f} us, link {prediction.link_us:.1f} us, "
-                f"together {prediction.total_us:.1f} us"
-            )
         lead, most = (0.0, 0.0) if candidate.warp_roles else _LEADS.get(candidate.algorithm, (0.0, 0.0))
         weighed = prediction.total_us + min(lead * prediction.total_us, most)
         scored.append((weighed, len(scored), candidate, prediction))
@@ -76,17 +79,35 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
             f"{problem.asked}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks, "
             f"{', '.join(sorted(others))}"
         )
-    *_, chosen, prediction = min(scored)
+    scored.sort()
+    *_, chosen, prediction = scored[0]
+    reasons: tuple[str, ...] = ()
     if explained:
         asked = f"{problem.asked} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype}"
         asked += ", B in eight bits" if problem.fp8 else ""
+        table = [_row(problem, candidate, times) for _, _, candidate, times in scored]
         named = tritonblas.reasons(problem, machine.name)
-        reasons = [f"{asked} on {machine.name}", *named, *reasons, f"chosen {_label(problem, chosen)}"]
+        reasons = (f"{asked} on {machine.name}", *named, *table, *rejected, f"chosen {_label(problem, chosen)}")
         if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
-            reasons.append(
-                "peers write out directly when it lies on the heap; otherwise it is staged and copied once more"
-            )
-    return replace(chosen, prediction=prediction, reasons=tuple(reasons))
+            said = "peers write out directly when it lies on the heap; otherwise it is staged and copied once more"
+            reasons += (said,)
+    return replace(chosen, kernel=kernel_for(problem, chosen), prediction=prediction, reasons=reasons)
+
+
+def unaligned(problem: Problem, config: FusedConfig) -> FusedConfig:
+    """The same for tensors whose rows do not all begin at multiples of 16 bytes: some kernels have a stand-in then."""
+    kernel = STAND_INS.get(kernel_for(problem, config), kernel_for(problem, config))
+    if kernel == config.kernel:
+        return config
+    said = f"{kernel} runs in its place, for rows that do not begin at multiples of 16 bytes"
+    return replace(config, kernel=kernel, reasons=(*config.reasons, said) if config.reasons else ())
+
+
+def _row(problem: Problem, config: FusedConfig, times: Prediction) -> str:
+    return (
+        f"{_label(problem, config):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "
+        f"together {times.total_us:9.1f} us"
+    )
 
 
 # Our kernel, one launch, is taken unless several are this much faster in CUDA graphs, where no host time counts: a part
@@ -104,19 +125,20 @@ _ROUND_HEIGHT = 16
 
 
 def _label(problem: Problem, config: FusedConfig) -> str:
-    if config.algorithm in TORCH_WAYS and not config.warp_roles:
+    """The kernel, and in which form."""
+    kernel = kernel_for(problem, config)
+    if kernel == LAMPORT_FP8:
+        return kernel
+    if kernel in WITH_TORCH.values():
         together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
-        whose = "a product in eight bits" if problem.fp8 else "torch's product"
-        return f"{config.algorithm}, {whose}{together}"
-    if problem.fp8 and config == FP8_STREAM:
-        return "one_shot, a stream of weights in eight bits"
-    label = f"{config.block_m}x{config.block_n}x{config.depth(problem.fp8)} {config.algorithm}"
-    if config.algorithm == "overlapped" and problem.op == ALL_REDUCE:
-        by_cols = owned_part(problem, config)[2]
-        label += f", each rank sums {'columns' if by_cols else 'rows'}"
-    if config.warp_roles:
-        label += ", warps with roles" + (", programs share first tiles" if config.splits > 1 else "")
-    return label + (", of rows in eight bits" if problem.fp8 else "")
+        return f"{kernel}{together}" + (", in eight bits" if problem.fp8 else "")
+    label = f"{kernel} {config.block_m}x{config.block_n}x{config.depth(problem.fp8)}"
+    if config.lamport:
+        label += f" {config.algorithm}, {config.num_warps} warps"
+    elif problem.op == ALL_REDUCE:
+        label += f", each rank sums {'columns' if owned_part(problem, config)[2] else 'rows'}"
+    label += ", programs share first tiles" if config.warp_roles and config.splits > 1 else ""
+    return label + (", rows rounded to eight bits" if problem.fp8 else "")
 
 
 def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
@@ -273,9 +295,9 @@ def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
         return 1
     if config.block_m * config.block_n > 1 << 14 or problem.gemm[2] < 16 * config.block_k:
         return 1
-    if not cut_tiles(problem, replace(config, splits=2), programs_of(config, machine)):
+    if not cut_tiles(problem, replace(config, splits=2), programs_of(config, machine.num_programs)):
         return 1
-    if gemm_tiles(problem, config) <= programs_of(config, machine):
+    if gemm_tiles(problem, config) <= programs_of(config, machine.num_programs):
         return 2
     return min((1, 2), key=lambda splits: gemm_us(problem, replace(config, splits=splits), machine))
 
@@ -304,11 +326,12 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     largest = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
     # in eight bits a product hides less
     most = 1 << 20 if problem.fp8 else 1 << 22
-    if words_with_roles(problem, config):
-        most = 1 << 24 if swaps(problem, config) else 1 << 23
+    kernel = kernel_for(problem, config)
+    if kernel in SPECIALISED_LAMPORT:
+        most = 1 << 24 if kernel == LAMPORT_PAIR else 1 << 23
     if config.algorithm != "overlapped" and largest > most:
         return "nothing would hide the exchange of so large a result"
-    if scatters(problem, config) and problem.K > _DEEPEST_SCATTERED:
+    if kernel == LAMPORT_PAIR_SCATTER and problem.K > _DEEPEST_SCATTERED:
         return "a product so deep hides all that follows it"
     return None
 
@@ -320,8 +343,8 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each
     gain nothing. Where two ranks swap words, two fifths of what those of a round take, from three rounds on.
     """
-    programs = programs_of(config, machine)
-    if swaps(problem, config) and not problem.fp8:
+    programs = programs_of(config, machine.num_programs)
+    if kernel_for(problem, config) == LAMPORT_PAIR and not problem.fp8:
         rounds = -(-gemm_tiles(problem, config) // programs)
         round_us = problem.link_bytes / (machine.link_gbs * 1e3) / max(1, rounds)
         return round(0.4 * round_us) if rounds > 2 else 0

@@ -11,9 +11,9 @@ import torch
 
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
-from .kinds import exchanges, programs_of, scatters, sums_with_roles, swaps
+from .kernel_names import LAMPORT_PAIR, LAMPORT_PAIR_SCATTER, LAMPORT_TWO_SHOT, kernel_for
 from .machine import INTERPRETER, Machine
-from .waves import cut_tiles, gemm_tiles, shared_tiles
+from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 
 # (block_m, block_n, block_k, warps): (stages, fewer where shared memory has no room for them; share of the chip's rate
 # that a full wave of such tiles reaches, bf16).
@@ -96,11 +96,11 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if machine.name == INTERPRETER:
         elements = bm * bk + bk * bn
         return tiles * (4000.0 + steps * (1500.0 + elements * 0.02 + bm * bn * bk * 2e-5))
-    programs = programs_of(config, machine)
+    programs = programs_of(config, machine.num_programs)
     whole_us = tile_us(problem, config, machine)
     cut = cut_tiles(problem, config, programs)
     rounds = -(-(tiles - cut) // programs)
-    if bm == 64 and (swaps(problem, config) or scatters(problem, config)):
+    if bm == 64 and kernel_for(problem, config) in (LAMPORT_PAIR, LAMPORT_PAIR_SCATTER):
         rounds -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
     compute = rounds * whole_us
     shared, sharers = shared_tiles(problem, config, programs)
@@ -114,7 +114,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
-    few_rows = exchanges(config)
+    few_rows = config.lamport
     if few_rows and bm == bn == 64 and tiles > programs:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
@@ -138,11 +138,11 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     """The product of one tile in one program."""
     fp32 = problem.dtype == torch.float32
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    few_rows = exchanges(config)
+    few_rows = config.lamport
     if fp32:
         shares = FP32_TILES
     elif few_rows:
-        of_words = WORDS_ROLES_TILES if sums_with_roles(problem, config) else SWAP_TILES[problem.fp8]
+        of_words = WORDS_ROLES_TILES if kernel_for(problem, config) == LAMPORT_TWO_SHOT else SWAP_TILES[problem.fp8]
         shares = of_words if config.warp_roles else FP8_TILES if problem.fp8 else EXCHANGE_TILES
     else:
         roles = BROUGHT_TILES if problem.op == GATHER_MATMUL else ROLES_TILES

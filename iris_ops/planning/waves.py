@@ -11,6 +11,11 @@ from ..problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, Problem, owned_
 _L2_BYTES = 50 << 20  # of an H200
 
 
+def programs_of(config: FusedConfig, programs: int) -> int:
+    """Programs of the persistent grid."""
+    return min(config.num_programs or programs, programs)
+
+
 def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
     """Tiles of one rank's product; they do not cross the borders of the ranks' parts."""
     m, n, _ = problem.gemm
@@ -38,7 +43,7 @@ def loose_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many tiles fill no round of programs with roles, which may share them: the same whatever K is."""
     if config.splits == 1 or not config.warp_roles or problem.op == GATHER_MATMUL:
         return 0
-    return gemm_tiles(problem, config) % min(config.num_programs or programs, programs)
+    return gemm_tiles(problem, config) % programs_of(config, programs)
 
 
 def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[int, int]:
@@ -46,7 +51,7 @@ def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[
 
     A tile is cut into about `config.splits` parts at most, each of one step along K at least.
     """
-    programs = min(config.num_programs or programs, programs)
+    programs = programs_of(config, programs)
     shared, steps = loose_tiles(problem, config, programs), max(1, -(-problem.gemm[2] // config.depth(problem.fp8)))
     sharers = min(programs, config.splits * shared, shared * steps)
     return (shared, sharers) if countable(shared, sharers, steps) else (0, 0)

@@ -35,9 +35,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.descriptors import as_stored, of_whole_vectors
-from ..kernels.hopper import gather_matmul, operands
+from ..kernels.hopper import gather_matmul
 from ..local import gating
+from ..operands import Operands
+from ..planning.kernel_names import HOPPER_GATHER_FIRST
 from ..planning.torch_ways import rows_of, steps_of
 from ..problem import Problem, part_of
 from . import torch_matmul
@@ -60,17 +61,16 @@ def arrived_kernel(
             wait(ctx, flags + source, expected, source, WAITER, exact=True)
 
 
-def prepare(
-    workspace: Workspace, problem: Problem, config: FusedConfig,
-    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
-) -> Callable[[], bool]:  # fmt: skip
+def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
+    out, A, B, bias, scale = tensors
     ctx = workspace.ctx
     # as rows: where one row is at most one wide, parts along K fit, too, and those without rows are (1, 0)
     A = A.view(part_of(problem.M, ctx.num_ranks, ctx.cur_rank), problem.K)
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
-    ways = _at_once if _serves_at_once(problem, config, out, A, B, gathered) else _in_steps
-    first, rest = ways(workspace, problem, config, out, A, B, bias, scale, gathered)
+    tensors = Operands(out, A, B, bias, scale)
+    multiplying = _at_once if config.kernel == HOPPER_GATHER_FIRST else _in_steps
+    first, rest = multiplying(workspace, problem, config, tensors, gathered)
     (copies, _), (entered, sent, *_) = workspace.lanes, workspace.marks
     count = workspace.barrier.passed
 
@@ -92,26 +92,14 @@ def prepare(
     return again
 
 
-def _serves_at_once(
-    problem: Problem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor
-) -> bool:
-    """Whether one kernel multiplies all rows. Ranks may differ in this.
-
-    Rows of A that stand apart are copied by a kernel, which may find no room beside one that waits for peers' copies.
-    """
-    loads = not problem.fp8 and operands.serve(config, A, B, out) and of_whole_vectors(gathered)
-    return loads and A.is_contiguous() and (not problem.gated or as_stored(B) is not B)
-
-
 # What multiplies: a function that begins with this rank's rows, and one for the others', given the current stream.
 _Ways = tuple[Callable[[], None], Callable[[torch.cuda.Stream | None], None]]
 
 
 def _at_once(
-    workspace: Workspace, problem: Problem, config: FusedConfig,
-    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, _scale: torch.Tensor | None,
-    gathered: torch.Tensor,
-) -> _Ways:  # fmt: skip
+    workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor
+) -> _Ways:
+    out, A, B, bias, _ = tensors
     launch = gather_matmul.product(
         workspace.ctx, workspace.products, workspace.kernels, problem, config, out, A, gathered, B, bias,
         workspace.arrivals, workspace.barrier.passed,
@@ -120,10 +108,9 @@ def _at_once(
 
 
 def _in_steps(
-    workspace: Workspace, problem: Problem, config: FusedConfig,
-    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
-    gathered: torch.Tensor,
-) -> _Ways:  # fmt: skip
+    workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor
+) -> _Ways:
+    out, A, B, bias, scale = tensors
     rank = workspace.ctx.cur_rank
     multiply = gating.multiply if problem.gated else torch_matmul.multiply
 

@@ -30,17 +30,16 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import FusedConfig
+    from ..operands import Operands
     from ..workspace import Workspace
 
 # Rows and columns that a program sums: 16 bytes a thread; the interpreter is quicker with large blocks.
 _SUM_BLOCK = {"cuda": (2, 1024), "cpu": (64, 256)}
 
 
-def prepare(
-    workspace: Workspace, problem: Problem, config: FusedConfig,
-    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
-) -> Callable[[], bool]:  # fmt: skip
+def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Callable[[], bool]:
     """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
+    out, A, B, bias, scale = tensors
     ctx = workspace.ctx
     arriving, shards = workspace.views.get(problem) or _views(workspace, problem)
     copies, (begun, arrived, *marks) = workspace.lanes[0], workspace.marks

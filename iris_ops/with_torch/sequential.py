@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import FusedConfig
+    from ..operands import Operands
     from ..workspace import Workspace
 
 
-def prepare(
-    workspace: Workspace, problem: Problem, config: FusedConfig,
-    out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
-) -> Callable[[], bool]:  # fmt: skip
+def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Callable[[], bool]:
     """A function that launches product and collectives on tensors at these addresses, in the current stream."""
+    out, A, B, bias, scale = tensors
     ctx = workspace.ctx
     between = workspace.staging[: sequential_elements(problem) * problem.dtype.itemsize].view(problem.dtype)
     product: tuple[torch.Tensor | None, ...]

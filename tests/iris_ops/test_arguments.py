@@ -12,13 +12,16 @@ import random
 from types import SimpleNamespace
 
 from iris import platform
-from iris_ops import FusedConfig, arguments
+from iris_ops import FusedConfig
 from iris_ops.fp8 import weight_stream
 from iris_ops.kernels.hopper import operands
-from iris_ops.planning.kinds import words_with_roles
+from iris_ops.launch import LAUNCHERS, kernel_of
+from iris_ops.operands import Operands
+from iris_ops.planning.kernel_names import SPECIALISED_LAMPORT, kernel_for
 from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.plan import plan
 from iris_ops.planning.torch_ways import TORCH_WAYS
+from iris_ops.planning.waves import gemm_tiles
 from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
 import pytest
@@ -87,12 +90,14 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
     if problem.fp8:  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
-        with_roles = config.algorithm == "overlapped" or words_with_roles(problem, config)
+        with_roles = config.algorithm == "overlapped" or kernel_for(problem, config) in SPECIALISED_LAMPORT
         restored = with_roles and not operands.serve(config, *eight, tensors[0], 1 << 10)
         if restored or problem.M <= weight_stream.MOST_ROWS:
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
-    kernel, (programs, *others), args = arguments.way_of(problem, config)(ctx, workspace, problem, config, *tensors)
+    given = Operands(*tensors)
+    launcher = LAUNCHERS[kernel_of(problem, config, rank, given)]
+    kernel, (programs, *others), args = launcher(ctx, workspace, problem, config, given)
     assert set(args) == set(kernel.arg_names) - {"TRACING"}
     assert 1 <= programs <= machine.num_programs and others == [1, 1]
     assert all(value >= 0 for value in args.values() if type(value) is int)
@@ -100,9 +105,9 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
     if "sharers" in args:
         assert args["left"].numel() >= args["sharers"] and args["parts"].numel() >= args["sharers"] * tile
         if args["SHARED"]:
-            check_begins(arguments.gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.fp8)))
+            check_begins(gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.fp8)))
     if "rounded" in args:
-        cut = (arguments.gemm_tiles(problem, config) - args["rounded"]) * (args["SPLITS"] - 1)
+        cut = (gemm_tiles(problem, config) - args["rounded"]) * (args["SPLITS"] - 1)
         own = problem.world_size * -(-args["part_rows"] // config.block_m) * args["PIECES"]
         assert args["parts"].numel() >= cut * tile and flags >= own + cut
     if "slot_words" in args:
@@ -126,7 +131,7 @@ def check_begins(tiles: int, args: dict, steps: int) -> None:
 def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "num_programs", lambda device: machine.num_programs)
     monkeypatch.setattr(platform, "has_warp_roles", lambda device: machine.warp_roles)
-    monkeypatch.setattr(arguments, "machine_of", lambda device: machine)
+    monkeypatch.setattr(operands, "machine_of", lambda device: machine)
     rng = random.Random(machine.num_programs)
     for _ in range(2000):
         op, form = rng.choice(FORMS)

@@ -6,7 +6,7 @@ import iris
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris_ops import FusedConfig, launch, torch_ops  # noqa: F401  (which registers operators)
 from iris_ops.kernels.rmsnorm_epilogue import SPAN, second_half, spans
-from iris_ops.planning.kinds import ends_ahead
+from iris_ops.planning.kernel_names import ends_with_norm
 from iris_ops.problem import NORM, problem_asked
 import pytest
 import torch
@@ -63,7 +63,7 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, inside) -> list[t
     norm = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
     problem, digest = problem_asked(NORM, M, N, K, ctx.num_ranks, dtype), None
     chosen = config or ctx.ops.plan(NORM, M, N, K, dtype)
-    assert inside in (None, ends_ahead(problem, chosen))
+    assert inside in (None, ends_with_norm(problem, chosen))
     mine = A[ctx.cur_rank], B[ctx.cur_rank].t().contiguous().t(), residual, weight, bias
     for call in range(5):  # both slots; from the third call on as repeated, and at other addresses
         if call > 2:
@@ -79,7 +79,7 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, inside) -> list[t
         sums = torch.nn.functional.pad(out.double().square(), (0, -N % SPAN.value)).unflatten(1, (-1, SPAN.value))
         sums, found = sums.sum(-1).t(), squares.double()
         assert torch.allclose(found.sum(0), sums.sum(0), rtol=1e-5)
-        if chosen.block_n == SPAN.value or not ends_ahead(problem, chosen):  # wider tiles have one sum
+        if chosen.block_n == SPAN.value or not ends_with_norm(problem, chosen):  # wider tiles have one sum
             assert torch.allclose(found, sums, rtol=1e-5)
         result = second_half(scaled, squares, EPS)
         assert (result.double() - norm).norm() <= (ctx.num_ranks + 2) * ULP[dtype] * norm.norm()

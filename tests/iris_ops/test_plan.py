@@ -13,7 +13,6 @@ from iris.errors import ArgumentError
 from iris_ops import FusedConfig
 from iris_ops.ops import Ops
 from iris_ops.planning import waves
-from iris_ops.planning.kinds import exchanges
 from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.overlap_model import predict, spread_us
 from iris_ops.planning.plan import fitting, plan
@@ -21,7 +20,7 @@ from iris_ops.planning.tile_model import tile_us
 from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
-from iris_ops.with_torch import sequential, torch_matmul
+from iris_ops.with_torch import torch_matmul
 from iris_tp.bench.rows import CALLS
 import pytest
 import torch
@@ -59,8 +58,9 @@ def test_every_plan_has_reasons_and_a_prediction(op: str, form: str, machine: Ma
         for dtype in (torch.bfloat16, torch.float32):
             chosen = plan(problem(op, form, *shape, dtype=dtype), machine)
             assert chosen.prediction.total_us >= max(chosen.prediction.gemm_us, chosen.prediction.link_us) > 0
-            unfused = chosen.algorithm in TORCH_WAYS
-            label = chosen.algorithm if unfused else f"{chosen.block_m}x{chosen.block_n}x{chosen.block_k}"
+            label = chosen.kernel
+            if chosen.algorithm not in TORCH_WAYS:
+                label += f" {chosen.block_m}x{chosen.block_n}x{chosen.block_k}"
             first, *_, last = chosen.explain().splitlines()
             assert op in first and machine.name in first and f"M={shape[0]} N={shape[1]} K={shape[2]}" in first
             assert any(line.startswith(f"chosen {label}") for line in chosen.reasons)
@@ -103,6 +103,8 @@ def test_the_fastest_candidate_is_chosen(op: str, form: str) -> None:
         chosen = plan(problem(op, form, *shape), H200)
         scores = [float(line.split("together ")[1].split()[0]) for line in chosen.reasons if "together " in line]
         assert len(scores) > 1 and chosen.prediction.total_us == pytest.approx(min(scores), abs=0.1)
+        lead = 7.1  # that torch's product must have
+        assert all(score <= later + lead for score, later in zip(scores, scores[1:], strict=False)), "sorted"
 
 
 @pytest.mark.parametrize("op, form", FORMS)
@@ -141,7 +143,8 @@ def test_all_reduces_of_some_hundred_rows_are_words_from_programs_with_roles() -
     for w, algorithm in ((2, "one_shot"), (4, "two_shot")):
         chosen = plan(problem(ALL_REDUCE, "", 512, 8192, 2048, w), H200)
         assert (chosen.algorithm, chosen.warp_roles) == (algorithm, True)
-        assert f"{algorithm}, warps with roles" in chosen.explain().splitlines()[-1]
+        kernel = "hopper.lamport_pair" if w == 2 else "hopper.lamport_two_shot"
+        assert chosen.kernel == kernel and chosen.explain().splitlines()[-1].startswith(f"chosen {kernel} ")
     for machine in (replace(H200, warp_roles=False), machine_named("AMD Instinct MI300X", 304)):
         assert not plan(problem(ALL_REDUCE, "", 512, 8192, 2048, 2), machine).warp_roles
 
@@ -161,7 +164,7 @@ def test_rows_that_begin_between_vectors_are_left_to_torch_s_product() -> None:
 
 def test_warps_have_roles_where_hopper_pushes_many_rows() -> None:
     """Never in fp32, or elsewhere than on Hopper; a plan says so."""
-    said = "warps with roles"
+    said = "hopper."
     for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "cols"), (MATMUL_GATHER, "rows"), (GATHER_MATMUL, "rows")):
         for machine in (H200, machine_named("NVIDIA H100", 132), replace(MACHINES[-1], warp_roles=True)):
             large = plan(problem(op, form, 8192, 8192, 7168), machine)
@@ -181,11 +184,11 @@ def test_collectives_have_a_most_that_they_move(op: str, rows: int) -> None:
     width = collectives.MAX_ELEMENTS // 3
     sizes = (1 << 11, width) if op == GATHER_MATMUL else (width, 1 << 11)
     form = "" if op == ALL_REDUCE else "rows"
-    few, many = (sequential.objection(problem(op, form, M, *sizes, w=1)) for M in (rows, 4))
+    few, many = (TORCH_WAYS["sequential"].objection(problem(op, form, M, *sizes, w=1)) for M in (rows, 4))
     assert few is None
     assert many is None if op == ALL_REDUCE else many.startswith("a collective moves at most")
     wide = collectives.MAX_ELEMENTS + 1
-    assert sequential.objection(problem(ALL_REDUCE, "", 1, wide, 16)).endswith(f"in a call, not {wide}")
+    assert TORCH_WAYS["sequential"].objection(problem(ALL_REDUCE, "", 1, wide, 16)).endswith(f"in a call, not {wide}")
 
 
 def test_an_odd_number_of_gates_and_ups_is_refused() -> None:
@@ -206,7 +209,7 @@ def test_splits_of_other_ways_are_passed_over() -> None:
 def test_programs_share_tiles_only_where_some_fill_no_round() -> None:
     for columns, fills in ((132 * 128, True), (100 * 128, False)):
         chosen = plan(problem(MATMUL_GATHER, "rows", 256, columns, 4096, w=2), H200)
-        assert ("128x128x64 overlapped, warps with roles, programs share" in chosen.explain()) != fills
+        assert ("hopper.matmul_gather 128x128x64, programs share" in chosen.explain()) != fills
 
 
 def test_predictions_grow_with_what_is_to_be_done() -> None:
@@ -344,7 +347,7 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
             assert chosen.prediction.total_us < ours["graph_us"] * 1.3
             continue
         warps = dict(num_warps=measured.num_warps, num_stages=measured.num_stages)
-        of_four = exchanges(chosen) and chosen.num_warps < measured.num_warps  # tiles that came after these results
+        of_four = chosen.lamport and chosen.num_warps < measured.num_warps  # tiles that came after these results
         assert (replace(chosen, **warps) if of_four else chosen) == measured, f"{asked}: {measured}"
         assert chosen.prediction.total_us <= expected
         if abs(expected / ours["graph_us"] - 1) > 0.2:

@@ -9,8 +9,7 @@ import random
 
 import iris
 from iris import platform
-from iris_ops import FusedConfig
-from iris_ops.kernels.hopper import operands
+from iris_ops import FusedConfig, launch
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
 import pytest
 import torch
@@ -70,12 +69,12 @@ def in_words(cases: list[Case], world_size: int) -> list[Case]:
 @contextmanager
 def looked_at(found: list[bool]):
     """Puts into `found` of each launch whether programs with roles serve it."""
-    serve = operands.serve
-    operands.serve = lambda *args: found.append(serve(*args)) or found[-1]
+    serve = launch.serve
+    launch.serve = lambda *args: found.append(serve(*args)) or found[-1]
     try:
         yield
     finally:
-        operands.serve = serve
+        launch.serve = serve
 
 
 def check_served(ctx: iris.Iris, cases: list[Case]) -> list[str]:

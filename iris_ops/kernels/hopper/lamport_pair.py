@@ -11,6 +11,9 @@ Both ranks compute their tiles in the same order, and a tile is sent before anyt
 the portable kernel a program sends all of its tiles before it waits. So of what is waited for, the first is under way.
 """
 
+from typing import TYPE_CHECKING
+
+from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.lamport import load_bases, remote, seal, take_found
@@ -19,9 +22,19 @@ from iris.device.tracing import PUSH, SUM, tile_bytes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...problem import Problem
 from ..stream_k import Units
 from ..tiles import PartTiles, start_in_turn
+from .operands import lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, part_of, places_of, rows_of
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ...config import FusedConfig
+    from ...operands import Operands
+    from ...workspace import Workspace
+    from ..launching import Launch
 
 # Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
 PLACES = 2
@@ -166,3 +179,12 @@ def swap_roles_kernel(
         [MOVING],
         [MOVING_REGISTERS],
     )  # fmt: skip
+
+
+def launcher(
+    rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
+) -> "Launch":
+    grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
+    stagger = platform.ticks(config.stagger_us * 1e-6)
+    args |= dict(GROUP_M=config.group_m, PLACES=PLACES, stagger=stagger)
+    return swap_roles_kernel, grid, args

@@ -14,6 +14,8 @@ tiles, and those that both ranks wait for, with rows of both, are in the same or
 the first is under way, with any number of programs.
 """
 
+from typing import TYPE_CHECKING
+
 from iris.device.context import own_context
 from iris.device.function import device_function
 from iris.device.lamport import load_bases, put, remote, take
@@ -25,12 +27,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 import triton.language as tl
 
+from ...planning.waves import columns_together
+from ...problem import Problem
 from ..lamport_matmul import part_at
 from ..stream_k import Units
 from ..tiles import known
-from .lamport_pair import add, look, send
-from .operands import MOVING
+from .lamport_pair import PLACES, add, look, send
+from .operands import MOVING, lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ...config import FusedConfig
+    from ...operands import Operands
+    from ...workspace import Workspace
+    from ..launching import Launch
 
 # A word for each moving thread.
 _THREADS = gl.constexpr(32 * MOVING)
@@ -164,3 +176,11 @@ def scatter_roles_kernel(
         [MOVING],
         [MOVING_REGISTERS],
     )  # fmt: skip
+
+
+def launcher(
+    rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
+) -> "Launch":
+    grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
+    args |= dict(PLACES=PLACES, group=columns_together(problem, config, grid[0]))
+    return scatter_roles_kernel, grid, args

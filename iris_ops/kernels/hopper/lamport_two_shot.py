@@ -12,6 +12,8 @@ A program sums no column before it has sent all of its own tiles of that and ear
 waited for, the first is always under way, and it is right with any number of programs.
 """
 
+from typing import TYPE_CHECKING
+
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.lamport import load_bases, remote, seal, take
@@ -21,11 +23,20 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...problem import Problem
 from ..lamport_matmul import part_at
 from ..stream_k import Units
 from ..tiles import PartTiles
-from .operands import MOVING, MULTIPLYING, in_rows
+from .operands import MOVING, MULTIPLYING, in_rows, lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ...config import FusedConfig
+    from ...operands import Operands
+    from ...workspace import Workspace
+    from ..launching import Launch
 
 # Vectors that a moving thread loads at a time, of all ranks together.
 _UNDER_WAY = 8
@@ -196,3 +207,11 @@ def layouts(block_m: int, block_n: int, world_size: int) -> dict:
     owned = max(lines, block_m // parts)
     summed = min(owned, lines * max(1, _UNDER_WAY // parts))
     return dict(TAKE=in_rows(MULTIPLYING, block_n), OWNED=owned, SUMMED=summed)
+
+
+def launcher(
+    rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
+) -> "Launch":
+    grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
+    args |= layouts(config.block_m, config.block_n, problem.world_size)
+    return exchange_roles_kernel, grid, args

@@ -1,5 +1,7 @@
 """`matmul_all_gather` by programs whose warps have roles (`warp_roles`): tiles travel while the next are multiplied."""
 
+from typing import TYPE_CHECKING
+
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, next_epoch
@@ -7,9 +9,20 @@ from iris.device.tracing import PUSH, tile_bytes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...problem import Problem
+from ..matmul_gather import gather_arguments
 from ..stream_k import Units
 from ..tiles import PartTiles
+from .operands import specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ...config import FusedConfig
+    from ...operands import Operands
+    from ...workspace import Workspace
+    from ..launching import Launch
 
 
 @gluon.jit
@@ -82,3 +95,11 @@ def matmul_all_gather_roles_kernel(
         [MOVING],
         [MOVING_REGISTERS],
     )  # fmt: skip
+
+
+def launcher(
+    rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
+) -> "Launch":
+    args = gather_arguments(rank, workspace, problem, config, tensors.out)
+    grid, args = specialised_arguments(rank, workspace, problem, config, args, tensors)
+    return matmul_all_gather_roles_kernel, grid, args

@@ -5,6 +5,8 @@ pushes, signals, waits and sums are the moving warps' business, while the others
 rounded before it is summed, as its peers' are.
 """
 
+from typing import TYPE_CHECKING
+
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, next_epoch, signal, wait
@@ -13,9 +15,21 @@ from iris.device.waits import healthy
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...problem import Problem
+from ..launching import NO_SCALES
+from ..matmul_reduce import reduce_arguments
 from ..stream_k import Units
 from ..tile_orders import OwnedTiles
+from .operands import specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ...config import FusedConfig
+    from ...operands import Operands
+    from ...workspace import Workspace
+    from ..launching import Launch
 
 
 @gluon.jit
@@ -179,3 +193,11 @@ def reduce_scatter_roles_kernel(
         [MOVING],
         [MOVING_REGISTERS],
     )  # fmt: skip
+
+
+def launcher(
+    rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
+) -> "Launch":
+    args = reduce_arguments(rank, workspace, problem, config, tensors.out) | NO_SCALES
+    grid, args = specialised_arguments(rank, workspace, problem, config, args, tensors)
+    return reduce_scatter_roles_kernel, grid, args

@@ -4,14 +4,29 @@ And which calls they serve.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from iris import platform
 from iris.triton_private import GluonDescriptor
 import torch
 from triton.experimental.gluon import language as gl
 
 from ...config import FusedConfig
-from ...problem import FP8
+from ...planning.machine import machine_of
+from ...planning.overlap_model import spread_us
+from ...planning.tile_model import tile_us
+from ...planning.waves import gemm_tiles, shared_tiles, skew_steps
+from ...planning.workspace_size import staged
+from ...problem import FP8, Problem
 from ..descriptors import as_stored, folded, of_whole_vectors
+from ..lamport_matmul import lamport_arguments
+from ..launching import grid_of, parts_memory
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ...operands import Operands
+    from ...workspace import Workspace
 
 MULTIPLYING, MOVING = 8, 4  # warps; those that multiply may be four, too
 # A thread's, by how many warps multiply; as many are left for each of their threads: all warps share 64 Ki.
@@ -92,3 +107,31 @@ def rows_described(A: torch.Tensor, block: tuple[int, int]) -> GluonDescriptor:
     if high // 2 <= A.shape[0] < high:
         return described(A, (2, high // 2, block[1]), folded(A, high))
     return described(A, block)
+
+
+def specialised_arguments(
+    rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, args: dict, tensors: Operands
+) -> tuple[tuple[int, int, int], dict]:
+    """The grid and all arguments of a kernel that pushes tiles, some of them shared (`stream_k.Units`)."""
+    programs, rates = platform.num_programs(rank.device), machine_of(rank.device)
+    shared, sharers = shared_tiles(problem, config, programs)
+    grid = grid_of(rank.device, config, max(gemm_tiles(problem, config), sharers))
+    own = dict(
+        parts=parts_memory(workspace, problem, config, sharers),
+        left=workspace.flags[staged(problem, config)[0] :],
+        shared_tiles=shared,
+        sharers=sharers,
+        skew=skew_steps(problem, config, programs, tile_us(problem, config, rates)),
+        spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
+        SHARED=shared > 0,
+    )
+    return grid, args | own | arguments(tensors.A, tensors.B, tensors.bias, config)
+
+
+def lamport_specialised_arguments(
+    rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands
+) -> tuple[tuple[int, int, int], dict]:
+    """The grid and the arguments that all warp-specialised Lamport kernels are given."""
+    grid, args = lamport_arguments(rank, workspace, problem, config, tensors.out)
+    spread = platform.ticks(spread_us(problem, config, machine_of(rank.device)) * 1e-6)
+    return grid, args | dict(spread=spread, **arguments(tensors.A, tensors.B, tensors.bias, config))

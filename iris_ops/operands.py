@@ -1,0 +1,20 @@
+"""The tensors of one call of a fused op."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Operands(NamedTuple):
+    """`out = A @ B + bias`, spread over ranks; shapes as the op's docstring has them.
+
+    `scale`: float32, one for each column of a B in eight bits; None where B is in A's dtype.
+    """
+
+    out: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None

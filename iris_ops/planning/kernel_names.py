@@ -1,0 +1,80 @@
+"""The names of the kernels, and which of them a configuration stands for.
+
+A name is the module's below `iris_ops/` in which the kernel stands, as grep finds it: "hopper.lamport_pair" is
+`kernels/hopper/lamport_pair.py`. Ranks whose configurations are equal take kernels that signal and stage alike.
+"""
+
+from __future__ import annotations
+
+from ..config import FusedConfig
+from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM_SPAN, REDUCE_SCATTER, Problem
+from .fp8_model import fits
+from .machine import Machine
+from .waves import gemm_tiles, programs_of
+
+# Few rows: each value says itself whether it has arrived.
+LAMPORT, LAMPORT_GATHER, LAMPORT_FP8 = "lamport_matmul", "lamport_gather_matmul", "fp8.lamport_stream"
+LAMPORT_TWO_SHOT, LAMPORT_PAIR = "hopper.lamport_two_shot", "hopper.lamport_pair"
+LAMPORT_PAIR_SCATTER = "hopper.lamport_pair_scatter"
+# Many rows: tiles travel while others are multiplied.
+REDUCE, GATHER, GATHER_FIRST = "matmul_reduce", "matmul_gather", "gather_matmul"
+HOPPER_REDUCE, HOPPER_GATHER, HOPPER_GATHER_FIRST = (
+    "hopper.matmul_reduce",
+    "hopper.matmul_gather",
+    "hopper.gather_matmul",
+)
+# torch's product.
+SEQUENTIAL, COPY_GATHER, COPY_REDUCE = "with_torch.sequential", "with_torch.copy_gather", "with_torch.copy_reduce"
+
+WITH_TORCH = {"sequential": SEQUENTIAL, "copy_engines": COPY_GATHER, "shard_sums": COPY_REDUCE}
+_OVERLAPPED = {
+    ALL_REDUCE: (REDUCE, HOPPER_REDUCE),
+    REDUCE_SCATTER: (REDUCE, HOPPER_REDUCE),
+    MATMUL_GATHER: (GATHER, HOPPER_GATHER),
+    GATHER_MATMUL: (GATHER_FIRST, GATHER_FIRST),
+}
+# What runs in place of a kernel where rows do not begin at whole vectors: it sends the same to the same places, so that
+# ranks may even differ in it.
+STAND_INS = {
+    HOPPER_REDUCE: REDUCE,
+    HOPPER_GATHER: GATHER,
+    HOPPER_GATHER_FIRST: COPY_GATHER,
+    LAMPORT_TWO_SHOT: LAMPORT,
+    LAMPORT_PAIR: LAMPORT,
+    LAMPORT_PAIR_SCATTER: LAMPORT,
+    LAMPORT_FP8: LAMPORT,
+}
+SPECIALISED_LAMPORT = (LAMPORT_TWO_SHOT, LAMPORT_PAIR, LAMPORT_PAIR_SCATTER)
+
+
+def kernel_for(problem: Problem, config: FusedConfig) -> str:
+    """The kernel that `config` stands for, on tensors whose rows all begin at whole vectors."""
+    if config.algorithm in WITH_TORCH:
+        brought = config.algorithm == "copy_engines" and config.warp_roles
+        return HOPPER_GATHER_FIRST if brought else WITH_TORCH[config.algorithm]
+    if config.algorithm == "overlapped":
+        return _OVERLAPPED[problem.op][config.warp_roles]
+    if problem.op == GATHER_MATMUL:
+        return LAMPORT_GATHER
+    if problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot" and fits(problem.M, problem.K):
+        return LAMPORT_FP8
+    if config.warp_roles and config.algorithm == "two_shot" and problem.op == ALL_REDUCE:
+        return LAMPORT_TWO_SHOT
+    if config.warp_roles and config.algorithm == "one_shot" and problem.world_size == 2:
+        if problem.op == ALL_REDUCE:
+            return LAMPORT_PAIR
+        if problem.op == REDUCE_SCATTER and problem.form == "rows" and not problem.fp8:
+            return LAMPORT_PAIR_SCATTER
+    return LAMPORT
+
+
+def keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:
+    """Whether it is an all-reduce in one shot by programs of one tile each, which keep their own part in registers."""
+    one_shot = problem.op == ALL_REDUCE and config.algorithm == "one_shot" and not config.warp_roles
+    return one_shot and gemm_tiles(problem, config) <= programs_of(config, machine.num_programs)
+
+
+def ends_with_norm(problem: Problem, config: FusedConfig) -> bool:
+    """Whether the kernel itself can add the residual and end with an RMSNorm's first half (`rmsnorm_epilogue.py`)."""
+    ends = problem.op == ALL_REDUCE and kernel_for(problem, config) in (LAMPORT, LAMPORT_FP8)
+    return ends and config.block_n % NORM_SPAN == 0
