@@ -25,10 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from iris import registry
-from iris.ccl.collectives import Collectives
 from iris.errors import PlatformError
 from iris.group import name_of
-from iris_ops.ops import Ops
 from iris_tp.bench.team import Team
 import torch
 from torch import nn
@@ -180,9 +178,6 @@ class _Context:
         self.ccl = SimpleNamespace(all_gather=dist.all_gather_into_tensor)
         self.group_name = name_of(name)
         registry.add(self.group_name, self)
-
-    def once(self, make):
-        return {Ops: self.ops, Collectives: self.ccl}[make]
 
 
 _FEW = 4  # tokens from which on ranks share them on CPUs, where prompts are short

@@ -7,24 +7,21 @@ stay reachable by others only: the table does not keep them alive, and `close()`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakValueDictionary
 
 from .errors import ClosedError
 
-if TYPE_CHECKING:
-    from .rank import Rank
-
-_contexts: WeakValueDictionary[str, Rank] = WeakValueDictionary()
+_contexts: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def add(name: str, ctx: Rank) -> None:
+def add(name: str, ctx: Any) -> None:
     """Enters a context under the name that was reserved for it."""
     _contexts[name] = ctx
 
 
-def find(name: str) -> Rank:
-    """The context of that name. Raises `ClosedError` when there is none (any more)."""
+def find(name: str) -> Any:
+    """The context of that name, an `iris.Iris`. Raises `ClosedError` when there is none (any more)."""
     ctx = _contexts.get(name)
     if ctx is None:
         raise ClosedError(f"group is {name!r}; expected the group_name of an open context, one of {sorted(_contexts)}")

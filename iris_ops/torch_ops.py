@@ -23,7 +23,7 @@ operator has a gradient, and one that is asked for is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from iris import registry
 from iris.ccl.collectives import Collectives
@@ -41,6 +41,21 @@ if TYPE_CHECKING:
 
     from .config import FusedConfig
 
+
+class Context(Protocol):
+    """What operators ask of the context that they find by its name: `iris.Iris`, or what stands in for one."""
+
+    cur_rank: int
+    num_ranks: int
+    group_name: str
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def ccl(self) -> Collectives: ...
+
+
 _SCHEMA = (
     "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None, Tensor? scale=None) -> Tensor"
 )
@@ -49,7 +64,7 @@ _library = torch.library.Library("iris_ops", "DEF")  # registrations last as lon
 
 def product(
     op: str,
-    ctx: Rank,
+    ctx: Context,
     A: torch.Tensor,
     B: torch.Tensor,
     bias: torch.Tensor | None,
@@ -64,27 +79,27 @@ def product(
 
 
 def _run(
-    op: str, ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int],
+    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int],
     mean_part: int | None, scale: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     if scale is not None and op not in SCALED:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     out = A.new_empty(size)
     scaled = {} if scale is None else {"scale": scale}
-    getattr(ctx.once(Ops), op)(out, A, B, bias, config=_config(op, ctx, A, B, size, mean_part), **scaled)
+    getattr(ctx.ops, op)(out, A, B, bias, config=_config(op, ctx, A, B, size, mean_part), **scaled)
     return out
 
 
 def _config(
-    op: str, ctx: Rank, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
+    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
 ) -> FusedConfig | None:
     """What all ranks take though their parts differ in size; None: each finds it by its own."""
     if mean_part is None or op == MATMUL_GATHER:
         return None
     if op in (GATHER_MATMUL, GATED):
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
-        return ctx.once(Ops).plan(op, size[0], columns, B.shape[0], A.dtype, explained=False, fp8=B.dtype == FP8)
-    return ctx.once(Ops).plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False, fp8=B.dtype == FP8)
+        return ctx.ops.plan(op, size[0], columns, B.shape[0], A.dtype, explained=False, fp8=B.dtype == FP8)
+    return ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False, fp8=B.dtype == FP8)
 
 
 def _check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
@@ -127,7 +142,7 @@ def _reduce_norm(
     squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
     config = _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
     residual, weight = residual.contiguous(), weight.contiguous()
-    ctx.once(Ops).matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config, scale=scale)
+    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config, scale=scale)
     return out, scaled, squares
 
 
@@ -147,12 +162,12 @@ def gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None
     return matmul_gated(ctx, A, B, bias)
 
 
-def gather_rows(ctx: Rank, rows: torch.Tensor) -> torch.Tensor:
+def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
     """All ranks' `rows` [m, n], as many of each, in a new tensor [ranks * m, n], compiled or not."""
     if torch.compiler.is_compiling():
         return torch.ops.iris_ops.gather_rows(rows, ctx.group_name)
     whole = rows.new_empty(ctx.num_ranks * rows.shape[0], rows.shape[1])
-    ctx.once(Collectives).all_gather(whole, rows)
+    ctx.ccl.all_gather(whole, rows)
     return whole
 
 

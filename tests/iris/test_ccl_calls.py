@@ -286,13 +286,13 @@ def outgrow_the_heap(ctx: iris.Iris) -> None:
     with iris.iris(16 << 20) as small:
         call = Call(small, Case("all_reduce", (64,), config))
         workspace = call.run()
-        used = small._heap.used
+        used = small.heap.used
         large = torch.empty(64 << 20, device=small.device)
         if ctx.cur_rank:
             time.sleep(1)  # then a peer's signals would come before the new flags are zero
         with pytest.raises(HeapExhausted):
             small.ccl.all_reduce(large, large, config=config, workspace=workspace)
-        assert small._heap.used == used
+        assert small.heap.used == used
         call.run(workspace=workspace)
         call.check()
         ctx.barrier()

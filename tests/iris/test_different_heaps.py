@@ -6,7 +6,6 @@ import os
 import threading
 
 import iris
-from iris.barrier import DeviceBarrier
 from iris.errors import ArgumentError, DtypeError, NotSymmetricError, ThreadError
 import pytest
 import torch
@@ -70,7 +69,7 @@ def test_allocations_that_differ_are_found_wherever_ranks_meet(where: str) -> No
 
 
 def two_slots(ctx: iris.Iris) -> None:
-    barrier = DeviceBarrier(ctx)
+    barrier = ctx.new_barrier()
     ctx.barrier()
     first = 1 << 61
     for digest in (first + 1, first + 2):

@@ -251,8 +251,8 @@ def _exhaust(ctx):
 def _odd_size(ctx):
     with iris.iris((1 << 20) + 1) as odd:
         assert odd.heap_size == (1 << 20) + 256
-        assert odd.empty(odd._heap.free_bytes, dtype=torch.uint8).numel()
-        assert odd._heap.free_bytes == 0
+        assert odd.empty(odd.heap.free_bytes, dtype=torch.uint8).numel()
+        assert odd.heap.free_bytes == 0
         odd.barrier()
 
 

@@ -108,7 +108,7 @@ def _grow_and_trim(ctx):
         assert (heap.empty(3 * CHUNK, dtype=torch.uint8)[CHUNK:] == 0).all()  # memory is zeroed when it comes
         with pytest.raises(errors.HeapExhausted, match="of them together. Make the heap larger"):
             heap.empty(1 << 40, dtype=torch.uint8)
-        return [t.data_ptr() - heap._heap.base for t in (small, again, behind)]
+        return [t.data_ptr() - heap.heap.base for t in (small, again, behind)]
 
 
 @pytest.mark.parametrize("world_size", FEW)
@@ -122,10 +122,10 @@ def _freed_memory_is_reused(ctx):
         first, second = heap.zeros(100), heap.zeros(100)
         heap.free(first)
         assert heap.empty(90).data_ptr() == first.data_ptr()
-        used = heap._heap.used
+        used = heap.heap.used
         with pytest.raises(errors.IrisError):
             heap.rand(3, generator="none")
-        assert heap._heap.used == used
+        assert heap.heap.used == used
         heap.free(second)
         with pytest.raises(errors.ArgumentError, match="expected a torch.Tensor"):
             heap.free(5)
@@ -221,7 +221,7 @@ def _pool(ctx, allocator):
                 heap.free(large)
         with heap.memory_pool():
             assert heap.is_symmetric(torch.ones(4, device=ctx.device) + 1)
-        offsets = [t.data_ptr() - heap._heap.base for t in (layer.weight, x, y, large, made)]
+        offsets = [t.data_ptr() - heap.heap.base for t in (layer.weight, x, y, large, made)]
         with pytest.raises(errors.HeapExhausted, match="Make the heap larger"):
             with heap.memory_pool():
                 torch.empty(1 << 30, dtype=torch.uint8, device=ctx.device)
@@ -301,14 +301,14 @@ def _captured(ctx, allocator):
             "free": [lambda: heap.free(before)],
             "memory_pool": [lambda: heap.memory_pool().__enter__()],
         }
-        graph, used = torch.cuda.CUDAGraph(), heap._heap.used
+        graph, used = torch.cuda.CUDAGraph(), heap.heap.used
         with torch.cuda.graph(graph):
             for said, those in calls.items():
                 for call in those:
                     with pytest.raises(errors.CaptureError, match=said):
                         call()
             before.add_(1)
-        assert heap._heap.used == used
+        assert heap.heap.used == used
         graph.replay()
         assert (before == 1).all() and (heap.ones(10) == 1).all()
 

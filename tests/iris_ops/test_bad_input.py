@@ -204,7 +204,7 @@ def too_small_a_heap(ctx: iris.Iris, op: str, form: str) -> tuple[int, int]:
         for _ in range(2):
             with pytest.raises(HeapExhausted, match="bytes.*are free, .* together. Make the heap larger"):
                 large.run()
-            taken.append(small._heap.used)
+            taken.append(small.heap.used)
         assert large.out.isnan().all()
         check_case(small, Case(op, form, M, N, K, seed=1))
     check_case(ctx, Case(op, form, M, N, K))
@@ -299,7 +299,7 @@ def refuse_blocks_without_room(ctx: iris.Iris) -> None:
     call = Call(ctx, replace(good_case(ALL_REDUCE), config=FusedConfig(256, 256, 128, num_stages=4)))
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
-            patch.setattr(launch, "repeat", SimpleNamespace(launch=too_large))
+            patch.setattr(launch, "relaunch", SimpleNamespace(launch=too_large))
         with pytest.raises(ArgumentError, match="config has blocks of 256 x 256 x 128, 4 stages .* expected at most"):
             call.run()
     ctx.barrier()

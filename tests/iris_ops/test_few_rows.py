@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import iris
 from iris_ops import FusedConfig
-from iris_ops.arguments import way_of
+from iris_ops.kernels import lamport_matmul
+from iris_ops.operands import Operands
 from iris_ops.problem import ALL_REDUCE, problem_asked
 import pytest
 import torch
@@ -58,7 +59,7 @@ def ways_body(ctx: iris.Iris) -> list[bool]:
     workspace = ctx.ops.matmul_all_reduce(out, A, B.half(), config=ONE)
     found = []
     for config in (ONE, SEVERAL):
-        *_, args = way_of(problem, config)(ctx, workspace, problem, config, out, A, B.half(), None)
+        *_, args = lamport_matmul.launcher(ctx, workspace, problem, config, Operands(out, A, B.half()))
         found.append(args["ONE_TILE"])
     return found
 

@@ -7,9 +7,10 @@ from itertools import product
 import iris
 from iris import platform
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris_ops import FusedConfig, arguments, torch_ops
-from iris_ops.fp8 import scaled_matmul, skinny_stream, tile_matmul, weight_stream
+from iris_ops import FusedConfig, torch_ops
+from iris_ops.fp8 import lamport_stream, scaled_matmul, skinny_stream, tile_matmul, weight_stream
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
+from iris_ops.operands import Operands
 from iris_ops.planning.plan import FP8_STREAM
 from iris_ops.problem import ALL_REDUCE, Problem
 import pytest
@@ -375,7 +376,7 @@ def arguments_body(ctx: iris.Iris) -> None:
             out, workspace = torch.empty(M, N, dtype=BF16, device=ctx.device), ctx.ops._own_workspace()
             problem = Problem(ALL_REDUCE, "", M, N, K, ctx.num_ranks, BF16, fp8=True)
             tensors = out, A[0], B[0], bias, scales[0]
-            kernel, where, args = arguments.streamed(ctx, workspace, problem, FP8_STREAM, *tensors)
+            kernel, where, args = lamport_stream.launcher(ctx, workspace, problem, FP8_STREAM, Operands(*tensors))
             assert {*args} == {*kernel.arg_names} - {"TRACING"} and where == (grid, 1, 1)
             skinny_stream.multiply(out, A[0], B[0].t(), scales[0], bias, False, None, 0.0, True)
             step_grid, step_args = given.pop()

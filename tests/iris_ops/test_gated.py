@@ -14,6 +14,7 @@ from iris_ops.kernels.hopper import gather_matmul  # noqa: F401
 from iris_ops.local import gated_matmul, gating  # noqa: F401
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan
+from iris_ops.planning.torch_model import gate_us
 from iris_ops.problem import GATED, GATHER_MATMUL, Problem, part_of
 import pytest
 import torch
@@ -135,7 +136,7 @@ def biases_body(ctx: iris.Iris) -> None:
         patch.setattr(gated_matmul, "chosen", lambda *_: ROLES)
         if not ON_GPU:
             patch.setattr(platform, "has_warp_roles", lambda device: True)
-            patch.setattr(gather_matmul, "repeat", SimpleNamespace(launch=launch))
+            patch.setattr(gather_matmul, "relaunch", SimpleNamespace(launch=launch))
         for seed in range(4):
             A, _, B, b, exact = operands(ctx, 300, 64, 64, seed % 2 == 0, torch.bfloat16, seed)
             apart = None if b is None else b.repeat_interleave(2)[::2]
@@ -188,7 +189,7 @@ def test_who_multiplies() -> None:
     assert plan(replace(apart, gated=False), H200).warp_roles
     behind = replace(problem(64, 4), gated=False)
     more = plan(problem(64, 4), H200).prediction.total_us - plan(behind, H200).prediction.total_us
-    assert more == pytest.approx(gating.gate_us(behind, H200), rel=1e-3), "gated behind the product"
+    assert more == pytest.approx(gate_us(behind, H200), rel=1e-3), "gated behind the product"
 
 
 @torch.no_grad()
@@ -209,7 +210,7 @@ def refused_body(ctx: iris.Iris) -> None:
         raise triton.OutOfResources(393_216, 232_448, "shared memory")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "repeat", SimpleNamespace(launch=too_large))
+        patch.setattr(launch, "relaunch", SimpleNamespace(launch=too_large))
         with pytest.raises(ArgumentError, match="all_gather_matmul_gated: config has blocks of 256 x 256 x 128"):
             ctx.ops.all_gather_matmul_gated(out, A, B, config=FusedConfig(256, 256, 128, num_stages=4))
     with pytest.raises(ArgumentError, match="form is 'k' for all_gather_matmul_gated; expected none"):

@@ -43,6 +43,10 @@ class Machine:
     def check(self) -> None:
         self.checks += 1
 
+    @property
+    def log(self) -> Machine:
+        return self
+
     def info(self, message: str) -> None:
         self.told.append(message)
 

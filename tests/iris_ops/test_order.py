@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import iris
 from iris import platform
-from iris_ops import FusedConfig, arguments
+from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import lamport_two_shot, operands
 from iris_ops.kernels.hopper.gather_matmul import SourceTiles
 from iris_ops.kernels.hopper.lamport_pair_scatter import OthersFirst, own_blocks
 from iris_ops.kernels.stream_k import Units
 from iris_ops.kernels.tile_orders import turn
 from iris_ops.kernels.tiles import grouped
+from iris_ops.operands import Operands
 from iris_ops.planning.waves import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
 from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
@@ -208,7 +209,8 @@ def test_steps_of_shared_tiles_are_counted_as_deep_as_int32_goes(monkeypatch: py
     for K, shared, programs in ((1 << 21, 130, 132), (1 << 22, 0, 130)):
         asked = Problem(MATMUL_GATHER, "rows", 1280, 1664, K, 1, torch.bfloat16)
         A, B = (torch.empty(size, K, dtype=torch.bfloat16, device="meta") for size in (1280, 1664))
-        grid, args = arguments._roles(ctx, workspace, asked, config, {}, A, B.t(), None)
+        given = Operands(A, A, B.t())
+        grid, args = operands.specialised_arguments(ctx, workspace, asked, config, {}, given)
         assert grid == (programs, 1, 1) and args["shared_tiles"] == shared and args["SHARED"] == (shared > 0), K
 
 

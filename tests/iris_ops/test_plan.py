@@ -17,10 +17,10 @@ from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.overlap_model import predict, spread_us
 from iris_ops.planning.plan import fitting, plan
 from iris_ops.planning.tile_model import tile_us
+from iris_ops.planning.torch_model import expected_us
 from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
-from iris_ops.with_torch import torch_matmul
 from iris_tp.bench.rows import CALLS
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_barriers_take_shared_memory_too() -> None:
 def test_the_fastest_candidate_is_chosen(op: str, form: str) -> None:
     for shape in SHAPES:
         chosen = plan(problem(op, form, *shape), H200)
-        scores = [float(line.split("together ")[1].split()[0]) for line in chosen.reasons if "together " in line]
+        scores = [float(line.split("together ")[1].split()[0]) for line in chosen.reasons if " us, together " in line]
         assert len(scores) > 1 and chosen.prediction.total_us == pytest.approx(min(scores), abs=0.1)
         lead = 7.1  # that torch's product must have
         assert all(score <= later + lead for score, later in zip(scores, scores[1:], strict=False)), "sorted"
@@ -394,6 +394,6 @@ def test_the_model_of_a_library_s_product_is_within_a_tenth_on_nine_measured_pro
             alone = [each["graph_us"] for each in row["results"] if each["name"] == "cuBLAS alone"]
             if gemm[0] >= 128 and alone and report["dtype"] == "bfloat16":
                 measured.setdefault(gemm, []).extend(alone)
-    share = {gemm: torch_matmul.expected_us(*gemm, H200) / median(times) for gemm, times in measured.items()}
+    share = {gemm: expected_us(*gemm, H200) / median(times) for gemm, times in measured.items()}
     misses = {gemm: found for gemm, found in share.items() if abs(found - 1) > 0.1}
     assert len(measured) > 50 and len(misses) <= len(measured) / 10, misses

@@ -566,9 +566,9 @@ PLANNER = [
     ),
     Fault(
         "norms end in kernels that cannot",
-        "iris_ops/planning/kinds.py",
-        "return few_rows and config.block_n % SPAN.value == 0",
-        "return few_rows",
+        "iris_ops/planning/kernel_names.py",
+        "return ends and config.block_n % NORM_SPAN == 0",
+        "return ends",
         (*NORM, *PLAN),
     ),
     Fault(
