@@ -54,7 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for M, N, K in args.shapes:
         if N % args.ranks or K % 8:
             parser.error(f"{M},{N},{K}: expected N a multiple of the {args.ranks} ranks and K of 8")
-    if args.store_warp and not platform.has_warp_roles(torch.device(args.device)):
+    if args.store_warp and not platform.has_warp_specialisation(torch.device(args.device)):
         parser.error(f"--store-warp on {args.device}: expected NVIDIA Hopper GPUs, whose warps can do different work")
     return args
 

@@ -99,7 +99,7 @@ def calls_of(
             weight_stream.MOST_ROWS if scale is not None else skinny_matmul.most_rows(*size[1:], False, True, x.device)
         )
         if skinny_matmul.has_few_rows(x, most) and (scale is None or skinny_matmul.streams(weight.shape, x.device)):
-            return skinny_matmul.step_product(x, weight, None, scale)
+            return skinny_matmul.skinny_matmul(x, weight, None, scale)
         return F.linear(x, weight) if scale is None else scaled_matmul.product(x, weight, scale, None)
 
     ours = fused if ctx else local

@@ -129,13 +129,13 @@ def _stagger(number):
 
 @triton.jit(do_not_specialize=["first", "rounds"])
 def threads_kernel(
-    words, variables, told, flags, counts, first, rounds,
+    ctx_ptr, variables, told, flags, counts, first, rounds,
     TEST: tl.constexpr, ORDER: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """variables: int32 [programs, 3, LANES, SPACING], all `4 * (first - 1)`. told: int32 [programs, 2, 4, LANES].
     flags: int32 [programs, 4], all `first - 1`. counts: int64 [programs, OUTCOMES], of the judge's programs.
     """
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     program = tl.program_id(0)
     NUM: tl.constexpr = num_threads(TEST)
     me = (ctx.rank + program) % WORLD_SIZE
@@ -204,7 +204,7 @@ def _announce(ctx, flag, value, to_rank, ORDERED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "rounds"])
 def message_kernel(
-    words, inbox, flags, counts, n, first, rounds,
+    ctx_ptr, inbox, flags, counts, n, first, rounds,
     HOPS: tl.constexpr, ORDERED: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every program sends n words, a multiple of BLOCK, to the rank HOPS further on, and checks what it receives.
@@ -212,7 +212,7 @@ def message_kernel(
     inbox: int32 [programs, n]. flags: int32 [programs, 4], all `first - 1`. counts: int64 [programs, 2], rounds in
     which the whole payload was there, and rounds in which some of it was not.
     """
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     program = tl.program_id(0)
     following, previous = (ctx.rank + 1) % WORLD_SIZE, (ctx.rank + WORLD_SIZE - 1) % WORLD_SIZE
     target, source = (ctx.rank + HOPS) % WORLD_SIZE, (ctx.rank + WORLD_SIZE - HOPS) % WORLD_SIZE
@@ -249,14 +249,14 @@ def message_kernel(
 
 
 @triton.jit
-def stamp_kernel(words, slots, number, counts, WORLD_SIZE: tl.constexpr):
+def stamp_kernel(ctx_ptr, slots, number, counts, WORLD_SIZE: tl.constexpr):
     """After a barrier: every rank's stamp of the round is here; then this rank's of the next, to every rank.
 
     slots: int32 [2, world] on the heap. number: int32, the round. counts: int64 [2], rounds in which all slots held
     the round's number, and in which some did not. Two sets of slots in turn: a peer that stamps the next round but one
     has passed the next barrier, into which this rank goes after it has looked here. One program.
     """
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     now = tl.load(number)
     some = 0
     for peer in tl.static_range(WORLD_SIZE):

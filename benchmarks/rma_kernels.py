@@ -42,7 +42,7 @@ def word(offsets, rank):
 
 @triton.jit(do_not_specialize=["peer"])
 def move_kernel(
-    words,
+    ctx_ptr,
     src,
     dst,
     sums,
@@ -54,7 +54,7 @@ def move_kernel(
     BLOCK: tl.constexpr,
 ):
     """src, dst: int32 [n or more] on the heap. sums: int64 [programs], what `load` has read."""
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     total = tl.zeros((BLOCK,), tl.int32)
     for block in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0), num_stages=STAGES):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -90,9 +90,9 @@ def move_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "rounds", "peer", "begins"])
-def round_trip_kernel(words, flag, ticks, first, rounds, peer, begins, WORLD_SIZE: tl.constexpr):
+def round_trip_kernel(ctx_ptr, flag, ticks, first, rounds, peer, begins, WORLD_SIZE: tl.constexpr):
     """A signal to `peer` and its answer, `rounds` times. flag: int32 on the heap; ticks: int64, how long it took."""
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     begin = arch.clock()
     for i in range(rounds):
         if begins != 0:

@@ -75,7 +75,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 def is_recorded(config: FusedConfig) -> bool:
     """Whether calls of this configuration leave events (docs/timelines.md)."""
-    return config.warp_roles or config.algorithm not in TORCH_WAYS
+    return config.warp_specialised or config.algorithm not in TORCH_WAYS
 
 
 def record(row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_events: int) -> tuple[dict, list[dict]]:
@@ -178,7 +178,7 @@ def own_time(events: np.ndarray) -> np.ndarray:
 def shares(events: np.ndarray, names: dict[int, str]) -> dict[str, float]:
     """Of the time from the first event to the last on all multiprocessors that have any, how much went into what.
 
-    Where warps have roles, of the time of both kinds.
+    Where warps are specialised, of the time of both kinds.
     """
     whole = np.ptp(np.concatenate([events["begin"], np.maximum(events["begin"], events["end"])]))
     whole = max(1, int(whole)) * len(np.unique(events[["multiprocessor", "thread"]]))

@@ -18,9 +18,9 @@ READY, DONE = tl.constexpr(0), tl.constexpr(1)  # flags
 
 
 @triton.jit
-def owner_kernel(words, x, answer, total, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def owner_kernel(ctx_ptr, x, answer, total, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Fills x [n], announces it, waits for answer [n] and sums that up."""
-    ctx = iris.DeviceContext.initialize(words, OWNER, WORLD_SIZE)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, OWNER, WORLD_SIZE)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < n
     tl.store(x + offsets, offsets.to(tl.float32), mask=mask)
@@ -30,9 +30,9 @@ def owner_kernel(words, x, answer, total, flags, n, WORLD_SIZE: tl.constexpr, BL
 
 
 @triton.jit
-def worker_kernel(words, heap_bases, x, answer, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def worker_kernel(ctx_ptr, heap_bases, x, answer, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Doubles the owner's x into the owner's answer."""
-    ctx = iris.DeviceContext.initialize(words, WORKER, WORLD_SIZE)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, WORKER, WORLD_SIZE)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < n
     if sync.wait(ctx, flags + READY, 1, OWNER):

@@ -12,9 +12,9 @@ import triton.language as tl
 
 
 @triton.jit
-def producer_kernel(words, heap_bases, x, inbox, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def producer_kernel(ctx_ptr, heap_bases, x, inbox, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """A block of x [n] into rank 1's inbox [n], then the block's flag."""
-    ctx = iris.DeviceContext.initialize(words, 0, WORLD_SIZE)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, 0, WORLD_SIZE)
     block = tl.program_id(0)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     iris.put(x + offsets, inbox + offsets, 0, 1, heap_bases, mask=offsets < n)
@@ -22,9 +22,9 @@ def producer_kernel(words, heap_bases, x, inbox, flags, n, WORLD_SIZE: tl.conste
 
 
 @triton.jit
-def consumer_kernel(words, inbox, squares, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def consumer_kernel(ctx_ptr, inbox, squares, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Waits for its block, then squares it."""
-    ctx = iris.DeviceContext.initialize(words, 1, WORLD_SIZE)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, 1, WORLD_SIZE)
     block = tl.program_id(0)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n

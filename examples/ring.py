@@ -15,11 +15,11 @@ import triton.language as tl
 
 
 @triton.jit
-def ring_kernel(words, x, slots, flags, calls, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def ring_kernel(ctx_ptr, x, slots, flags, calls, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """slots [2 * world, n]; flags int32 [2 * world]; calls int32, so far. Leaves the sum of all ranks' x [n] in slot
     world + rank.
     """
-    ctx = iris.DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     call = tl.load(calls) + 1
     following = (ctx.rank + 1) % WORLD_SIZE
     previous = (ctx.rank + WORLD_SIZE - 1) % WORLD_SIZE

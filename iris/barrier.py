@@ -42,7 +42,7 @@ class DeviceBarrier:
             table = torch.tensor(members, dtype=torch.int32, device=self._device)
         if again is None or digest != before or not again():
             sent, arrived, _ = self.counts
-            args = dict(words=self._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
+            args = dict(ctx_ptr=self._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
                         passed=self.passed, digests=self._digests, digest=digest, WORLD_SIZE=self._world)  # fmt: skip
             found = relaunch.launch({}, self._device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
             self._known[members] = table, digest, found and found.again

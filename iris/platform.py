@@ -124,7 +124,7 @@ def shared_bytes(dev: torch.device) -> int:
 
 
 @functools.cache
-def has_warp_roles(dev: torch.device) -> bool:
+def has_warp_specialisation(dev: torch.device) -> bool:
     """Whether warps of a program can be given different work: NVIDIA Hopper."""
     return dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev)[0] == 9
 

@@ -56,14 +56,14 @@ assert EVENT.itemsize == 8 * EVENT_WORDS.value
 
 
 @triton.jit
-def clock_offset_kernel(words, flags, times, count, step, results, rounds, WORLD_SIZE: tl.constexpr):
+def clock_offset_kernel(ctx_ptr, flags, times, count, step, results, rounds, WORLD_SIZE: tl.constexpr):
     """Round trips between rank 0 and each other rank. One program.
 
     flags: int32 [world], by source; times: int64 [world], where ranks leave their reading at rank 0; count: int32, the
     round trips of earlier calls; step: int64, the smallest difference of two readings of this rank's clock; results:
     int64 [world, 3], at rank 0, for each other rank: its clock minus rank 0's, the round trip, when; in ticks.
     """
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     first = tl.load(count) + 1
     if ctx.rank == 0:
         for peer in range(1, WORLD_SIZE):
@@ -119,7 +119,7 @@ class Tracing:
 
         Fused kernels are launched as variants that record from here on until `disable()`; a captured graph stays as it
         was. Calls whose product is a kernel apart record nothing, nor does `ctx.ccl`: those of "sequential" (on CPUs
-        all-reduces with B in eight bits, too), of "shard_sums", and of "copy_engines" unless warps have roles.
+        all-reduces with B in eight bits, too), of "copy_reduce", and of "copy_gather" unless warps are specialised.
         """
         self._check()
         sound = isinstance(max_events, int) and not isinstance(max_events, bool) and 0 < max_events <= MOST_EVENTS

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from iris.errors import ArgumentError
 
-ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_engines", "shard_sums")
+ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather", "copy_reduce")
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class FusedConfig:
     fill a round of programs. `stagger_us`: over what time the programs of the other ops start, so that they do not all
     push at once.
 
-    `warp_roles`: of the overlapped ops that push tiles, of all-reduces in "two_shot" or, between two ranks, "one_shot",
-    and of "copy_engines", whether warps share out multiplying and moving, where the GPU can (NVIDIA Hopper, bf16 and
-    fp16, rows that begin at whole vectors). Eight warps multiply, four more move. In overlapped ops `splits`, if more
-    than 1, then has programs first share the tiles that do not fill a round, each tile cut along K into about so many
-    parts at most; all programs start at once, and `stagger_us` is over what time they end those parts.
+    `warp_specialised`: of the overlapped ops that push tiles, of all-reduces in "two_shot" or, between two ranks,
+    "one_shot", and of "copy_gather", whether warps share out multiplying and moving, where the GPU can (NVIDIA Hopper,
+    bf16 and fp16, rows that begin at whole vectors). Eight warps multiply, four more move. In overlapped ops `splits`,
+    if more than 1, then has programs first share the tiles that do not fill a round, each tile cut along K into about
+    so many parts at most; all programs start at once, and `stagger_us` is over what time they end those parts.
 
-    `ranks_together`: of "copy_engines" with torch's product, how many other ranks' rows are multiplied together at
+    `ranks_together`: of "copy_gather" with torch's product, how many other ranks' rows are multiplied together at
     least.
 
     `kernel`: the name of the kernel that the configuration has launched, the module's below `iris_ops/kernels/` or
@@ -44,8 +44,8 @@ class FusedConfig:
     `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
     "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
     product). With torch's product in place of tiles of ours: "sequential" (before or after it a collective of
-    `iris.ccl`), "copy_engines" (all_gather_matmul by rows: they carry rows while others are multiplied) and
-    "shard_sums" (matmul_reduce_scatter by rows: they carry each owner's partial result while the next is multiplied).
+    `iris.ccl`), "copy_gather" (all_gather_matmul by rows: they carry rows while others are multiplied) and
+    "copy_reduce" (matmul_reduce_scatter by rows: they carry each owner's partial result while the next is multiplied).
     """
 
     block_m: int = 128
@@ -59,7 +59,7 @@ class FusedConfig:
     stagger_us: int = 0
     splits: int = 1
     ranks_together: int = 1
-    warp_roles: bool = False
+    warp_specialised: bool = False
     algorithm: str = "overlapped"
     kernel: str = field(default="", compare=False)
     prediction: Prediction | None = field(default=None, compare=False)
@@ -82,27 +82,29 @@ class FusedConfig:
             )
         if self.num_warps & (self.num_warps - 1) or self.num_warps > 32:
             raise ArgumentError(f"FusedConfig.num_warps is {self.num_warps}; expected a power of two up to 32")
-        if type(self.warp_roles) is not bool:
-            raise ArgumentError(f"FusedConfig.warp_roles is {self.warp_roles!r}; expected True or False")
+        if type(self.warp_specialised) is not bool:
+            raise ArgumentError(f"FusedConfig.warp_specialised is {self.warp_specialised!r}; expected True or False")
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(f"FusedConfig.algorithm is {self.algorithm!r}; expected one of {ALGORITHMS}")
         tile = min(self.block_m, self.block_n), max(self.block_m, self.block_n)
         # a lower tile of words that are swapped by one warp group (`lamport_pair.py`)
         warps = (4, 8) if self.algorithm == "one_shot" and tile[0] * tile[1] <= 64 * 128 else (8,)
-        if self.warp_roles and (tile[0] < 64 or tile[1] > 256 or self.num_warps not in warps or self.num_stages < 2):
+        if self.warp_specialised and (
+            tile[0] < 64 or tile[1] > 256 or self.num_warps not in warps or self.num_stages < 2
+        ):
             raise ArgumentError(
-                f"FusedConfig.warp_roles is True with tiles of {self.block_m} x {self.block_n}, {self.num_warps} warps"
-                f", {self.num_stages} stages; expected tiles of 64 to 256 rows and columns, "
+                f"FusedConfig.warp_specialised is True with tiles of {self.block_m} x {self.block_n}, {self.num_warps} "
+                f"warps, {self.num_stages} stages; expected tiles of 64 to 256 rows and columns, "
                 f"{' or '.join(map(str, warps))} warps, 2 stages or more"
             )
         ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
         places = 2 if self.algorithm == "one_shot" else 1  # of finished tiles (`lamport_pair.py`)
         nbytes = 2 * (ring + places * self.block_m * self.block_n)
-        if self.warp_roles and nbytes > _SHARED_BYTES:
+        if self.warp_specialised and nbytes > _SHARED_BYTES:
             raise ArgumentError(
-                f"FusedConfig.warp_roles is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} in "
-                f"{self.num_stages} stages and {places} tile{'s' * (places > 1)} beside them, {nbytes} bytes of shared "
-                f"memory; expected at most {_SHARED_BYTES}"
+                f"FusedConfig.warp_specialised is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} "
+                f"in {self.num_stages} stages and {places} tile{'s' * (places > 1)} beside them, {nbytes} bytes of "
+                f"shared memory; expected at most {_SHARED_BYTES}"
             )
 
     def depth(self, fp8: bool) -> int:
@@ -120,7 +122,8 @@ class FusedConfig:
 
 
 MOST_ELEMENTS = 1 << 20  # of a block, Triton's
-# What programs with roles have on Hopper for operands and a tile; a little more is for what says where they stand.
+# What warp-specialised programs have on Hopper for operands and a tile; a little more is for what says where they
+# stand.
 _SHARED_BYTES = 226 << 10
 # Of the fields that are numbers, the least that they may be.
 _LEAST = {f.name: 0 if f.name in ("num_programs", "stagger_us") else 1 for f in fields(FusedConfig) if f.type == "int"}

@@ -18,15 +18,15 @@ import triton
 
 from .config import MOST_ELEMENTS, FusedConfig
 from .fp8 import lamport_stream, scaled_matmul, weight_stream
-from .fp8.lamport_stream import few_rows_fp8_kernel
+from .fp8.lamport_stream import lamport_stream_kernel
 from .kernels import gather_matmul, hopper, lamport_gather_matmul, lamport_matmul, matmul_gather, matmul_reduce
 from .kernels.descriptors import as_stored, in_whole_vectors
 from .kernels.hopper.operands import serve
-from .kernels.lamport_gather_matmul import few_rows_gather_kernel
-from .kernels.lamport_matmul import few_rows_kernel
+from .kernels.lamport_gather_matmul import lamport_gather_matmul_kernel
+from .kernels.lamport_matmul import lamport_matmul_kernel
 from .kernels.launching import Launch
 from .kernels.matmul_reduce import column_step
-from .kernels.rmsnorm_epilogue import AHEAD_NAMES, Ahead
+from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
 from .operands import Operands
 from .planning import kernel_names as names
 from .planning.kernel_names import STAND_INS, kernel_for
@@ -60,7 +60,7 @@ PREPARERS: dict[str, Callable[..., Callable[[], bool]]] = {
     names.COPY_REDUCE: copy_reduce.prepare,
     names.HOPPER_GATHER_FIRST: copy_gather.prepare,
 }
-_FOLLOWING = few_rows_kernel, few_rows_fp8_kernel, few_rows_gather_kernel  # which begin by `arch.follow`
+_FOLLOWING = lamport_matmul_kernel, lamport_stream_kernel, lamport_gather_matmul_kernel  # which begin by `arch.follow`
 
 
 def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
@@ -70,7 +70,7 @@ def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
 
 def gates(config: FusedConfig) -> bool:
     """Whether a gated product is gated where it is multiplied."""
-    return config.algorithm == "copy_engines"
+    return config.algorithm == "copy_gather"
 
 
 def kernel_of(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str:
@@ -126,7 +126,7 @@ def launch(
     tensors: Operands,
     moving: Sequence[int] = (),
     came_before: bool = True,
-    ahead: Ahead | None = None,
+    epilogue: Epilogue | None = None,
 ) -> relaunch.Launch | None:
     """Launches what serves `problem` on `tensors` in the current stream; see `relaunch.launch`.
 
@@ -142,7 +142,7 @@ def launch(
             assert scale is not None
             weight = scaled_matmul.restored(B.t(), scale, A.dtype).t()
             restored, tensors = replace(problem, fp8=False), Operands(out, A, weight, bias)
-            launch(kernels, rank, workspace, restored, config, tensors, ahead=ahead)
+            launch(kernels, rank, workspace, restored, config, tensors, epilogue=epilogue)
             return None  # the weight that was made now is for now
         rows = A if A.stride(1) == 1 else A.contiguous()
         rounded, a_scales = workspace.rounded(*A.shape)
@@ -168,12 +168,12 @@ def launch(
         args["TRACING"] = rank.recording
     if a_scales is not None:
         args |= dict(a_scales=a_scales, b_scales=scale)
-    if ahead is not None:
-        args |= dict(zip(AHEAD_NAMES, ahead, strict=True))
+    if epilogue is not None:
+        args |= dict(zip(EPILOGUE_NAMES, epilogue, strict=True))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     if function in _FOLLOWING:
         options |= platform.beside(rank.device)
-    if function is few_rows_fp8_kernel:
+    if function is lamport_stream_kernel:
         options |= weight_stream.options(grid[0], platform.num_programs(rank.device))
     try:
         launched = relaunch.launch(kernels, rank.device, function, grid, args, moving, **options)

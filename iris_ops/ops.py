@@ -20,7 +20,7 @@ import torch
 from . import launch
 from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
-from .kernels.rmsnorm_epilogue import Ahead
+from .kernels.rmsnorm_epilogue import Epilogue
 from .local import gating
 from .operands import Operands
 from .planning.kernel_names import ends_with_norm
@@ -81,11 +81,11 @@ class Ops:
         self._workspace: Workspace | None = None
         self.kernels: dict[tuple, object] = {}
         self._calls = relaunch.Calls(len(_NAMES))
-        self._ending_calls = relaunch.Calls(
-            len(_NAMES) + len(rmsnorm_epilogue.AHEAD_NAMES)
+        self._epilogue_calls = relaunch.Calls(
+            len(_NAMES) + len(rmsnorm_epilogue.EPILOGUE_NAMES)
         )  # those of `rmsnorm_epilogue.py`
         self._device_of = relaunch.device_of(ctx.device)
-        ctx.on_change.append(self.forget_repeats)
+        ctx.on_change.append(self.forget_launches)
 
     def matmul_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
@@ -112,8 +112,8 @@ class Ops:
         to its own rows. All contiguous, and what is written apart from all else. One kernel where rows are few.
         `scale`: as in `matmul_all_reduce`.
         """
-        ahead = residual, weight, scaled, squares
-        return self._call(rmsnorm_epilogue.OP, out, A, B, bias, False, config, workspace, ahead, scale)
+        epilogue = residual, weight, scaled, squares
+        return self._call(rmsnorm_epilogue.OP, out, A, B, bias, False, config, workspace, epilogue, scale)
 
     def all_gather_matmul(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
@@ -133,8 +133,8 @@ class Ops:
     ) -> Workspace:  # fmt: skip
         """`out [M,N/2] = silu(C[:,:N/2]) * C[:,N/2:]` of `C [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K].
 
-        The first half of a gated MLP whose tokens the ranks share. Where programs with roles multiply (`FusedConfig`),
-        neither half is ever written. `scale`: as in `all_gather_matmul`.
+        The first half of a gated MLP whose tokens the ranks share. Where warp-specialised programs multiply
+        (`FusedConfig`), neither half is ever written. `scale`: as in `all_gather_matmul`.
         """
         return self._call(GATED, out, A, B, bias, False, config, workspace, scale=scale)
 
@@ -185,10 +185,10 @@ class Ops:
         planned = self._plan(asked, explained, algorithm)
         return planned if aligned else unaligned(asked, planned)
 
-    def forget_repeats(self) -> None:
+    def forget_launches(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
         self._calls.forget()
-        self._ending_calls.forget()
+        self._epilogue_calls.forget()
 
     def join(self) -> None:
         """Makes the current stream wait for calls with `async_op=True`."""
@@ -199,12 +199,12 @@ class Ops:
 
     def _call(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, async_op: bool,
-        config: FusedConfig | None, workspace: Workspace | None, ahead: Ahead | None = None,
+        config: FusedConfig | None, workspace: Workspace | None, epilogue: Epilogue | None = None,
         scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        ctx, calls = self._ctx, self._calls if ahead is None else self._ending_calls
+        ctx, calls = self._ctx, self._calls if epilogue is None else self._epilogue_calls
         ctx.check()
-        key = self._key(op, out, A, B, bias, config, workspace, ahead, scale)
+        key = self._key(op, out, A, B, bias, config, workspace, epilogue, scale)
         try:
             known = calls.known.get(key)
         except TypeError:  # a wrong argument that has no hash
@@ -216,25 +216,25 @@ class Ops:
                 if target is not None:
                     out.copy_(target)
                 return workspace
-        return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, ahead, scale)
+        return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, epilogue, scale)
 
     def _make(
         self, calls: relaunch.Calls, key: tuple | None, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
         bias: torch.Tensor | None, async_op: bool, config: FusedConfig | None, workspace: Workspace | None,
-        ahead: Ahead | None, scale: torch.Tensor | None,
+        epilogue: Epilogue | None, scale: torch.Tensor | None,
     ) -> Workspace:  # fmt: skip
         """A call that cannot be repeated as it is."""
         ctx = self._ctx
         check_async(op, async_op)
-        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, ahead, scale))
+        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, epilogue, scale))
         problem, addresses = prepared.problem, calls.addresses(key)
         if workspace is not None:
             self._check_workspace(op, workspace)
-        if ahead is None:
+        if epilogue is None:
             check_memory(op, _NAMES, addresses, prepared.spans)
             check_overlap(op, addresses, prepared.spans)
         else:
-            rmsnorm_epilogue.check_places((*_NAMES, *rmsnorm_epilogue.AHEAD_NAMES), addresses, prepared.spans)
+            rmsnorm_epilogue.check_places((*_NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES), addresses, prepared.spans)
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
         if op == MATMUL_GATHER and problem.form == "rows" and B.shape[1] < problem.N:
@@ -254,10 +254,10 @@ class Ops:
                 staged = workspace.results(nbytes).view(out.dtype).view(out.shape)
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:
-                self.forget_repeats()  # calls go to memory that graphs may use still, but they no longer
-        inside = ahead if ahead and ends_with_norm(problem, prepared.config) else None
+                self.forget_launches()  # calls go to memory that graphs may use still, but they no longer
+        inside = epilogue if epilogue and ends_with_norm(problem, prepared.config) else None
         halves = problem.gated and not launch.gates(prepared.config)  # both are written, and gated behind the product
-        if ahead is not inside or halves:
+        if epilogue is not inside or halves:
             key = None  # a launch alone would not be the whole call
         came_before = key in calls.known and not async_op
 
@@ -274,8 +274,8 @@ class Ops:
                 again = launched and launched.again
             if not direct:
                 out.copy_(target)
-            if ahead is not None and inside is None:
-                rmsnorm_epilogue.finish(out, *ahead)
+            if epilogue is not None and inside is None:
+                rmsnorm_epilogue.finish(out, *epilogue)
             if halves:
                 gating.gate(out, target)
             if again or not async_op:  # which leaves alone what is known of the call
@@ -319,7 +319,7 @@ class Ops:
 
     def _key(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
-        config: FusedConfig | None, workspace: Workspace | None, ahead: Ahead | None, scale: torch.Tensor | None,
+        config: FusedConfig | None, workspace: Workspace | None, epilogue: Epilogue | None, scale: torch.Tensor | None,
     ) -> tuple | None:  # fmt: skip
         """What a call comes down to: one with the same key passes the same checks and launches the same."""
         try:
@@ -342,11 +342,11 @@ class Ops:
                     return None
                 scales, ending = scale.data_ptr(), (scale.shape, scale.stride(), scale.dtype, where(scale))
             addresses = (out.data_ptr(), A.data_ptr(), B.data_ptr(), address, scales)
-            if ahead is not None:
-                if any(t.is_neg() or t.requires_grad and torch.is_grad_enabled() for t in ahead):
+            if epilogue is not None:
+                if any(t.is_neg() or t.requires_grad and torch.is_grad_enabled() for t in epilogue):
                     return None
-                addresses += tuple(t.data_ptr() for t in ahead)
-                ending += tuple((t.shape, t.stride(), t.dtype, where(t)) for t in ahead)
+                addresses += tuple(t.data_ptr() for t in epilogue)
+                ending += tuple((t.shape, t.stride(), t.dtype, where(t)) for t in epilogue)
             return (
                 *addresses, op,
                 out.shape, out.stride(), out.dtype, where(out),
@@ -368,7 +368,7 @@ class Ops:
 
     def _prepare(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
-        config: FusedConfig | None, ahead: Ahead | None, scale: torch.Tensor | None,
+        config: FusedConfig | None, epilogue: Epilogue | None, scale: torch.Tensor | None,
     ) -> _Prepared:  # fmt: skip
         """Checks whatever does not depend on addresses, and chooses."""
         device = self._ctx.device
@@ -383,8 +383,8 @@ class Ops:
         if objection:
             raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
         check_bias(op, bias, B)
-        if ahead is not None:
-            rmsnorm_epilogue.check(ahead, out)
+        if epilogue is not None:
+            rmsnorm_epilogue.check(epilogue, out)
         sizes = workspace_size(problem, chosen, platform.num_programs(device))
-        spans = tuple(map(span, (out, A, B, bias, scale, *(ahead or ()))))
+        spans = tuple(map(span, (out, A, B, bias, scale, *(epilogue or ()))))
         return _Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes, spans)

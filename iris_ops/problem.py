@@ -26,7 +26,7 @@ NORM = "matmul_all_reduce_norm"
 NORM_SPAN = 64  # columns that share a sum of squares
 # `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
 GATED = "all_gather_matmul_gated"
-# Those that take B in eight bits, with scales (`fp8.py`).
+# Those that take B in eight bits, with scales (`fp8/scaled_matmul.py`).
 SCALED = (ALL_REDUCE, NORM, GATHER_MATMUL, GATED, REDUCE_SCATTER)
 _KINDS: dict[str, dict[str, Any]] = {
     NORM: {"op": ALL_REDUCE, "normed": True},

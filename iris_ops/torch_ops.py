@@ -59,7 +59,7 @@ class Context(Protocol):
 _SCHEMA = (
     "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None, Tensor? scale=None) -> Tensor"
 )
-_library = torch.library.Library("iris_ops", "DEF")  # registrations last as long as this object
+_library = torch.library.Library("iris_ops", "FRAGMENT")  # registrations last as long as this object
 
 
 def product(

@@ -14,7 +14,7 @@ need not divide by the ranks (see `shard`). Any leading dimensions are rows.
 Sequence parallel: rank r holds chunk r of the tokens, as [tokens, features] or [1, tokens, features]. Where the ranks
 do not divide the tokens, a Column is told how many there are in all: `layer(x, tokens=13)`.
 
-A product is torch's or, of a step's few rows, that of `step_product`; `gated` ones `iris_ops.matmul_gated`'s. Outputs
+A product is torch's or, of a step's few rows, that of `skinny_matmul`; `gated` ones `iris_ops.matmul_gated`'s. Outputs
 are ordinary tensors, new in each call, so no later call overwrites what a model still holds.
 """
 

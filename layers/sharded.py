@@ -84,7 +84,7 @@ class ShardedLinear(nn.Module):
         return self.op
 
     def few_rows(self, gated: bool) -> int:
-        """Of how many rows, at most, a product without an exchange is `step_product`'s in compiled code."""
+        """Of how many rows, at most, a product without an exchange is `skinny_matmul`'s in compiled code."""
         if self.weight_scale is not None:
             return weight_stream.MOST_ROWS
         return skinny_matmul.most_rows(len(self.weight) // (1 + gated), gated, True, self.weight.device)

@@ -28,10 +28,10 @@ CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 UNTRACED = "sm_90 without tracing"
 FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
 # Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
-REDUCTIONS = ("few_rows_all_turns", "few_rows_owners", "few_rows_owners_norm", "few_rows_scatter")
-KEPT = ("few_rows_all", "few_rows_all_norm")  # reductions whose own part stays in registers
-OF_TWO = "few_rows_narrow_of_two"
-EXCHANGES = (*REDUCTIONS, *KEPT, OF_TWO, "few_rows_gather", "few_rows_gather_first")
+REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_owners_norm", "lamport_scatter")
+KEPT = ("lamport_all", "lamport_all_norm")  # reductions whose own part stays in registers
+OF_TWO = "lamport_narrow_of_two"
+EXCHANGES = (*REDUCTIONS, *KEPT, OF_TWO, "lamport_gather", "lamport_gather_first")
 WORLD_SIZE = 4  # of kernel_variants.py
 _LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 300.0, 20.0  # of one kernel's compilation
 
@@ -202,7 +202,7 @@ def unordered_releases(kernel: Kernel) -> list[str]:
 def narrow_scopes(kernel: Kernel) -> list[str]:
     """Ordered accesses that stop short of the system, other than the known local ones."""
     accesses = {match.group() for match in ORDERED.finditer(kernel.text)}
-    local = {*LOCAL, *(AMONG_PROGRAMS if "few_rows_gather_first" in kernel.name else ())}
+    local = {*LOCAL, *(AMONG_PROGRAMS if "lamport_gather_first" in kernel.name else ())}
     return sorted(access for access in accesses if ".sys" not in access and access not in local)
 
 
@@ -247,7 +247,7 @@ def unfenced_loads(kernel: Kernel) -> list[str]:
 
 
 def unguarded_hand_overs(kernel: Kernel) -> list[str]:
-    """Of programs whose warps have roles: shared memory that is given on without a barrier of the warps that used it.
+    """Of warp-specialised programs: shared memory that is given on without a barrier of the warps that used it.
 
     That is the operands' place in the ring, of which the next load may begin when both groups of warps have multiplied,
     and the finished tile, of which one thread says that all have stored or read it.

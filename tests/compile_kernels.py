@@ -47,12 +47,12 @@ _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile"
 _DATA |= {"residual", "weight", "scaled", "both"}
 _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
-    ("exchange_roles_kernel", "staging"): "i16",
-    ("swap_roles_kernel", "staging"): "i16",
-    ("scatter_roles_kernel", "staging"): "i16",
-    ("few_rows_kernel", "staging"): "i16",
-    ("few_rows_fp8_kernel", "staging"): "i16",
-    ("few_rows_gather_kernel", "staging"): "i16",
+    ("lamport_two_shot_kernel", "staging"): "i16",
+    ("lamport_pair_kernel", "staging"): "i16",
+    ("lamport_pair_scatter_kernel", "staging"): "i16",
+    ("lamport_matmul_kernel", "staging"): "i16",
+    ("lamport_stream_kernel", "staging"): "i16",
+    ("lamport_gather_matmul_kernel", "staging"): "i16",
     ("words_kernel", "staging"): "i16",
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
@@ -86,7 +86,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
-    only_described = "ACC" in parameters or kernel is tile_matmul.fp8_tiles_kernel
+    only_described = "ACC" in parameters or kernel is tile_matmul.tile_matmul_kernel
     tma |= {"a", "b"} | ({"gathered"} & {*parameters}) if only_described else set()
     in_lines = "SLICES" in parameters  # of words, as `weight_stream.py` takes them
     tma |= {"a", "b"} if in_lines else set()

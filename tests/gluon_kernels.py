@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def gluon_put_and_signal_kernel(src, dst, words, flags, peer, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    ctx = iris_gl.IrisDeviceCtx.initialize(words)
+def gluon_put_and_signal_kernel(src, dst, ctx_ptr, flags, peer, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    ctx = iris_gl.IrisDeviceCtx.initialize(ctx_ptr)
     offsets = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=LAYOUT)
     ctx.put(src + offsets, dst + offsets, peer, mask=offsets < n)
     sync.signal(ctx, flags + gl.program_id(0), 1, peer)
@@ -16,9 +16,9 @@ def gluon_put_and_signal_kernel(src, dst, words, flags, peer, n, BLOCK: gl.const
 
 
 @gluon.jit
-def gluon_copies_kernel(src, dst, words, peer, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+def gluon_copies_kernel(src, dst, ctx_ptr, peer, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     """Four ways into dst [4, n]: a store of what was loaded at the peer, a get, a put, a copy within the peer."""
-    ctx = iris_gl.IrisDeviceCtx.initialize(words)
+    ctx = iris_gl.IrisDeviceCtx.initialize(ctx_ptr)
     offsets = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=LAYOUT)
     mask = offsets < n
     values = ctx.load(src + offsets, peer, mask=mask, other=0.0)
@@ -29,8 +29,8 @@ def gluon_copies_kernel(src, dst, words, peer, n, BLOCK: gl.constexpr, LAYOUT: g
 
 
 @gluon.jit
-def gluon_recorded_put_kernel(src, dst, words, peer, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    ctx = iris_gl.IrisDeviceCtx.initialize(words, tracing=True)
+def gluon_recorded_put_kernel(src, dst, ctx_ptr, peer, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    ctx = iris_gl.IrisDeviceCtx.initialize(ctx_ptr, tracing=True)
     offsets = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=LAYOUT)
     mask = offsets < n
     span = ctx.tracing.record_event_start(tracing.PUT, peer, dst + offsets, gl.program_id(0), mask=mask)
@@ -39,9 +39,9 @@ def gluon_recorded_put_kernel(src, dst, words, peer, n, BLOCK: gl.constexpr, LAY
 
 
 @gluon.jit
-def gluon_atomics_kernel(flags, words, peer, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+def gluon_atomics_kernel(flags, ctx_ptr, peer, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     """flags: int32 [9, BLOCK] at the peer; each row meets one atomic with the offset as operand."""
-    ctx = iris_gl.IrisDeviceCtx.initialize(words)
+    ctx = iris_gl.IrisDeviceCtx.initialize(ctx_ptr)
     i = gl.arange(0, BLOCK, layout=LAYOUT)
     mask = i < BLOCK - 1
     ctx.atomic_add(flags + i, i, peer, mask=mask)

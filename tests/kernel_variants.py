@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from iris.ccl.accumulate import accumulate_kernel
-from iris.ccl.by_flags import flags_kernel
-from iris.ccl.by_words import words_kernel
+from iris.ccl.flags import flags_kernel
+from iris.ccl.lamport import words_kernel
 from iris.ccl.ring import ring_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
 from iris_ops.fp8 import lamport_stream, skinny_stream, tile_matmul, weight_stream
 from iris_ops.fp8.scaled_matmul import round_rows_kernel
-from iris_ops.kernels.gather_matmul import all_gather_matmul_kernel
+from iris_ops.kernels.gather_matmul import gather_matmul_kernel
 from iris_ops.kernels.hopper import lamport_pair, lamport_pair_scatter, lamport_two_shot
-from iris_ops.kernels.hopper.gather_matmul import all_gather_matmul_roles_kernel
-from iris_ops.kernels.hopper.matmul_gather import matmul_all_gather_roles_kernel
-from iris_ops.kernels.hopper.matmul_reduce import reduce_scatter_roles_kernel
+from iris_ops.kernels.hopper.gather_matmul import hopper_gather_matmul_kernel
+from iris_ops.kernels.hopper.matmul_gather import hopper_matmul_gather_kernel
+from iris_ops.kernels.hopper.matmul_reduce import hopper_matmul_reduce_kernel
 from iris_ops.kernels.hopper.operands import MOVING, MULTIPLYING, in_rows, layouts
-from iris_ops.kernels.lamport_gather_matmul import few_rows_gather_kernel
-from iris_ops.kernels.lamport_matmul import few_rows_kernel
-from iris_ops.kernels.matmul_gather import matmul_all_gather_kernel
-from iris_ops.kernels.matmul_reduce import reduce_scatter_kernel
+from iris_ops.kernels.lamport_gather_matmul import lamport_gather_matmul_kernel
+from iris_ops.kernels.lamport_matmul import lamport_matmul_kernel
+from iris_ops.kernels.matmul_gather import matmul_gather_kernel
+from iris_ops.kernels.matmul_reduce import matmul_reduce_kernel
 from iris_ops.local import gating, skinny_matmul
 from iris_ops.local.decode_attention import pipeline_of, stretch_kernel, weigh_kernel
 from iris_ops.planning.machine import machine_named
@@ -43,15 +43,15 @@ TRACED = {
         "all_reduce_tma",
         "matmul_all_gather_tma",
         "all_gather_matmul_rows_tma",
-        "few_rows_owners",
-        "few_rows_gather_first",
-        "few_rows_fp8_8_3",
-        "all_reduce_roles_256",
-        "matmul_all_gather_roles_128",
-        "all_gather_matmul_roles_256",
-        "exchange_roles",
-        "swap_roles_128",
-        "scatter_roles_128",
+        "lamport_owners",
+        "lamport_gather_first",
+        "lamport_fp8_8_3",
+        "all_reduce_hopper_256",
+        "matmul_all_gather_hopper_128",
+        "all_gather_matmul_hopper_256",
+        "lamport_two_shot",
+        "lamport_pair_128",
+        "lamport_pair_scatter_128",
     ),
     "gfx942": ("all_reduce_pointers",),
     "gfx950": ("all_reduce_pointers",),
@@ -73,16 +73,16 @@ def variants(target: GPUTarget):
         for all_reduce in (False, True):
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_{kind}"
             flags = dict(BY_COLS=False, ALL_REDUCE=all_reduce)
-            yield name, reduce_scatter_kernel, options, {**common, **loads, **flags}
-        yield f"matmul_all_gather_{kind}", matmul_all_gather_kernel, options, {**common, **loads}
+            yield name, matmul_reduce_kernel, options, {**common, **loads, **flags}
+        yield f"matmul_all_gather_{kind}", matmul_gather_kernel, options, {**common, **loads}
         if tma:
             folded = {**common, **loads, "FOLDED": True}
-            yield "matmul_all_gather_folded", matmul_all_gather_kernel, options, folded
-            yield "all_reduce_folded", reduce_scatter_kernel, options, folded | flags
+            yield "matmul_all_gather_folded", matmul_gather_kernel, options, folded
+            yield "all_reduce_folded", matmul_reduce_kernel, options, folded | flags
         for by_k in (False, True):
             name = f"all_gather_matmul_{'k' if by_k else 'rows'}_{kind}"
             flags = dict(BY_K=by_k, COMM_PROGRAMS=16, PIECES=4, SPLITS=1 if by_k else 2, TMA_G=tma, **loads)
-            yield name, all_gather_matmul_kernel, options, {**common, **flags}
+            yield name, gather_matmul_kernel, options, {**common, **flags}
     no_norm = dict.fromkeys(("residual", "weight", "scaled", "squares"))
     no_scales = dict.fromkeys(("a_scales", "b_scales"))
     few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
@@ -91,22 +91,22 @@ def variants(target: GPUTarget):
         constants["ONE_TILE"] = exchange != "owners"
         stages = few_stages[m, few["BLOCK_N"], k, warps]
         options, constants = dict(num_warps=warps, num_stages=stages), constants | no_scales
-        yield f"few_rows_{exchange}", few_rows_kernel, options, constants | no_norm
+        yield f"lamport_{exchange}", lamport_matmul_kernel, options, constants | no_norm
         if cuda and exchange in ("owners", "gather"):
-            yield f"few_rows_{exchange}_folded", few_rows_kernel, options, constants | no_norm | dict(FOLDED=True)
+            yield f"lamport_{exchange}_folded", lamport_matmul_kernel, options, constants | no_norm | dict(FOLDED=True)
         if exchange in ("all", "owners"):
-            yield f"few_rows_{exchange}_norm", few_rows_kernel, options, constants
+            yield f"lamport_{exchange}_norm", lamport_matmul_kernel, options, constants
         if exchange == "all":
-            yield "few_rows_all_turns", few_rows_kernel, options, constants | no_norm | dict(ONE_TILE=False)
+            yield "lamport_all_turns", lamport_matmul_kernel, options, constants | no_norm | dict(ONE_TILE=False)
     narrow = dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=128, TMA_A=cuda, EXCHANGE="all", BY_COLS=False, ONE_TILE=True)
     options = dict(num_warps=4, num_stages=few_stages.get((64, 32, 128, 4), 2))
     of_two = {**few, **narrow, **no_scales, **no_norm, "WORLD_SIZE": 2}
-    yield "few_rows_narrow_of_two", few_rows_kernel, options, of_two
+    yield "lamport_narrow_of_two", lamport_matmul_kernel, options, of_two
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
     gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
-    yield "few_rows_gather_first", few_rows_gather_kernel, gathering, {**few, **flags}
+    yield "lamport_gather_first", lamport_gather_matmul_kernel, gathering, {**few, **flags}
     if cuda:
-        yield "few_rows_gather_first_folded", few_rows_gather_kernel, gathering, {**few, **flags, "FOLDED": True}
+        yield "lamport_gather_first_folded", lamport_gather_matmul_kernel, gathering, {**few, **flags, "FOLDED": True}
     yield "gate", gating.gate_kernel, dict(num_warps=8), dict(BLOCK_M=4, BLOCK_N=1024)
     arrival = dict(WORLD_SIZE=WORLD_SIZE, WAITER=3)
     yield "arrived", copy_gather.arrived_kernel, dict(num_warps=1), arrival
@@ -121,18 +121,18 @@ def variants(target: GPUTarget):
     if cuda:  # AMD's e4m3 is another one
         yield "round_rows", round_rows_kernel, dict(num_warps=16), dict(BLOCK=16384)
     if target.arch == 90:
-        yield from with_roles()
+        yield from hopper_variants()
         yield from in_eight_bits()
         for (m, n, k, warps), (stages, _) in FP8_TILES.items():
             constants = dict(few, BLOCK_M=m, BLOCK_N=n, BLOCK_K=2 * k, TMA_A=True, BY_COLS=False)
             constants["EXCHANGE"] = "all" if m == 64 else "scatter"
             constants["ONE_TILE"] = m == 64
             options = dict(num_warps=warps, num_stages=stages)
-            yield f"few_rows_rounded_{m}", few_rows_kernel, options, constants if m == 64 else constants | no_norm
+            yield f"lamport_rounded_{m}", lamport_matmul_kernel, options, constants if m == 64 else constants | no_norm
         for (m, n, k, warps), stages in tile_matmul.TILES.values():
             constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, HAS_BIAS=m == 64)
             options = dict(num_warps=warps, num_stages=stages)
-            yield f"fp8_tiles_{m}_{n}", tile_matmul.fp8_tiles_kernel, options, constants | dict(FOLDED=m == 64)
+            yield f"fp8_tiles_{m}_{n}", tile_matmul.tile_matmul_kernel, options, constants | dict(FOLDED=m == 64)
     for m, n, gated in skinny_matmul.RINGS:
         k, stages = skinny_matmul.depth(machine.shared_bytes, gated, m, n)
         rows = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k)
@@ -140,10 +140,10 @@ def variants(target: GPUTarget):
         name += "_narrow" if n == skinny_matmul.NARROW_N else ""
         constants = dict(HAS_BIAS=True, GATED=gated, TMA_A=cuda and m == 64, TMA_B=cuda, SPANS=128, **rows)
         options = dict(num_warps=4, num_stages=stages)
-        yield name, skinny_matmul.step_product_kernel, options, {**constants, "squares": None}
-        yield f"{name}_norm", skinny_matmul.step_product_kernel, options, constants
+        yield name, skinny_matmul.skinny_matmul_kernel, options, {**constants, "squares": None}
+        yield f"{name}_norm", skinny_matmul.skinny_matmul_kernel, options, constants
         if constants["TMA_A"] and n == skinny_matmul.BLOCK_N:
-            yield f"{name}_folded", skinny_matmul.step_product_kernel, options, constants | dict(FOLDED=True)
+            yield f"{name}_folded", skinny_matmul.skinny_matmul_kernel, options, constants | dict(FOLDED=True)
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=256, COLUMNS=32)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
@@ -167,8 +167,8 @@ def variants(target: GPUTarget):
         yield name, kernel, dict(num_warps=4), dict(BLOCK=block, LAYOUT=layout)
 
 
-def with_roles():
-    """Programs whose warps have roles, with both tiles that plans take; bias, layout of B, shared tiles in rotation."""
+def hopper_variants():
+    """Warp-specialised programs, with both tiles that plans take; bias, layout of B, shared tiles in rotation."""
     common = dict(BLOCK_M=128, BLOCK_K=64, GROUP_M=8, WORLD_SIZE=WORLD_SIZE, WAITER=1)
     no_scales = dict(a_scales=None, b_scales=None)
     options = dict(num_warps=MULTIPLYING)
@@ -177,37 +177,42 @@ def with_roles():
         for all_reduce in (False, True):
             name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_roles_{n}"
             choice = dict(BY_COLS=n == 128, ALL_REDUCE=all_reduce, HAS_BIAS=all_reduce, SHARED=all_reduce == (n == 128))
-            yield name, reduce_scatter_roles_kernel, options, known | choice | no_scales
+            yield name, hopper_matmul_reduce_kernel, options, known | choice | no_scales
         if n == 128:
             folded = known | choice | no_scales | dict(FOLDED=True)
-            yield "all_reduce_roles_folded", reduce_scatter_roles_kernel, options, folded
+            yield "all_reduce_hopper_folded", hopper_matmul_reduce_kernel, options, folded
         eight = known | choice | dict(FOLDED=n == 256, BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, n, 1))
-        yield f"all_reduce_roles_{n}_fp8", reduce_scatter_roles_kernel, options, eight
+        yield f"all_reduce_hopper_{n}_fp8", hopper_matmul_reduce_kernel, options, eight
         scattered = eight | dict(ALL_REDUCE=False, HAS_BIAS=n == 256)
-        yield f"reduce_scatter_roles_{n}_fp8", reduce_scatter_roles_kernel, options, scattered
+        yield f"reduce_scatter_hopper_{n}_fp8", hopper_matmul_reduce_kernel, options, scattered
         gated = n == 256
         choice = dict(HAS_BIAS=True, MOVE=in_rows(MOVING, n // 2 if gated else n), GATED=gated)
-        yield f"all_gather_matmul_roles_{n}", all_gather_matmul_roles_kernel, options, known | choice
+        yield f"all_gather_matmul_hopper_{n}", hopper_gather_matmul_kernel, options, known | choice
         choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
-        yield f"matmul_all_gather_roles_{n}", matmul_all_gather_roles_kernel, options, known | choice
+        yield f"matmul_all_gather_hopper_{n}", hopper_matmul_gather_kernel, options, known | choice
     swapped = known | dict(WORLD_SIZE=2, PLACES=lamport_pair.PLACES, HAS_BIAS=True)
-    yield "swap_roles_128", lamport_pair.swap_roles_kernel, options, swapped | no_scales
-    yield "swap_roles_folded", lamport_pair.swap_roles_kernel, options, swapped | no_scales | dict(FOLDED=True)
+    yield "lamport_pair_128", lamport_pair.lamport_pair_kernel, options, swapped | no_scales
+    yield "lamport_pair_folded", lamport_pair.lamport_pair_kernel, options, swapped | no_scales | dict(FOLDED=True)
     eight = swapped | dict(BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, 128, 1))
-    yield "swap_roles_128_fp8", lamport_pair.swap_roles_kernel, options, eight
+    yield "lamport_pair_128_fp8", lamport_pair.lamport_pair_kernel, options, eight
     low = swapped | no_scales | dict(BLOCK_M=64, STAGES=8, **layouts(64, 128))
-    yield "swap_roles_64", lamport_pair.swap_roles_kernel, options, low
+    yield "lamport_pair_64", lamport_pair.lamport_pair_kernel, options, low
     one_group = low | layouts(64, 128, warps=4)
-    yield "swap_roles_64_of_four", lamport_pair.swap_roles_kernel, dict(num_warps=4), one_group
+    yield "lamport_pair_64_of_four", lamport_pair.lamport_pair_kernel, dict(num_warps=4), one_group
     scattered = {key: value for key, value in one_group.items() if key != "GROUP_M"}
-    yield "scatter_roles_64_of_four", lamport_pair_scatter.scatter_roles_kernel, dict(num_warps=4), scattered
+    yield (
+        "lamport_pair_scatter_64_of_four",
+        lamport_pair_scatter.lamport_pair_scatter_kernel,
+        dict(num_warps=4),
+        scattered,
+    )
     scattered = {key: value for key, value in swapped.items() if key != "GROUP_M"} | no_scales
-    yield "scatter_roles_128", lamport_pair_scatter.scatter_roles_kernel, options, scattered
+    yield "lamport_pair_scatter_128", lamport_pair_scatter.lamport_pair_scatter_kernel, options, scattered
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= lamport_two_shot.layouts(128, 128, WORLD_SIZE)
-    yield "exchange_roles", lamport_two_shot.exchange_roles_kernel, options, words | no_scales
+    yield "lamport_two_shot", lamport_two_shot.lamport_two_shot_kernel, options, words | no_scales
     words |= dict(BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, 128, 1))
-    yield "exchange_roles_fp8", lamport_two_shot.exchange_roles_kernel, options, words
+    yield "lamport_two_shot_fp8", lamport_two_shot.lamport_two_shot_kernel, options, words
 
 
 def in_eight_bits():
@@ -217,9 +222,9 @@ def in_eight_bits():
         no_norm = {} if tiles == 3 else dict.fromkeys(("residual", "weight", "scaled", "squares"))
         exchange = dict(WORLD_SIZE=WORLD_SIZE, WAITER=1, stride_on=1, **lamport_stream.layouts(rows), **no_norm)
         options = dict(num_warps=weight_stream.WARPS)
-        yield f"few_rows_fp8_{rows}_{tiles}", lamport_stream.few_rows_fp8_kernel, options, known | exchange
+        yield f"lamport_fp8_{rows}_{tiles}", lamport_stream.lamport_stream_kernel, options, known | exchange
         choice = dict(GATED=tiles == 2, SPANS=128) | ({} if rows == 8 else dict(squares=None))
-        yield f"step_product_fp8_{rows}_{tiles}", skinny_stream.step_product_fp8_kernel, options, known | choice
+        yield f"step_product_fp8_{rows}_{tiles}", skinny_stream.skinny_stream_kernel, options, known | choice
 
 
 def traced(target: GPUTarget):

@@ -7,22 +7,22 @@ import triton.language as tl
 
 
 @triton.jit
-def store_kernel(src, dst, words, heap_bases, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def store_kernel(src, dst, ctx_ptr, heap_bases, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     iris.store(dst + offsets, tl.load(src + offsets, mask=inside), rank, peer, heap_bases, mask=inside)
 
 
 @triton.jit
-def load_kernel(src, dst, words, heap_bases, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_kernel(src, dst, ctx_ptr, heap_bases, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     tl.store(dst + offsets, iris.load(src + offsets, rank, peer, heap_bases, mask=inside), mask=inside)
 
 
 @triton.jit
-def put_and_signal_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(words, rank, WORLD_SIZE)
+def put_and_signal_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ctx.put(src + offsets, dst + offsets, peer, mask=offsets < n)
     sync.signal(ctx, flags + tl.program_id(0), 1, peer)
@@ -30,8 +30,8 @@ def put_and_signal_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.
 
 
 @triton.jit
-def recorded_put_kernel(src, dst, words, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(words, rank, WORLD_SIZE, tracing=True)
+def recorded_put_kernel(src, dst, ctx_ptr, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, tracing=True)
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     span = ctx.tracing.record_event_start(tracing.PUT, peer, dst + offsets, tl.program_id(0), mask=offsets < n)
     ctx.put(src + offsets, dst + offsets, peer, mask=offsets < n)
@@ -42,16 +42,16 @@ def recorded_put_kernel(src, dst, words, rank, peer, n, WORLD_SIZE: tl.constexpr
 
 
 @triton.jit
-def no_barrier_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(words, rank, WORLD_SIZE)
+def no_barrier_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ctx.put(src + offsets, dst + offsets, peer, mask=offsets < n)
     ctx.atomic_xchg(flags, 1, peer, sem="release")
 
 
 @triton.jit
-def late_store_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(words, rank, WORLD_SIZE)
+def late_store_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     data = tl.load(src + offsets, mask=offsets < n)
     arch.drain_stores()
@@ -61,23 +61,23 @@ def late_store_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.cons
 
 
 @triton.jit
-def gpu_scope_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(words, rank, WORLD_SIZE)
+def gpu_scope_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
     arch.drain_stores()
     tl.debug_barrier()
     ctx.atomic_xchg(flags, 1, peer, sem="release", scope="gpu")
 
 
 @triton.jit
-def endless_wait_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def endless_wait_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     while tl.atomic_add(flags, 0, sem="acquire", scope="sys") == 0:
         pass
 
 
 @triton.jit
-def narrow_store_kernel(src, dst, words, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def narrow_store_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    base = tl.load(words + 8 + peer) - tl.load(words + 8 + rank)
+    base = tl.load(ctx_ptr + 8 + peer) - tl.load(ctx_ptr + 8 + rank)
     remote = ((dst + offsets).to(tl.int64, bitcast=True) + base).to(tl.pointer_type(tl.bfloat16), bitcast=True)
     tl.store(remote, tl.load(src + offsets, mask=offsets < n), mask=offsets < n)
 

@@ -101,10 +101,10 @@ def test_samples_have_every_op_ragged_and_in_fp16(world):
 
 
 def test_variations_are_all_combinations_of_known_fields():
-    found = ops.variations("num_stages=4,5;warp_roles=False;algorithm=one_shot")
-    assert found == [dict(num_stages=stages, warp_roles=False, algorithm="one_shot") for stages in (4, 5)]
+    found = ops.variations("num_stages=4,5;warp_specialised=False;algorithm=one_shot")
+    assert found == [dict(num_stages=stages, warp_specialised=False, algorithm="one_shot") for stages in (4, 5)]
     assert ops.variations("") == []
-    for text in ("stages=4", "num_stages", "prediction=1", "num_stages=four", "warp_roles=1"):
+    for text in ("stages=4", "num_stages", "prediction=1", "num_stages=four", "warp_specialised=1"):
         with pytest.raises(ValueError):
             ops.variations(text)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 import re
 
-from iris_ops.kernels.hopper.matmul_gather import matmul_all_gather_roles_kernel
-from iris_ops.kernels.hopper.matmul_reduce import reduce_scatter_roles_kernel
+from iris_ops.kernels.hopper.matmul_gather import hopper_matmul_gather_kernel
+from iris_ops.kernels.hopper.matmul_reduce import hopper_matmul_reduce_kernel
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
@@ -41,9 +41,7 @@ def test_kernels_fit_in_shared_memory_and_never_trap(compiled, target: str) -> N
         assert not kernel.count(r"^\s*(trap|s_trap|brkpt)\b"), kernel.name
 
 
-@pytest.mark.parametrize(
-    "kernel", [matmul_all_gather_roles_kernel, reduce_scatter_roles_kernel], ids=lambda k: k.__name__
-)
+@pytest.mark.parametrize("kernel", [hopper_matmul_gather_kernel, hopper_matmul_reduce_kernel], ids=lambda k: k.__name__)
 def test_how_tiles_are_shared_and_pushed_asks_for_no_further_kernel(kernel) -> None:
     """Triton specialises on what is 1 or a multiple of 16, which of numbers that depend on all sizes says nothing."""
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))

@@ -74,7 +74,7 @@ def test_ptx_acquires_at_every_look_at_a_flag(compiled, target: str) -> None:
             assert not kernel.count(relaxed), name
     assert kernels["ccl_spinlock"].count(r"\batom\.global\.acquire\.sys\.cas\.b32")
     for access in AMONG_PROGRAMS:
-        assert kernels["few_rows_gather_first"].count(re.escape(access)) == 1, access
+        assert kernels["lamport_gather_first"].count(re.escape(access)) == 1, access
 
 
 @pytest.mark.parametrize("target", CUDA)
@@ -100,7 +100,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
 
 
 @pytest.mark.parametrize(
-    "name", ["few_rows_all_norm", "few_rows_fp8_8_3", "few_rows_gather_first", "step_product_norm", "step_weigh"]
+    "name", ["lamport_all_norm", "lamport_fp8_8_3", "lamport_gather_first", "step_product_norm", "step_weigh"]
 )
 def test_the_assembler_moves_nothing_before_the_wait(compiled, tmp_path: Path, name: str) -> None:
     text = compiled("sm_90")[name].text
@@ -193,7 +193,7 @@ def test_ptx_of_programs_whose_warps_have_roles(compiled) -> None:
 
 def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
     """Tiles, and sums, go out written through, to each rank 16 bytes of a thread at a time; nothing is released."""
-    kernels = [compiled("sm_90")[name] for name in ("exchange_roles", "traced_exchange_roles")]
+    kernels = [compiled("sm_90")[name] for name in ("lamport_two_shot", "traced_lamport_two_shot")]
     for kernel in kernels:
         assert kernel.count(r"wgmma\.mma_async") == 64 // 16 and not unguarded_hand_overs(kernel), kernel.name
         # operands that were loaded, a tile to send, its place in shared memory
@@ -214,9 +214,9 @@ def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
 
 def test_ptx_of_words_that_two_ranks_send_each_other(compiled) -> None:
     """A tile goes out written through, 16 bytes of a thread at a time; the peer's is looked at before it is sent."""
-    names = [f"swap_roles_{name}" for name in ("128", "128_fp8", "64", "64_of_four", "folded")]
-    names += ["scatter_roles_128", "scatter_roles_64_of_four"]
-    traced = ["traced_swap_roles_128", "traced_scatter_roles_128"]
+    names = [f"lamport_pair_{name}" for name in ("128", "128_fp8", "64", "64_of_four", "folded")]
+    names += ["lamport_pair_scatter_128", "lamport_pair_scatter_64_of_four"]
+    traced = ["traced_lamport_pair_128", "traced_lamport_pair_scatter_128"]
     kernels = {name: compiled("sm_90")[name] for name in names + traced}
     for name, kernel in kernels.items():
         if name.endswith("four"):  # of eight warps each thread begins with more registers than it is to have
@@ -301,7 +301,7 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
         step = compiled(target)[name]
         assert step.count(r"mma.sync.*bf16") and step.count(r"ld.global.*v4.b32"), "attention of a step reads 16 bytes"
         assert step.count(r"cp\.async\.c[ag]\.shared\.global.*0x10"), "keys and values are under way ahead of products"
-    products = re.compile(r"step_product(_gated)?(_\d+)?(_narrow)?(_norm|_folded)?$")
+    products = re.compile(r"skinny_matmul(_gated)?(_\d+)?(_narrow)?(_norm|_folded)?$")
     products = [kernel for name, kernel in compiled(target).items() if products.match(name)]
     assert len(products) == 16
     for step in products:
@@ -316,7 +316,7 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
 
 def test_ptx_of_rounded_rows(compiled) -> None:
     """Both operands go from memory to tensor cores as they are: by TMA, and nothing converts them."""
-    rounded = re.compile("few_rows_rounded|fp8_tiles|roles.*_fp8$")
+    rounded = re.compile("lamport_rounded|fp8_tiles|roles.*_fp8$")
     kernels = [kernel for name, kernel in compiled("sm_90").items() if rounded.search(name)]
     assert len(kernels) == 15
     for kernel in kernels:
@@ -350,7 +350,7 @@ def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> Non
             released,
         )  # only failure records
         # only the flag of this rank's own programs that A is gathered
-        assert kernel.count(r"sys\.acquire") == (2 if name == "few_rows_gather_first" else 0), name
+        assert kernel.count(r"sys\.acquire") == (2 if name == "lamport_gather_first" else 0), name
         assert kernel.count(LOCAL[2].replace(".", r"\.")), name  # one thread marks a wait that has failed
         assert not narrow_scopes(kernel)
         assert kernel.count({"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync"}[target]), name

@@ -62,7 +62,7 @@ class Case:
             out=self.out,
             flags=self.flags,
             sync_words=self.sync,
-            words=self.ctx.get_device_context(),
+            ctx_ptr=self.ctx.get_device_context(),
             M=self.M,
             N=self.N,
             K=self.K,

@@ -16,11 +16,11 @@ from examples.all_scatter.common import USER, Case, push, store_tile, tile_produ
 
 @triton.jit
 def fused_kernel(
-    a, b, out, flags, sync_words, words, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a, b, out, flags, sync_words, ctx_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, TMA: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """This rank's columns of every rank's out."""
-    ctx = iris.DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     epoch = sync.enter(ctx, sync_words)
     ok = True
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):

@@ -18,11 +18,11 @@ from examples.all_scatter.common import USER, Case, move_tile, store_tile, tile_
 
 @triton.jit
 def specialized_kernel(
-    a, b, out, flags, sync_words, words, M, N, K, MOVERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    a, b, out, flags, sync_words, ctx_ptr, M, N, K, MOVERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """flags [tiles] of this rank get the call's epoch as its tiles are finished."""
-    ctx = iris.DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     epoch = sync.enter(ctx, sync_words)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     multipliers = tl.num_programs(0) - MOVERS

@@ -101,11 +101,11 @@ def _store_and_push(
 
 @gluon.jit
 def store_warp_kernel(
-    a, b, out, sync_words, words, M, N, K, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    a, b, out, sync_words, ctx_ptr, M, N, K, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     STORE_WARPS: gl.constexpr, STORE_REGISTERS: gl.constexpr, ACC: gl.constexpr, MOVE: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of the weight [N, K]; out [M, world * N]."""
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     BLOCK_M: gl.constexpr = a.block_shape[0]
     BLOCK_N: gl.constexpr = b.block_shape[0]
     epoch = sync.enter(ctx, sync_words, LANES=False)

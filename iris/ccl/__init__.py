@@ -10,8 +10,8 @@ does everyone get every result (*gather*)?
     all_reduce two_shot  yes      yes     yes
     all_reduce one_shot  no       yes     no
 
-Two kernels serve all of them: `by_words.py`, for small tensors, sends words that say themselves that they have arrived;
-`by_flags.py`, for large ones, stores straight into place and signals. `accumulate.py` and `ring.py` are further
+Two kernels serve all of them: `lamport.py`, for small tensors, sends words that say themselves that they have arrived;
+`flags.py`, for large ones, stores straight into place and signals. `accumulate.py` and `ring.py` are further
 variants of all_reduce. `plan.py` chooses.
 """
 

@@ -18,8 +18,8 @@ from ..device.function import device_function
 from ..device.lamport import load_bases, remote
 from ..device.lock import lock, unlock
 from ..device.sync import advance, next_epoch, signal_others, wait_others
-from .by_flags import LANES
-from .by_words import rounded
+from .flags import LANES
+from .lamport import rounded
 from .view import View
 
 
@@ -45,7 +45,7 @@ def accumulate_kernel(
     staging,
     flags,
     sync,
-    words,
+    ctx_ptr,
     units,
     slot_elements,
     in_n,
@@ -66,8 +66,8 @@ def accumulate_kernel(
     source = View(inp, in_n, in_cols, stride_im, stride_in, 0, in_n, 0, IN_LAYOUT, False, 1, 1)
     target = View(out, in_n, out_cols, stride_om, stride_on, 0, in_n, 0, OUT_LAYOUT, False, 1, 1)
     epoch = next_epoch(sync)
-    bases = load_bases(words, WORLD_SIZE)
-    ctx = DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    bases = load_bases(ctx_ptr, WORLD_SIZE)
+    ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     slot = epoch & 1
     sums = staging + tl.cast(slot, tl.int64) * slot_elements + tl.arange(0, BLOCK)
     arrived = flags + slot * (WORLD_SIZE * LANES)

@@ -10,8 +10,8 @@ import triton
 
 from ..device.waits import WAITERS
 from .accumulate import accumulate_kernel
-from .by_flags import LANES, flags_kernel
-from .by_words import words_kernel
+from .flags import LANES, flags_kernel
+from .lamport import words_kernel
 from .plan import Machine, Plan, part_of, units_of
 from .problem import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Problem, Rows, rows_of
 from .ring import ring_kernel
@@ -70,7 +70,7 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
         staging=staging,
         flags=area.flags,
         sync=area.sync,
-        words=workspace.group.words,
+        ctx_ptr=workspace.group.words,
         units=_units(problem, plan),
         chunk_units=plan.chunk,
         slot_words=slot,

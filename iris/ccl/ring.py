@@ -19,8 +19,8 @@ import triton.language as tl
 from ..device.context import DeviceContext
 from ..device.lamport import load_bases, remote
 from ..device.sync import advance, next_epoch, place_of, same_place, signal, wait
-from .by_flags import LANES
-from .by_words import rounded
+from .flags import LANES
+from .lamport import rounded
 from .view import View
 
 
@@ -31,7 +31,7 @@ def ring_kernel(
     staging,
     flags,
     sync,
-    words,
+    ctx_ptr,
     units,
     in_n,
     in_cols,
@@ -56,8 +56,8 @@ def ring_kernel(
     STEPS: tl.constexpr = WORLD_SIZE - 1
     wide: tl.constexpr = staging.dtype.element_ty
     epoch = next_epoch(sync)
-    bases = load_bases(words, WORLD_SIZE)
-    ctx = DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    bases = load_bases(ctx_ptr, WORLD_SIZE)
+    ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     rank = ctx.rank
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     element = tl.arange(0, BLOCK)

@@ -214,6 +214,6 @@ class DeviceContext(RemoteAccess):
 
 
 @device_function
-def own_context(words, world_size: tl.constexpr, tracing: tl.constexpr = False):
+def own_context(ctx_ptr, world_size: tl.constexpr, tracing: tl.constexpr = False):
     """The device context with the rank as the context tensor has it, so that all ranks share one compiled kernel."""
-    return DeviceContext.initialize(words, tl.load(words).to(tl.int32), world_size, tracing)
+    return DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr).to(tl.int32), world_size, tracing)

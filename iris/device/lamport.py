@@ -197,11 +197,11 @@ def _poll(
 
 
 @device_function
-def load_bases(words, WORLD_SIZE: tl.constexpr):
+def load_bases(ctx_ptr, WORLD_SIZE: tl.constexpr):
     """The heap bases of all ranks, a tuple, on their way."""
     bases = ()
     for i in tl.static_range(WORLD_SIZE):
-        bases += (tl.load(words + HEADER + i),)
+        bases += (tl.load(ctx_ptr + HEADER + i),)
     return bases
 
 

@@ -321,7 +321,7 @@ def advance(sync, epoch):
 
 @triton.jit(do_not_specialize=["digest"])
 def device_barrier_kernel(
-    words, members, num_members, sent, arrived, passed, digests, digest, WORLD_SIZE: tl.constexpr
+    ctx_ptr, members, num_members, sent, arrived, passed, digests, digest, WORLD_SIZE: tl.constexpr
 ):
     """Every rank in `members` [num_members] has come here. `sent`, `arrived`: int32 [world], counts for each peer.
 
@@ -332,7 +332,7 @@ def device_barrier_kernel(
     Counts are kept for each pair of ranks, so barriers of different groups can share them. One program. A rank of which
     a wait has failed vouches for nothing that it did since: it signals nobody, and its peers give up too.
     """
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     ranks = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     awaited = ranks < 0
     for i in range(num_members):

@@ -88,12 +88,12 @@ def tile_bytes(rows, cols, ROWS, COLS, dtype: tl.constexpr):
 
 
 @device_function
-def device_tracing(words, enabled: tl.constexpr):
+def device_tracing(ctx_ptr, enabled: tl.constexpr):
     """The tracing of a context tensor, whose words 5 and 6 say where its buffer is and how many events it holds."""
     if enabled:
-        return DeviceTracing(tl.load(words + 5).to(tl.pointer_type(tl.int64)), tl.load(words + 6), True)
+        return DeviceTracing(tl.load(ctx_ptr + 5).to(tl.pointer_type(tl.int64)), tl.load(ctx_ptr + 6), True)
     else:
-        return DeviceTracing(words, words, False)  # neither is read
+        return DeviceTracing(ctx_ptr, ctx_ptr, False)  # neither is read
 
 
 @device_function

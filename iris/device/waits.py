@@ -69,7 +69,7 @@ def deadline(ctx, patience: tl.constexpr = 1):
 
     Twice where peers send what is awaited behind waits of their own: then whom they wait for is reported, not they.
     """
-    return arch.clock() + patience * tl.load(ctx.words + 4)
+    return arch.clock() + patience * tl.load(ctx.ctx_ptr + 4)
 
 
 @device_function
@@ -107,7 +107,7 @@ def report(ctx, waiter: tl.constexpr, expected, peer, seen, kind: tl.constexpr =
     if left:
         left = tl.atomic_cas(_status(ctx), mark, -1) == mark
     if left | (mark == _own_mark()):  # once, however many reports follow
-        record = tl.load(ctx.words + 3).to(tl.pointer_type(tl.int64))
+        record = tl.load(ctx.ctx_ptr + 3).to(tl.pointer_type(tl.int64))
         tl.store(record + 1, waiter)
         tl.store(record + 2, _name(ctx, ctx.rank))
         tl.store(record + 3, tl.where(left, tl.cast(-mark, tl.int64) + _LEFT_MARK, _name(ctx, peer)))
@@ -128,7 +128,7 @@ def report_difference(ctx, waiter: tl.constexpr, expected, peer, seen, kind: tl.
 
 @device_function
 def _status(ctx):
-    return tl.load(ctx.words + 2).to(tl.pointer_type(tl.int32))
+    return tl.load(ctx.ctx_ptr + 2).to(tl.pointer_type(tl.int32))
 
 
 @device_function
@@ -139,7 +139,7 @@ def _own_mark():
 @device_function
 def _name(ctx, rank):
     """What a rank, counted in a group, is called by the host: its number among all ranks."""
-    names = tl.load(ctx.words + 7)
+    names = tl.load(ctx.ctx_ptr + 7)
     name = tl.cast(rank, tl.int64)
     if names != 0:
         name = tl.load(names.to(tl.pointer_type(tl.int64)) + tl.maximum(name, 0))

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..kernels.launching import call_arguments, exchange_memory
-from ..kernels.rmsnorm_epilogue import AHEAD_NAMES, SPAN, add_ahead, norm_ahead
+from ..kernels.rmsnorm_epilogue import EPILOGUE_NAMES, SPAN, add_residual, norm_first_half
 from ..problem import Problem
 from . import weight_stream
 
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 
 @gluon.jit(do_not_specialize=["M"])
-def few_rows_fp8_kernel(
-    a, b, scales, bias, residual, weight, scaled, squares, out, staging, sync, words, M, N, K, stride_om,
+def lamport_stream_kernel(
+    a, b, scales, bias, residual, weight, scaled, squares, out, staging, sync, ctx_ptr, M, N, K, stride_om,
     stride_on, ld, slot_words, BLOCK_M: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
     TAKE: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
     TRACING: gl.constexpr = False,
 ):  # fmt: skip
-    """a, b, scales: as in `fp8_rows`; M of at most BLOCK_M rows. The rest as in `few_rows_kernel`."""
+    """a, b, scales: as in `fp8_rows`; M of at most BLOCK_M rows. The rest as in `lamport_matmul_kernel`."""
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
     stream, at = weight_stream.begin(a, b, N, K, BLOCK_M, T, False, STAGES, SLICES)
     SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], SLICES)
-    own = (gl.load(words), gl.load(sync))
-    all_bases = load_bases(words, WORLD_SIZE)
+    own = (gl.load(ctx_ptr), gl.load(sync))
+    all_bases = load_bases(ctx_ptr, WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has tiles and learns them there
-    tracing = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING).tracing
+    tracing = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING).tracing
     step = M.to(gl.int64) * ld
     for group in range(gl.program_id(0), gl.cdiv(N, stream.WIDTH), gl.num_programs(0)):
         span = tracing.record_event_start(PRODUCT, -1, out, 0, group, nbytes=0)
@@ -58,7 +58,7 @@ def few_rows_fp8_kernel(
         tracing.record_event_end(span)
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(gl.int32), last_epoch + 1, settled(all_bases)
-        ctx = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING)
+        ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
         r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))
         mine = staging + (epoch & 1).to(gl.int64) * slot_words + rank * step
         mask = inside[:, None] & (r < M)[None, :]
@@ -71,13 +71,13 @@ def few_rows_fp8_kernel(
 
     arch.lead()
     advance(sync, epoch)  # which all programs have read
-    ctx = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING)
+    ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
     slot = staging + (epoch & 1).to(gl.int64) * slot_words
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, TAKE))
     for t in range(gl.program_id(0), gl.cdiv(N, SPAN), gl.num_programs(0)):
         c = t * SPAN + gl.arange(0, SPAN, layout=gl.SliceLayout(0, TAKE))
         if scaled is not None:
-            ahead = add_ahead(residual, weight, r, c, M, N)
+            epilogue = add_residual(residual, weight, r, c, M, N)
         place, mask = (r * ld)[:, None] + c[None, :], (r < M)[:, None] & (c < ld)[None, :]
         span = ctx.tracing.record_event_start(SUM, rank, staging, 0, t, nbytes=0)
         total, _ok = take(ctx, slot + place, step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, LANES=False)
@@ -85,7 +85,7 @@ def few_rows_fp8_kernel(
         if HAS_BIAS:
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
         if scaled is not None:
-            total = norm_ahead(total, ahead, scaled, squares, r, c, t * SPAN, M, N, SPAN)
+            total = norm_first_half(total, epilogue, scaled, squares, r, c, t * SPAN, M, N, SPAN)
         target = out + (r.to(gl.int64) * stride_om)[:, None] + (c.to(gl.int64) * stride_on)[None, :]
         gl.store(target, total.to(dtype), mask=(r < M)[:, None] & (c < N)[None, :])
 
@@ -111,7 +111,7 @@ def launcher(
         STAGES=stages,
         scales=scale,
         bias=bias,
-        **dict.fromkeys(AHEAD_NAMES),
+        **dict.fromkeys(EPILOGUE_NAMES),
         **exchange_memory(workspace, problem, N),
         M=M,
         N=N,
@@ -120,4 +120,4 @@ def launcher(
         **call_arguments(rank, workspace.exchange_sync, problem, out),
     )
     args |= layouts(args["BLOCK_M"])
-    return few_rows_fp8_kernel, (grid, 1, 1), args
+    return lamport_stream_kernel, (grid, 1, 1), args

@@ -19,7 +19,7 @@ import torch
 from .scaled_matmul import product
 
 # An opaque operator for compilers, as `iris_ops.torch_ops` has them.
-_library = torch.library.Library("iris_layers", "FRAGMENT")
+_library = torch.library.Library("iris_ops", "FRAGMENT")
 _library.define(
     "fp8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
@@ -28,12 +28,12 @@ _library.define(
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., K] times the transpose of the weight, plus the bias: [..., rows], in x's dtype."""
-    call = torch.ops.iris_layers.fp8_matmul if torch.compiler.is_compiling() else product
+    call = torch.ops.iris_ops.fp8_matmul if torch.compiler.is_compiling() else product
     out = call(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, scale, bias)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
 _library.impl("fp8_matmul", product, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "iris_layers::fp8_matmul", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]), lib=_library
+    "iris_ops::fp8_matmul", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]), lib=_library
 )

@@ -1,4 +1,4 @@
-"""`step_product` with weights in eight bits, by the stream of `iris_ops/fp8/weight_stream.py`, on NVIDIA Hopper."""
+"""`skinny_matmul` with weights in eight bits, by the stream of `iris_ops/fp8/weight_stream.py`, on NVIDIA Hopper."""
 
 from iris import platform
 from iris.device import arch
@@ -10,11 +10,11 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def step_product_fp8_kernel(
+def skinny_stream_kernel(
     a, b, scales, bias, squares, out, M, N, K, spans, eps, BLOCK_M: gl.constexpr, T: gl.constexpr,
     STAGES: gl.constexpr, SLICES: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, SPANS: gl.constexpr,
 ):  # fmt: skip
-    """As `step_product_kernel`. a, b, scales: as in `fp8_rows`; `GATED`: of 2 N columns."""
+    """As `skinny_matmul_kernel`. a, b, scales: as in `fp8_rows`; `GATED`: of 2 N columns."""
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
     stream, at = weight_stream.begin(a, b, N, K, BLOCK_M, T, GATED, STAGES, SLICES)
@@ -66,13 +66,13 @@ def multiply(
     eps: float,
     launched: bool,
 ) -> None:
-    """out [M, N] = rows [M, K] @ weight [N, K].T, as `step_product` says. `fp8_rows.serves` them."""
+    """out [M, N] = rows [M, K] @ weight [N, K].T, as `skinny_matmul` says. `fp8_rows.serves` them."""
     N = out.shape[-1]
     programs = platform.num_programs(rows.device)
     T = 2 if gated else weight_stream.tiles_at_once(N, programs)
     grid, stages = weight_stream.grid_and_stages(N, rows.shape[0], T, programs, gated)
     spans = 1 if squares is None else squares.shape[0]
-    step_product_fp8_kernel[(grid if launched else 0,)](
+    skinny_stream_kernel[(grid if launched else 0,)](
         scales=scale, bias=bias, squares=squares, out=out, M=rows.shape[0], N=N, K=rows.shape[1], spans=spans,
         eps=eps, HAS_BIAS=bias is not None, GATED=gated, SPANS=triton.next_power_of_2(spans), T=T, STAGES=stages,
         **weight_stream.operands(rows, weight.t()), num_warps=weight_stream.WARPS,

@@ -30,7 +30,7 @@ _MOST_ROWS = 128  # of a tile
 
 
 @triton.jit
-def fp8_tiles_kernel(
+def tile_matmul_kernel(
     a, b, a_scales, b_scales, bias, out, M, N, K, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def fp8_tiles_kernel(
 
 def serves(rows: int, columns: int, device: torch.device) -> bool:
     """Whether this is faster than torch's product: of few rows, and where programs have a tile each; on Hopper."""
-    if not platform.has_warp_roles(device):
+    if not platform.has_warp_specialisation(device):
         return False
     tiles = triton.cdiv(rows, _MOST_ROWS) * triton.cdiv(columns, 64)
     return 0 < rows <= _MOST_ROWS or tiles <= platform.num_programs(device)
@@ -77,7 +77,7 @@ def multiply(
     a, described = rows_operand(rows, (m, k))
     a, b = a if described else operand(rows, (m, k))[0], operand(weight, (n, k))[0]
     grid = min(programs, triton.cdiv(M, m) * triton.cdiv(N, n))
-    fp8_tiles_kernel[(grid,)](
+    tile_matmul_kernel[(grid,)](
         a, b, row_scales, scale, bias, out, M, N, K, out.stride(0), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
         HAS_BIAS=bias is not None, num_warps=warps, num_stages=stages, **platform.launch_options(rows.device),
     )  # fmt: skip

@@ -52,7 +52,7 @@ _LATER = gl.constexpr(2.0**56)  # 2**120, less the 2**64 of `_apart`
 
 
 @gluon.jit
-def _widen(words):
+def _widen(ctx_ptr):
     """Four weights in each word: four tensors of bf16, each times 2**-120."""
     return gl.inline_asm_elementwise(
         """{
@@ -74,12 +74,12 @@ def _widen(words):
         lop3.b32 $2, c, 0x80008000, u, 0xea;
         lop3.b32 $3, d, 0x80008000, v, 0xea;
         }""",
-        "=r,=r,=r,=r,r,r", [words], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        "=r,=r,=r,=r,r,r", [ctx_ptr], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @gluon.jit
-def _apart(words):
+def _apart(ctx_ptr):
     """Four numbers in each word: four tensors of bf16, each times 2**64."""
     return gl.inline_asm_elementwise(
         """{
@@ -96,7 +96,7 @@ def _apart(words):
         mul.rn.bf16x2 $2, c, m;
         mul.rn.bf16x2 $3, d, m;
         }""",
-        "=r,=r,=r,=r,l,l", [words], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        "=r,=r,=r,=r,l,l", [ctx_ptr], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def shared_bytes(rows: int, T: int, stages: int) -> int:
 
 def serves(A: torch.Tensor, B: torch.Tensor) -> bool:
     """Whether the product of A [M, K] and B [K, N] in fp8 is served here: on Hopper, whole vectors in all rows."""
-    if not platform.has_warp_roles(A.device) or A.dtype != torch.bfloat16 or B.dtype != FP8:
+    if not platform.has_warp_specialisation(A.device) or A.dtype != torch.bfloat16 or B.dtype != FP8:
         return False
     return fits(*A.shape) and of_whole_vectors(A) and of_whole_vectors(B.t())
 

@@ -88,7 +88,7 @@ def _push_part(
 
 
 @triton.jit
-def all_gather_matmul_kernel(
+def gather_matmul_kernel(
     a,
     a_rows,
     a_cols,
@@ -101,7 +101,7 @@ def all_gather_matmul_kernel(
     parts,
     flags,
     sync,
-    words,
+    ctx_ptr,
     M,
     N,
     K,
@@ -136,7 +136,7 @@ def all_gather_matmul_kernel(
     # a: [a_rows, a_cols], this rank's part of A; gathered: [source rank, part_rows, part_cols], rows of ld elements;
     # a_tile and gathered_tile are descriptors of the two where TMA can serve. flags: [source rank, row block, piece],
     # then those of `join_parts`.
-    ctx = own_context(words, WORLD_SIZE, TRACING)
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     own = Matrix(a, a_rows, a_cols, stride_am, stride_ak, False)
     own_tile = Matrix(a_tile, a_rows, a_cols, stride_am, stride_ak, TMA_A)
     peers_tile = Matrix(gathered_tile, part_rows * WORLD_SIZE, part_cols, ld, 1, TMA_G)
@@ -250,4 +250,4 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
         flags=workspace.flags,
         **shared_arguments(rank, workspace.sync, problem, config, out),
     )
-    return all_gather_matmul_kernel, grid, args
+    return gather_matmul_kernel, grid, args

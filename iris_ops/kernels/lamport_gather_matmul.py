@@ -39,7 +39,7 @@ _PIECE_K = 512
 
 
 @triton.jit(do_not_specialize=["M", "a_rows", "part_rows"])
-def few_rows_gather_kernel(
+def lamport_gather_matmul_kernel(
     a,
     a_rows,
     a_cols,
@@ -50,7 +50,7 @@ def few_rows_gather_kernel(
     out,
     staging,
     sync,
-    words,
+    ctx_ptr,
     M,
     N,
     K,
@@ -83,8 +83,8 @@ def few_rows_gather_kernel(
     # descriptor, where TMA can serve. staging: [2 slots], each [source rank, part_rows, ld] words, then a word from
     # each; sync: [epoch, programs that have moved their pieces, epoch in which all have]
     arch.follow()
-    ctx = own_context(words, WORLD_SIZE, TRACING)
-    bases = load_bases(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
+    bases = load_bases(ctx_ptr, WORLD_SIZE)
     FOLDED: tl.constexpr = TMA_G and len(gathered_tile.block_shape) == 3
     dtype: tl.constexpr = out.dtype.element_ty
     epoch = tl.load(sync) + 1
@@ -191,4 +191,4 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
         **shared_arguments(rank, workspace.exchange_sync, problem, config, out),
     )
     grid = grid_of(rank.device, config, max(pieces, tiles_of(problem.M, problem.N, config)))
-    return few_rows_gather_kernel, grid, args
+    return lamport_gather_matmul_kernel, grid, args

@@ -33,7 +33,7 @@ import triton.language as tl
 from ..planning.workspace_size import exchanged_part, tiles_of
 from ..problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem, part_of
 from .launching import NO_SCALES, exchange_memory, grid_of, product_arguments, shared_arguments
-from .rmsnorm_epilogue import AHEAD_NAMES, add_ahead, norm_ahead
+from .rmsnorm_epilogue import EPILOGUE_NAMES, add_residual, norm_first_half
 from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed, start_in_turn
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def part_at(whole, part, rank):
 
 
 @triton.jit(do_not_specialize=["M", "whole", "part_rows"])
-def few_rows_kernel(
+def lamport_matmul_kernel(
     a,
     b,
     a_scales,
@@ -68,7 +68,7 @@ def few_rows_kernel(
     out,
     staging,
     sync,
-    words,
+    ctx_ptr,
     M,
     N,
     K,
@@ -116,12 +116,12 @@ def few_rows_kernel(
     else:
         num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
-    own = (tl.load(words), tl.load(sync))
-    all_bases = load_bases(words, WORLD_SIZE)
+    own = (tl.load(ctx_ptr), tl.load(sync))
+    all_bases = load_bases(ctx_ptr, WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has a tile and learns them there
     kept = tl.zeros((BLOCK_M, BLOCK_N), staging.dtype.element_ty) if KEEPS_OWN else None
     start_in_turn(stagger)
-    tracing = device_tracing(words, TRACING)
+    tracing = device_tracing(ctx_ptr, TRACING)
 
     count = 1 if ONE_TILE else tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     for turn in range(count):
@@ -138,7 +138,7 @@ def few_rows_kernel(
         tracing.record_event_end(span)
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(tl.int32), last_epoch + 1, settled(all_bases)
-        ctx = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING)
+        ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
         c = col + tl.arange(0, BLOCK_N)
         slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
         mine = slot + (rank * part_rows).to(tl.int64) * ld
@@ -172,7 +172,7 @@ def few_rows_kernel(
                 put(ctx, place, partial, mask, bases, (rank + i) % WORLD_SIZE)
         tracing.record_event_end(span)
 
-    ctx = DeviceContext.initialize(words, rank, WORLD_SIZE, TRACING)
+    ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
     slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
     source_step = tl.cast(part_rows, tl.int64) * ld
     behind = slot + WORLD_SIZE * source_step  # the sums, or a word from everyone
@@ -246,7 +246,7 @@ def few_rows_kernel(
             else:
                 mask = (r < M)[:, None] & (c < ld)[None, :]
                 if scaled is not None:
-                    ahead = add_ahead(residual, weight, r, c, M, N)
+                    epilogue = add_residual(residual, weight, r, c, M, N)
                 if EXCHANGE == "owners":
                     owner = (r // part_rows)[:, None]
                     total, _ = take(ctx, behind + place, source_step, mask, owner, epoch, WAITER, dtype, 1, patience=2)
@@ -259,7 +259,7 @@ def few_rows_kernel(
                     if HAS_BIAS:
                         total = add_bias(total, bias, col, N, BLOCK_N)
                 if scaled is not None:
-                    total = norm_ahead(total, ahead, scaled, squares, r, c, col, M, N, BLOCK_N)
+                    total = norm_first_half(total, epilogue, scaled, squares, r, c, col, M, N, BLOCK_N)
                 C = Matrix(out, M, N, stride_om, stride_on, False)
                 target, inside = C.places(r, c)
                 tl.store(target, arch.round_to(total, dtype), mask=inside)
@@ -300,7 +300,7 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
         EXCHANGE="owners" if config.algorithm == "two_shot" else _EXCHANGES[problem.op],
         ONE_TILE=tiles == grid[0],
         BY_COLS=by_cols,
-        **dict.fromkeys(AHEAD_NAMES),
+        **dict.fromkeys(EPILOGUE_NAMES),
         **product_arguments(out, A, B, bias, config),
     )
-    return few_rows_kernel, grid, args
+    return lamport_matmul_kernel, grid, args

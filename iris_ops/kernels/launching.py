@@ -41,7 +41,7 @@ def product_arguments(
 ) -> dict:  # fmt: skip
     """The arguments that say how what is multiplied lies in memory. `k_step`, `n_step`: where in B parts begin.
 
-    `folds`: see `operands.rows_operand`.
+    `folds`: see `descriptors.rows_operand`.
     """
     depth = config.depth(A.dtype == FP8)
     a, tma_a = rows_operand(A, (config.block_m, depth), folds)
@@ -85,7 +85,7 @@ def call_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, out: torch.
     return dict(
         out=out,
         sync=sync,
-        words=rank.get_device_context(),
+        ctx_ptr=rank.get_device_context(),
         K=problem.K,
         stride_om=out.stride(0),
         WORLD_SIZE=problem.world_size,

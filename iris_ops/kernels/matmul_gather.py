@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def matmul_all_gather_kernel(
+def matmul_gather_kernel(
     a,
     b,
     bias,
     out,
     sync,
-    words,
+    ctx_ptr,
     M,
     N,
     K,
@@ -67,7 +67,7 @@ def matmul_all_gather_kernel(
     TRACING: tl.constexpr = False,
 ):
     # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out
-    ctx = own_context(words, WORLD_SIZE, TRACING)
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     start = ctx.rank.to(tl.int64) * row_step * stride_om + ctx.rank.to(tl.int64) * col_step * stride_on
@@ -132,4 +132,4 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
     args = gather_arguments(rank, workspace, problem, config, out) | dict(
         stagger=platform.ticks(config.stagger_us * 1e-6), **product_arguments(out, A, B, bias, config)
     )
-    return matmul_all_gather_kernel, grid_of(rank.device, config, gemm_tiles(problem, config)), args
+    return matmul_gather_kernel, grid_of(rank.device, config, gemm_tiles(problem, config)), args

@@ -3,7 +3,7 @@
 Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. A tile is
 signalled one tile later, when its stores have long landed. The owner adds what arrived to its own tile in fp32, in rank
 order from its own on, and stores the part. A rank's own tiles come last, or, behind the first `early` tiles of each
-other owner, between the others' (`owned_tiles.turn`). A wait looks at tiles that come earlier in the same order on the
+other owner, between the others' (`tile_orders.turn`). A wait looks at tiles that come earlier in the same order on the
 peers, so no wait can be circular, with any number of programs.
 
 `matmul_all_reduce` in two shots is this kernel with owners whose sums go to everyone.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def reduce_scatter_kernel(
+def matmul_reduce_kernel(
     a,
     b,
     bias,
@@ -46,7 +46,7 @@ def reduce_scatter_kernel(
     staging,
     flags,
     sync,
-    words,
+    ctx_ptr,
     M,
     N,
     K,
@@ -75,7 +75,7 @@ def reduce_scatter_kernel(
     TRACING: tl.constexpr = False,
 ):
     # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile]
-    ctx = own_context(words, WORLD_SIZE, TRACING)
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     dtype: tl.constexpr = staging.dtype.element_ty
@@ -184,4 +184,4 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
         stagger=platform.ticks(config.stagger_us * 1e-6),
         **product_arguments(out, A, B, bias, config, n_step=column_step(problem, config)),
     )
-    return reduce_scatter_kernel, grid_of(rank.device, config, gemm_tiles(problem, config)), args
+    return matmul_reduce_kernel, grid_of(rank.device, config, gemm_tiles(problem, config)), args

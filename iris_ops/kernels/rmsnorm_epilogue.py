@@ -30,24 +30,24 @@ SPAN = tl.constexpr(NORM_SPAN)
 OP = NORM
 
 # Of a call, beside those of an all-reduce.
-AHEAD_NAMES = ("residual", "weight", "scaled", "squares")
-Ahead = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+EPILOGUE_NAMES = ("residual", "weight", "scaled", "squares")
+Epilogue = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @device_function
-def add_ahead(residual, weight, r, c, M, N):
+def add_residual(residual, weight, r, c, M, N):
     """The tile of `residual` at rows r and columns c, and the weights of its columns, on their way."""
     place, inside = (r.to(tl.int64) * N)[:, None] + c[None, :], (r < M)[:, None] & (c < N)[None, :]
     return tl.load(residual + place, mask=inside, other=0.0), tl.load(weight + c, mask=c < N, other=0.0)
 
 
 @device_function
-def norm_ahead(total, ahead, scaled, squares, r, c, col, M, N, BLOCK_N: tl.constexpr):
-    """`residual + total`, rounded, in fp32; leaves `scaled` and `squares` of it. `ahead`: what `add_ahead` gave.
+def norm_first_half(total, epilogue, scaled, squares, r, c, col, M, N, BLOCK_N: tl.constexpr):
+    """`residual + total`, rounded, in fp32; leaves `scaled` and `squares` of it. `ahead`: what `add_residual` gave.
 
     `total` is a tile of rows r and of BLOCK_N columns c, from `col` on.
     """
-    residual, weight = ahead
+    residual, weight = epilogue
     place, inside = (r.to(tl.int64) * N)[:, None] + c[None, :], (r < M)[:, None] & (c < N)[None, :]
     dtype: tl.constexpr = scaled.dtype.element_ty
     h = tl.where(inside, arch.round_to(total + residual.to(tl.float32), dtype).to(tl.float32), 0.0)
@@ -82,16 +82,16 @@ def second_half(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torc
 def finish(
     out: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor
 ) -> None:
-    """What `norm_ahead` does, of `out` without the residual, where the kernel that made it has no such end."""
+    """What `norm_first_half` does, of `out` without the residual, where the kernel that made it has no such end."""
     out += residual
     for own, made in zip((scaled, squares), first_half(out, weight), strict=True):
         own.copy_(made)
 
 
-def check(ahead: Ahead, out: torch.Tensor) -> None:
+def check(epilogue: Epilogue, out: torch.Tensor) -> None:
     """Raises a typed error for a tensor of the wrong kind. `out` [M, N] is checked."""
     M, N = out.shape
-    for name, shape, t in zip(AHEAD_NAMES, ((M, N), (N,), (M, N), (spans(N), M)), ahead, strict=True):
+    for name, shape, t in zip(EPILOGUE_NAMES, ((M, N), (N,), (M, N), (spans(N), M)), epilogue, strict=True):
         check_kind(OP, name, t, out.device)
         if tuple(t.shape) != shape:
             raise ShapeError(f"{OP}: {name} is {tuple(t.shape)}; expected {shape}, for out {(M, N)}")

@@ -1,4 +1,4 @@
-"""Units of work of programs with roles: whole tiles, and before them the tiles that programs share.
+"""Units of work of warp-specialised programs: whole tiles, and before them the tiles that programs share.
 
 Tiles that do not fill a round of programs would leave most of them idle for a tile's time. So `shared` of them are
 computed first, by `sharers` programs, one after the other along K: program p takes the steps from `begin(p)` on, each a

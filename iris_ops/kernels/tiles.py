@@ -71,7 +71,8 @@ class Matrix:
 
 # What a descriptor reads beyond the last row is zero, but slow, as if all programs asked one place for it. So a tile
 # that would end there is loaded from an earlier row on, and rows before its first are nobody's. A matrix lower than a
-# tile, but at least half as high, is described as two halves of one that overlap, *folded* (`operands.rows_operand`).
+# tile, but at least half as high, is described as two halves of one that overlap, *folded*
+# (`descriptors.rows_operand`).
 
 
 @device_function

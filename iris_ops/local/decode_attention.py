@@ -147,7 +147,9 @@ def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
     return min(range(min(_MOST_PARTS, blocks), 0, -1), key=blocks_until_the_end)
 
 
-def step_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def decode_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
     """[B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D], where mask [B, L] is true: somewhere in each row."""
     batch, heads, dim = q.shape
     kv_heads, length = k.shape[1:3]
@@ -175,10 +177,10 @@ def step_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
 
 
 # One opaque operator for compilers, as `iris_ops.torch_ops` has them.
-_library = torch.library.Library("iris_layers", "DEF")
+_library = torch.library.Library("iris_ops", "FRAGMENT")
 _library.define(
-    "step_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
 )
-_library.impl("step_attention", step_attention, "CompositeExplicitAutograd")
-torch.library.register_fake("iris_layers::step_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)
+_library.impl("decode_attention", decode_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("iris_ops::decode_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)

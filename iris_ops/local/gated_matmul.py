@@ -1,6 +1,6 @@
 """A gated product without an exchange, such as a gated MLP's first half where its input is whole (see `gating`).
 
-By programs with roles where they should take less time than torch's product and the gate behind it, by the model.
+By warp-specialised programs where they should take less time than torch's product and the gate behind it, by the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
 from ..planning.machine import machine_of
-from ..planning.plan import BROUGHT
+from ..planning.plan import COPY_GATHER_CONFIGS
 from ..planning.tile_model import gemm_us
 from ..planning.torch_model import expected_us, gate_us
 from ..problem import DTYPES, GATHER_MATMUL, Problem, check_bias, check_gradient
@@ -33,17 +33,17 @@ FEW = 256  # rows: of so many, tiles of 128 leave most multiprocessors of a narr
 
 @lru_cache(maxsize=4096)
 def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
-    """How programs with roles should multiply; None if torch should."""
-    if not machine.warp_roles or problem.dtype.itemsize != 2 or problem.M <= FEW:
+    """How warp-specialised programs should multiply; None if torch should."""
+    if not machine.warp_specialised or problem.dtype.itemsize != 2 or problem.M <= FEW:
         return None
-    ours = {config: gemm_us(problem, config, machine) for config in BROUGHT}
+    ours = {config: gemm_us(problem, config, machine) for config in COPY_GATHER_CONFIGS}
     config = min(ours, key=ours.__getitem__)
     theirs = expected_us(*problem.gemm, machine) + gate_us(problem, machine)
     return config if ours[config] + machine.launch_us < theirs else None
 
 
 def check(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises a typed error for what `matmul_gated` does not take."""
+    """Raises a typed error for what `gated_matmul` does not take."""
     for name, t in (("A", A), ("B", B), ("bias", bias)):
         if t is None:
             continue

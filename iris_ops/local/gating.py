@@ -1,7 +1,7 @@
 """Products that are gated: silu(A @ first) * (A @ second), for B = [first, second], as gated MLPs have them.
 
-With roles (`all_gather_matmul_roles`) a tile has columns of both, and is gated on its way to memory: neither half is
-ever written or read. Else a small kernel gates what torch's product leaves.
+Warp-specialised (`kernels/hopper/gather_matmul.py`) a tile has columns of both, and is gated on its way to memory:
+neither half is ever written or read. Else a small kernel gates what torch's product leaves.
 """
 
 from __future__ import annotations

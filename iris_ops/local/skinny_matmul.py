@@ -45,7 +45,7 @@ RINGS = {
 
 
 @triton.jit
-def step_product_kernel(
+def skinny_matmul_kernel(
     a, b, bias, squares, out, M, N, K, spans, eps, stride_am, stride_bn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TMA_A: tl.constexpr, TMA_B: tl.constexpr,
     SPANS: tl.constexpr,
@@ -105,7 +105,7 @@ def serves(
     gated: bool = False,
     scale: torch.Tensor | None = None,
 ) -> bool:
-    """Whether `step_product` is the faster one for these arguments now; x [..., K], weight [N, K], rows together.
+    """Whether `skinny_matmul` is the faster one for these arguments now; x [..., K], weight [N, K], rows together.
 
     With `scale`, of eight bits, on a device that `streams` them.
 
@@ -118,7 +118,7 @@ def serves(
     kind = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), bias is None, gated, scale is None
     if kind not in _loaded:
         _loaded.add(kind)
-        step_product(x, weight, bias, scale, gated, launched=False)
+        skinny_matmul(x, weight, bias, scale, gated, launched=False)
     return False
 
 
@@ -181,7 +181,7 @@ def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
 
 def streams(shape: torch.Size, device: torch.device) -> bool:
     """Whether products of few rows with a weight of `shape` in eight bits may be served here."""
-    return platform.has_warp_roles(device) and shape[0] > 0 and weight_stream.fits(1, shape[1])
+    return platform.has_warp_specialisation(device) and shape[0] > 0 and weight_stream.fits(1, shape[1])
 
 
 def suits(x: torch.Tensor, rows: int) -> bool:
@@ -198,7 +198,7 @@ def has_few_rows(x: torch.Tensor, most: int) -> bool:
     return statically_known_true(rows <= most) and rows > 0
 
 
-def step_product(
+def skinny_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -231,7 +231,7 @@ def step_product(
     # blocks that share weights follow each other
     grid = (triton.cdiv(M, block_m) if launched else 0, triton.cdiv(N, block_n))
     spans = 1 if squares is None else squares.shape[0]
-    step_product_kernel[grid](
+    skinny_matmul_kernel[grid](
         a, b, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_A=tma_a, TMA_B=tma_b,
         SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.launch_options(x.device),
@@ -246,7 +246,7 @@ def _width(weight: torch.Tensor, gated: bool) -> int:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear`, by `step_product` where that is faster. `scale`: the weight is in eight bits."""
+    """`torch.nn.functional.linear`, by `skinny_matmul` where that is faster. `scale`: the weight is in eight bits."""
     if serves(x, weight, bias, False, scale):
         return _called(x, weight, bias, scale, False)
     return F.linear(x, weight, bias) if scale is None else fp8.linear(x, weight, scale, bias)
@@ -255,14 +255,14 @@ def linear(
 def gated(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`step_product` of both halves of `weight`, where it serves, as something that compilers know."""
+    """`skinny_matmul` of both halves of `weight`, where it serves, as something that compilers know."""
     return _called(x, weight, bias, scale, True)
 
 
 def _called(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None, gated: bool
 ) -> torch.Tensor:
-    call = torch.ops.iris_layers.step_product if torch.compiler.is_compiling() else step_product
+    call = torch.ops.iris_ops.skinny_matmul if torch.compiler.is_compiling() else skinny_matmul
     return call(x, weight, bias, scale, gated)
 
 
@@ -277,15 +277,15 @@ def depth(shared_bytes: int, gated: bool, rows: int, outputs: int = BLOCK_N) -> 
 
 
 # One opaque operator for compilers, as `iris_ops.torch_ops` has them.
-_library = torch.library.Library("iris_layers", "FRAGMENT")
+_library = torch.library.Library("iris_ops", "FRAGMENT")
 _library.define(
-    "step_product(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, bool gated, Tensor? squares=None, float eps=0)"
+    "skinny_matmul(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, bool gated, Tensor? squares=None, float eps=0)"
     " -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
 )
-_library.impl("step_product", step_product, "CompositeExplicitAutograd")
+_library.impl("skinny_matmul", skinny_matmul, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "iris_layers::step_product",
+    "iris_ops::skinny_matmul",
     lambda x, weight, bias, scale, gated, squares=None, eps=0.0: x.new_empty(*x.shape[:-1], _width(weight, gated)),
     lib=_library,
 )

@@ -26,7 +26,7 @@ HOPPER_REDUCE, HOPPER_GATHER, HOPPER_GATHER_FIRST = (
 # torch's product.
 SEQUENTIAL, COPY_GATHER, COPY_REDUCE = "with_torch.sequential", "with_torch.copy_gather", "with_torch.copy_reduce"
 
-WITH_TORCH = {"sequential": SEQUENTIAL, "copy_engines": COPY_GATHER, "shard_sums": COPY_REDUCE}
+WITH_TORCH = {"sequential": SEQUENTIAL, "copy_gather": COPY_GATHER, "copy_reduce": COPY_REDUCE}
 _OVERLAPPED = {
     ALL_REDUCE: (REDUCE, HOPPER_REDUCE),
     REDUCE_SCATTER: (REDUCE, HOPPER_REDUCE),
@@ -50,17 +50,17 @@ SPECIALISED_LAMPORT = (LAMPORT_TWO_SHOT, LAMPORT_PAIR, LAMPORT_PAIR_SCATTER)
 def kernel_for(problem: Problem, config: FusedConfig) -> str:
     """The kernel that `config` stands for, on tensors whose rows all begin at whole vectors."""
     if config.algorithm in WITH_TORCH:
-        brought = config.algorithm == "copy_engines" and config.warp_roles
+        brought = config.algorithm == "copy_gather" and config.warp_specialised
         return HOPPER_GATHER_FIRST if brought else WITH_TORCH[config.algorithm]
     if config.algorithm == "overlapped":
-        return _OVERLAPPED[problem.op][config.warp_roles]
+        return _OVERLAPPED[problem.op][config.warp_specialised]
     if problem.op == GATHER_MATMUL:
         return LAMPORT_GATHER
     if problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot" and fits(problem.M, problem.K):
         return LAMPORT_FP8
-    if config.warp_roles and config.algorithm == "two_shot" and problem.op == ALL_REDUCE:
+    if config.warp_specialised and config.algorithm == "two_shot" and problem.op == ALL_REDUCE:
         return LAMPORT_TWO_SHOT
-    if config.warp_roles and config.algorithm == "one_shot" and problem.world_size == 2:
+    if config.warp_specialised and config.algorithm == "one_shot" and problem.world_size == 2:
         if problem.op == ALL_REDUCE:
             return LAMPORT_PAIR
         if problem.op == REDUCE_SCATTER and problem.form == "rows" and not problem.fp8:
@@ -70,7 +70,7 @@ def kernel_for(problem: Problem, config: FusedConfig) -> str:
 
 def keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:
     """Whether it is an all-reduce in one shot by programs of one tile each, which keep their own part in registers."""
-    one_shot = problem.op == ALL_REDUCE and config.algorithm == "one_shot" and not config.warp_roles
+    one_shot = problem.op == ALL_REDUCE and config.algorithm == "one_shot" and not config.warp_specialised
     return one_shot and gemm_tiles(problem, config) <= programs_of(config, machine.num_programs)
 
 

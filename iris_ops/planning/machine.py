@@ -28,7 +28,7 @@ class Machine:
     """Data that says itself that it has arrived (`iris/device/lamport.py`): store and poll."""
     shared_bytes: int
     """A program's shared memory, at most."""
-    warp_roles: bool = False
+    warp_specialised: bool = False
     """Whether warps of a program can be given different work (`pipeline.py`)."""
 
     def stages(self, block_bytes: int) -> int:
@@ -76,4 +76,6 @@ def machine_of(device: torch.device) -> Machine:
     properties = torch.cuda.get_device_properties(device)
     known = machine_named(properties.name, properties.multi_processor_count)
     # a Hopper GPU under any name, and whatever another one has room for
-    return replace(known, warp_roles=platform.has_warp_roles(device), shared_bytes=platform.shared_bytes(device))
+    return replace(
+        known, warp_specialised=platform.has_warp_specialisation(device), shared_bytes=platform.shared_bytes(device)
+    )

@@ -50,11 +50,12 @@ _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
 _PUSH_GBS = 43.0
 # Of the link's rate, what programs get that push tiles to everyone and then multiply the next.
 _PUSHED = 0.75
-# Of programs with roles: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a program.
+# Of warp-specialised programs: what the sum of an own tile of 128 x 256 adds at the end; between two pushes of a
+# program.
 _LAST_SUM_US = 10.0
 _BETWEEN_US = 5.0
-# Of words from programs with roles, for each 64 x 128 of a tile: while the link rests between two rounds, and behind
-# the last. Programs drift apart: each round adds to the rest by that part.
+# Of words from warp-specialised programs, for each 64 x 128 of a tile: while the link rests between two rounds, and
+# behind the last. Programs drift apart: each round adds to the rest by that part.
 _WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
 # Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above; in a single
 # round, of which nothing came before; the part of a product in 16 bits that each round beyond so many adds, since
@@ -87,8 +88,8 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     return Prediction(gemm, link, total + machine.launch_us + behind)
 
 
-def _brought(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total) of programs with roles that multiply what copy engines bring, a rank's rows after the other's."""
+def _copy_gathered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total) of programs that multiply what copy engines bring, a rank's rows after the other's."""
     w, entry = problem.world_size, BARRIER_US * problem.world_size
     copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + COPY_US
     # rows come late, or when those before them are multiplied; then all that is left is, one tile at least
@@ -97,7 +98,7 @@ def _brought(problem: Problem, config: FusedConfig, machine: Machine, gemm: floa
     return (w - 1) * copy, entry + max(gemm, late)
 
 
-def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def _lamport(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): words behind the product, of which the last round hides those of the rounds before."""
     # each word's way: in one shot of an all-reduce everyone gets everything
     shots = 2 if config.algorithm == "two_shot" else 1
@@ -120,7 +121,7 @@ def _exchanged(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     return link, gemm + link + words + _hops(problem, shots) * machine.exchange_us
 
 
-def _exchanged_with_roles(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def _lamport_two_shot(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): words of one round of tiles travel, there and back, while the next are multiplied."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
@@ -133,7 +134,7 @@ def _exchanged_with_roles(problem: Problem, config: FusedConfig, machine: Machin
     return link, max(gemm + link * last, full) + area * _WORDS_LAST_US
 
 
-def _swapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def _lamport_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): a tile's words travel while the next is multiplied; those of the last round behind it."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
@@ -146,7 +147,7 @@ def _swapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: floa
     return link, max(gemm + link / rounds, full) + area * _SWAPPED_LAST_US + alone
 
 
-def _scattered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def _lamport_pair_scatter(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): the peer's words travel while own tiles are multiplied, as far as those are other rounds' work."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
@@ -158,8 +159,8 @@ def _scattered(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     return link, max(gemm, sent) + area * (_SCATTERED_LAST_US + alone)
 
 
-def _moved(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total) of programs with roles: tiles are moved while the next are multiplied, all but the last ones."""
+def _hopper_overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total) on Hopper: tiles are moved while the next are multiplied, all but the last ones."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tile, area = tile_us(problem, config, machine), config.block_m * config.block_n / (128 * 256)
     # at the end all programs push a tile, to one peer or to all; sums are pushed more or less at once
@@ -241,7 +242,7 @@ def push_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int)
 
 
 def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
-    """Over what time a program with roles pushes a tile, while it multiplies the next.
+    """Over what time a program warp-specialised pushes a tile, while it multiplies the next.
 
     As long as the link takes for a tile of every program, of product first to all peers: faster ones would queue for it
     and hold up the loads behind them. Sums of an all-reduce do not keep to it, by measurement.
@@ -256,16 +257,16 @@ def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
 
 # Of a kernel's name: (time of what travels, time of product and transfer together), given that of the product.
 _TOGETHER = {
-    LAMPORT: _exchanged,
-    LAMPORT_GATHER: _exchanged,
-    LAMPORT_FP8: _exchanged,
-    LAMPORT_TWO_SHOT: _exchanged_with_roles,
-    LAMPORT_PAIR: _swapped,
-    LAMPORT_PAIR_SCATTER: _scattered,
+    LAMPORT: _lamport,
+    LAMPORT_GATHER: _lamport,
+    LAMPORT_FP8: _lamport,
+    LAMPORT_TWO_SHOT: _lamport_two_shot,
+    LAMPORT_PAIR: _lamport_pair,
+    LAMPORT_PAIR_SCATTER: _lamport_pair_scatter,
     REDUCE: _reduced,
     GATHER: _gathered,
     GATHER_FIRST: _overlapped,
-    HOPPER_REDUCE: _moved,
-    HOPPER_GATHER: _moved,
-    HOPPER_GATHER_FIRST: _brought,
+    HOPPER_REDUCE: _hopper_overlapped,
+    HOPPER_GATHER: _hopper_overlapped,
+    HOPPER_GATHER_FIRST: _copy_gathered,
 }

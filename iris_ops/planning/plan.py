@@ -29,14 +29,14 @@ from .kernel_names import (
 from .machine import INTERPRETER, Machine
 from .overlap_model import predict, push_us
 from .tile_model import (
-    BROUGHT_TILES,
-    EXCHANGE_TILES,
+    COPY_GATHER_TILES,
     FP8_TILES,
     FP32_TILES,
     GPU_TILES,
-    ROLES_TILES,
-    SWAP_TILES,
-    WORDS_ROLES_TILES,
+    HOPPER_TILES,
+    LAMPORT_TILES,
+    PAIR_TILES,
+    TWO_SHOT_TILES,
     gemm_us,
     tile_us,
 )
@@ -71,7 +71,7 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
         if stagger_us := _stagger_us(problem, candidate, machine):
             candidate = replace(candidate, stagger_us=stagger_us)
         prediction = predict(problem, candidate, machine)
-        lead, most = (0.0, 0.0) if candidate.warp_roles else _LEADS.get(candidate.algorithm, (0.0, 0.0))
+        lead, most = (0.0, 0.0) if candidate.warp_specialised else _LEADS.get(candidate.algorithm, (0.0, 0.0))
         weighed = prediction.total_us + min(lead * prediction.total_us, most)
         scored.append((weighed, len(scored), candidate, prediction))
     if not scored:
@@ -113,7 +113,7 @@ def _row(problem: Problem, config: FusedConfig, times: Prediction) -> str:
 # Our kernel, one launch, is taken unless several are this much faster in CUDA graphs, where no host time counts: a part
 # of the time, and at most so many microseconds. `shard_sums` needs no lead, for its prediction errs by some 3 % either
 # way.
-_LEADS = {"sequential": (0.02, 7.0), "copy_engines": (0.01, float("inf"))}
+_LEADS = {"sequential": (0.02, 7.0), "copy_gather": (0.01, float("inf"))}
 
 
 _LEAST_SHARDED = 384  # rows, of all owners together
@@ -137,7 +137,7 @@ def _label(problem: Problem, config: FusedConfig) -> str:
         label += f" {config.algorithm}, {config.num_warps} warps"
     elif problem.op == ALL_REDUCE:
         label += f", each rank sums {'columns' if owned_part(problem, config)[2] else 'rows'}"
-    label += ", programs share first tiles" if config.warp_roles and config.splits > 1 else ""
+    label += ", programs share first tiles" if config.warp_specialised and config.splits > 1 else ""
     return label + (", rows rounded to eight bits" if problem.fp8 else "")
 
 
@@ -161,12 +161,12 @@ def _candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
     bits16 = problem.dtype.itemsize == 2
     width = problem.N // 2 if problem.gated else problem.N  # of out
     whole = problem.whole_vectors(problem.K) and problem.whole_vectors(width)  # else portable kernels would serve
-    if machine.warp_roles and problem.op != GATHER_MATMUL and bits16 and whole:
-        found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(ROLES_TILES)[0]]
-        found += _roles(problem, machine)
-        found += _words_with_roles(problem)
-    if machine.warp_roles and problem.op == GATHER_MATMUL and problem.form == "rows" and bits16 and whole:
-        found += BROUGHT
+    if machine.warp_specialised and problem.op != GATHER_MATMUL and bits16 and whole:
+        found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(HOPPER_TILES)[0]]
+        found += _hopper(problem, machine)
+        found += _specialised_lamport(problem)
+    if machine.warp_specialised and problem.op == GATHER_MATMUL and problem.form == "rows" and bits16 and whole:
+        found += COPY_GATHER_CONFIGS
     if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
         found += _unfused(problem.op, problem.world_size)
     return found
@@ -188,7 +188,7 @@ def _converting(problem: Problem, machine: Machine) -> str | None:
     """
     if not problem.fp8 or problem.op == ALL_REDUCE:
         return None
-    if not machine.warp_roles or problem.dtype != torch.bfloat16:
+    if not machine.warp_specialised or problem.dtype != torch.bfloat16:
         return f"B is converted in each call: {problem.dtype} by eight bits is not multiplied on {machine.name}"
     if problem.form != "rows" or problem.K % MULTIPLE or problem.N % MULTIPLE:
         multiples = f"K and N multiples of {MULTIPLE}"
@@ -202,7 +202,7 @@ def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
     if problem.op == GATHER_MATMUL:  # rows travel as they are, and are rounded where they are multiplied
         return list(unfused)
     found = [each for each in unfused if each.algorithm == "sequential" or problem.op == REDUCE_SCATTER]
-    if not machine.warp_roles or problem.dtype != torch.bfloat16:
+    if not machine.warp_specialised or problem.dtype != torch.bfloat16:
         return found
     if problem.M <= MOST_ROWS:
         streams = problem.op == ALL_REDUCE and fits(problem.M, problem.K)
@@ -211,26 +211,26 @@ def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
         return found
     few = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
     shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
-    found += [*_tiled(few, shots, (), FusedConfig.comm_programs), *_roles(problem, machine)]
-    return [*found, *_words_with_roles(problem)]
+    found += [*_tiled(few, shots, (), FusedConfig.comm_programs), *_hopper(problem, machine)]
+    return [*found, *_specialised_lamport(problem)]
 
 
-def _words_with_roles(problem: Problem) -> tuple[FusedConfig, ...]:
-    """Where words that warps with roles move may be faster than all else: between two ranks in one shot."""
+def _specialised_lamport(problem: Problem) -> tuple[FusedConfig, ...]:
+    """Where words that specialised warps move may be faster than all else: between two ranks in one shot."""
     if problem.op == REDUCE_SCATTER and problem.form == "rows" and problem.world_size == 2 and not problem.fp8:
-        return _in_words("one_shot", False) if problem.M > 64 else ()
+        return _lamport_configs("one_shot", False) if problem.M > 64 else ()
     if problem.op != ALL_REDUCE or problem.world_size < 2:
         return ()
     if problem.world_size == 2:
-        return _in_words("one_shot", problem.fp8) if problem.M > 64 else ()
-    return _in_words("two_shot", problem.fp8) if problem.M > 128 else ()
+        return _lamport_configs("one_shot", problem.fp8) if problem.M > 64 else ()
+    return _lamport_configs("two_shot", problem.fp8) if problem.M > 128 else ()
 
 
-def _roles(problem: Problem, machine: Machine) -> list[FusedConfig]:
+def _hopper(problem: Problem, machine: Machine) -> list[FusedConfig]:
     # owners take turns, so a round of programs works on this many row blocks of each
     group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)
     programs = machine.num_programs
-    return [x for x in _with_roles(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
+    return [x for x in _hopper_configs(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
 
 
 # Made once, as those below: to make them anew would take a plan longer than to weigh them.
@@ -238,14 +238,14 @@ def _roles(problem: Problem, machine: Machine) -> list[FusedConfig]:
 def _unfused(op: str, world_size: int) -> tuple[FusedConfig, ...]:
     found = tuple(FusedConfig(algorithm=algorithm) for algorithm in TORCH_WAYS)
     if op == GATHER_MATMUL and world_size > 2:
-        found += (FusedConfig(algorithm="copy_engines", ranks_together=world_size - 1),)
+        found += (FusedConfig(algorithm="copy_gather", ranks_together=world_size - 1),)
     return found
 
 
 @lru_cache(maxsize=256)
 def fitting(itemsize: int, machine: Machine, few: bool) -> tuple[tuple[int, int, int, int, int], ...]:
     """(block_m, block_n, block_k, warps, stages) of tiles, for few rows or many, for which shared memory has room."""
-    tiles = FP32_TILES if itemsize == 4 else EXCHANGE_TILES if few else GPU_TILES
+    tiles = FP32_TILES if itemsize == 4 else LAMPORT_TILES if few else GPU_TILES
     fits = {tile: machine.stages((tile[0] + tile[1]) * tile[2] * itemsize) for tile in tiles}
     return tuple((*tile, min(stages, fits[tile])) for tile, (stages, _) in tiles.items() if fits[tile] > 1)
 
@@ -260,18 +260,19 @@ def _tiled(few_rows: tuple, shots: tuple, tiles: tuple, comm_programs: int) -> t
 
 
 @lru_cache(maxsize=256)
-def _with_roles(group_m: int) -> tuple[FusedConfig, ...]:
-    kinds = product(ROLES_TILES.items(), (1, _SHARES))
+def _hopper_configs(group_m: int) -> tuple[FusedConfig, ...]:
+    kinds = product(HOPPER_TILES.items(), (1, _SHARES))
     return tuple(
-        FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_roles=True) for ((m, n, k, w), (s, _)), splits in kinds
+        FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_specialised=True)
+        for ((m, n, k, w), (s, _)), splits in kinds
     )
 
 
 @lru_cache(maxsize=4)
-def _in_words(algorithm: str, of_fp8: bool) -> tuple[FusedConfig, ...]:
-    tiles = SWAP_TILES[of_fp8] if algorithm == "one_shot" else WORDS_ROLES_TILES
+def _lamport_configs(algorithm: str, of_fp8: bool) -> tuple[FusedConfig, ...]:
+    tiles = PAIR_TILES[of_fp8] if algorithm == "one_shot" else TWO_SHOT_TILES
     return tuple(
-        FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm=algorithm)
+        FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm=algorithm)
         for (m, n, k, w), (s, _) in tiles.items()
     )
 
@@ -279,9 +280,9 @@ def _in_words(algorithm: str, of_fp8: bool) -> tuple[FusedConfig, ...]:
 # With weights in eight bits (`weight_stream.py`); or, where a rank's do not lie as they must, the tile in its place.
 FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
 # Of rows that copy engines bring; programs that share tiles are no faster there, by measurement.
-BROUGHT = tuple(
-    FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_roles=True, algorithm="copy_engines")
-    for (m, n, k, w), (s, _) in BROUGHT_TILES.items()
+COPY_GATHER_CONFIGS = tuple(
+    FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm="copy_gather")
+    for (m, n, k, w), (s, _) in COPY_GATHER_TILES.items()
 )
 
 
@@ -311,9 +312,9 @@ def _powers(size: int) -> list[int]:
 def _objection(problem: Problem, config: FusedConfig) -> str | None:
     m, n, _ = problem.gemm
     if config.algorithm in TORCH_WAYS:
-        if config.warp_roles and problem.part_rows < config.block_m:
+        if config.warp_specialised and problem.part_rows < config.block_m:
             return f"a rank has {problem.part_rows} rows, fewer than a tile"
-        if config.algorithm == "shard_sums" and problem.M < _LEAST_SHARDED:
+        if config.algorithm == "copy_reduce" and problem.M < _LEAST_SHARDED:
             return "few rows: shards of them hide too little for what stands between them"
         if problem.fp8 and (config.algorithm == "sequential" or problem.op == GATHER_MATMUL):  # of few rows, too
             return TORCH_WAYS[config.algorithm].objection(problem)
@@ -337,7 +338,7 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
 
 
 def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
-    """Over what time the programs of an op that pushes tiles start, or, with roles, end what they share first.
+    """Over what time the programs of an op that pushes tiles start, or, warp-specialised, end what they share first.
 
     Best is, by measurement, about the time that all of them take to push a tile at once; a third more where tiles go to
     everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each
@@ -350,11 +351,11 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
         return round(0.4 * round_us) if rounds > 2 else 0
     if problem.op == GATHER_MATMUL or config.algorithm != "overlapped":
         return 0
-    if config.warp_roles and (problem.op == REDUCE_SCATTER or config.splits == 1 or config.block_n < 256):
+    if config.warp_specialised and (problem.op == REDUCE_SCATTER or config.splits == 1 or config.block_n < 256):
         return 0  # what others sum is pushed while the next tile is multiplied; small tiles lose by unequal shares
     if problem.world_size == 1 or machine.name == INTERPRETER:
         return 0
-    if gemm_tiles(problem, config) <= programs and not config.warp_roles:
+    if gemm_tiles(problem, config) <= programs and not config.warp_specialised:
         return 0
     copies = 1.35 * (problem.world_size - 1) if problem.op == MATMUL_GATHER else 1
     wave_us = copies * push_us(problem, config, machine, programs)

@@ -28,21 +28,21 @@ GPU_TILES: Tiles = {
     (16, 64, 128, 4): (5, 0.12),
     (16, 128, 128, 4): (4, 0.14),
 }
-# The same for programs whose warps have roles, which multiply while tiles are moved.
-ROLES_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
+# The same for warp-specialised programs, which multiply while tiles are moved.
+HOPPER_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
 # Of those, what only stores its tiles, for copy engines move the rows that it multiplies.
-BROUGHT_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)}
+COPY_GATHER_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)}
 # What sends words (`lamport_two_shot.py`).
-WORDS_ROLES_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
+TWO_SHOT_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
 # What swaps words with the one peer (`lamport_pair.py`), by whether operands are in eight bits.
-SWAP_TILES: dict[bool, Tiles] = {
+PAIR_TILES: dict[bool, Tiles] = {
     False: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 4): (8, 0.80)},
     True: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)},
 }
 # For few rows: enough weights under way for the memory's full rate; measured on H200s. What bounds tiles 64 wide if not
 # memory is shared memory, written and read at 128 bytes a cycle: a second warp group reads A once more, but puts and
 # takes words sooner.
-EXCHANGE_TILES: Tiles = {
+LAMPORT_TILES: Tiles = {
     (16, 64, 256, 4): (5, 0.25),
     (16, 64, 128, 4): (8, 0.25),
     (32, 64, 256, 4): (4, 0.43),
@@ -118,18 +118,18 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if few_rows and bm == bn == 64 and tiles > programs:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
-    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not config.warp_roles else 1
+    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not config.warp_specialised else 1
     itemsize = 1 if problem.fp8 else problem.dtype.itemsize
     stream = (m * k + k * n * again) * itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
     enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if few_rows else 0.9 * programs
     stream *= max(1.0, enough / max(1, min(tiles, programs)))
     # as the chip comes to its power limit, below which two rounds of tiles leave it
-    cool = config.warp_roles and problem.op == ALL_REDUCE and tiles <= 2 * programs and not shared
+    cool = config.warp_specialised and problem.op == ALL_REDUCE and tiles <= 2 * programs and not shared
     coolest = _COOLEST_US if cool else 500.0
     warmth = log(min(max(compute, coolest), 2000.0) / 500.0) / log(4.0)
     compute *= 1 + 0.07 * warmth
-    if config.warp_roles and problem.op == ALL_REDUCE and bm == 128 and tiles <= programs:
+    if config.warp_specialised and problem.op == ALL_REDUCE and bm == 128 and tiles <= programs:
         return (compute**_ONE_ROUND + stream**_ONE_ROUND) ** (1 / _ONE_ROUND)
     return max(compute, stream)
 
@@ -142,11 +142,11 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if fp32:
         shares = FP32_TILES
     elif few_rows:
-        of_words = WORDS_ROLES_TILES if kernel_for(problem, config) == LAMPORT_TWO_SHOT else SWAP_TILES[problem.fp8]
-        shares = of_words if config.warp_roles else FP8_TILES if problem.fp8 else EXCHANGE_TILES
+        of_words = TWO_SHOT_TILES if kernel_for(problem, config) == LAMPORT_TWO_SHOT else PAIR_TILES[problem.fp8]
+        shares = of_words if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
     else:
-        roles = BROUGHT_TILES if problem.op == GATHER_MATMUL else ROLES_TILES
-        shares = roles if config.warp_roles else GPU_TILES
+        roles = COPY_GATHER_TILES if problem.op == GATHER_MATMUL else HOPPER_TILES
+        shares = roles if config.warp_specialised else GPU_TILES
     unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
     if not (problem.whole_vectors(problem.K) or few_rows) and machine.name.startswith("NVIDIA"):

@@ -31,7 +31,7 @@ def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, 
     """Microseconds of a product [m, k] @ [k, n] in 16 bits: rounds of the tiles that suit it best, or its stream.
 
     Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on. `in_fp8`: of weights in
-    eight bits, and rows that are rounded first (`fp8.py`).
+    eight bits, and rows that are rounded first (`fp8/scaled_matmul.py`).
     """
     return expected_in_turn([m], n, k, machine, most_splits, in_fp8)[0] - _HIDDEN * machine.launch_us
 

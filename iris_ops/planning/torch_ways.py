@@ -177,6 +177,6 @@ def copy_reduce_elements(problem: Problem) -> int:
 
 TORCH_WAYS = {
     "sequential": TorchWay(_sequential_objection, _sequential_us, sequential_elements),
-    "copy_engines": TorchWay(_copy_gather_objection, _copy_gather_us, copy_gather_elements),
-    "shard_sums": TorchWay(_copy_reduce_objection, _copy_reduce_us, copy_reduce_elements),
+    "copy_gather": TorchWay(_copy_gather_objection, _copy_gather_us, copy_gather_elements),
+    "copy_reduce": TorchWay(_copy_reduce_objection, _copy_reduce_us, copy_reduce_elements),
 }

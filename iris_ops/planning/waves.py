@@ -22,7 +22,7 @@ def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
     if config.algorithm == "overlapped" and problem.op in (REDUCE_SCATTER, ALL_REDUCE):
         rows, cols, _ = owned_part(problem, config)
         return problem.world_size * _count(rows, cols, config)
-    by_sources = config.algorithm == "overlapped" or (config.algorithm == "copy_engines" and config.warp_roles)
+    by_sources = config.algorithm == "overlapped" or (config.algorithm == "copy_gather" and config.warp_specialised)
     if by_sources and problem.op == GATHER_MATMUL and problem.form == "rows":
         return problem.world_size * _count(problem.part_rows, n, config)
     return _count(m, n, config)
@@ -40,14 +40,14 @@ def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def loose_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many tiles fill no round of programs with roles, which may share them: the same whatever K is."""
-    if config.splits == 1 or not config.warp_roles or problem.op == GATHER_MATMUL:
+    """How many tiles fill no round of warp-specialised programs, which may share them: the same whatever K is."""
+    if config.splits == 1 or not config.warp_specialised or problem.op == GATHER_MATMUL:
         return 0
     return gemm_tiles(problem, config) % programs_of(config, programs)
 
 
 def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[int, int]:
-    """(tiles that programs with roles share, by how many programs): those that do not fill a round; see `units.Units`.
+    """(tiles that warp-specialised programs share, by how many): those that do not fill a round (`stream_k.Units`).
 
     A tile is cut into about `config.splits` parts at most, each of one step along K at least.
     """
@@ -58,7 +58,7 @@ def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:
-    """Whether `units.Units` can count, in int32, the steps of so many shared tiles."""
+    """Whether `stream_k.Units` can count, in int32, the steps of so many shared tiles."""
     return 2 * sharers * shared * steps < 1 << 31
 
 
@@ -77,16 +77,16 @@ def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: fl
 
 
 def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many tiles of each other owner a rank computes before the first of its own; see `owned_tiles.turn`.
+    """How many tiles of each other owner a rank computes before the first of its own; see `tile_orders.turn`.
 
-    With roles, a quarter of a round: warps that multiply do not wait for what others move. Else all of them, but in an
-    all-reduce among three or more: the sums of own tiles go to several peers each, and the link would be idle before
-    and too narrow at the end. Two rounds ahead, others' tiles have arrived when they are summed. Mixed owners share
-    less of their operands: what a round reads must fit in L2, unless there are few rounds.
+    Warp-specialised, a quarter of a round: warps that multiply do not wait for what others move. Else all of them, but
+    in an all-reduce among three or more: the sums of own tiles go to several peers each, and the link would be idle
+    before and too narrow at the end. Two rounds ahead, others' tiles have arrived when they are summed. Mixed owners
+    share less of their operands: what a round reads must fit in L2, unless there are few rounds.
     """
     rows, cols, _ = owned_part(problem, config)
     owned, programs = _count(rows, cols, config), config.num_programs or programs
-    if config.warp_roles and problem.world_size > 1:
+    if config.warp_specialised and problem.world_size > 1:
         return min(owned, -(-programs // (4 * (problem.world_size - 1))))
     early = -(-2 * programs // problem.world_size)
     if problem.op != ALL_REDUCE or problem.world_size < 3 or owned <= early:

@@ -8,11 +8,12 @@ every rank sends its rows to the rank i before it, so all links of a step are di
 the order r, r + 1, r + 2 ... in which rows arrive. Behind its rows a rank sends, by a copy too, a flag: how many
 barriers it has come through, which is the same number on all ranks and never comes again.
 
-With `warp_roles` all rows are multiplied by one kernel, `all_gather_matmul_roles`, which waits for the flags itself.
-Else torch multiplies, behind small kernels that wait, in a stream of their own so that no copy waits for one. A rank's
-rows that are few go with the next one's then: a product reads all of B however few rows it has. So do as many ranks' as
-the configuration says: a product has a last round that most multiprocessors sit out, and where the own rows' product
-hides all copies one step is enough. All ranks make the same copies; the products are each rank's own affair.
+With `warp_specialised` all rows are multiplied by one kernel, `kernels/hopper/gather_matmul.py`, which waits for the
+flags itself. Else torch multiplies, behind small kernels that wait, in a stream of their own so that no copy waits for
+one. A rank's rows that are few go with the next one's then: a product reads all of B however few rows it has. So do as
+many ranks' as the configuration says: a product has a last round that most multiprocessors sit out, and where the own
+rows' product hides all copies one step is enough. All ranks make the same copies; the products are each rank's own
+affair.
 
 Counts and clock are the device's, so a captured call can be replayed. Why no row is overwritten too early: a rank
 copies after the barrier only, to which a peer comes behind its products of earlier calls, in stream order. Why none is
@@ -50,10 +51,10 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["begin", "end", "part_rows", "M"])
 def arrived_kernel(
-    words, flags, passed, begin, end, part_rows, M, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr
+    ctx_ptr, flags, passed, begin, end, part_rows, M, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr
 ):  # fmt: skip
     """Waits for the rows of the ranks from `begin` to `end`, counted from this rank on, but of those that have none."""
-    ctx = own_context(words, WORLD_SIZE)
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     expected = tl.load(passed)
     for i in range(begin, end):
         source = (ctx.rank + i) % WORLD_SIZE
@@ -144,7 +145,7 @@ def _in_steps(
 
 def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[Callable[[], None], ...]:
     """For each step a function that launches the wait for its rows."""
-    known = dict(words=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
+    known = dict(ctx_ptr=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
                  part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size,
                  WAITER=WAITERS.index(problem.asked))  # fmt: skip
     waits = tuple(_wait(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps)

@@ -1,5 +1,6 @@
 """The product by torch, which is cuBLAS's or hipBLASLt's, and the collective of `iris.ccl` after it, or, for
-`all_gather_matmul`, before it. In eight bits whichever product `fp8.py` takes; the model reckons with torch's.
+`all_gather_matmul`, before it. In eight bits whichever product `fp8/scaled_matmul.py` takes; the model reckons with
+torch's.
 
 Nothing overlaps here, and each half is the fastest there is: with some hundred rows a library's product, whose programs
 share operands between multiprocessors, gains more on ours than an overlap would hide. As in the other algorithms, what

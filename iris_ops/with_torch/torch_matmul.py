@@ -10,7 +10,7 @@ from ..fp8 import scaled_matmul
 def multiply(
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
 ) -> None:
-    """`out = A @ B + bias`; with `scale`, B is in eight bits (`fp8.py`)."""
+    """`out = A @ B + bias`; with `scale`, B is in eight bits (`fp8/scaled_matmul.py`)."""
     if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies what stands behind a row by zero: NaN, where that is
         A = A.contiguous()
     if scale is not None:

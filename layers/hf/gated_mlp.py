@@ -1,6 +1,6 @@
 """Gated MLPs, `down(silu(gate(x)) * up(x))`, whose first half is one kernel.
 
-Where rows are few it is `step_product`'s; where they are many, and warps can have roles, that of
+Where rows are few it is `skinny_matmul`'s; where they are many, and warps can have roles, that of
 `iris_ops.all_gather_matmul_roles`, be the rows here or, with shared tokens, on all ranks.
 
 A module is exchanged only if its forward reads just so, its gate and up are one product (see `fused`), its activation
@@ -43,7 +43,7 @@ class GatedMLP(nn.Module):
         vars(self).update((key, held) for key, held in vars(mlp).items() if not key.startswith("_forward_pre_hooks"))
         self._product = product
         self._whole = self._passed_over()  # in a tuple: no further children
-        self._with_roles = platform.has_warp_roles(product.merged.ctx.device)  # a compiler would warn
+        self._hopper_configs = platform.has_warp_specialisation(product.merged.ctx.device)  # a compiler would warn
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         (x,) = *args, *kwargs.values()  # by whatever name
@@ -52,7 +52,7 @@ class GatedMLP(nn.Module):
         if merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
             alone = not self._product.exchanges(x)
             few = alone and skinny_matmul.serves(x, merged.weight, merged.bias, True, merged.weight_scale)
-            many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._with_roles)
+            many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._hopper_configs)
             if (few or many) and self._is_whole():
                 held = merged.weight, merged.bias, merged.weight_scale
                 return self.down_proj(skinny_matmul.gated(x, *held) if few else merged.gated(x))
@@ -75,7 +75,7 @@ class GatedMLP(nn.Module):
 
 
 def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, with_roles: bool) -> bool:
-    """Whether programs with roles may multiply `x`: more than a few rows, or a number that is open to a compiler."""
+    """Whether a warp-specialised kernel may multiply `x`: it has many rows, or a number that a compiler leaves open."""
     if not with_roles or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
         return False
     held = [t for t in (x, merged.weight, merged.bias) if t is not None]

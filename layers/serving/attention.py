@@ -25,15 +25,15 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    here = torch.ops.iris_layers if torch.compiler.is_compiling() else None
+    here = torch.ops.iris_ops if torch.compiler.is_compiling() else None
     padded = prefill_attention.is_places(attention_mask)
     wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     if not wants_gradient and all(options.get(name) is None for name in _UNSERVED):
         if padded or prefill_attention.serves(module, query, key, value, attention_mask, options):
-            call = here.prompt_attention if here else prefill_attention.prompt_attention
+            call = here.prefill_attention if here else prefill_attention.prefill_attention
             return call(query, key, value, scale, attention_mask), None
         if _serves(query, key, value, attention_mask):
-            call = here.step_attention if here else decode_attention.step_attention
+            call = here.decode_attention if here else decode_attention.decode_attention
             return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale).unsqueeze(1), None
     if padded:
         attention_mask = prefill_attention.mask_of_places(attention_mask)

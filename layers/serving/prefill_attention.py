@@ -62,7 +62,7 @@ def mask_of_places(places: torch.Tensor) -> torch.Tensor:
     return causal & places[:, :, 2:].bool()
 
 
-def prompt_attention(
+def prefill_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, places: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D]: token t over the first t + 1 of them.
@@ -121,14 +121,14 @@ def _has_plans(device: torch.device) -> bool:
 
 
 # One opaque operator for compilers, which would choose a backend for all lengths.
-_library = torch.library.Library("iris_layers", "FRAGMENT")
+_library = torch.library.Library("iris_ops", "FRAGMENT")
 _library.define(
-    "prompt_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? places=None) -> Tensor",
+    "prefill_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? places=None) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
 )
-_library.impl("prompt_attention", prompt_attention, "CompositeExplicitAutograd")
+_library.impl("prefill_attention", prefill_attention, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "iris_layers::prompt_attention",
+    "iris_ops::prefill_attention",
     lambda q, k, v, *_: q.new_empty(*q.transpose(1, 2).shape[:3], v.shape[3]),
     lib=_library,
 )

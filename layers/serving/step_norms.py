@@ -56,7 +56,7 @@ def _calls(graph: fx.Graph, *targets: Callable) -> list[fx.Node]:
 
 def _feeds_products(node: fx.Node) -> bool:
     """Whether its users are products of few rows, of which it is the input and nothing else."""
-    product = torch.ops.iris_layers.step_product
+    product = torch.ops.iris_ops.skinny_matmul
     return bool(node.users) and all(
         user.target is product and len(user.args) == 5 and not user.kwargs
         and user.args[0] is node and node not in user.args[1:]

@@ -19,10 +19,10 @@ ROUNDS = 6
 
 @triton.jit
 def _both_spellings(
-    pointer, value, rank, to, bases, words, mask, OP: tl.constexpr, VIA_CONTEXT: tl.constexpr, WORLD: tl.constexpr,
+    pointer, value, rank, to, bases, ctx_ptr, mask, OP: tl.constexpr, VIA_CONTEXT: tl.constexpr, WORLD: tl.constexpr,
     SEM: tl.constexpr, SCOPE: tl.constexpr,
 ):  # fmt: skip
-    ctx = iris.DeviceContext.initialize(words, rank, WORLD)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD)
     if VIA_CONTEXT:
         if OP == "add":
             old = ctx.atomic_add(pointer, value, to, mask=mask, sem=SEM, scope=SCOPE)
@@ -58,14 +58,14 @@ def _both_spellings(
 
 @triton.jit
 def _apply_kernel(
-    target, values, old, rank, to, bases, words, inside, OP: tl.constexpr, VIA_CONTEXT: tl.constexpr, N: tl.constexpr,
+    target, values, old, rank, to, bases, ctx_ptr, inside, OP: tl.constexpr, VIA_CONTEXT: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, WORLD: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr,
 ):  # fmt: skip
     """old[i] = target[i] at `to`, before it became OP(target[i], values[i])."""
     i = tl.arange(0, N) if N > 1 else 0
     mask = i < inside if MASKED else None
     value = tl.load(values + i)
-    was = _both_spellings(target + i, value, rank, to, bases, words, mask, OP, VIA_CONTEXT, WORLD, SEM, SCOPE)
+    was = _both_spellings(target + i, value, rank, to, bases, ctx_ptr, mask, OP, VIA_CONTEXT, WORLD, SEM, SCOPE)
     tl.store(old + i, was, mask=mask)
 
 
@@ -195,9 +195,9 @@ def test_exchanged_tokens_are_neither_lost_nor_doubled(world_size):
 
 
 @triton.jit
-def _swap_kernel(word, cmp, value, old, rank, to, bases, words, VIA_CONTEXT: tl.constexpr, WORLD: tl.constexpr):
+def _swap_kernel(word, cmp, value, old, rank, to, bases, ctx_ptr, VIA_CONTEXT: tl.constexpr, WORLD: tl.constexpr):
     if VIA_CONTEXT:
-        ctx = iris.DeviceContext.initialize(words, rank, WORLD)
+        ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD)
         was = ctx.atomic_cas(word, tl.load(cmp), tl.load(value), to, sem="acq_rel", scope="sys")
     else:
         was = iris.atomic_cas(word, tl.load(cmp), tl.load(value), rank, to, bases)

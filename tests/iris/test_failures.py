@@ -100,8 +100,8 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_time_out():
 
 
 @triton.jit
-def _wait_for_own_kernel(words, flag, RANK: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(words, RANK, 2)
+def _wait_for_own_kernel(ctx_ptr, flag, RANK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, RANK, 2)
     wait(ctx, flag, 1, RANK)
 
 

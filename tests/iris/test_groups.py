@@ -22,8 +22,8 @@ def _results(ended: list[Ended]) -> list:
 
 
 @triton.jit
-def _send_kernel(src, dst, words, rank, to, WORLD: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(words, rank, WORLD)
+def _send_kernel(src, dst, ctx_ptr, rank, to, WORLD: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD)
     i = tl.arange(0, 4)
     ctx.put(src + i, dst + i, to)
 

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
-from tests.iris_ops.test_warp_roles import looked_at
+from tests.iris_ops.test_hopper import looked_at
 
 pytestmark = both
 
 SIZE, DEPTH, DTYPE = (512, 256, torch.bfloat16) if ON_GPU else (64, 32, torch.float32)
 PORTABLE = FusedConfig(32, 32, 32, num_warps=4)
-SPECIALISED = FusedConfig(128, 128, 64, num_stages=3, num_programs=7, warp_roles=True)
+SPECIALISED = FusedConfig(128, 128, 64, num_stages=3, num_programs=7, warp_specialised=True)
 UNTOUCHED = -7.0
 
 Call = Callable[[iris.Iris, torch.Tensor], object]
@@ -98,7 +98,7 @@ def elsewhere(shared: iris.Iris, which: str, outside: bool) -> bool:
 @pytest.mark.parametrize("which", CALLS)
 def test_results_at_different_places_are_found(world_size: int, which: str, outside: bool) -> None:
     served = run_ranks(world_size, elsewhere, which, outside)
-    if which in WARP_SPECIALISED and platform.has_warp_roles(torch.device("cuda")):
+    if which in WARP_SPECIALISED and platform.has_warp_specialisation(torch.device("cuda")):
         assert all(served)
 
 

@@ -36,14 +36,14 @@ LOAD, STORE, GET, PUT = range(4)
 
 @triton.jit
 def _move_kernel(
-    src, dst, copied, rank, bases, words, n, VIA_CONTEXT: tl.constexpr, MASKED: tl.constexpr, OTHER: tl.constexpr,
+    src, dst, copied, rank, bases, ctx_ptr, n, VIA_CONTEXT: tl.constexpr, MASKED: tl.constexpr, OTHER: tl.constexpr,
     N: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """dst [4, WORLD, N]: row `peer` of load and get are filled here, row `rank` of store and put at each peer.
 
     copied [WORLD, WORLD, N]: at each `to`, row [rank, from_].
     """
-    ctx = iris.DeviceContext.initialize(words, rank, WORLD)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD)
     i = tl.arange(0, N) if N > 1 else 0
     mask = i < n if MASKED else None
     other = OTHER if MASKED else None
@@ -113,8 +113,8 @@ def test_moves_between_all_pairs_of_ranks(world_size, dtype):
 
 
 @triton.jit
-def _modifiers_kernel(src, dst, rank, peer, words, N: tl.constexpr, WORLD: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(words, rank, WORLD)
+def _modifiers_kernel(src, dst, rank, peer, ctx_ptr, N: tl.constexpr, WORLD: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD)
     i = tl.arange(0, N)
     value = ctx.load(src + i, peer, cache_modifier=".cg") * 0 + ctx.load(src + i, peer, volatile=True)
     ctx.store(dst + i, value, peer, cache_modifier=".wt")

@@ -23,9 +23,9 @@ OWN = 64
 
 
 @triton.jit
-def put_kernel(words, x, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TRACING: tl.constexpr):
+def put_kernel(ctx_ptr, x, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TRACING: tl.constexpr):
     """A put within a span of its own, and a span that never ends."""
-    ctx = iris.DeviceContext.initialize(words, tl.load(words), WORLD_SIZE, TRACING)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE, TRACING)
     block, half = tl.program_id(0), tl.program_id(1)
     offsets = block * BLOCK + half * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     places, mask = x + offsets, offsets < n
@@ -112,9 +112,9 @@ def test_events_beyond_the_buffer_are_counted_and_stored_nowhere(world_size):
 
 
 @triton.jit
-def relay_kernel(words, flags, count, WORLD_SIZE: tl.constexpr):
+def relay_kernel(ctx_ptr, flags, count, WORLD_SIZE: tl.constexpr):
     """A message around all ranks: each receives from the one before and then sends; rank 0 begins."""
-    ctx = iris.DeviceContext.initialize(words, tl.load(words), WORLD_SIZE, True)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE, True)
     n = tl.load(count) + 1
     tl.store(count, n)
     before, after = (ctx.rank + WORLD_SIZE - 1) % WORLD_SIZE, (ctx.rank + 1) % WORLD_SIZE

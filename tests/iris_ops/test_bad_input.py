@@ -243,8 +243,8 @@ def test_an_exhausted_heap_is_reported_and_smaller_calls_work(world_size: int, o
         ("comm_programs", 0),
         ("stagger_us", -1),
         ("stagger_us", 1.5),
-        ("warp_roles", 1),
-        ("warp_roles", None),
+        ("warp_specialised", 1),
+        ("warp_specialised", None),
         ("algorithm", "three_shot"),
         ("algorithm", None),
     ],
@@ -264,30 +264,36 @@ def test_config_refuses_blocks_larger_than_triton_s(value: dict[str, int]) -> No
 
 @pytest.mark.parametrize("value", [dict(block_m=32), dict(block_n=512), dict(num_warps=4), dict(num_stages=1)], ids=str)
 def test_config_refuses_what_warps_with_roles_cannot_do(value: dict[str, int]) -> None:
-    with pytest.raises(ArgumentError, match="FusedConfig.warp_roles is True with tiles of .*; expected"):
-        FusedConfig(**value, warp_roles=True)
+    with pytest.raises(ArgumentError, match="FusedConfig.warp_specialised is True with tiles of .*; expected"):
+        FusedConfig(**value, warp_specialised=True)
     FusedConfig(**value)
 
 
 def test_config_has_one_warp_group_multiply_tiles_of_words_up_to_64_x_128() -> None:
-    low = FusedConfig(64, 128, 64, num_warps=4, num_stages=8, warp_roles=True, algorithm="one_shot")
+    low = FusedConfig(64, 128, 64, num_warps=4, num_stages=8, warp_specialised=True, algorithm="one_shot")
     for changes in (dict(block_m=128, num_stages=5), dict(algorithm="two_shot"), dict(algorithm="overlapped")):
-        with pytest.raises(ArgumentError, match="FusedConfig.warp_roles is True .*, 4 warps, .*; expected .*, 8 warps"):
+        with pytest.raises(
+            ArgumentError, match="FusedConfig.warp_specialised is True .*, 4 warps, .*; expected .*, 8 warps"
+        ):
             replace(low, **changes)
 
 
 @pytest.mark.parametrize("blocks", [(256, 256, 64, 2), (64, 256, 128, 3), (128, 256, 64, 4)], ids=str)
 def test_config_refuses_more_shared_memory_than_there_is(blocks: tuple[int, int, int, int]) -> None:
     m, n, k, stages = blocks
-    with pytest.raises(ArgumentError, match="warp_roles is True with blocks of .* bytes of shared memory; expected"):
-        FusedConfig(m, n, k, num_stages=stages, warp_roles=True)
-    FusedConfig(m, n, k, num_stages=stages - 1, warp_roles=stages > 2)
+    with pytest.raises(
+        ArgumentError, match="warp_specialised is True with blocks of .* bytes of shared memory; expected"
+    ):
+        FusedConfig(m, n, k, num_stages=stages, warp_specialised=True)
+    FusedConfig(m, n, k, num_stages=stages - 1, warp_specialised=stages > 2)
 
 
 def test_config_has_room_for_two_tiles_where_words_are_swapped() -> None:
-    FusedConfig(128, 256, 64, num_stages=3, warp_roles=True)
-    with pytest.raises(ArgumentError, match="warp_roles is True with blocks of .* bytes of shared memory; expected"):
-        FusedConfig(128, 256, 64, num_stages=3, warp_roles=True, algorithm="one_shot")
+    FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True)
+    with pytest.raises(
+        ArgumentError, match="warp_specialised is True with blocks of .* bytes of shared memory; expected"
+    ):
+        FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True, algorithm="one_shot")
 
 
 def refuse_blocks_without_room(ctx: iris.Iris) -> None:

@@ -54,8 +54,8 @@ CASES = [
         if op != ALL_REDUCE
     ),
 ]
-# By programs whose warps have roles where there are such.
-WORDS = FusedConfig(64, 64, 32, num_stages=2, num_programs=2, warp_roles=True, algorithm="two_shot")
+# By warp-specialised programs where there are such.
+WORDS = FusedConfig(64, 64, 32, num_stages=2, num_programs=2, warp_specialised=True, algorithm="two_shot")
 SWAP = replace(WORDS, algorithm="one_shot")  # between two ranks
 WORDS_CASES = [Case(ALL_REDUCE, "", m, 136, 24, config=config) for config in (WORDS, SWAP) for m in (2, 70)]
 WORDS_CASES += [Case(REDUCE_SCATTER, "rows", m, 136, 24, config=SWAP) for m in (2, 70)]
@@ -196,8 +196,8 @@ def test_flags_are_compared_across_the_wrap(world_size: int) -> None:
 
 
 @triton.jit
-def deadlines_kernel(words, out, WORLD_SIZE: tl.constexpr):
-    ctx = own_context(words, WORLD_SIZE)
+def deadlines_kernel(ctx_ptr, out, WORLD_SIZE: tl.constexpr):
+    ctx = own_context(ctx_ptr, WORLD_SIZE)
     tl.store(out, deadline(ctx))
     tl.store(out + 1, deadline(ctx, 2))
 

@@ -46,9 +46,9 @@ MANY = [
     (100, 2048, 1152, True, BF16, None),
     (600, 1536, 144, True, BF16, None),
     (2000, 2048, 1040, True, BF16, None),
-    (300, 528, 272, True, BF16, FusedConfig(128, 256, 64, splits=4, warp_roles=True)),
-    (200, 400, 640, True, BF16, FusedConfig(64, 128, 64, num_stages=4, warp_roles=True, algorithm="two_shot")),
-    (200, 400, 640, True, BF16, FusedConfig(64, 128, 64, num_stages=4, warp_roles=True, algorithm="one_shot")),
+    (300, 528, 272, True, BF16, FusedConfig(128, 256, 64, splits=4, warp_specialised=True)),
+    (200, 400, 640, True, BF16, FusedConfig(64, 128, 64, num_stages=4, warp_specialised=True, algorithm="two_shot")),
+    (200, 400, 640, True, BF16, FusedConfig(64, 128, 64, num_stages=4, warp_specialised=True, algorithm="one_shot")),
 ]
 
 
@@ -145,7 +145,7 @@ def test_rounded_rows_in_the_interpreter(world_size: int, algorithm: str) -> Non
     assert all(torch.equal(first, other) for other in others), "the same bits on all ranks"
 
 
-@pytest.mark.skipif(ON_GPU and not platform.has_warp_roles(torch.device("cuda")), reason="for Hopper")
+@pytest.mark.skipif(ON_GPU and not platform.has_warp_specialisation(torch.device("cuda")), reason="for Hopper")
 @pytest.mark.parametrize(
     "rows, columns, depth", [(17, 48, 144), (64, 528, 256), (100, 320, 272), (128, 17408, 128), (300, 528, 144)]
 )
@@ -256,7 +256,11 @@ WRONG = {
         "scale is a negated view; expected",
     ),
     "out in its scale": (dict(out=lambda t: t), ArgumentError, "out overlaps scale in memory"),
-    "shards": (dict(config=lambda t: FusedConfig(algorithm="shard_sums")), ArgumentError, "'shard_sums'; expected ano"),
+    "shards": (
+        dict(config=lambda t: FusedConfig(algorithm="copy_reduce")),
+        ArgumentError,
+        "'copy_reduce'; expected ano",
+    ),
 }
 
 
@@ -370,7 +374,7 @@ def arguments_body(ctx: iris.Iris) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "num_programs", lambda device: 132)
         patch.setattr(platform, "launch_options", lambda device: {"launch_pdl": True})
-        patch.setattr(skinny_stream, "step_product_fp8_kernel", Kernel())
+        patch.setattr(skinny_stream, "skinny_stream_kernel", Kernel())
         for (M, N, K), tiles, grid, stages in PLACED:
             A, B, scales, bias = operands(ctx, M, N, K, True, BF16)
             out, workspace = torch.empty(M, N, dtype=BF16, device=ctx.device), ctx.ops._own_workspace()
@@ -389,7 +393,7 @@ def arguments_body(ctx: iris.Iris) -> None:
 
 # sizes: tiles at once, programs, stages
 PLACED = (((3, 5120, 384), 3, 107, 6), ((9, 8192, 128), 2, 256, 2), ((1, 16384, 128), 2, 264, 4))
-STEP = {*skinny_stream.step_product_fp8_kernel.arg_names}
+STEP = {*skinny_stream.skinny_stream_kernel.arg_names}
 
 
 @pytest.mark.parametrize("world_size", WORLDS[:1])

@@ -35,9 +35,9 @@ CASES = [
 MANY = [
     (600, 1536, 144, True, BF16, None),
     (2000, 2048, 1040, True, BF16, None),
-    (300, 528, 272, True, BF16, FusedConfig(128, 256, 64, splits=4, warp_roles=True)),
+    (300, 528, 272, True, BF16, FusedConfig(128, 256, 64, splits=4, warp_specialised=True)),
 ]
-UNFUSED = {REDUCE_SCATTER: ("sequential", "shard_sums"), GATHER_MATMUL: ("sequential", "copy_engines")}
+UNFUSED = {REDUCE_SCATTER: ("sequential", "copy_reduce"), GATHER_MATMUL: ("sequential", "copy_gather")}
 UNFUSED[GATED] = UNFUSED[GATHER_MATMUL]
 
 
@@ -108,8 +108,8 @@ def numbers_body(ctx: iris.Iris, op: str, form: str, M, N, K, bias, dtype, confi
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [1, 3])
 @pytest.mark.some(24)
 def test_numbers(world_size: int, op: str, form: str, case: tuple) -> None:
-    if case[-1] is not None and op != REDUCE_SCATTER and case[-1].warp_roles:
-        pytest.skip("no program with roles pushes these")
+    if case[-1] is not None and op != REDUCE_SCATTER and case[-1].warp_specialised:
+        pytest.skip("no program warp-specialised pushes these")
     run_ranks(world_size, numbers_body, op, form, *case)
 
 

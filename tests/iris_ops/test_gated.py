@@ -27,9 +27,9 @@ pytestmark = both
 
 H200 = machine_named("NVIDIA H200", 132)
 ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
-ROLES = FusedConfig(128, 256, 64, num_stages=3, warp_roles=True, algorithm="copy_engines")
+ROLES = FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True, algorithm="copy_gather")
 SMALL = replace(ROLES, block_n=128, group_m=2, num_programs=3)
-OTHERS = [None, FusedConfig(algorithm="copy_engines"), FusedConfig(64, 64, 32, num_warps=4, comm_programs=2)]
+OTHERS = [None, FusedConfig(algorithm="copy_gather"), FusedConfig(64, 64, 32, num_warps=4, comm_programs=2)]
 # rows, columns of both halves, depth, bias, dtype
 CASES = [
     (300, 512, 192, True, torch.bfloat16),
@@ -90,7 +90,7 @@ def test_gathered(world_size: int) -> None:
 @torch.no_grad()
 def strided_body(ctx: iris.Iris) -> None:
     """Results in rows and columns that stand apart; B by columns; ranks of which one has no columns, or no rows."""
-    for config in (ROLES, FusedConfig(algorithm="copy_engines")):
+    for config in (ROLES, FusedConfig(algorithm="copy_gather")):
         for M, N in ((130, 256), (ctx.num_ranks - 1 or 1, 256), (64, 0 if ctx.cur_rank == 0 else 64)):
             _, mine, B, b, exact = operands(ctx, M, N, 64, True, torch.bfloat16, M)
             wide, apart = torch.zeros(M, N // 2 + 8).bfloat16().to(ctx.device), torch.zeros(M, N + 2).bfloat16()
@@ -135,7 +135,7 @@ def biases_body(ctx: iris.Iris) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gated_matmul, "chosen", lambda *_: ROLES)
         if not ON_GPU:
-            patch.setattr(platform, "has_warp_roles", lambda device: True)
+            patch.setattr(platform, "has_warp_specialisation", lambda device: True)
             patch.setattr(gather_matmul, "relaunch", SimpleNamespace(launch=launch))
         for seed in range(4):
             A, _, B, b, exact = operands(ctx, 300, 64, 64, seed % 2 == 0, torch.bfloat16, seed)
@@ -154,9 +154,9 @@ def test_a_product_with_a_bias_is_another_one() -> None:
 
 @pytest.mark.parametrize("chosen", [None, ROLES, SMALL], ids=["torch", "roles", "small"])
 def test_alone(chosen: FusedConfig | None) -> None:
-    """In one kernel where warps have roles, B is a weight's transpose, and rows begin at whole vectors."""
+    """In one kernel where warps are specialised, B is a weight's transpose, and rows begin at whole vectors."""
     for served in run_ranks(2, alone_body, chosen):
-        roles = ON_GPU and chosen is not None and platform.has_warp_roles(torch.device("cuda", 0))
+        roles = ON_GPU and chosen is not None and platform.has_warp_specialisation(torch.device("cuda", 0))
         assert len(served) == (4 if roles else 0)
 
 
@@ -180,13 +180,13 @@ def test_who_multiplies() -> None:
         return Problem(GATHER_MATMUL, "rows", M, 14336, 8192, world_size, torch.bfloat16, True)
 
     assert gated_matmul.chosen(problem(64), H200) is None, "few rows are a stream of weights"
-    assert gated_matmul.chosen(problem(8192), H200).warp_roles
+    assert gated_matmul.chosen(problem(8192), H200).warp_specialised
     assert gated_matmul.chosen(problem(8192), machine_named("AMD Instinct MI300X", 304)) is None
     planned = plan(problem(8192, 4), H200)
-    assert planned.warp_roles and planned.algorithm == "copy_engines"
+    assert planned.warp_specialised and planned.algorithm == "copy_gather"
     apart = replace(problem(8192, 4), N=2 * 14340)
-    assert not plan(apart, H200).warp_roles, "rows of out begin between vectors"
-    assert plan(replace(apart, gated=False), H200).warp_roles
+    assert not plan(apart, H200).warp_specialised, "rows of out begin between vectors"
+    assert plan(replace(apart, gated=False), H200).warp_specialised
     behind = replace(problem(64, 4), gated=False)
     more = plan(problem(64, 4), H200).prediction.total_us - plan(behind, H200).prediction.total_us
     assert more == pytest.approx(gate_us(behind, H200), rel=1e-3), "gated behind the product"

@@ -24,8 +24,8 @@ REPLAYS = 1000
 INPUTS = 8  # different inputs that replays take in random order
 ONE_SHOT = FusedConfig(16, 64, 64, num_warps=4, algorithm="one_shot")
 TWO_SHOT = FusedConfig(64, 64, 32, num_warps=8, algorithm="two_shot")
-ROLES = FusedConfig(128, 128, 64, num_stages=5, num_programs=7, splits=4, stagger_us=5, warp_roles=True)
-WORDS = FusedConfig(64, 128, 64, num_stages=3, num_programs=7, warp_roles=True, algorithm="two_shot")
+ROLES = FusedConfig(128, 128, 64, num_stages=5, num_programs=7, splits=4, stagger_us=5, warp_specialised=True)
+WORDS = FusedConfig(64, 128, 64, num_stages=3, num_programs=7, warp_specialised=True, algorithm="two_shot")
 VARIANTS = [
     (ALL_REDUCE, "", TWO_SHOT),
     (ALL_REDUCE, "", WORDS),
@@ -34,8 +34,8 @@ VARIANTS = [
     *((op, form, None) for op, form in FORMS),
     *((op, form, ROLES) for op, form in FORMS if op != GATHER_MATMUL),
     *((op, form, FusedConfig(algorithm="sequential")) for op, form in FORMS if form in ("", "rows")),
-    (GATHER_MATMUL, "rows", FusedConfig(algorithm="copy_engines")),
-    (REDUCE_SCATTER, "rows", FusedConfig(algorithm="shard_sums")),
+    (GATHER_MATMUL, "rows", FusedConfig(algorithm="copy_gather")),
+    (REDUCE_SCATTER, "rows", FusedConfig(algorithm="copy_reduce")),
 ]
 
 
@@ -211,7 +211,7 @@ def eager_cost(ctx: iris.Iris, case: Case) -> None:
     call.check()
     most, workspace.graphs.most = workspace.graphs.most, 0  # as where there are no graphs
     try:
-        ctx.ops.forget_repeats()
+        ctx.ops.forget_launches()
         for _ in range(3):
             call.run(workspace)
         torch.cuda.synchronize()

@@ -125,7 +125,7 @@ def test_own_tiles_come_behind_what_they_sum(kept_by: int) -> None:
     run_ranks(1, check_turns, kept_by)
 
 
-ROLES = FusedConfig(64, 64, 64, warp_roles=True)
+ROLES = FusedConfig(64, 64, 64, warp_specialised=True)
 
 
 def product_of(tiles: int, steps: int) -> Problem:
@@ -180,7 +180,11 @@ def test_how_programs_share_tiles_is_within_bounds() -> None:
         mean = shared * steps // sharers
         skews = [skew_steps(problem, replace(config, stagger_us=us), programs, 100.0) for us in (0, 10, 50, 10**6)]
         assert skews == sorted(skews) and skews[0] == 0 and skews[-1] <= mean and mean + skews[-1] / 2 <= steps
-        for alone in (replace(config, splits=1), replace(config, warp_roles=False), replace(config, num_programs=1)):
+        for alone in (
+            replace(config, splits=1),
+            replace(config, warp_specialised=False),
+            replace(config, num_programs=1),
+        ):
             assert shared_tiles(problem, alone, programs) == (0, 0)
             assert skew_steps(problem, replace(alone, stagger_us=50), programs, 100.0) == 0
         # no program beyond the chip's is reckoned with

@@ -42,7 +42,7 @@ def problem(op: str, form: str, M: int, N: int, K: int, w: int = 4, dtype: torch
 
 
 def test_pushes_take_the_link_s_time_but_leave_some_of_the_product_s() -> None:
-    config = FusedConfig(128, 256, 64, warp_roles=True)
+    config = FusedConfig(128, 256, 64, warp_specialised=True)
     tile_bytes, programs, gbs = 2 * 128 * 256, H200.num_programs, H200.link_gbs * 1e3
     for op, form, copies in [(ALL_REDUCE, "", 1), (REDUCE_SCATTER, "rows", 1), (MATMUL_GATHER, "cols", 3)]:
         deep, shallow = (problem(op, form, 8192, 8192, K) for K in (1 << 16, 512))
@@ -116,7 +116,7 @@ def test_the_best_of_one_algorithm_can_be_asked_for(op: str, form: str) -> None:
     assert all(chosen.algorithm == name for name, chosen in found.items())
     best = plan(asked, H200)
     assert plan(asked, H200, algorithm=best.algorithm) == best
-    unfit = "copy_engines" if op != GATHER_MATMUL else "shard_sums"
+    unfit = "copy_gather" if op != GATHER_MATMUL else "copy_reduce"
     with pytest.raises(ArgumentError, match=f"{op}: algorithm is '{unfit}'; expected one that serves .*, one_shot"):
         plan(asked, H200, algorithm=unfit)
 
@@ -142,11 +142,11 @@ def test_all_reduces_of_some_hundred_rows_are_words_from_programs_with_roles() -
     """Between two ranks in one shot, which sends no more than two; nowhere in the kernels of another platform."""
     for w, algorithm in ((2, "one_shot"), (4, "two_shot")):
         chosen = plan(problem(ALL_REDUCE, "", 512, 8192, 2048, w), H200)
-        assert (chosen.algorithm, chosen.warp_roles) == (algorithm, True)
+        assert (chosen.algorithm, chosen.warp_specialised) == (algorithm, True)
         kernel = "hopper.lamport_pair" if w == 2 else "hopper.lamport_two_shot"
         assert chosen.kernel == kernel and chosen.explain().splitlines()[-1].startswith(f"chosen {kernel} ")
-    for machine in (replace(H200, warp_roles=False), machine_named("AMD Instinct MI300X", 304)):
-        assert not plan(problem(ALL_REDUCE, "", 512, 8192, 2048, 2), machine).warp_roles
+    for machine in (replace(H200, warp_specialised=False), machine_named("AMD Instinct MI300X", 304)):
+        assert not plan(problem(ALL_REDUCE, "", 512, 8192, 2048, 2), machine).warp_specialised
 
 
 def test_small_products_take_low_blocks() -> None:
@@ -159,23 +159,23 @@ def test_rows_that_begin_between_vectors_are_left_to_torch_s_product() -> None:
     for op, form in FORMS:
         if form in ("", "rows"):
             assert plan(problem(op, form, 3000, 5120, 4100), H200).algorithm in TORCH_WAYS
-            assert not plan(problem(op, form, 3000, 5120, 4100), H200).warp_roles
+            assert not plan(problem(op, form, 3000, 5120, 4100), H200).warp_specialised
 
 
 def test_warps_have_roles_where_hopper_pushes_many_rows() -> None:
     """Never in fp32, or elsewhere than on Hopper; a plan says so."""
     said = "hopper."
     for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "cols"), (MATMUL_GATHER, "rows"), (GATHER_MATMUL, "rows")):
-        for machine in (H200, machine_named("NVIDIA H100", 132), replace(MACHINES[-1], warp_roles=True)):
+        for machine in (H200, machine_named("NVIDIA H100", 132), replace(MACHINES[-1], warp_specialised=True)):
             large = plan(problem(op, form, 8192, 8192, 7168), machine)
             reason = next(line for line in large.reasons if line.startswith("chosen "))
-            assert large.warp_roles and large.num_warps == 8 and said in reason
+            assert large.warp_specialised and large.num_warps == 8 and said in reason
             assert ("programs share first tiles" in reason) == (large.splits > 1)
-        assert not plan(problem(op, form, 16, 8192, 7168), H200).warp_roles
+        assert not plan(problem(op, form, 16, 8192, 7168), H200).warp_specialised
     for op, form in FORMS:
         shape = problem(op, form, 8192, 8192, 7168)
         chosen = [plan(shape, machine) for machine in MACHINES[1:]] + [plan(replace(shape, dtype=torch.float32), H200)]
-        assert not any(each.warp_roles or said in each.explain() for each in chosen)
+        assert not any(each.warp_specialised or said in each.explain() for each in chosen)
 
 
 @pytest.mark.parametrize("op, rows", [(ALL_REDUCE, 4), (MATMUL_GATHER, 3), (GATHER_MATMUL, 3), (REDUCE_SCATTER, 3)])
@@ -199,10 +199,10 @@ def test_an_odd_number_of_gates_and_ups_is_refused() -> None:
 def test_splits_of_other_ways_are_passed_over() -> None:
     """Only overlapped gathers cut tiles so, and only ops that push share them."""
     asked = problem(GATHER_MATMUL, "rows", 5120, 14336, 8192)
-    for algorithm in ("copy_engines", "overlapped"):
-        config = FusedConfig(128, 256, 64, num_stages=3, warp_roles=True, algorithm=algorithm)
+    for algorithm in ("copy_gather", "overlapped"):
+        config = FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True, algorithm=algorithm)
         whole, split = (predict(asked, replace(config, splits=splits), H200).total_us for splits in (1, 4))
-        assert (whole == split) == (algorithm == "copy_engines")
+        assert (whole == split) == (algorithm == "copy_gather")
     assert waves.shared_tiles(asked, replace(config, splits=4), 132) == (0, 0)
 
 
@@ -373,9 +373,9 @@ def test_predictions_in_eight_bits_are_within_a_fifth_on_nine_measured_rows_of_t
 ])  # fmt: skip
 def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, with_roles) -> None:
     found = plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, fp8=True), H200)
-    assert (found.algorithm, found.warp_roles) == (algorithm, with_roles)
+    assert (found.algorithm, found.warp_specialised) == (algorithm, with_roles)
     # what has no tensor cores for them, or none that were measured, leaves the product to torch
-    others = [(H200, torch.float16), (replace(H200, warp_roles=False), torch.bfloat16)]
+    others = [(H200, torch.float16), (replace(H200, warp_specialised=False), torch.bfloat16)]
     for machine, dtype in others:
         assert (
             plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, dtype, fp8=True), machine).algorithm == "sequential"

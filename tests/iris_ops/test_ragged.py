@@ -7,7 +7,7 @@ from dataclasses import replace
 import iris
 from iris_ops import FusedConfig
 from iris_ops.kernels import descriptors
-from iris_ops.kernels.hopper import operands as roles_operands
+from iris_ops.kernels.hopper import operands as hopper_operands
 from iris_ops.kernels.tiles import first_row, rows_from
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER
 import pytest
@@ -22,10 +22,10 @@ from tests.reference import FORMS, Case
 pytestmark = both
 on_ranks = pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2], scope="session")
 
-# Tiles of 64 rows and of 128, in words and pushed, with roles where the GPU has them; several tiles a program.
+# Tiles of 64 rows and of 128, in words and pushed, warp-specialised where the GPU has them; several tiles a program.
 FEW = FusedConfig(64, 64, 64, num_warps=4, num_stages=3, algorithm="one_shot")
 MANY = FusedConfig(64, 64, 64, group_m=2, num_warps=4, num_stages=3, num_programs=3, comm_programs=2)
-ROLES = FusedConfig(128, 128, 64, num_stages=3, num_programs=5, warp_roles=True)
+ROLES = FusedConfig(128, 128, 64, num_stages=3, num_programs=5, warp_specialised=True)
 # Below a tile's half, half of it, between, all but 17, all but some that cost little; the same behind whole tiles.
 ROWS = [20, 32, 40, 47, 60, 64, 65, 70, 100, 112, 120, 129, 150] if ON_GPU else [20, 40, 47, 65, 100]
 
@@ -33,7 +33,7 @@ ROWS = [20, 32, 40, 47, 60, 64, 65, 70, 100, 112, 120, 129, 150] if ON_GPU else 
 def folds_of(ctx: iris.Iris, cases: list[Case]) -> tuple[list[str], set[int]]:
     """(digests of `check_cases`, of how many rows operands were folded)."""
     heights, fold = set(), descriptors.folded
-    modules = descriptors, roles_operands
+    modules = descriptors, hopper_operands
     for module in modules:
         module.folded = lambda A, high: heights.add(A.shape[0]) or fold(A, high)
     try:
@@ -65,7 +65,7 @@ def calls_of(op: str, form: str, config: FusedConfig, world_size: int) -> list[C
 @pytest.mark.parametrize("op, form", FORMS)
 def test_rows_that_no_tile_divides(world_size: int, op: str, form: str, config: FusedConfig) -> None:
     if config is ROLES and (op == GATHER_MATMUL or not ON_GPU):
-        pytest.skip("no program with roles pushes these")
+        pytest.skip("no program warp-specialised pushes these")
     cases = calls_of(op, form, config, world_size)
     if op == ALL_REDUCE and config is not MANY:
         others = ("two_shot", "one_shot") if config is ROLES else ("two_shot",)
@@ -99,9 +99,9 @@ def test_each_row_is_one_tile_s_own(rows: int, parts: int) -> None:
 
 
 @on_ranks
-@pytest.mark.skipif(not ON_GPU, reason="programs with roles")
+@pytest.mark.skipif(not ON_GPU, reason="warp-specialised programs")
 def test_rows_that_copy_engines_bring(world_size: int) -> None:
-    config = FusedConfig(128, 128, 64, num_stages=5, warp_roles=True, algorithm="copy_engines")
+    config = FusedConfig(128, 128, 64, num_stages=5, warp_specialised=True, algorithm="copy_gather")
     rows = [world_size * each for each in (130, 200, 255, 256)]
     cases = [Case(GATHER_MATMUL, "rows", m, 320, 256, bias=m % 3 > 0, config=config, seed=m) for m in rows]
     assert_same_bits(cases, run_ranks(world_size, check_cases, cases))

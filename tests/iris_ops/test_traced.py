@@ -85,14 +85,14 @@ PUSHED = [(op, form, "overlapped") for op, form in FORMS if op != GATHER_MATMUL]
 def test_warps_with_roles_record_themselves(world_size, op, form, algorithm):
     """What is sent, too; where they have roles, each kind by a thread of its own."""
     if algorithm == "one_shot" and world_size != 2:
-        pytest.skip("no program with roles serves these")
-    config = FusedConfig(64, 64, 64, num_stages=2, num_programs=3, splits=2, warp_roles=True, algorithm=algorithm)
+        pytest.skip("no program warp-specialised serves these")
+    config = FusedConfig(64, 64, 64, num_stages=2, num_programs=3, splits=2, warp_specialised=True, algorithm=algorithm)
     case = Case(op, form, 64 * world_size, 64 * world_size, 72, torch.float16, config=config)
     problem = Problem(op, form, case.M, case.N, case.K, world_size, case.dtype)
     found = run_ranks(world_size, check_traced, case)
     rounding = 1e-3 if algorithm == "two_shot" else 0  # of a tile's bytes over all ranks
     assert sum(sent for _, sent, _ in found) == pytest.approx(world_size * problem.link_bytes, rel=rounding, abs=0)
-    roles = ON_GPU and platform.has_warp_roles(torch.device("cuda", torch.cuda.current_device()))
+    roles = ON_GPU and platform.has_warp_specialisation(torch.device("cuda", torch.cuda.current_device()))
     for kinds, _, threads in found:
         assert kinds[PRODUCT.value] and threads == (2 if roles else 1)
         assert world_size == 1 or kinds[PUSH.value]
@@ -114,11 +114,11 @@ def check_untraced(ctx) -> dict[str, int]:
     W8, scale = scaled_matmul.quantised(torch.ones(N, K, device=ctx.device))
     B = W8.to(A.dtype).t()
     out, shard = (ctx.empty(rows, N, dtype=A.dtype) for rows in (M, M // w))
-    sequential, engines, shards = (FusedConfig(algorithm=name) for name in ("sequential", "copy_engines", "shard_sums"))
+    sequential, engines, shards = (FusedConfig(algorithm=name) for name in ("sequential", "copy_gather", "copy_reduce"))
     calls = {
         "sequential": lambda: ctx.ops.matmul_all_reduce(out, A, B, config=sequential),
-        "copy_engines": lambda: ctx.ops.all_gather_matmul(out, part, B, config=engines),
-        "shard_sums": lambda: ctx.ops.matmul_reduce_scatter(shard, A, B, config=shards),
+        "copy_gather": lambda: ctx.ops.all_gather_matmul(out, part, B, config=engines),
+        "copy_reduce": lambda: ctx.ops.matmul_reduce_scatter(shard, A, B, config=shards),
         "ccl": lambda: ctx.ccl.all_reduce(out, out.clone()),
     }
     if ctx.device.type == "cpu":

@@ -250,7 +250,7 @@ def short_prompts_body(ctx) -> None:
         with torch.profiler.profile() as trace:
             engine.step()
     assert counts == [3 + ON_GPU] * 2  # there one for the first norm, in halves
-    assert "iris_layers::step_product" in {each.key for each in trace.key_averages()}
+    assert "iris_ops::skinny_matmul" in {each.key for each in trace.key_averages()}
 
 
 def test_prompts_of_few_tokens_compile_nothing_anew(world_size: int) -> None:

@@ -132,7 +132,7 @@ def uneven_body(ctx) -> tuple:
     row = layers.RowParallelLinear(192, 128, False, ctx=ctx, parts=(heads.o_shard(64),), dtype=torch.bfloat16)
     column = layers.ColumnParallelLinear(192, 128, False, ctx=ctx, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(platform, "has_warp_roles", lambda device: True)
+        patch.setattr(platform, "has_warp_specialisation", lambda device: True)
         row.store_as_fp8()
         column.store_as_fp8()
     return row.weight.shape[1], row.own_steps, column.own_steps

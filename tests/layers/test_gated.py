@@ -225,7 +225,7 @@ def who_is_served_body(ctx) -> None:
     """Prompts of an MLP on GPUs whose warps can have roles; here another kernel gates."""
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(platform, "has_warp_roles", lambda device: True)
+        patch.setattr(platform, "has_warp_specialisation", lambda device: True)
         patch.setattr(torch_ops, "gated", told(torch_ops.gated, "gated", called))
         model = Stack().bfloat16()
         layers.parallelize(model, ctx, plan=PLAN)
@@ -253,7 +253,7 @@ def compiled_body(ctx) -> int:
     torch.compiler.reset()
     counter = CompileCounter()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(platform, "has_warp_roles", lambda device: True)
+        patch.setattr(platform, "has_warp_specialisation", lambda device: True)
         model = Stack().bfloat16()
         layers.parallelize(model, ctx, plan=PLAN)
         mlp = model.layers[0].to(ctx.device)

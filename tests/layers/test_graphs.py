@@ -220,7 +220,7 @@ def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> 
         if seed == 3:  # what the ops work in moves to other memory
             work = ctx.ops._workspace
             assert work.reserve(*(2 * each.nbytes + 4096 for each in (work.flags, work.staging, work.exchange)))
-            ctx.ops.forget_repeats()
+            ctx.ops.forget_launches()
         made = []
         for each in (engine, eager, *([other] if len(turns) > len(FEW) and length == 7 else [])):
             each.reset()

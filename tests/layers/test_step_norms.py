@@ -227,7 +227,7 @@ def others_body(ctx) -> None:
     like = dict(dtype=torch.bfloat16, device=ctx.device)
     x, a, b = torch.randn(2, 1, 64, **like), torch.randn(2, 32, **like), torch.randn(64, 32, **like)
     weight, norm = torch.randn(48, 64, **like), torch.randn(64, **like)
-    product, size = torch.ops.iris_layers.step_product, (2, 64)
+    product, size = torch.ops.iris_ops.skinny_matmul, (2, 64)
 
     def reduced() -> torch.Tensor:
         return torch.ops.iris_ops.matmul_all_reduce(a, b.t(), None, size, ctx.group_name, None).view(2, 1, 64)
@@ -298,7 +298,7 @@ def between_body(ctx) -> None:
     like = dict(dtype=torch.bfloat16, device=ctx.device)
     x, a, b = torch.randn(2, 1, 64, **like), torch.randn(2, 32, **like), torch.randn(64, 32, **like)
     weight, norm, wide = torch.randn(48, 64, **like), torch.randn(64, **like), torch.randn(128, **like)
-    product, reduce, size = torch.ops.iris_layers.step_product, torch.ops.iris_ops.matmul_all_reduce, (2, 64)
+    product, reduce, size = torch.ops.iris_ops.skinny_matmul, torch.ops.iris_ops.matmul_all_reduce, (2, 64)
     half, narrow = norm[:32].clone(), weight[:, :32].clone()
 
     def reduced(a: torch.Tensor = a) -> torch.Tensor:

@@ -22,15 +22,15 @@ class Fault:
 
 OPS = ("tests/iris_ops/test_ops.py",)
 EPOCHS = ("tests/iris_ops/test_epoch.py",)
-FEW_ROWS = ("tests/iris_ops/test_few_rows.py", *OPS, *EPOCHS)
+FEW_ROWS = ("tests/iris_ops/test_lamport_matmul.py", *OPS, *EPOCHS)
 ORDER = ("tests/iris_ops/test_order.py",)
 PLAN = ("tests/iris_ops/test_plan.py", "tests/iris_ops/test_problem.py")
 ARGUMENTS = ("tests/iris_ops/test_bad_input.py", *PLAN)
 FP8 = ("tests/iris_ops/test_fp8.py",)
-NORM = ("tests/iris_ops/test_norm_ahead.py",)
+NORM = ("tests/iris_ops/test_rmsnorm_epilogue.py",)
 GATED = ("tests/iris_ops/test_gated.py", "tests/layers/test_gated.py")
 COLLECTIVES = ("tests/iris/test_ccl.py", "tests/iris/test_ccl_calls.py")
-EXCHANGE = ("tests/iris/test_exchange.py", *FEW_ROWS)
+EXCHANGE = ("tests/iris/test_lamport.py", *FEW_ROWS)
 LOST = ("tests/iris/test_lost_ranks.py", "tests/iris/test_failures.py", "tests/iris/test_ccl_calls.py")
 HEAPS = ("tests/iris/test_different_heaps.py",)
 RMA = ("tests/iris/test_rma.py", "tests/iris/test_atomics.py")
@@ -38,9 +38,9 @@ PTX = ("tests/test_codegen_ptx.py",)
 SHARDS = ("tests/layers/test_shard.py", "tests/layers/test_linear.py")
 LOADER = ("tests/layers/test_saving.py", "tests/layers/test_pretrained.py", "tests/layers/test_malformed.py")
 ENGINE = ("tests/layers/test_engine.py", "tests/layers/test_generation.py")
-ATTENTION = ("tests/layers/test_step_attention.py", "tests/layers/test_prompt_attention.py")
-STEPS = ("tests/layers/test_step_product.py",)
-ON_HOPPER = "warps with roles run on Hopper only, and the number of stores in the PTX is the same"
+ATTENTION = ("tests/layers/test_decode_attention.py", "tests/layers/test_prefill_attention.py")
+STEPS = ("tests/layers/test_skinny_matmul.py",)
+ON_HOPPER = "specialised warps run on Hopper only, and the number of stores in the PTX is the same"
 
 DEVICE = [
     Fault(
@@ -173,8 +173,8 @@ DEVICE = [
     Fault(
         "nobody has more patience with who waits itself",
         "iris/device/waits.py",
-        "return arch.clock() + patience * tl.load(ctx.words + 4)",
-        "return arch.clock() + tl.load(ctx.words + 4)",
+        "return arch.clock() + patience * tl.load(ctx.ctx_ptr + 4)",
+        "return arch.clock() + tl.load(ctx.ctx_ptr + 4)",
         (*LOST, *EPOCHS),
     ),
     Fault(
@@ -217,28 +217,28 @@ DEVICE = [
 CCL = [
     Fault(
         "a reduce-scatter by flags has one slot",
-        "iris/ccl/by_flags.py",
+        "iris/ccl/flags.py",
         "slot = 0 if GATHER else epoch & 1",
         "slot = 0",
         COLLECTIVES,
     ),
     Fault(
         "a gather by flags ends before its parts are here",
-        "iris/ccl/by_flags.py",
+        "iris/ccl/flags.py",
         "        wait_others(ctx, done + lane, LANES, epoch, WAITER)\n",
         "        pass\n",
         COLLECTIVES,
     ),
     Fault(
         "words go to the wrong peer first",
-        "iris/ccl/by_words.py",
+        "iris/ccl/lamport.py",
         "return item // OTHERS, (ctx.rank + 1 + item % OTHERS) % WORLD_SIZE",
         "return item // OTHERS, (ctx.rank + item % OTHERS) % WORLD_SIZE",
         COLLECTIVES,
     ),
     Fault(
         "words of all calls share a slot",
-        "iris/ccl/by_words.py",
+        "iris/ccl/lamport.py",
         "slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words",
         "slot = staging + tl.cast(epoch & 0, tl.int64) * slot_words",
         COLLECTIVES,
@@ -525,7 +525,7 @@ PLANNER = [
     Fault(
         "weights of few rows are read once only",
         "iris_ops/planning/tile_model.py",
-        "again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not config.warp_roles else 1",
+        "again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not config.warp_specialised else 1",
         "again = 1",
         PLAN,
     ),

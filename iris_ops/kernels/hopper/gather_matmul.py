@@ -1,4 +1,4 @@
-"""`all_gather_matmul` by programs whose warps have roles (`warp_roles`), of rows that copy engines bring.
+"""`all_gather_matmul` by warp-specialised programs (`pipeline.py`), of rows that copy engines bring.
 
 Tiles of this rank's rows come first, then those of each rank in the order in which they arrive (`copy_engines`). The
 multiplying warps look for a rank's flag before they load its first rows, two steps before they need them. The moving
@@ -153,8 +153,8 @@ def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows"])
-def all_gather_matmul_roles_kernel(
-    a, gathered, b, bias, out, flags, passed, words, M, N, K, stride_om, part_rows,
+def hopper_gather_matmul_kernel(
+    a, gathered, b, bias, out, flags, passed, ctx_ptr, M, N, K, stride_om, part_rows,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVING: gl.constexpr,
@@ -165,7 +165,7 @@ def all_gather_matmul_roles_kernel(
     Or, `GATED`, of [2, N, K], what gates and what is gated; out is [M, N] then, too. flags: [rank]; passed: what a
     rank's flag holds when its rows have arrived.
     """
-    ctx = own_context(words, WORLD_SIZE, TRACING)
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     width: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     num_m, num_n = gl.cdiv(part_rows, BLOCK_M), gl.cdiv(N, width)
     rank = ctx.rank % WORLD_SIZE  # alone, any is the first
@@ -209,13 +209,13 @@ def product(
         if again is not None and again():
             return
         args = dict(
-            flags=flags, passed=passed, words=ctx.get_device_context(), part_rows=problem.part_rows,
+            flags=flags, passed=passed, ctx_ptr=ctx.get_device_context(), part_rows=problem.part_rows,
             WORLD_SIZE=problem.world_size, TRACING=traced, **_arguments(problem, config, out, A, gathered, B, bias),
         )  # fmt: skip
         programs = platform.num_programs(ctx.device)
         grid = min(gemm_tiles(problem, config), config.num_programs or programs, programs), 1, 1
         options = dict(num_warps=config.num_warps)
-        found = relaunch.launch(kernels, ctx.device, all_gather_matmul_roles_kernel, grid, args, addresses, **options)
+        found = relaunch.launch(kernels, ctx.device, hopper_gather_matmul_kernel, grid, args, addresses, **options)
         calls.keep(key, None, found)
         again = found and found.again
 

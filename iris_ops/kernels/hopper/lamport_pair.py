@@ -1,4 +1,4 @@
-"""`matmul_all_reduce` in one shot of words between two ranks, by programs whose warps have roles (`warp_roles`).
+"""`matmul_all_reduce` in one shot of words between two ranks, by warp-specialised programs (`pipeline.py`).
 
 Two ranks that swap all that they have multiplied send no more than if each summed a half and sent the sums, and it is
 one hop instead of two, with nobody to wait for but the peer's same tile. The words stand in the same places as those of
@@ -108,7 +108,7 @@ def _move_tiles(
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The moving warps: each tile is sent before the one before it is taken."""
-    bases = load_bases(ctx.words, ctx.world_size)
+    bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     peer = 1 - ctx.rank
     step = part_rows.to(gl.int64) * ld
     there = remote(ctx, slot + ctx.rank * step, bases, peer)
@@ -142,17 +142,17 @@ def _move_tiles(
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "stagger"])
-def swap_roles_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, sync, words, M, N, K, stride_om, part_rows, ld, slot_words, spread,
+def lamport_pair_kernel(
+    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, slot_words, spread,
     stagger,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
     PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr,
     MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in `few_rows_kernel`."""
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
     start_in_turn(stagger)
-    ctx = own_context(words, WORLD_SIZE, TRACING)
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     epoch = gl.load(sync) + 1
     slot = staging + (epoch & 1).to(gl.int64) * slot_words
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
@@ -187,4 +187,4 @@ def launcher(
     grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
     stagger = platform.ticks(config.stagger_us * 1e-6)
     args |= dict(GROUP_M=config.group_m, PLACES=PLACES, stagger=stagger)
-    return swap_roles_kernel, grid, args
+    return lamport_pair_kernel, grid, args

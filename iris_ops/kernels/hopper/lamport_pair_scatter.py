@@ -1,5 +1,5 @@
-"""`matmul_reduce_scatter` by rows between two ranks, in one shot of words, by programs whose warps have roles
-(`warp_roles`).
+"""`matmul_reduce_scatter` by rows between two ranks, in one shot of words, by warp-specialised programs
+(`pipeline.py`).
 
 For results of some megabytes: what flags, and the stores that they wait for, cost there is as much as they hide. The
 words stand in the same places as those of `lamport_matmul.py`, so the ranks may even mix the two; only that of a rank's
@@ -98,7 +98,7 @@ def _move_tiles(
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The moving warps."""
-    bases = load_bases(ctx.words, ctx.world_size)
+    bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     peer = 1 - ctx.rank
     step = part_rows.to(gl.int64) * ld
     there = remote(ctx, slot + ctx.rank * step, bases, peer)
@@ -139,16 +139,16 @@ def _move_tiles(
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "group"])
-def scatter_roles_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, sync, words, M, N, K, stride_om, part_rows, ld, slot_words, spread,
+def lamport_pair_scatter_kernel(
+    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, slot_words, spread,
     group,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
     PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr,
     MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in `few_rows_kernel`."""
-    ctx = own_context(words, WORLD_SIZE, TRACING)
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     epoch = gl.load(sync) + 1
     slot = staging + (epoch & 1).to(gl.int64) * slot_words
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
@@ -183,4 +183,4 @@ def launcher(
 ) -> "Launch":
     grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
     args |= dict(PLACES=PLACES, group=columns_together(problem, config, grid[0]))
-    return scatter_roles_kernel, grid, args
+    return lamport_pair_scatter_kernel, grid, args

@@ -1,4 +1,4 @@
-"""`matmul_all_reduce` in two shots of words by programs whose warps have roles (`warp_roles`).
+"""`matmul_all_reduce` in two shots of words by warp-specialised programs (`pipeline.py`).
 
 For results of some megabytes: too large for the product to hide nothing of them, as in `lamport_matmul.py`, and so
 small that signals, and the stores that they wait for, cost as much as what they hide. The same words stand in the same
@@ -132,7 +132,7 @@ def _move_tiles(
 ):  # fmt: skip
     """The moving warps."""
     dtype: gl.constexpr = shared.product.dtype
-    bases = load_bases(ctx.words, ctx.world_size)
+    bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     own_rows = part_at(M, part_rows, ctx.rank)
     shares = gl.cdiv(own_rows, ROWS)
     programs = gl.num_programs(0)
@@ -161,16 +161,16 @@ def _move_tiles(
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread"])
-def exchange_roles_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, sync, words, M, N, K, stride_om, part_rows, ld, slot_words, spread,
+def lamport_two_shot_kernel(
+    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, slot_words, spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
     PRODUCT: gl.constexpr, MOVE: gl.constexpr, TAKE: gl.constexpr, ROWS: gl.constexpr, OWNED: gl.constexpr,
     SUMMED: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
     TRACING: gl.constexpr = False,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in `few_rows_kernel`."""
-    ctx = own_context(words, WORLD_SIZE, TRACING)
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     epoch = gl.load(sync) + 1
     slot = staging + (epoch & 1).to(gl.int64) * slot_words
     sums = slot + WORLD_SIZE * (part_rows.to(gl.int64) * ld)
@@ -201,7 +201,7 @@ def exchange_roles_kernel(
 
 
 def layouts(block_m: int, block_n: int, world_size: int) -> dict:
-    """What this kernel is given beside `roles_operands.layouts`; OWNED: of a tile, the rows of one owner."""
+    """What this kernel is given beside `hopper_operands.layouts`; OWNED: of a tile, the rows of one owner."""
     parts = triton.next_power_of_2(world_size)
     lines = MOVING * 32 * 8 // block_n  # of which all moving threads hold a vector each
     owned = max(lines, block_m // parts)
@@ -214,4 +214,4 @@ def launcher(
 ) -> "Launch":
     grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
     args |= layouts(config.block_m, config.block_n, problem.world_size)
-    return exchange_roles_kernel, grid, args
+    return lamport_two_shot_kernel, grid, args

@@ -1,4 +1,4 @@
-"""`matmul_all_gather` by programs whose warps have roles (`warp_roles`): tiles travel while the next are multiplied."""
+"""`matmul_all_gather` by warp-specialised programs (`pipeline.py`): tiles travel while the next are multiplied."""
 
 from typing import TYPE_CHECKING
 
@@ -64,8 +64,8 @@ def _push_tiles(
 
 
 @gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
-def matmul_all_gather_roles_kernel(
-    a, b, bias, out, parts, left, sync, words, M, N, K, stride_om, row_step, col_step, shared_tiles, sharers, skew,
+def hopper_matmul_gather_kernel(
+    a, b, bias, out, parts, left, sync, ctx_ptr, M, N, K, stride_om, row_step, col_step, shared_tiles, sharers, skew,
     spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
@@ -73,7 +73,7 @@ def matmul_all_gather_roles_kernel(
     MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
-    ctx = own_context(words, WORLD_SIZE, TRACING)
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     num_m = gl.cdiv(max(M, row_step), BLOCK_M)
     num_n = gl.cdiv(max(N, col_step), BLOCK_N)
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
@@ -102,4 +102,4 @@ def launcher(
 ) -> "Launch":
     args = gather_arguments(rank, workspace, problem, config, tensors.out)
     grid, args = specialised_arguments(rank, workspace, problem, config, args, tensors)
-    return matmul_all_gather_roles_kernel, grid, args
+    return hopper_matmul_gather_kernel, grid, args

@@ -1,4 +1,4 @@
-"""`matmul_reduce_scatter` and the two shots of `matmul_all_reduce` by programs whose warps have roles (`warp_roles`).
+"""`matmul_reduce_scatter` and the two shots of `matmul_all_reduce` by warp-specialised programs (`pipeline.py`).
 
 The same tiles, in the same order, staged and signalled in the same places as by `matmul_reduce.py`; only that
 pushes, signals, waits and sums are the moving warps' business, while the others multiply on. An owner's own product is
@@ -158,8 +158,8 @@ def _move_tiles(
 
 
 @gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
-def reduce_scatter_roles_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, flags, parts, left, sync, words, M, N, K, stride_om, part_rows,
+def hopper_matmul_reduce_kernel(
+    a, b, a_scales, b_scales, bias, out, staging, flags, parts, left, sync, ctx_ptr, M, N, K, stride_om, part_rows,
     part_cols, early, shared_tiles, sharers, skew, spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, BY_COLS: gl.constexpr, ALL_REDUCE: gl.constexpr,
@@ -171,7 +171,7 @@ def reduce_scatter_roles_kernel(
 
     a_scales [M], b_scales [N]: where both are in eight bits, else None.
     """
-    ctx = own_context(words, WORLD_SIZE, TRACING)
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
@@ -200,4 +200,4 @@ def launcher(
 ) -> "Launch":
     args = reduce_arguments(rank, workspace, problem, config, tensors.out) | NO_SCALES
     grid, args = specialised_arguments(rank, workspace, problem, config, args, tensors)
-    return reduce_scatter_roles_kernel, grid, args
+    return hopper_matmul_reduce_kernel, grid, args

@@ -1,4 +1,4 @@
-"""What kernels whose warps have roles (`pipeline.py`) are given: descriptors, and as layouts which thread holds what.
+"""What warp-specialised kernels (`pipeline.py`) are given: descriptors, and as layouts which thread holds what.
 And which calls they serve.
 """
 
@@ -37,20 +37,20 @@ _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.
 
 
 def serve(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> bool:
-    """Whether programs with roles compute a call: asked for, on Hopper, and rows of all begin at whole vectors.
+    """Whether warp-specialised programs compute a call: asked for, on Hopper, and rows of all begin at whole vectors.
 
     `step`: the width of a part in a row of B or `out`. Ranks may differ in this: the portable kernel does the same.
     """
-    known_to = config.warp_roles and A.dtype in _GLUON_TYPES and platform.has_warp_roles(A.device)
+    known_to = config.warp_specialised and A.dtype in _GLUON_TYPES and platform.has_warp_specialisation(A.device)
     return known_to and all(of_whole_vectors(t, step) for t in (A, as_stored(B), out))
 
 
 def arguments(
     A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, folds: bool = True
 ) -> dict:
-    """What all kernels with roles are given: operands, blocks, and, as layouts, which thread holds what.
+    """What all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
 
-    `folds`: as in `operands.rows_operand`.
+    `folds`: as in `descriptors.rows_operand`.
     """
     stored = as_stored(B)
     transposed = stored is not B

@@ -1,4 +1,4 @@
-"""Programs whose warps have roles, for NVIDIA Hopper: eight warps multiply, four move finished tiles.
+"""Warp-specialised programs, for NVIDIA Hopper: eight warps multiply, four move finished tiles.
 
 In the portable kernels all warps of a program do everything, so a tile's product waits while the last tile is pushed,
 signalled or summed. Here a finished tile goes through shared memory to the moving warps, and the next product begins at
@@ -16,7 +16,7 @@ which nothing is loaded, and the sums of an all-reduce go at once.
 
 Waits between warps have no deadline: they are for loads, or for warps of the same program, whose own waits for peers
 all end (`iris/device/waits.py`) and who take tiles all the same when one has failed.
-What is computed are `units.Units`; where a tile stands says the op's own object: `place(tile)`, (first row, first
+What is computed are `stream_k.Units`; where a tile stands says the op's own object: `place(tile)`, (first row, first
 column, whether to add the bias). What is computed beyond a short part, or beyond the matrix, is not stored.
 """
 

@@ -24,7 +24,7 @@ from tests.checks import poison
 from tests.harness import WORLDS, run_ranks
 from tests.iris_ops.calls import Call
 from tests.iris_ops.test_graph import INPUTS, VARIANTS, Pool, capture, delays, late
-from tests.iris_ops.test_repeat import served
+from tests.iris_ops.test_relaunch import served
 from tests.reference import Case
 
 # --- when a call becomes a graph -------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def alternate(ctx: iris.Iris, case: Case, turns: int) -> int:
             pool.call.run(workspace)
         kept += len(workspace.graphs)
         if int(torch.randint(10, (), generator=mine)) == 0:
-            ctx.ops.forget_repeats()  # here, not on peers; a graph dies while it runs
+            ctx.ops.forget_launches()  # here, not on peers; a graph dies while it runs
         pool.compare(index)
     torch.cuda.synchronize()
     ctx.check()
@@ -312,7 +312,7 @@ def test_what_cannot_be_captured_stays_as_it_is(world_size: int) -> None:
 def elsewhere(ctx: iris.Iris, case: Case) -> int:
     """Nothing of a graph lies in memory that torch takes from where the user has told it to."""
     pool = Pool(ctx, case)
-    ctx.ops.forget_repeats()
+    ctx.ops.forget_launches()
     memory = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(memory):
         wrong = eager_ones(pool, 10)
@@ -325,7 +325,7 @@ def elsewhere(ctx: iris.Iris, case: Case) -> int:
 @gpu
 @ranks
 def test_graphs_take_nothing_from_the_users_pool(world_size: int) -> None:
-    case = Case(REDUCE_SCATTER, "rows", 256, 512, 256, config=FusedConfig(algorithm="shard_sums"))
+    case = Case(REDUCE_SCATTER, "rows", 256, 512, 256, config=FusedConfig(algorithm="copy_reduce"))
     assert run_ranks(world_size, elsewhere, case) == [0] * world_size
 
 
@@ -355,7 +355,7 @@ def under_trees(ctx: iris.Iris, case: Case) -> None:
 @gpu
 @ranks
 def test_torch_compiles_graphs_beside_them(world_size: int) -> None:
-    for op, algorithm in ((GATHER_MATMUL, "copy_engines"), (ALL_REDUCE, "sequential")):
+    for op, algorithm in ((GATHER_MATMUL, "copy_gather"), (ALL_REDUCE, "sequential")):
         form = "rows" if op == GATHER_MATMUL else ""
         case = Case(op, form, 256, 512, 256, config=FusedConfig(algorithm=algorithm))
         run_ranks(world_size, under_trees, case)

@@ -58,7 +58,7 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
     x = torch.randn(*rows, 2 * depth, **like)[..., :depth]  # rows lie apart
     weight = torch.randn((1 + gated) * outputs, depth, **like) * depth**-0.5
     added = torch.randn((1 + gated) * outputs, **like) if bias else None
-    out = skinny_matmul.step_product(x, weight, added, None, gated)
+    out = skinny_matmul.skinny_matmul(x, weight, added, None, gated)
     expected = reference(x, weight, added, gated, dtype)
     assert out.shape == (*rows, outputs) and out.dtype == dtype
 
@@ -67,7 +67,7 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
 
     # a sum on the border between two numbers may be rounded to the other one before the gate
     assert missed(out) <= (2 if gated else 0.6) * EPS[dtype]
-    assert missed(skinny_matmul.step_product(x, weight.roll(1, 0), added, None, gated)) > 0.1
+    assert missed(skinny_matmul.skinny_matmul(x, weight.roll(1, 0), added, None, gated)) > 0.1
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -91,11 +91,11 @@ def test_rows_scaled_by_the_second_half_of_a_norm(monkeypatch, rows, outputs: in
     h, norm = torch.randn(*rows, depth, **like) * 30, torch.randn(depth, **like)
     weight, bias = torch.randn((1 + gated) * outputs, depth, **like), torch.randn((1 + gated) * outputs, **like)
     scaled, squares = first_half(h, norm)
-    out = skinny_matmul.step_product(scaled, weight, bias, None, gated, squares, 1e-5)
+    out = skinny_matmul.skinny_matmul(scaled, weight, bias, None, gated, squares, 1e-5)
     x = h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
     expected = reference(x, weight, bias, gated, torch.bfloat16)
     assert (out.double() - expected).norm() <= (2 + gated) * EPS[torch.bfloat16] * expected.norm()
-    torch.library.opcheck(torch.ops.iris_layers.step_product, (scaled, weight, bias, None, gated, squares, 1e-5))
+    torch.library.opcheck(torch.ops.iris_ops.skinny_matmul, (scaled, weight, bias, None, gated, squares, 1e-5))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -115,12 +115,12 @@ def test_weights_in_eight_bits(rows: tuple, outputs: int, depth: int, gated: boo
     for x in (wide[..., :depth], wide[..., 8:].contiguous(), odd[..., 1:-8]):
         for added in (None, bias):
             assert skinny_matmul.streams(weight.shape, x.device)
-            out = skinny_matmul.step_product(x, weight, added, scale, gated)
+            out = skinny_matmul.skinny_matmul(x, weight, added, scale, gated)
             expected = reference(x, exact, added, gated, x.dtype)
             assert out.shape == (*rows, outputs)
             assert (out.double() - expected).norm() <= (2 if gated else 1) * 2**-8 * expected.norm()
     scaled, squares = first_half(wide[..., :depth] * 30, norm)
-    out = skinny_matmul.step_product(scaled, weight, bias, scale, gated, squares, 1e-5)
+    out = skinny_matmul.skinny_matmul(scaled, weight, bias, scale, gated, squares, 1e-5)
     h = (wide[..., :depth] * 30).double()
     expected = reference(h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm, exact, bias, gated, x.dtype)
     assert (out.double() - expected).norm() <= (2 + gated) * 2**-8 * expected.norm()
@@ -138,19 +138,19 @@ def test_weights_in_eight_bits_that_are_not_served() -> None:
 def test_a_rank_without_a_part_of_the_depth_adds_nothing() -> None:
     x, weight = torch.empty(3, 2, 0, device=DEVICE).half(), torch.empty(20, 0, device=DEVICE).half()
     bias = torch.randn(20, device=DEVICE).half()
-    assert torch.equal(skinny_matmul.step_product(x, weight, bias), bias.expand(3, 2, 20))
+    assert torch.equal(skinny_matmul.skinny_matmul(x, weight, bias), bias.expand(3, 2, 20))
 
 
 def test_operands_may_lie_by_columns() -> None:
     x, weight = torch.randn(32, 3, device=DEVICE).half().t(), torch.randn(32, 20, device=DEVICE).half().t()
-    out = skinny_matmul.step_product(x, weight)
-    assert torch.equal(out, skinny_matmul.step_product(x.contiguous(), weight.contiguous()))
+    out = skinny_matmul.skinny_matmul(x, weight)
+    assert torch.equal(out, skinny_matmul.skinny_matmul(x.contiguous(), weight.contiguous()))
 
 
 def test_compilers_know_its_shape() -> None:
     x, weight = torch.randn(2, 1, 32, device=DEVICE).half(), torch.randn(20, 32, device=DEVICE).half()
     for gated in (False, True):
-        torch.library.opcheck(torch.ops.iris_layers.step_product, (x, weight, weight[:, 0].clone(), None, gated))
+        torch.library.opcheck(torch.ops.iris_ops.skinny_matmul, (x, weight, weight[:, 0].clone(), None, gated))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -196,8 +196,8 @@ class Launches:
 def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) -> None:
     x, weight = torch.randn(3, 40).bfloat16(), torch.randn(70, 40).bfloat16()
     added = weight[:, 0].clone() if bias else None
-    kernel, capturing = Launches(skinny_matmul.step_product_kernel), []
-    monkeypatch.setattr(skinny_matmul, "step_product_kernel", kernel)
+    kernel, capturing = Launches(skinny_matmul.skinny_matmul_kernel), []
+    monkeypatch.setattr(skinny_matmul, "skinny_matmul_kernel", kernel)
     monkeypatch.setattr(skinny_matmul, "_loaded", set())
     monkeypatch.setattr(skinny_matmul, "_suits", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
@@ -264,7 +264,7 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
     model = models.build(name)
     layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
     exchanged = sum(isinstance(module, GatedMLP) for module in model.modules())
-    calls, own = [], skinny_matmul.step_product
+    calls, own = [], skinny_matmul.skinny_matmul
 
     def counted(x, weight, bias=None, scale=None, gated=False):
         calls.append(gated)

@@ -45,7 +45,7 @@ def test_one_token_over_a_cache(monkeypatch, dtype, batch, heads, kv_heads, leng
     mask[0, 64:] = False
     mask[:, 5] = True
     k[~mask[:, None].expand(k.shape[:3])] = 1e4  # would stand out
-    out = decode_attention.step_attention(q, k, v, mask, 0.3)
+    out = decode_attention.decode_attention(q, k, v, mask, 0.3)
     expected = reference(q, k, v, mask, 0.3)
     assert (out - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
     shifted = reference(q, k, v, mask.roll(1, 1), 0.3)
@@ -64,7 +64,7 @@ def test_any_part_of_a_cache_may_be_seen(monkeypatch, seen, programs: int) -> No
         mask[:, first:beyond] = True
     k[~mask[:, None]] = v[~mask[:, None]] = 1e4
     assert (decode_attention.stretches_of(pairs, 300, 32, programs)[0] == 1) == (programs == 1)
-    out, expected = decode_attention.step_attention(q, k, v, mask, 0.5), reference(q, k, v, mask, 0.5)
+    out, expected = decode_attention.decode_attention(q, k, v, mask, 0.5), reference(q, k, v, mask, 0.5)
     assert (out - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
 
 

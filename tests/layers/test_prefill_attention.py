@@ -46,12 +46,12 @@ def tensors(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> lis
 @pytest.mark.some(8)
 def test_any_length(batch: int, heads: int, kv_heads: int, dim: int, length: int) -> None:
     q, k, v = tensors(batch, heads, kv_heads, length, dim)
-    out, expected = prefill_attention.prompt_attention(q, k, v, 0.2), reference(q, k, v, 0.2)
+    out, expected = prefill_attention.prefill_attention(q, k, v, 0.2), reference(q, k, v, 0.2)
     assert out.shape == (batch, length, heads, dim) and out.is_contiguous()
     assert (out - expected).norm() <= 2**-7 * expected.norm()
     assert (out - reference(q, k.roll(1, 2).nan_to_num(), v, 0.2)).norm() > 0.1 * expected.norm()
-    assert torch.equal(prefill_attention.prompt_attention(q, k, v, 0.2), out)
-    torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q, k, v, 0.2))
+    assert torch.equal(prefill_attention.prefill_attention(q, k, v, 0.2), out)
+    torch.library.opcheck(torch.ops.iris_ops.prefill_attention, (q, k, v, 0.2))
 
 
 @pytest.mark.parametrize("length", [9, 40, 200, 500, 801])
@@ -69,11 +69,11 @@ def test_prompts_with_padding(heads: int, kv_heads: int, dim: int, length: int) 
     assert prefill_attention.is_places(places) and not prefill_attention.is_places(seen[:, None, None])
     allowed = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril() & seen[:, None, None]
     assert torch.equal(prefill_attention.mask_of_places(places), allowed)
-    out, expected = prefill_attention.prompt_attention(q, k, v, 0.2, places), reference(q, k, v, 0.2, seen)
+    out, expected = prefill_attention.prefill_attention(q, k, v, 0.2, places), reference(q, k, v, 0.2, seen)
     assert out.shape == (4, length, heads, dim) and out.is_contiguous() and out.isfinite().all()
     assert (out - expected)[seen].norm() <= 2**-7 * expected[seen].norm()
     assert (out - reference(q, k.nan_to_num(), v.nan_to_num(), 0.2))[seen].norm() > 0.1 * expected[seen].norm()
-    torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q, k, v, 0.2, places))
+    torch.library.opcheck(torch.ops.iris_ops.prefill_attention, (q, k, v, 0.2, places))
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
@@ -101,7 +101,7 @@ def test_gradients_and_options_are_left_to_transformers(tokens: int, biased: boo
     if tokens > 1 and not biased:
         ours, _ = attention.attend(module, q.detach(), k, v, mask, 0.2)
         assert torch.allclose(ours[rows], out[rows], 1e-5, 1e-6)
-        torch.library.opcheck(torch.ops.iris_layers.prompt_attention, (q.detach(), k, v, 0.2, mask))
+        torch.library.opcheck(torch.ops.iris_ops.prefill_attention, (q.detach(), k, v, 0.2, mask))
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
@@ -141,7 +141,7 @@ def test_which_backend_attends(batch: int, length: int, backend: str) -> None:
         pytest.skip("needs Hopper or newer")
     given = tensors(batch, 4, 2, length, 64)
     with torch.profiler.profile() as trace:
-        prefill_attention.prompt_attention(*given, 0.2)
+        prefill_attention.prefill_attention(*given, 0.2)
     assert f"aten::_scaled_dot_product_{backend}_attention" in {each.key for each in trace.key_averages()}
 
 
@@ -159,7 +159,7 @@ def test_backends_that_are_switched_off_stay_so(monkeypatch) -> None:
     for chosen in (prefill_attention.SDPBackend.MATH, list(prefill_attention._BACKENDS)):
         for length in (64, 65):
             with prefill_attention.sdpa_kernel(chosen):
-                prefill_attention.prompt_attention(*tensors(1, 2, 2, length, 64), 0.2)
+                prefill_attention.prefill_attention(*tensors(1, 2, 2, length, 64), 0.2)
     assert asked == [(False, False), (False, False), (True, True), (False, True)]
     assert before == (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())
 
@@ -186,7 +186,7 @@ def test_what_is_served(monkeypatch) -> None:
 def engine_body(ctx, name: str) -> tuple[list, list]:
     model = models.build(name).bfloat16()
     layers.parallelize(model, ctx)
-    calls, own = [], prefill_attention.prompt_attention
+    calls, own = [], prefill_attention.prefill_attention
 
     def counted(*given):
         calls.append(given[0].shape[2])
@@ -237,7 +237,7 @@ def compiled_body(ctx, name: str) -> None:
                 eager, compiled = (each.prefill(prompt, mask) for each in engines)
             assert length not in (21, 33) or compilations() == before, "for any length"
             assert (eager - compiled).norm() <= 2**-5 * eager.norm()
-            called = [each.count for each in trace.key_averages() if each.key == "iris_layers::prompt_attention"]
+            called = [each.count for each in trace.key_averages() if each.key == "iris_ops::prefill_attention"]
             assert sum(called) >= model.config.num_hidden_layers or name == "sliding"
             for each in engines:
                 each.reset()

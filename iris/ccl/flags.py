@@ -29,7 +29,7 @@ from ..device.context import DeviceContext
 from ..device.function import device_function
 from ..device.lamport import load_bases, remote, sum_type
 from ..device.sync import advance, next_epoch, same_places, signal_others, tell_place, wait_others
-from .by_words import rounded
+from .lamport import rounded
 from .view import views
 
 # Lanes of the fixed table of done flags: more than any chip has multiprocessors.
@@ -110,7 +110,7 @@ def flags_kernel(
     staging,
     flags,
     sync,
-    words,
+    ctx_ptr,
     units,
     chunk_units,
     slot_elements,
@@ -156,8 +156,8 @@ def flags_kernel(
         GROUP_M,
     )
     epoch = next_epoch(sync)
-    bases = load_bases(words, WORLD_SIZE)
-    ctx = DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    bases = load_bases(ctx_ptr, WORLD_SIZE)
+    ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     rank = ctx.rank
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     places = flags.to(tl.pointer_type(tl.int64)) + lane

@@ -1,4 +1,4 @@
-"""Programs whose warps have roles, against float64. Elsewhere than on Hopper the portable kernels serve these calls."""
+"""Warp-specialised programs, against float64. Elsewhere than on Hopper the portable kernels serve these calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if ON_GPU else
 PUSHED = [(op, form) for op, form in FORMS if op != GATHER_MATMUL]
 # Sizes that no block divides, with rows and, among 2, 4 or 8 ranks, parts of columns that begin at whole vectors.
 M, N, COLS, K = (300, 520, 576, 200) if ON_GPU else (70, 72, 144, 40)
-SMALLEST = FusedConfig(64, 64, 32, num_stages=2, group_m=2, num_programs=3, warp_roles=True)
+SMALLEST = FusedConfig(64, 64, 32, num_stages=2, group_m=2, num_programs=3, warp_specialised=True)
 # Several tiles a program; tiles whole, or, where they fill no round, shared along K, by programs that end in turn too.
 CONFIGS = [
     replace(SMALLEST, block_m=128, block_n=128, block_k=64, num_stages=5),
@@ -37,7 +37,7 @@ WORDS += [
     replace(WORDS[1], block_n=128, block_k=64, num_stages=5),
     replace(WORDS[0], block_n=256, block_k=64, num_programs=7),
 ] if ON_GPU else []  # fmt: skip
-# The same in one shot, which programs with roles serve between two ranks.
+# The same in one shot, which warp-specialised programs serve between two ranks.
 SWAPS = [replace(SMALLEST, algorithm="one_shot"), replace(SMALLEST, block_m=128, num_programs=0, algorithm="one_shot")]
 SWAPS += [
     replace(SWAPS[1], block_n=128, block_k=64, num_stages=5),
@@ -68,7 +68,7 @@ def in_words(cases: list[Case], world_size: int) -> list[Case]:
 
 @contextmanager
 def looked_at(found: list[bool]):
-    """Puts into `found` of each launch whether programs with roles serve it."""
+    """Puts into `found` of each launch whether warp-specialised programs serve it."""
     serve = launch.serve
     launch.serve = lambda *args: found.append(serve(*args)) or found[-1]
     try:
@@ -78,11 +78,11 @@ def looked_at(found: list[bool]):
 
 
 def check_served(ctx: iris.Iris, cases: list[Case]) -> list[str]:
-    """`check_cases`, and programs with roles serve all of them where there can be any."""
+    """`check_cases`, and warp-specialised programs serve all of them where there can be any."""
     served: list[bool] = []
     with looked_at(served):
         digests = check_cases(ctx, cases)
-    assert set(served) == {platform.has_warp_roles(ctx.device)}, served
+    assert set(served) == {platform.has_warp_specialisation(ctx.device)}, served
     return digests
 
 
@@ -116,7 +116,7 @@ def draw_case(rng: random.Random, world_size: int) -> Case:
         num_programs=rng.choice([0, 1, 2, 7, 40]),
         stagger_us=rng.choice([0, 3, 30]),
         splits=rng.choice([1, 2, 4, 9]),
-        warp_roles=True,
+        warp_specialised=True,
         algorithm=rng.choice(ALGORITHMS[op]),
     )
     return Case(
@@ -136,7 +136,7 @@ def draw_case(rng: random.Random, world_size: int) -> Case:
 
 
 def test_random_calls(world_size: int) -> None:
-    rng = random.Random(f"{world_size} ranks with roles")
+    rng = random.Random(f"{world_size} ranks warp-specialised")
     called = [draw_case(rng, world_size) for _ in range(40 if ON_GPU else 6)]
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
@@ -159,7 +159,7 @@ def check_uneven(ctx: iris.Iris, cases: list[Case]) -> list[str]:
         call.B = strided(call.B.t(), -depth % 8).t()
         with looked_at(served):
             call.run()
-        assert served == [platform.has_warp_roles(ctx.device) and depth > 0], served
+        assert served == [platform.has_warp_specialisation(ctx.device) and depth > 0], served
         digests.append(bits(call.check()))
     return digests
 
@@ -192,7 +192,7 @@ def check_mixed(ctx: iris.Iris, cases: list[Case]) -> list[str]:
                 call.out.fill_(float("nan"))
                 call.run()
                 digests.append(bits(call.check()))
-        assert set(served) == {platform.has_warp_roles(ctx.device) and ctx.cur_rank != portable}, served
+        assert set(served) == {platform.has_warp_specialisation(ctx.device) and ctx.cur_rank != portable}, served
         assert digests[-1] == digests[-2]
     return digests[::2]
 

@@ -30,7 +30,7 @@ from tests.reference import Case
 pytestmark = both
 
 H200 = machine_named("NVIDIA H200", 132)
-ROLES = FusedConfig(128, 128, 64, num_stages=5, warp_roles=True, algorithm="copy_engines")
+ROLES = FusedConfig(128, 128, 64, num_stages=5, warp_specialised=True, algorithm="copy_gather")
 
 
 def problem(M: int, world_size: int, N: int = 2560, K: int = 8192) -> Problem:
@@ -38,7 +38,7 @@ def problem(M: int, world_size: int, N: int = 2560, K: int = 8192) -> Problem:
 
 
 def config(together: int = 1) -> FusedConfig:
-    return FusedConfig(algorithm="copy_engines", ranks_together=together)
+    return FusedConfig(algorithm="copy_gather", ranks_together=together)
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, 9])
@@ -64,16 +64,18 @@ def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int, toget
 def test_steps_hide_copies() -> None:
     """Four ranks take little longer than their products, where a copy is shorter than each of them."""
     assert len(torch_ways.steps_of(problem(8192, 4), config())) == 3
-    gemm, copies, total = TORCH_WAYS["copy_engines"].times(problem(8192, 4), config(), H200)
+    gemm, copies, total = TORCH_WAYS["copy_gather"].times(problem(8192, 4), config(), H200)
     assert gemm < total < gemm + 0.25 * copies
     assert torch_ways.steps_of(problem(8192, 2), config()) == [range(1, 2)]
-    gemm, copies, total = TORCH_WAYS["copy_engines"].times(problem(8192, 4, N=256), config(), H200)
+    gemm, copies, total = TORCH_WAYS["copy_gather"].times(problem(8192, 4, N=256), config(), H200)
     assert total > copies > gemm, "nothing hides so much"
 
 
 def test_programs_with_roles_take_all_rows_where_their_tiles_fill_rounds() -> None:
     """Between products by torch many multiprocessors wait for the last tiles of each."""
-    assert plan(problem(5120, 4, 14336), H200).warp_roles and not plan(problem(2048, 2, 5120), H200).warp_roles
+    assert (
+        plan(problem(5120, 4, 14336), H200).warp_specialised and not plan(problem(2048, 2, 5120), H200).warp_specialised
+    )
     for rows, N in ((8192, 14336), (512, 256)):
         gemm, copies, total = astuple(predict(problem(rows, 4, N), ROLES, H200))
         assert total > max(gemm, copies) and (total < 1.02 * gemm if rows == 8192 else total > gemm + copies / 2)
@@ -82,9 +84,9 @@ def test_programs_with_roles_take_all_rows_where_their_tiles_fill_rounds() -> No
 def test_ranks_go_together_where_the_own_product_hides_all_copies() -> None:
     for N, together in ((2560, 1), (14336, 3)):
         asked = problem(8192, 4, N)
-        steps = {each: TORCH_WAYS["copy_engines"].times(asked, config(each), H200)[2] for each in (1, 2, 3)}
+        steps = {each: TORCH_WAYS["copy_gather"].times(asked, config(each), H200)[2] for each in (1, 2, 3)}
         assert min(steps, key=steps.get) == together
-        assert plan(asked, replace(H200, warp_roles=False)) == config(together)
+        assert plan(asked, replace(H200, warp_specialised=False)) == config(together)
     assert plan(problem(8192, 2, 14336), H200) == config(), "nobody else's rows to go with"
 
 
@@ -100,7 +102,7 @@ def in_steps_of(least_rows: int, body, *args):
 
 def check_in_steps(ctx: iris.Iris, cases: list[Case]) -> None:
     for least_rows in (1, 2 * -(-cases[0].M // ctx.num_ranks)):
-        ctx.ops.forget_repeats()  # which have the other steps
+        ctx.ops.forget_launches()  # which have the other steps
         in_steps_of(least_rows, check_cases, ctx, cases)
     together = [replace(case, config=replace(case.config, ranks_together=ctx.num_ranks)) for case in cases]
     in_steps_of(1, check_cases, ctx, together)
@@ -110,7 +112,7 @@ def check_in_steps(ctx: iris.Iris, cases: list[Case]) -> None:
 @pytest.mark.some(2)
 def test_results_are_right_in_steps(world_size: int) -> None:
     """Even and uneven rows, and ranks with none; a rank's columns of its own; rows that are not side by side."""
-    config = FusedConfig(algorithm="copy_engines")
+    config = FusedConfig(algorithm="copy_gather")
     for M in (2000, 1999, 5, 3) if ON_GPU else (24, 23, 5, 3):
         case = Case(GATHER_MATMUL, "rows", M, 40, 24, config=config, seed=M)
         cases = [case, replace(case, uneven=True, bias=False, pad=8), replace(case, dtype=torch.float32, on_heap=False)]
@@ -183,7 +185,7 @@ def at_once(ctx: iris.Iris, M: int, K: int, between: int) -> list[bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
-            patch.setattr(platform, "has_warp_roles", lambda device: True)
+            patch.setattr(platform, "has_warp_specialisation", lambda device: True)
         patch.setattr(gather_matmul, "product", told)
         ctx.ops.all_gather_matmul(out, wide[:, :K], weight[:, :K].t(), config=ROLES)
     assert (out == K).all() or (served and not ON_GPU)
@@ -197,8 +199,8 @@ def at_once(ctx: iris.Iris, M: int, K: int, between: int) -> list[bool]:
 )
 def test_one_kernel_multiplies_rows_that_copy_engines_carry(M: int, K: int, between: int, expected: bool) -> None:
     """Such as stand apart are copied by a kernel, which could wait for room until the product ends."""
-    if ON_GPU and not platform.has_warp_roles(torch.device("cuda", 0)):
-        pytest.skip("warps have roles on Hopper only")
+    if ON_GPU and not platform.has_warp_specialisation(torch.device("cuda", 0)):
+        pytest.skip("warps are specialised on Hopper only")
     assert run_ranks(2, at_once, M, K, between) == [[True] * expected] * 2
 
 
@@ -206,7 +208,7 @@ def come_late(rank: int, world_size: int, algorithm: str) -> None:
     """Rank 0 gives up waiting for rank 1, which comes to a call that rank 0 has vouched for nothing in."""
     with iris.iris(1 << 22) as ctx, pytest.raises(PeerLostError, match=f"rank {rank} lost rank {1 - rank}"):
         whole, part, B = torch.ones(8, 8), torch.ones(4, 8), torch.ones(8, 8)
-        gathers = algorithm == "copy_engines"
+        gathers = algorithm == "copy_gather"
         op = ctx.ops.all_gather_matmul if gathers else ctx.ops.matmul_reduce_scatter
         call = partial(op, *((whole, part) if gathers else (part, whole)), B, config=FusedConfig(algorithm=algorithm))
         call()
@@ -216,7 +218,7 @@ def come_late(rank: int, world_size: int, algorithm: str) -> None:
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
-@pytest.mark.parametrize("algorithm", ["copy_engines", "shard_sums"])
+@pytest.mark.parametrize("algorithm", ["copy_gather", "copy_reduce"])
 def test_who_gave_up_at_the_entry_lets_nobody_use_its_rows(algorithm: str) -> None:
     ended = run_fresh(2, come_late, algorithm, env={"IRIS_TIMEOUT": "1"})
     assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
@@ -226,7 +228,7 @@ def test_who_gave_up_at_the_entry_lets_nobody_use_its_rows(algorithm: str) -> No
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_steps_are_captured(world_size: int) -> None:
     """Replays with late ranks, and captured and eager calls in turn, which set the same marks."""
-    for M, config in product((512, 37), (FusedConfig(algorithm="copy_engines"), ROLES)):
+    for M, config in product((512, 37), (FusedConfig(algorithm="copy_gather"), ROLES)):
         case = Case(GATHER_MATMUL, "rows", M, 512, 1024, config=config)
         assert run_ranks(world_size, in_steps_on, 1, replay, case, 1000) == [0] * world_size
         run_ranks(world_size, in_steps_on, 1, captured_and_eager, case)

@@ -33,7 +33,7 @@ MACHINES = [
     machine_named("NVIDIA H200", 132),
     machine_named("AMD Instinct MI300X", 304),
     machine_named("some other GPU", 66),
-    replace(machine_named("NVIDIA of another name", 114), warp_roles=True),
+    replace(machine_named("NVIDIA of another name", 114), warp_specialised=True),
 ]
 SIZES = [0, 1, 2, 3, 7, 8, 17, 64, 97, 128, 129, 512, 1000, 2048, 4097, 8192, 28672, 70000]
 META = torch.device("meta")
@@ -71,7 +71,7 @@ def drawn_config(rng: random.Random) -> FusedConfig:
         comm_programs=rng.choice([1, 16, 500]),
         stagger_us=rng.choice([0, 50, 1000]),
         splits=rng.choice([1, 2, 7]),
-        warp_roles=roles,
+        warp_specialised=roles,
         algorithm=rng.choice(["overlapped", "one_shot", "two_shot"]),
     )
 
@@ -130,7 +130,7 @@ def check_begins(tiles: int, args: dict, steps: int) -> None:
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "num_programs", lambda device: machine.num_programs)
-    monkeypatch.setattr(platform, "has_warp_roles", lambda device: machine.warp_roles)
+    monkeypatch.setattr(platform, "has_warp_specialisation", lambda device: machine.warp_specialised)
     monkeypatch.setattr(operands, "machine_of", lambda device: machine)
     rng = random.Random(machine.num_programs)
     for _ in range(2000):

@@ -132,7 +132,7 @@ def words_kernel(
     out,
     staging,
     sync,
-    words,
+    ctx_ptr,
     units,
     slot_words,
     in_n,
@@ -177,8 +177,8 @@ def words_kernel(
         GROUP_M,
     )
     epoch = next_epoch(sync)
-    bases = load_bases(words, WORLD_SIZE)
-    ctx = DeviceContext.initialize(words, tl.load(words), WORLD_SIZE)
+    bases = load_bases(ctx_ptr, WORLD_SIZE)
+    ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
     sums = slot + SOURCES * tl.cast(units, tl.int64) * BLOCK
 
