@@ -18,6 +18,7 @@ from iris.launch.streams import check_async
 import torch
 
 from . import launch
+from .checks import check_bias, check_overlap, check_tensors
 from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import Epilogue
@@ -28,19 +29,7 @@ from .planning.machine import machine_of
 from .planning.plan import plan, unaligned
 from .planning.torch_ways import TORCH_WAYS
 from .planning.workspace_size import workspace_size
-from .problem import (
-    ALL_REDUCE,
-    GATED,
-    GATHER_MATMUL,
-    MATMUL_GATHER,
-    REDUCE_SCATTER,
-    Problem,
-    check_bias,
-    check_overlap,
-    check_tensors,
-    describe,
-    problem_asked,
-)
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, describe, problem_asked
 from .workspace import Workspace
 
 if TYPE_CHECKING:

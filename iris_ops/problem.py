@@ -1,7 +1,7 @@
 """From tensors to a `Problem`: what is multiplied, what is gathered or scattered, and along which dimension.
 
-Every check of an argument is here. Nothing in this file knows triton. Uneven splits follow `torch.chunk`: the first
-parts have ceil(size / world_size) elements, the last may be short or empty.
+Uneven splits follow `torch.chunk`: the first parts have ceil(size / world_size) elements, the last may be short or
+empty. Nothing here knows triton; `checks.py` refuses the tensors of which no problem can be made.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris.heap import check_tensor
+from iris.errors import ArgumentError, ShapeError
 import torch
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ FP8 = torch.float8_e4m3fn  # of B, where there are scales
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
 # reports an illegal instruction for a tile that begins elsewhere).
 TMA_ALIGNMENT = 16
-_MAX_SIZE = 2**31 - 1
 
 
 def part_size(size: int, world_size: int) -> int:
@@ -204,76 +202,3 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
             f"w = {w} ranks, parts as torch.chunk splits them"
         )
     return replace(_planned(found), fp8=B.dtype == FP8)
-
-
-def check_tensors(
-    op: str,
-    out: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    device: torch.device,
-) -> None:
-    """Raises a typed error for a tensor of the wrong kind, dimension, dtype, device or size."""
-    if scale is not None:
-        _check_scale(op, B, scale, device)
-    given: tuple[tuple[str, Any], ...] = (("A", A), ("B", B), ("bias", bias), ("out", out))
-    for name, t in given:
-        if t is None and name == "bias":
-            continue
-        check_kind(op, name, t, device)
-        ndim = 1 if name == "bias" else 2
-        if t.ndim != ndim:
-            raise ShapeError(f"{op}: {name} has {t.ndim} dimensions {tuple(t.shape)}; expected {ndim}")
-        if name == "B" and scale is not None:
-            pass  # its dtype is its own, and checked
-        elif t.dtype not in DTYPES:
-            scales = f", or {FP8} with a scale" if name == "B" and op in SCALED else ""
-            raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}{scales}")
-        elif t.dtype != A.dtype:
-            raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same")
-        if any(size > _MAX_SIZE for size in t.shape):
-            raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes below 2**31")
-    if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
-
-
-def _check_scale(op: str, B: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:
-    for name, t in (("B", B), ("scale", scale)):
-        check_kind(op, name, t, device)
-    if B.dtype != FP8:
-        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {FP8}, or no scale")
-    if scale.dtype != torch.float32:
-        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {torch.float32}")
-    if B.ndim == 2 and tuple(scale.shape) != (B.shape[1],):
-        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {(B.shape[1],)}, one for each column of B")
-    if not scale.is_contiguous():
-        raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected a contiguous tensor")
-
-
-def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:
-    """Raises a typed error for anything but a tensor on `device` with its elements in memory and no gradient."""
-    check_tensor(op, name, t, device)
-    if t.layout is not torch.strided or t.is_neg():
-        kind = "a negated view" if t.layout is torch.strided else t.layout
-        raise ArgumentError(f"{op}: {name} is {kind}; expected a strided tensor with its elements in memory")
-    check_gradient(op, name, t)
-
-
-def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> None:
-    """Of out, A, B, bias and scale: where they begin, their bytes. Raises if `out` shares some with another."""
-    (out, *others), (size, *sizes) = begins, spans
-    for name, begin, nbytes in zip(("A", "B", "bias", "scale"), others, sizes, strict=True):
-        if begin < out + size and out < begin + nbytes and size and nbytes:
-            raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
-
-
-def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
-    if t.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()")
-
-
-def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:
-    if bias is not None and bias.shape[0] != B.shape[1]:
-        raise ShapeError(f"{op}: bias has {bias.shape[0]} elements; expected {B.shape[1]}, the columns of B")

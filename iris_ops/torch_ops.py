@@ -30,11 +30,12 @@ from iris.ccl.collectives import Collectives
 from iris.errors import ArgumentError
 import torch
 
+from .checks import check_gradient
 from .kernels import rmsnorm_epilogue
 from .local.gated_matmul import check as check_gated
 from .local.gated_matmul import matmul_gated
 from .ops import Ops
-from .problem import ALL_REDUCE, FP8, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED, check_gradient
+from .problem import ALL_REDUCE, FP8, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED
 
 if TYPE_CHECKING:
     from iris.rank import Rank

@@ -7,7 +7,7 @@ costs a call more than the look whether there is one.
 from __future__ import annotations
 
 from iris.errors import ArgumentError
-from iris_ops.problem import check_gradient
+from iris_ops.checks import check_gradient
 import torch
 from torch.autograd import forward_ad
 

@@ -42,7 +42,7 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 _INT32 = {"flags", "passed", "sync", "members", "sent", "arrived", "count", "left"}
-_INT64 = {"words", "heap_bases", "sums", "times", "step", "results", "digests"}
+_INT64 = {"ctx_ptr", "words", "heap_bases", "sums", "times", "step", "results", "digests"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _DATA |= {"residual", "weight", "scaled", "both"}
 _POINTEES = {
@@ -174,7 +174,7 @@ def compile_store_warp(target: GPUTarget):
     kernel, m, n, k = fused_store_warp.store_warp_kernel, 128, 256, 64
     shared = {rows: gl.NVMMASharedLayout.get_default_for([rows, k], gl.bfloat16) for rows in (m, n)}
     types = {"a": f"tensordesc<bf16[{m},{k}],{shared[m]!r}>", "b": f"tensordesc<bf16[{n},{k}],{shared[n]!r}>"}
-    types |= {"out": "*bf16", "sync_words": "*i32", "words": "*i64"}
+    types |= {"out": "*bf16", "sync_words": "*i32", "ctx_ptr": "*i64"}
     constants = fused_store_warp.constants(WORLD_SIZE, 8)
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     whole = [(i,) for i, name in enumerate(kernel.arg_names) if name not in ("a", "b", *constants)]

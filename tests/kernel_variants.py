@@ -22,8 +22,8 @@ from iris_ops.kernels.matmul_gather import matmul_gather_kernel
 from iris_ops.kernels.matmul_reduce import matmul_reduce_kernel
 from iris_ops.local import gating, skinny_matmul
 from iris_ops.local.decode_attention import pipeline_of, stretch_kernel, weigh_kernel
+from iris_ops.planning.candidates import fitting
 from iris_ops.planning.machine import machine_named
-from iris_ops.planning.plan import fitting
 from iris_ops.planning.tile_model import FP8_TILES
 from iris_ops.with_torch import copy_gather
 from iris_ops.with_torch.sum_parts import sum_parts_kernel

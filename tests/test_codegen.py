@@ -30,7 +30,7 @@ from tests.assembly import (
 
 pytestmark = pytest.mark.compile
 
-POINTERS = {"a", "b", "bias", "out", "staging", "flags", "parts", "left", "sync", "words"}
+POINTERS = {"a", "b", "bias", "out", "staging", "flags", "parts", "left", "sync", "ctx_ptr"}
 SHARED_LIMIT = {"sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 
 

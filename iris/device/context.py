@@ -30,22 +30,22 @@ class RemoteAccess:
     if TYPE_CHECKING:  # fields of the aggregate that inherits from it
         rank: tl.tensor
         world_size: tl.constexpr
-        words: tl.tensor
+        ctx_ptr: tl.tensor
 
     @device_function
     def heap_bases(self):
         """Pointer to the heap base of every rank, int64."""
-        return self.words + HEADER
+        return self.ctx_ptr + HEADER
 
     @device_function
     def pid(self, rank):
         """Process id of a rank, int64."""
-        return tl.load(self.words + HEADER + self.world_size + rank)
+        return tl.load(self.ctx_ptr + HEADER + self.world_size + rank)
 
     @device_function
     def pids(self, ranks, mask):
         """Process ids of a block of ranks, int64, 0 where masked out."""
-        return tl.load(self.words + HEADER + self.world_size + ranks, mask=mask, other=0)
+        return tl.load(self.ctx_ptr + HEADER + self.world_size + ranks, mask=mask, other=0)
 
     @device_function
     def remote(self, pointer, to_rank):
@@ -191,14 +191,14 @@ class DeviceContext(RemoteAccess):
 
     rank: tl.tensor
     world_size: tl.constexpr
-    words: tl.tensor
+    ctx_ptr: tl.tensor
     tracing: DeviceTracing
 
     @triton.constexpr_function
-    def __init__(self, rank, world_size, words, tracing):
+    def __init__(self, rank, world_size, ctx_ptr, tracing):
         self.rank = rank
         self.world_size = tl.constexpr(getattr(world_size, "value", world_size))
-        self.words = words
+        self.ctx_ptr = ctx_ptr
         self.tracing = tracing
 
     @staticmethod

@@ -37,14 +37,14 @@ class IrisDeviceCtx(RemoteAccess):
 
     rank: tl.tensor
     world_size: tl.tensor
-    words: tl.tensor
+    ctx_ptr: tl.tensor
     tracing: DeviceTracing
 
     @triton.constexpr_function
-    def __init__(self, rank, world_size, words, tracing):
+    def __init__(self, rank, world_size, ctx_ptr, tracing):
         self.rank = rank
         self.world_size = world_size
-        self.words = words
+        self.ctx_ptr = ctx_ptr
         self.tracing = tracing
 
     @staticmethod

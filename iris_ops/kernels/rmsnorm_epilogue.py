@@ -24,7 +24,8 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-from ..problem import NORM, NORM_SPAN, check_kind
+from ..checks import check_kind
+from ..problem import NORM, NORM_SPAN
 
 SPAN = tl.constexpr(NORM_SPAN)
 OP = NORM

@@ -12,13 +12,14 @@ from iris.errors import DeviceError, DtypeError, ShapeError
 from iris.launch import relaunch
 import torch
 
+from ..checks import check_bias, check_gradient
 from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
+from ..planning.candidates import COPY_GATHER_CONFIGS
 from ..planning.machine import machine_of
-from ..planning.plan import COPY_GATHER_CONFIGS
 from ..planning.tile_model import gemm_us
 from ..planning.torch_model import expected_us, gate_us
-from ..problem import DTYPES, GATHER_MATMUL, Problem, check_bias, check_gradient
+from ..problem import DTYPES, GATHER_MATMUL, Problem
 from . import gating
 
 if TYPE_CHECKING:

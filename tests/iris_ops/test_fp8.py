@@ -11,7 +11,7 @@ from iris_ops import FusedConfig, torch_ops
 from iris_ops.fp8 import lamport_stream, scaled_matmul, skinny_stream, tile_matmul, weight_stream
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.operands import Operands
-from iris_ops.planning.plan import FP8_STREAM
+from iris_ops.planning.candidates import FP8_STREAM
 from iris_ops.problem import ALL_REDUCE, Problem
 import pytest
 import torch

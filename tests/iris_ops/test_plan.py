@@ -13,9 +13,10 @@ from iris.errors import ArgumentError
 from iris_ops import FusedConfig
 from iris_ops.ops import Ops
 from iris_ops.planning import waves
+from iris_ops.planning.candidates import fitting
 from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.overlap_model import predict, spread_us
-from iris_ops.planning.plan import fitting, plan
+from iris_ops.planning.plan import plan
 from iris_ops.planning.tile_model import tile_us
 from iris_ops.planning.torch_model import expected_us
 from iris_ops.planning.torch_ways import TORCH_WAYS

@@ -587,14 +587,14 @@ PLANNER = [
     ),
     Fault(
         "a scale of any shape will do",
-        "iris_ops/problem.py",
+        "iris_ops/checks.py",
         "if B.ndim == 2 and tuple(scale.shape) != (B.shape[1],):",
         "if B.ndim == 3 and tuple(scale.shape) != (B.shape[1],):",
         (*ARGUMENTS, *FP8),
     ),
     Fault(
         "an expanded out is written",
-        "iris_ops/problem.py",
+        "iris_ops/checks.py",
         "if out.numel() and any(size > 1 and stride == 0",
         "if out.numel() and any(size > 1 and stride < 0",
         ARGUMENTS,
