@@ -1,4 +1,4 @@
-"""What a failure record says, which kernels leave for the host (`device/bounded.py`)."""
+"""What a failure record says, which kernels leave for the host (`device/waits.py`)."""
 
 from __future__ import annotations
 
