@@ -15,8 +15,8 @@ import sys
 import time
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops.local.decode_attention import step_attention
-from iris_ops.local.skinny_matmul import most_rows, step_product
+from iris_ops.local.decode_attention import decode_attention
+from iris_ops.local.skinny_matmul import most_rows, skinny_matmul
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 import torch
@@ -101,7 +101,7 @@ def product_case(device: torch.device, dtype: torch.dtype, M: int, N: int, K: in
     x = torch.randn(M, K, device=device, dtype=dtype)
     inputs = rotated(N * K * dtype.itemsize, device)
     weights = [torch.randn(N, K, device=device, dtype=dtype) for _ in range(inputs)]
-    calls = {"ours": lambda i: step_product(x, weights[i]), "torch": lambda i: F.linear(x, weights[i])}
+    calls = {"ours": lambda i: skinny_matmul(x, weights[i]), "torch": lambda i: F.linear(x, weights[i])}
     return calls, x.double() @ weights[0].double().t(), inputs, (N * K + M * (N + K)) * dtype.itemsize
 
 
@@ -114,7 +114,7 @@ def gated_case(device: torch.device, dtype: torch.dtype, M: int, N: int, K: int)
     def torch_s(i: int) -> torch.Tensor:
         return gate(F.linear(x, weights[i]))
 
-    calls = {"ours": lambda i: step_product(x, weights[i], gated=True), "torch": torch_s}
+    calls = {"ours": lambda i: skinny_matmul(x, weights[i], gated=True), "torch": torch_s}
     exact = gated(x.double() @ weights[0].double().t())
     return calls, exact, inputs, (2 * N * K + M * (N + K)) * dtype.itemsize
 
@@ -146,7 +146,7 @@ def attention_case(
         return F.scaled_dot_product_attention(q[:, :, None], k, v, mask, enable_gqa=True)[:, :, 0]
 
     calls = {
-        "ours": lambda i: step_attention(q, keys[i], values[i], mask, dim**-0.5),
+        "ours": lambda i: decode_attention(q, keys[i], values[i], mask, dim**-0.5),
         "torch": lambda i: attend(q, keys[i], values[i], mask[:, None, None]),
         "torch, filled part": lambda i: attend(q, keys[i][:, :, :filled], values[i][:, :, :filled]),
     }

@@ -41,7 +41,7 @@ SECTIONS = (
     Section("The device context", "iris/device/context.py", "iris.", ("DeviceContext",), "ctx."),
     Section("Its methods", "iris/device/context.py", "", ("RemoteAccess",), "ctx."),
     Section("Signals and waits", "iris/device/sync.py", "iris.device.sync.", ("signal", "wait")),
-    Section("Waits that failed", "iris/device/waits.py", "iris.device.bounded.", ("healthy",)),
+    Section("Waits that failed", "iris/device/waits.py", "iris.device.waits.", ("healthy",)),
     Section(
         "Calls of many programs",
         "iris/device/sync.py",

@@ -4,9 +4,9 @@
     model = layers.from_pretrained("path/to/model", ctx)       # each rank reads only its slices
     report = layers.parallelize(model, ctx)                    # or: split a model that is already in memory
 
-Reading order: `shard` (which part is whose), `sharded` and `linear` (the layers), `plan`, `attention`, `parallelize`
-(a model's own plan, carried out); `skeleton`, `reads`, `meaning`, `proof`, `snapshot`, `guards` (right, or refused);
-`generation`, `compiled`, `prompts`, `engine`; `staging`, `checkpoint`, `names`, `pretrained`, `saving`; `report`.
+Reading order: `shard` says which part is whose, `sharded` and `linear` are the layers. `hf/` carries out a model's own
+plan: `styles`, `heads` and `parallelize` split it, `skeleton`, `weight_reads`, `meaning`, `proof` and `snapshot` prove
+the split or refuse it. `checkpoint/` loads and saves; `serving/` has the engine, its cache, its prompts and its graphs.
 """
 
 from .checkpoint.load import from_pretrained

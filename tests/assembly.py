@@ -214,7 +214,7 @@ def narrow_stores(kernel: Kernel) -> list[str]:
     kinds = re.findall(r"\bst\.(?:volatile\.)?global[a-z0-9_.:]*", kernel.text)
     reports = kernel.text.count(LOCAL[1]) // CAS_A_REPORT
     allowed = {"st.global.v4.b32": len(kinds), "st.global.b32": 3, "st.global.b64": 6 * reports + WORLD_SIZE - 1}
-    if "_roles_" in kernel.name:  # parts of shared tiles, kept by this rank as accumulators lie in registers
+    if "_hopper_" in kernel.name:  # parts of shared tiles, kept by this rank as accumulators lie in registers
         allowed["st.global.v2.b32"] = 64
     return [
         f"{kinds.count(kind)} times {kind}" for kind in sorted(set(kinds)) if kinds.count(kind) > allowed.get(kind, 0)

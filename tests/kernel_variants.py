@@ -37,7 +37,7 @@ WORLD_SIZE = 4
 # Whose shared memory decides how many stages plans give a tile.
 MACHINES = {90: "NVIDIA H200", 100: "NVIDIA H200", "gfx942": "AMD Instinct MI300X", "gfx950": "AMD Instinct MI350X"}
 # By what follows the product: block_m, block_k, warps.
-FEW_ROWS = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 4), "gather": (32, 256, 4)}
+LAMPORT = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 4), "gather": (32, 256, 4)}
 TRACED = {
     90: (
         "all_reduce_tma",
@@ -86,7 +86,7 @@ def variants(target: GPUTarget):
     no_norm = dict.fromkeys(("residual", "weight", "scaled", "squares"))
     no_scales = dict.fromkeys(("a_scales", "b_scales"))
     few = {name: value for name, value in common.items() if name != "GROUP_M"} | dict(BLOCK_N=64, TMA_B=cuda)
-    for exchange, (m, k, warps) in FEW_ROWS.items():
+    for exchange, (m, k, warps) in LAMPORT.items():
         constants = {**few, "BLOCK_M": m, "BLOCK_K": k, "TMA_A": cuda, "EXCHANGE": exchange, "BY_COLS": False}
         constants["ONE_TILE"] = exchange != "owners"
         stages = few_stages[m, few["BLOCK_N"], k, warps]
@@ -175,7 +175,7 @@ def hopper_variants():
     for n, stages in ((256, 3), (128, 5)):
         known = common | dict(BLOCK_N=n, STAGES=stages, B_TRANSPOSED=n == 256, **layouts(128, n))
         for all_reduce in (False, True):
-            name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_roles_{n}"
+            name = f"{'all_reduce' if all_reduce else 'reduce_scatter'}_hopper_{n}"
             choice = dict(BY_COLS=n == 128, ALL_REDUCE=all_reduce, HAS_BIAS=all_reduce, SHARED=all_reduce == (n == 128))
             yield name, hopper_matmul_reduce_kernel, options, known | choice | no_scales
         if n == 128:

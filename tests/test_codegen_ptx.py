@@ -52,7 +52,7 @@ def test_ptx_orders_signals(compiled, target: str, check: Callable[[Kernel], lis
 def test_ptx_has_signals_and_waits(compiled, target: str) -> None:
     """So that the checks above do not look at nothing."""
     for kernel in fused(compiled(target)):
-        if "all_gather_matmul_roles" not in kernel.name:  # for which barriers and copies signal
+        if "all_gather_matmul_hopper" not in kernel.name:  # for which barriers and copies signal
             # on entering a call, a lane to each peer
             assert kernel.count(r"atom\.global\.sys\.release\.exch\.b32") >= 1, kernel.name
             assert kernel.count(r"atom\.global\.sys\.acq_rel\.add\.u32") == 1, (
@@ -70,7 +70,7 @@ def test_ptx_acquires_at_every_look_at_a_flag(compiled, target: str) -> None:
     kernels = compiled(target)
     relaxed = r"\b(?:atom|ld)\.global\.(?:sys\.relaxed|relaxed\.sys)\.(?:add\.|cas\.|exch\.)?[bu]32"
     for name, kernel in kernels.items():
-        if name.startswith((*FUSED, "ccl_", "few_rows")):
+        if name.startswith((*FUSED, "ccl_", "lamport_")):
             assert not kernel.count(relaxed), name
     assert kernels["ccl_spinlock"].count(r"\batom\.global\.acquire\.sys\.cas\.b32")
     for access in AMONG_PROGRAMS:
@@ -83,7 +83,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
     found = [
         kernel
         for kernel in compiled(target).values()
-        if re.search("few_rows|step_|fp8_tiles|^gate$|^round_rows$", kernel.name)
+        if re.search("^(traced_)?lamport_(?!pair|two_shot)|step_|fp8_tiles|^gate$|^round_rows$", kernel.name)
     ]
     assert len(found) >= 15
     wait, lead = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -169,10 +169,10 @@ def test_ptx_of_a_store_warp(compiled) -> None:
     assert not unguarded_hand_overs(kernel)
 
 
-def test_ptx_of_programs_whose_warps_have_roles(compiled) -> None:
+def test_ptx_of_warp_specialised_programs(compiled) -> None:
     """Eight warps multiply asynchronously; four move tiles, to each rank 16 bytes of a thread at a time."""
-    of_words = re.compile("^(traced_)?(exchange|swap|scatter)_roles")
-    kernels = {name: k for name, k in compiled("sm_90").items() if "_roles_" in name and not of_words.match(name)}
+    of_words = re.compile("^(traced_)?lamport_")
+    kernels = {name: k for name, k in compiled("sm_90").items() if "_hopper_" in name and not of_words.match(name)}
     assert len([name for name in kernels if not name.startswith("traced_")]) == 13 and len(kernels) > 13
     for name, kernel in kernels.items():
         for change in ("dec", "inc"):  # of those that multiply, of those that move
@@ -191,7 +191,7 @@ def test_ptx_of_programs_whose_warps_have_roles(compiled) -> None:
         assert kernel.count(r"\bst\.global\.v4\.b32") >= ranks * held, name
 
 
-def test_ptx_of_words_from_programs_whose_warps_have_roles(compiled) -> None:
+def test_ptx_of_words_from_warp_specialised_programs(compiled) -> None:
     """Tiles, and sums, go out written through, to each rank 16 bytes of a thread at a time; nothing is released."""
     kernels = [compiled("sm_90")[name] for name in ("lamport_two_shot", "traced_lamport_two_shot")]
     for kernel in kernels:

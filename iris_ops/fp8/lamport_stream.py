@@ -40,7 +40,7 @@ def lamport_stream_kernel(
     TAKE: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
     TRACING: gl.constexpr = False,
 ):  # fmt: skip
-    """a, b, scales: as in `fp8_rows`; M of at most BLOCK_M rows. The rest as in `lamport_matmul_kernel`."""
+    """a, b, scales: as in `weight_stream.py`; M of at most BLOCK_M rows. The rest as in `lamport_matmul_kernel`."""
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
     stream, at = weight_stream.begin(a, b, N, K, BLOCK_M, T, False, STAGES, SLICES)

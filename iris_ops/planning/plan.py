@@ -102,7 +102,7 @@ def _row(problem: Problem, config: FusedConfig, times: Prediction) -> str:
 
 
 # Our kernel, one launch, is taken unless several are this much faster in CUDA graphs, where no host time counts: a part
-# of the time, and at most so many microseconds. `shard_sums` needs no lead, for its prediction errs by some 3 % either
+# of the time, and at most so many microseconds. `copy_reduce` needs no lead, for its prediction errs by some 3 % either
 # way.
 _LEADS = {"sequential": (0.02, 7.0), "copy_gather": (0.01, float("inf"))}
 

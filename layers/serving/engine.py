@@ -75,7 +75,7 @@ class Engine:
     `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share:
     it holds the batch of one of them at a time.
     `decode_attention`: whether a model that uses torch's attention attends by `decode_attention`, and in prompts by
-    `prompt_attention` (by default on GPUs). `compile`: whether its decoder layers are compiled when they are first
+    `prefill_attention` (by default on GPUs). `compile`: whether its decoder layers are compiled when they are first
     used, which takes seconds and saves kernels in each step; by inductor, or by the backend of torch.compile that it
     names. `prompt_graphs`: of how many shapes of prompts, up to 8192 tokens in all, graphs are kept, those used last
     (short ones are padded to few lengths); they hold the memory that the largest needs while it runs. None with

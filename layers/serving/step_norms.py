@@ -4,8 +4,8 @@ A norm between an all-reduce and products of few rows is taken apart (`iris_ops/
 half ends the all-reduce's kernel, which adds the residual too, and its second half, a factor of each row, goes to the
 products.
 
-    matmul_all_reduce -> add -> rms_norm -> step_product, ...     two kernels and one of the compiler's between them
-    matmul_all_reduce_norm -> step_product, ...                   two kernels
+    matmul_all_reduce -> add -> rms_norm -> skinny_matmul, ...    two kernels and one of the compiler's between them
+    matmul_all_reduce_norm -> skinny_matmul, ...                  two kernels
 
 That is right only if nobody but such products sees the norm's result, and if nothing comes between the all-reduce and
 the norm, which might change what they read, or make what the one kernel would need earlier. So it is done where the

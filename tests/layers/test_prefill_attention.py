@@ -197,7 +197,7 @@ def engine_body(ctx, name: str) -> tuple[list, list]:
         return engine.generate(models.prompt().tolist(), 5)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_attention, "prompt_attention", counted)
+        patch.setattr(prefill_attention, "prefill_attention", counted)
         patch.setattr(prefill_attention, "_has_plans", lambda device: False)
         plain = tokens(step_attention=True, graphs=False)
         assert not calls

@@ -201,7 +201,7 @@ def lamport_two_shot_kernel(
 
 
 def layouts(block_m: int, block_n: int, world_size: int) -> dict:
-    """What this kernel is given beside `hopper_operands.layouts`; OWNED: of a tile, the rows of one owner."""
+    """What this kernel is given beside `operands.layouts`; OWNED: of a tile, the rows of one owner."""
     parts = triton.next_power_of_2(world_size)
     lines = MOVING * 32 * 8 // block_n  # of which all moving threads hold a vector each
     owned = max(lines, block_m // parts)
