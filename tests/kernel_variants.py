@@ -136,7 +136,7 @@ def variants(target: GPUTarget):
     for m, n, gated in skinny_matmul.RINGS:
         k, stages = skinny_matmul.depth(machine.shared_bytes, gated, m, n)
         rows = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k)
-        name = ("step_product_gated" if gated else "step_product") + (f"_{m}" if m > 16 else "")
+        name = ("skinny_matmul_gated" if gated else "skinny_matmul") + (f"_{m}" if m > 16 else "")
         name += "_narrow" if n == skinny_matmul.NARROW_N else ""
         constants = dict(HAS_BIAS=True, GATED=gated, TMA_A=cuda and m == 64, TMA_B=cuda, SPANS=128, **rows)
         options = dict(num_warps=4, num_stages=stages)
@@ -224,7 +224,7 @@ def in_eight_bits():
         options = dict(num_warps=weight_stream.WARPS)
         yield f"lamport_fp8_{rows}_{tiles}", lamport_stream.lamport_stream_kernel, options, known | exchange
         choice = dict(GATED=tiles == 2, SPANS=128) | ({} if rows == 8 else dict(squares=None))
-        yield f"step_product_fp8_{rows}_{tiles}", skinny_stream.skinny_stream_kernel, options, known | choice
+        yield f"skinny_fp8_{rows}_{tiles}", skinny_stream.skinny_stream_kernel, options, known | choice
 
 
 def traced(target: GPUTarget):

@@ -83,7 +83,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
     found = [
         kernel
         for kernel in compiled(target).values()
-        if re.search("^(traced_)?lamport_(?!pair|two_shot)|step_|fp8_tiles|^gate$|^round_rows$", kernel.name)
+        if re.search("^(traced_)?lamport_(?!pair|two_shot)|step_|skinny_|fp8_tiles|^gate$|^round_rows$", kernel.name)
     ]
     assert len(found) >= 15
     wait, lead = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -316,7 +316,7 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
 
 def test_ptx_of_rounded_rows(compiled) -> None:
     """Both operands go from memory to tensor cores as they are: by TMA, and nothing converts them."""
-    rounded = re.compile("lamport_rounded|fp8_tiles|roles.*_fp8$")
+    rounded = re.compile("lamport_rounded|fp8_tiles|(hopper|lamport_(pair|two_shot)).*_fp8$")
     kernels = [kernel for name, kernel in compiled("sm_90").items() if rounded.search(name)]
     assert len(kernels) == 15
     for kernel in kernels:
@@ -326,7 +326,7 @@ def test_ptx_of_rounded_rows(compiled) -> None:
 
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_fences_tma_loads_of_what_peers_stored(compiled, target: str) -> None:
-    forms = ("rows_tma", "k_tma", *(("roles_128", "roles_256") if target == "sm_90" else ()))
+    forms = ("rows_tma", "k_tma", *(("hopper_128", "hopper_256") if target == "sm_90" else ()))
     gathers = [compiled(target)[f"all_gather_matmul_{form}"] for form in forms]
     assert not all_complaints(gathers, unfenced_loads)
     assert all(kernel.count(r"fence\.proxy\.async\.global") >= 1 for kernel in gathers)
