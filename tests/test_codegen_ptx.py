@@ -100,7 +100,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
 
 
 @pytest.mark.parametrize(
-    "name", ["lamport_all_norm", "lamport_fp8_8_3", "lamport_gather_first", "step_product_norm", "step_weigh"]
+    "name", ["lamport_all_norm", "lamport_fp8_8_3", "lamport_gather_first", "skinny_matmul_norm", "step_weigh"]
 )
 def test_the_assembler_moves_nothing_before_the_wait(compiled, tmp_path: Path, name: str) -> None:
     text = compiled("sm_90")[name].text
@@ -264,7 +264,7 @@ def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
         assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == steps, name
         assert kernel.count(r"ld\.shared\.v4\.b32") >= 4 * tiles and not kernel.count(r"cvt\S*\.e4m3"), name
         released = [line for line in kernel.lines if "release" in line and ".sys" in line]
-        if name.startswith("step"):
+        if name.startswith("skinny"):
             assert not released and not kernel.count(r"\.sys\b|volatile"), name
         else:
             assert kernel.count(r"\bst\.global\.wt\.") == WORLD_SIZE == kernel.count(r"\bld\.volatile\.global") // 3, (
