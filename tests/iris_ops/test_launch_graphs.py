@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import iris
 from iris.launch import graphs as graphed
 from iris.launch.graphs import Graphed, Graphs
-from iris_ops import FusedConfig, ops, torch_ops
+from iris_ops import FusedConfig, launch, ops, torch_ops
+from iris_ops.planning.kernel_names import SEQUENTIAL
 from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
 from iris_ops.with_torch import sequential
@@ -284,7 +285,7 @@ def refused(ctx: iris.Iris, case: Case) -> int:
         return waits_once
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sequential, "prepare", waiting)
+        monkeypatch.setitem(launch.PREPARERS, SEQUENTIAL, waiting)
         pool = Pool(ctx, case)
     graphs = pool.workspace.graphs
     assert met and graphs.most == len(graphs) == 0

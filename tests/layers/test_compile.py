@@ -341,7 +341,7 @@ def kernels_body(ctx) -> None:
         engine.step()
         torch.cuda.synchronize()
     names = [each.key for each in trace.key_averages()]
-    assert any("few_rows" in name for name in names) and not any("rms_norm" in name for name in names), names
+    assert any("lamport" in name for name in names) and not any("rms_norm" in name for name in names), names
     keys = engine.cache.layers[0].keys
     assert taken[1] <= taken[0] + keys.nbytes / 2, f"{taken}: a copy of a layer's keys takes {keys.nbytes} bytes"
     assert kernels[1] <= kernels[0] - 12 * len(model.model.layers), kernels
