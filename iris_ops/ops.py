@@ -7,8 +7,7 @@ first call of a problem, but for the graph that several launches become when the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from iris import platform
 from iris.errors import ArgumentError
@@ -18,6 +17,7 @@ from iris.launch.streams import check_async
 import torch
 
 from . import launch
+from .calls import NAMES, Prepared, key_of
 from .checks import check_bias, check_overlap, check_tensors
 from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
@@ -34,22 +34,6 @@ from .workspace import Workspace
 
 if TYPE_CHECKING:
     from iris.rank import Rank
-
-
-_NAMES = ("out", "A", "B", "bias", "scale")
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What the first call of a problem found out."""
-
-    problem: Problem
-    config: FusedConfig
-    writes_to_peers: bool
-    num_flags: int
-    nbytes: int
-    exchange: int
-    spans: tuple[int, ...]
 
 
 class Ops:
@@ -69,10 +53,8 @@ class Ops:
         self._ctx = ctx
         self._workspace: Workspace | None = None
         self.kernels: dict[tuple, object] = {}
-        self._calls = relaunch.Calls(len(_NAMES))
-        self._epilogue_calls = relaunch.Calls(
-            len(_NAMES) + len(rmsnorm_epilogue.EPILOGUE_NAMES)
-        )  # those of `rmsnorm_epilogue.py`
+        self._calls = relaunch.Calls(len(NAMES))
+        self._epilogue_calls = relaunch.Calls(len((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES)))
         self._device_of = relaunch.device_of(ctx.device)
         ctx.on_change.append(self.forget_launches)
 
@@ -193,7 +175,8 @@ class Ops:
     ) -> Workspace:  # fmt: skip
         ctx, calls = self._ctx, self._calls if epilogue is None else self._epilogue_calls
         ctx.check()
-        key = self._key(op, out, A, B, bias, config, workspace, epilogue, scale)
+        own = self._workspace if workspace is None else workspace
+        key = key_of(op, self._device_of, out, A, B, bias, config, own, epilogue, scale)
         try:
             known = calls.known.get(key)
         except TypeError:  # a wrong argument that has no hash
@@ -220,10 +203,10 @@ class Ops:
         if workspace is not None:
             self._check_workspace(op, workspace)
         if epilogue is None:
-            check_memory(op, _NAMES, addresses, prepared.spans)
+            check_memory(op, NAMES, addresses, prepared.spans)
             check_overlap(op, addresses, prepared.spans)
         else:
-            rmsnorm_epilogue.check_places((*_NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES), addresses, prepared.spans)
+            rmsnorm_epilogue.check_places((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES), addresses, prepared.spans)
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
         if op == MATMUL_GATHER and problem.form == "rows" and B.shape[1] < problem.N:
@@ -231,7 +214,10 @@ class Ops:
             A, B, bias, key = A[:0], A.t(), None, None
         direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         if ctx.agreement is not None:
-            self._compare(op, prepared, out if direct else None, bias, async_op, workspace)
+            own = workspace is None or workspace is self._workspace
+            there = None if own or workspace is None else ctx.heap.offset(workspace.sync)
+            place = ctx.heap.offset(out) if direct else None
+            ctx.compare(op, **prepared.facts(bias is not None, async_op, there, place))
         workspace = workspace or self._own_workspace()
         if problem.empty:
             return workspace
@@ -278,74 +264,6 @@ class Ops:
         ctx.check()
         return workspace
 
-    def _compare(
-        self, op: str, prepared: _Prepared, out: torch.Tensor | None, bias: torch.Tensor | None, async_op: bool,
-        workspace: Workspace | None,
-    ) -> None:  # fmt: skip
-        """Where ranks compare their calls: raises where this one differs. `out`: if peers write there, or may."""
-        problem, config = prepared.problem, replace(prepared.config, prediction=None)  # which is each rank's own
-        facts: dict[str, Any] = {
-            "form": problem.form,
-            "M": problem.M,
-            "dtype": problem.dtype,
-            "config": config,
-            "async_op": async_op,
-        }
-        facts["bias"] = "none" if bias is None else "given"
-        if workspace is None or workspace is self._workspace:
-            facts["workspace"] = "the context's own"
-        else:
-            facts["workspace"] = f"at {self._ctx.heap.offset(workspace.sync)} of the heap"
-        if problem.fp8:
-            facts["B"] = "in eight bits"
-        if problem.op != GATHER_MATMUL:  # where each rank has columns of its own
-            facts["N"] = problem.N
-        if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own
-            facts["K"] = problem.K
-        if prepared.writes_to_peers:
-            facts["out"] = "outside the heap" if out is None else f"at {self._ctx.heap.offset(out)} of the heap"
-        self._ctx.compare(op, **facts)
-
-    def _key(
-        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
-        config: FusedConfig | None, workspace: Workspace | None, epilogue: Epilogue | None, scale: torch.Tensor | None,
-    ) -> tuple | None:  # fmt: skip
-        """What a call comes down to: one with the same key passes the same checks and launches the same."""
-        try:
-            if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
-                return None
-            lazy = out.dtype in relaunch.LAZY
-            if lazy and (out.is_neg() or A.is_neg() or B.is_neg()):
-                return None
-            if workspace is None:
-                workspace = self._workspace
-            where = self._device_of
-            address, more = 0, None
-            if bias is not None:
-                if lazy and bias.is_neg() or bias.requires_grad and torch.is_grad_enabled():
-                    return None
-                address, more = bias.data_ptr(), (bias.shape, bias.stride(), bias.dtype, where(bias))
-            scales, ending = 0, ()
-            if scale is not None:
-                if scale.is_neg() or scale.requires_grad and torch.is_grad_enabled():
-                    return None
-                scales, ending = scale.data_ptr(), (scale.shape, scale.stride(), scale.dtype, where(scale))
-            addresses = (out.data_ptr(), A.data_ptr(), B.data_ptr(), address, scales)
-            if epilogue is not None:
-                if any(t.is_neg() or t.requires_grad and torch.is_grad_enabled() for t in epilogue):
-                    return None
-                addresses += tuple(t.data_ptr() for t in epilogue)
-                ending += tuple((t.shape, t.stride(), t.dtype, where(t)) for t in epilogue)
-            return (
-                *addresses, op,
-                out.shape, out.stride(), out.dtype, where(out),
-                A.shape, A.stride(), A.dtype, where(A),
-                B.shape, B.stride(), B.dtype, where(B),
-                more, *ending, config, workspace,
-            )  # fmt: skip
-        except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
-            return None
-
     def _own_workspace(self) -> Workspace:
         if self._workspace is None:
             self._workspace = Workspace(self._ctx)
@@ -358,7 +276,7 @@ class Ops:
     def _prepare(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
         config: FusedConfig | None, epilogue: Epilogue | None, scale: torch.Tensor | None,
-    ) -> _Prepared:  # fmt: skip
+    ) -> Prepared:  # fmt: skip
         """Checks whatever does not depend on addresses, and chooses."""
         device = self._ctx.device
         check_tensors(op, out, A, B, bias, scale, device)
@@ -376,4 +294,4 @@ class Ops:
             rmsnorm_epilogue.check(epilogue, out)
         sizes = workspace_size(problem, chosen, platform.num_programs(device))
         spans = tuple(map(span, (out, A, B, bias, scale, *(epilogue or ()))))
-        return _Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes, spans)
+        return Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes, spans)
