@@ -1,5 +1,5 @@
-"""`all_gather_matmul` for few rows: A is gathered first, in words that say themselves whether they have arrived
-(`iris/device/lamport.py`), and then multiplied as `lamport_matmul.py` does, every weight read once.
+"""`all_gather_matmul` for few rows: A is gathered first, in Lamport values (`lamport_steps.py`), and then
+multiplied as `lamport_matmul.py` does, every weight read once.
 
 All programs move a piece each: they send it to every peer, and put what arrives of the peers' pieces into one local
 matrix. That matrix is whole when every program of this rank has come so far, which a count and a flag tell them all.
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.lamport import load_bases, put, seal, take
+from iris.device.function import device_function
+from iris.device.lamport import load_bases, seal
 from iris.device.sync import wait
 from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
@@ -22,7 +23,7 @@ import triton.language as tl
 from ..planning.workspace_size import exchange_ld, gathered_part, tiles_of
 from ..problem import Problem
 from .descriptors import rows_operand
-from .lamport_matmul import part_at
+from .lamport_steps import exchange_of
 from .launching import exchange_memory, gathered_arguments, grid_of, product_arguments, shared_arguments
 from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
 
@@ -36,6 +37,28 @@ if TYPE_CHECKING:
 
 # Columns of a piece of A that a program moves.
 _PIECE_K = 512
+
+
+@device_function
+def _send_piece(
+    exchange, own, whole, piece_m, piece_k, PIECE_M: tl.constexpr, PIECE_K: tl.constexpr, BY_K: tl.constexpr
+):
+    """A piece of this rank's part of A to every peer, and to its place in the `whole`."""
+    dtype: tl.constexpr = whole.data.dtype.element_ty
+    tracing, rank, buffer = exchange.ctx.tracing, exchange.ctx.rank, exchange.buffer
+    row, col = piece_m * PIECE_M, piece_k * PIECE_K
+    nbytes = tile_bytes(own.rows - row, own.cols - col, PIECE_M, PIECE_K, dtype)
+    span = tracing.record_event_start(PUSH, -1, buffer, piece_m, piece_k, nbytes=nbytes)
+    values = own.load(row, col, PIECE_M, PIECE_K)
+    r, c = row + tl.arange(0, PIECE_M), col + tl.arange(0, PIECE_K)
+    mask = (r < own.rows)[:, None] & (c < tl.where(own.cols > 0, exchange.ld, 0))[None, :]
+    place = exchange.pointers(rank, r, c)
+    exchange.send_to_all(seal(values.to(tl.float32), dtype), place, mask, TO_SELF=False)
+    tracing.record_event_end(span)
+    above, before = exchange.corner(rank, BY_K)
+    part = whole.until(above + own.rows, before + own.cols)
+    target, inside = part.pointers(above + row, before + col, PIECE_M, PIECE_K)
+    tl.store(target, values, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "a_rows", "part_rows"])
@@ -80,67 +103,29 @@ def lamport_gather_matmul_kernel(
     TRACING: tl.constexpr = False,
 ):
     # a: [a_rows, a_cols], this rank's part; gathered: [M, K], rows of gathered_ld elements; gathered_tile: its
-    # descriptor, where TMA can serve. staging: [2 slots], each [source rank, part_rows, ld] words, then a word from
-    # each; sync: [epoch, programs that have moved their pieces, epoch in which all have]
+    # descriptor, where TMA can serve. staging: [2 buffers], each as `lamport_steps.py` says; sync: [epoch, programs
+    # that have moved their pieces, epoch in which all have]
     arch.follow()
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     bases = load_bases(ctx_ptr, WORLD_SIZE)
     FOLDED: tl.constexpr = TMA_G and len(gathered_tile.block_shape) == 3
     dtype: tl.constexpr = out.dtype.element_ty
     epoch = tl.load(sync) + 1
-    slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
-    source_step = tl.cast(part_rows, tl.int64) * ld
+    exchange = exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER)
     own = Matrix(a, a_rows, a_cols, stride_am, stride_ak, False)
+    whole = Matrix(gathered, M, K, gathered_ld, 1, False)
     A = Matrix(gathered_tile, M, K, gathered_ld, 1, TMA_G)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
 
     down, across = tl.cdiv(part_rows, PIECE_M), tl.cdiv(part_cols, PIECE_K)
     for piece in range(tl.program_id(0), down * across, tl.num_programs(0)):
-        row, col = (piece % down) * PIECE_M, (piece // down) * PIECE_K
-        nbytes = tile_bytes(a_rows - row, a_cols - col, PIECE_M, PIECE_K, dtype)
-        span = ctx.tracing.record_event_start(PUSH, -1, staging, piece % down, piece // down, nbytes=nbytes)
-        values = own.load(row, col, PIECE_M, PIECE_K)
-        r, c = row + tl.arange(0, PIECE_M), col + tl.arange(0, PIECE_K)
-        mask = (r < a_rows)[:, None] & (c < tl.where(a_cols > 0, ld, 0))[None, :]
-        place = slot + ctx.rank * source_step + (r.to(tl.int64) * ld)[:, None] + c[None, :]
-        sealed = seal(values.to(tl.float32), dtype)
-        for i in tl.static_range(1, WORLD_SIZE):
-            put(ctx, place, sealed, mask, bases, (ctx.rank + i) % WORLD_SIZE)
-        ctx.tracing.record_event_end(span)
-        # where this piece stands in the whole
-        above, before = (0, ctx.rank * part_cols) if BY_K else (ctx.rank * part_rows, 0)
-        whole = Matrix(gathered, above + a_rows, before + a_cols, gathered_ld, 1, False)
-        target, inside = whole.pointers(above + row, before + col, PIECE_M, PIECE_K)
-        tl.store(target, values, mask=inside)
-    behind = slot + WORLD_SIZE * source_step
-    # Parts may be empty, and who gets nothing from a peer would not know that it has finished the call before.
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    if tl.program_id(0) == 0:
-        here = tl.zeros(peers.shape, staging.dtype.element_ty)
-        for i in tl.static_range(1, WORLD_SIZE):
-            put(ctx, behind + peers, here, peers == ctx.rank, bases, (ctx.rank + i) % WORLD_SIZE)
-
+        _send_piece(exchange, own, whole, piece % down, piece // down, PIECE_M, PIECE_K, BY_K)
+    exchange.tell_peers()
     ok = True
     for piece in range(tl.program_id(0), down * across, tl.num_programs(0)):
         row, col = (piece % down) * PIECE_M, (piece // down) * PIECE_K
-        r, c = row + tl.arange(0, PIECE_M), col + tl.arange(0, PIECE_K)
-        for i in tl.static_range(1, WORLD_SIZE):
-            source = (ctx.rank + i) % WORLD_SIZE
-            if BY_K:
-                above, before, rows, cols = 0, source * part_cols, M, part_at(K, part_cols, source)
-            else:
-                above, before, rows, cols = source * part_rows, 0, part_at(M, part_rows, source), K
-            mask = (r < rows)[:, None] & (c < tl.where(cols > 0, ld, 0))[None, :]
-            place = slot + source * source_step + (r.to(tl.int64) * ld)[:, None] + c[None, :]
-            values, came = take(ctx, place, source_step, mask, source, epoch, WAITER, dtype, 1)
-            ok = ok and came
-            whole = Matrix(gathered, above + rows, before + cols, gathered_ld, 1, False)
-            target, inside = whole.pointers(above + row, before + col, PIECE_M, PIECE_K)
-            tl.store(target, arch.round_to(values, dtype), mask=inside)
-    if tl.program_id(0) == 0:
-        mask = (peers < WORLD_SIZE) & (peers != ctx.rank)
-        _, came = take(ctx, behind + peers, source_step, mask, peers, epoch, WAITER, dtype, 1)
-        ok = ok and came
+        ok = exchange.take_parts(whole, row, col, PIECE_M, PIECE_K, BY_K, ok)
+    ok = exchange.hear_from_peers(dtype) and ok
 
     # All programs have read the epoch and moved their pieces when the last one comes here.
     arch.drain_stores()

@@ -2,8 +2,8 @@
 and `matmul_all_gather` where what follows the product must cost next to nothing.
 
 There the product is a stream of weights. Each program streams the weights of some columns once, multiplies them as
-B-columns x A-rows, so that the tensor cores' rows are full however few rows A has, and sends its tile in words that say
-themselves whether they have arrived (`iris/device/lamport.py`).
+B-columns x A-rows, so that the tensor cores' rows are full however few rows A has, and sends its tile in Lamport
+values, which say themselves whether they have arrived (`lamport_steps.py`).
 
     EXCHANGE   a tile goes to     then
     "all"      every rank         each sums everyone's, in rank order: all-reduce in one shot
@@ -11,7 +11,8 @@ themselves whether they have arrived (`iris/device/lamport.py`).
     "scatter"  its owners         they sum it: reduce-scatter
     "gather"   every rank         each puts it in its place: all-gather
 
-Where each program has one tile, a rank's own part of "all" stays in registers, and its words are not sent to itself.
+A program sends all of its tiles before it takes any. Where each program has one tile, a rank's own part of "all" stays
+in registers, and the rank sends itself nothing.
 Programs start over `stagger` ticks, so that the first send while the last still stream. Larger results take the kernels
 of `matmul_reduce.py` and `matmul_gather.py`.
 """
@@ -24,7 +25,8 @@ from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.function import device_function
-from iris.device.lamport import load_bases, put, seal, settled, take, unwrapped
+from iris.device.lamport import load_bases, seal, settled, unwrapped
+from iris.device.sync import advance
 from iris.device.tracing import PRODUCT, PUSH, SUM, device_tracing, tile_bytes
 import torch
 import triton
@@ -32,6 +34,7 @@ import triton.language as tl
 
 from ..planning.workspace_size import exchanged_part, tiles_of
 from ..problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem, part_of
+from .lamport_steps import exchange_of, part_at
 from .launching import NO_SCALES, exchange_memory, grid_of, product_arguments, shared_arguments
 from .rmsnorm_epilogue import EPILOGUE_NAMES, add_residual, norm_first_half
 from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed, start_in_turn
@@ -48,10 +51,120 @@ if TYPE_CHECKING:
 _EXCHANGES = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gather"}
 
 
+# The steps of the kernel. C is `out` as a matrix with the edges of this rank's product.
+
+
 @device_function
-def part_at(whole, part, rank):
-    """How much of `whole` belongs to `rank`, when parts have `part` but for the last ones."""
-    return max(0, min(part, whole - rank * part))
+def _tile_at(turn, num_m):
+    """(row block, column block) of the tile that this program takes in its turn: column by column of the product, so
+    that programs side by side stream the same weights.
+    """
+    t = tl.program_id(0) + turn * tl.num_programs(0)
+    return t % num_m, t // num_m
+
+
+@device_function
+def _multiply_tile(
+    A, B, a_scales, b_scales, row, col, FOLDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(the tile of A @ B at (row, col), which rows of A were loaded for it, which of these are the tile's own)."""
+    first = first_row(row, A.rows, BLOCK_M)
+    product = multiply_transposed(A, B, first, col, A.cols, BLOCK_M, BLOCK_N, BLOCK_K)
+    r, own_row = rows_from(first, row, A.rows, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+    own_row &= r < A.rows
+    if b_scales is not None:
+        product = scale_transposed(product, a_scales, b_scales, r, col, A.rows, B.cols)
+    return product.T, r, own_row
+
+
+@device_function
+def _store_own(exchange, product, C, r, c, own_row, BY_COLS: tl.constexpr):
+    """A tile of this rank's part to its place in the gathered matrix."""
+    above, before = exchange.corner(exchange.ctx.rank, BY_COLS)
+    target, mask = C.until(above + C.rows, before + C.cols).places(above + r, before + c)
+    tl.store(target, arch.round_to(product, C.data.dtype.element_ty), mask=mask & own_row[:, None])
+
+
+@device_function
+def _sum_own_part(
+    exchange, bias, C, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_COLS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TO_ALL: tl.constexpr,
+):  # fmt: skip
+    """Sums what all ranks have sent of this rank's part, in rank order. The sums go to `out` or, `TO_ALL`, to everyone.
+
+    A program takes one share after the other: as many rows as an owner has of a tile, so that there are about as many
+    shares as tiles.
+    """
+    ctx = exchange.ctx
+    dtype: tl.constexpr = C.data.dtype.element_ty
+    SHARE: tl.constexpr = triton.next_power_of_2((BLOCK_M + ctx.world_size - 1) // ctx.world_size)
+    own_rows, own_cols, width, before = part_at(C.rows, exchange.part_rows, ctx.rank), C.cols, exchange.ld, 0
+    if BY_COLS:
+        own_rows, own_cols = C.rows, part_at(C.cols, exchange.part_cols, ctx.rank)
+        width, before = own_cols, ctx.rank * exchange.part_cols
+    shares = tl.cdiv(own_rows, SHARE)
+    for t in range(tl.program_id(0), shares * tl.cdiv(own_cols, BLOCK_N), tl.num_programs(0)):
+        row, col = (t % shares) * SHARE, (t // shares) * BLOCK_N
+        r, c = row + tl.arange(0, SHARE), col + tl.arange(0, BLOCK_N)
+        mask = (r < own_rows)[:, None] & (c < width)[None, :]
+        place = exchange.places(r, c)
+        span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.buffer, t % shares, t // shares, nbytes=0)
+        total, ok = exchange.sum_all(place, mask, dtype)
+        ctx.tracing.record_event_end(span)
+        if HAS_BIAS:
+            total = add_bias(total, bias + before, col, own_cols, BLOCK_N)
+        if TO_ALL:
+            if ok:
+                nbytes = tile_bytes(own_rows - row, own_cols - col, SHARE, BLOCK_N, dtype)
+                span = ctx.tracing.record_event_start(PUSH, -1, exchange.buffer, t % shares, t // shares, nbytes=nbytes)
+                exchange.send_to_all(seal(total, dtype), exchange.own_sums() + place, mask, TO_SELF=True)
+                ctx.tracing.record_event_end(span)
+        else:
+            target, inside = C.until(own_rows, own_cols).pointers(row, col, SHARE, BLOCK_N)
+            tl.store(target, arch.round_to(total, dtype), mask=inside)
+
+
+@device_function
+def _sum_tile(
+    exchange, kept, bias, C, r, c, tile_m, tile_n, mask, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """The sum of a tile that all ranks have sent to all. `kept`: this rank's own values, or None where it sent them."""
+    ctx = exchange.ctx
+    dtype: tl.constexpr = C.data.dtype.element_ty
+    span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.buffer, tile_m, tile_n, nbytes=0)
+    own = unwrapped(kept, dtype) if kept is not None else None  # rounded: all ranks sum the same numbers
+    total, _ = exchange.sum_all(exchange.places(r, c), mask, dtype, own)
+    ctx.tracing.record_event_end(span)
+    if HAS_BIAS:
+        total = add_bias(total, bias, tile_n * BLOCK_N, C.cols, BLOCK_N)
+    return total
+
+
+@device_function
+def _finish_tile(
+    exchange, kept, bias, residual, weight, scaled, squares, C, tile_m, tile_n, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TWO_SHOT: tl.constexpr, HAS_BIAS: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    """The sum of a tile, with the norm epilogue where `scaled` is given, to `out`."""
+    row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+    dtype: tl.constexpr = C.data.dtype.element_ty
+    r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    if kept is not None:  # whose rows stand as they were loaded; those that are nobody's are beyond the end
+        first = first_row(row, C.rows, BLOCK_M)
+        r, own_row = rows_from(first, row, C.rows, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+        r = tl.where(own_row, r, C.rows)
+    mask = (r < C.rows)[:, None] & (c < exchange.ld)[None, :]
+    if scaled is not None:  # on its way while others' values are
+        epilogue = add_residual(residual, weight, r, c, C.rows, C.cols)
+    if TWO_SHOT:
+        total = exchange.take_sums(r, c, mask, dtype)
+    else:
+        total = _sum_tile(exchange, kept, bias, C, r, c, tile_m, tile_n, mask, BLOCK_N, HAS_BIAS)
+    if scaled is not None:
+        total = norm_first_half(total, epilogue, scaled, squares, r, c, col, C.rows, C.cols, BLOCK_N)
+    target, inside = C.places(r, c)
+    tl.store(target, arch.round_to(total, dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "whole", "part_rows"])
@@ -102,20 +215,20 @@ def lamport_matmul_kernel(
     # ONE_TILE: each program has one; then there are no loops, and of "all" this rank's own tile stays in registers.
     # a_scales [M], b_scales [N]: where both are in eight bits, else None.
     # residual, weight, scaled, squares: of all-reduces that end as `rmsnorm_epilogue.py` says.
-    # staging: [2 slots], each [source rank, part_rows, ld] words, then [M, ld] sums ("owners") or [source rank] a word
-    # ("scatter", "gather"); sync: [epoch, finished]
+    # staging: [2 buffers], each as `lamport_steps.py` says; sync: [epoch, finished]
     arch.follow()
-    SUMS: tl.constexpr = EXCHANGE == "scatter" or EXCHANGE == "owners"
+    TO_OWNERS: tl.constexpr = EXCHANGE == "scatter" or EXCHANGE == "owners"
     KEEPS_OWN: tl.constexpr = EXCHANGE == "all" and ONE_TILE
+    MEETS: tl.constexpr = EXCHANGE == "scatter" or EXCHANGE == "gather"  # else all ranks send each other values anyway
     FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
     A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+    C = Matrix(out, M, N, stride_om, stride_on, False)
     dtype: tl.constexpr = out.dtype.element_ty
     if EXCHANGE == "gather":  # as many tiles on every rank, though its own part may be short
         num_m, num_n = tl.cdiv(part_rows, BLOCK_M), tl.cdiv(part_cols, BLOCK_N)
     else:
         num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    tiles = num_m * num_n
     own = (tl.load(ctx_ptr), tl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has a tile and learns them there
@@ -123,150 +236,55 @@ def lamport_matmul_kernel(
     start_in_turn(stagger)
     tracing = device_tracing(ctx_ptr, TRACING)
 
-    count = 1 if ONE_TILE else tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    count = 1 if ONE_TILE else tl.cdiv(num_m * num_n - tl.program_id(0), tl.num_programs(0))
     for turn in range(count):
-        t = tl.program_id(0) + turn * tl.num_programs(0)
-        row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
-        span = tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
-        first = first_row(row, M, BLOCK_M)
-        product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
-        r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
-        own_row &= r < M
-        if b_scales is not None:
-            product = scale_transposed(product, a_scales, b_scales, r, col, M, N)
-        product = product.T
+        tile_m, tile_n = _tile_at(turn, num_m)
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+        span = tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
+        product, r, own_row = _multiply_tile(A, B, a_scales, b_scales, row, col, FOLDED, BLOCK_M, BLOCK_N, BLOCK_K)
+        c = col + tl.arange(0, BLOCK_N)
         tracing.record_event_end(span)
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(tl.int32), last_epoch + 1, settled(all_bases)
         ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-        c = col + tl.arange(0, BLOCK_N)
-        slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
-        mine = slot + (rank * part_rows).to(tl.int64) * ld
+        exchange = exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER)
         if EXCHANGE == "gather":
             if HAS_BIAS:
                 product = add_bias(product, bias, col, N, BLOCK_N)
-            above, before = (0, rank * part_cols) if BY_COLS else (rank * part_rows, 0)
-            C = Matrix(out, above + M, before + N, stride_om, stride_on, False)
-            target, mask = C.places(above + r, before + c)
-            tl.store(target, arch.round_to(product, dtype), mask=mask & own_row[:, None])
+            _store_own(exchange, product, C, r, c, own_row, BY_COLS)
         partial = seal(product, dtype)
         if KEEPS_OWN:
             kept = partial
-        nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, dtype) // (WORLD_SIZE if SUMS else 1)
-        span = tracing.record_event_start(PUSH, -1, staging, t % num_m, t // num_m, nbytes=nbytes)
-        if SUMS:
-            for i in tl.static_range(1, WORLD_SIZE + 1):
-                to = (rank + i) % WORLD_SIZE
-                if BY_COLS:
-                    left = c - to * part_cols
-                    theirs = own_row[:, None] & ((left >= 0) & (left < part_at(N, part_cols, to)))[None, :]
-                    put(ctx, mine + (r.to(tl.int64) * ld)[:, None] + left[None, :], partial, theirs, bases, to)
-                else:
-                    down = r - to * part_rows
-                    theirs = (own_row & (down >= 0) & (down < part_at(M, part_rows, to)))[:, None] & (c < ld)[None, :]
-                    put(ctx, mine + (down.to(tl.int64) * ld)[:, None] + c[None, :], partial, theirs, bases, to)
+        nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, dtype) // (WORLD_SIZE if TO_OWNERS else 1)
+        span = tracing.record_event_start(PUSH, -1, staging, tile_m, tile_n, nbytes=nbytes)
+        if TO_OWNERS:
+            exchange.send_to_owners(partial, r, c, own_row, M, N, BY_COLS)
         else:
-            mask = own_row[:, None] & (c < tl.where(N > 0, ld, 0))[None, :]
-            place = mine + (r.to(tl.int64) * ld)[:, None] + c[None, :]
-            for i in tl.static_range(1, WORLD_SIZE if EXCHANGE == "gather" or KEEPS_OWN else WORLD_SIZE + 1):
-                put(ctx, place, partial, mask, bases, (rank + i) % WORLD_SIZE)
+            exchange.send_tile(partial, r, c, own_row, N, TO_SELF=EXCHANGE == "all" and not KEEPS_OWN)
         tracing.record_event_end(span)
 
     ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-    slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
-    source_step = tl.cast(part_rows, tl.int64) * ld
-    behind = slot + WORLD_SIZE * source_step  # the sums, or a word from everyone
-    if EXCHANGE == "scatter" or EXCHANGE == "gather":
-        # Parts may be empty, and who gets nothing from a peer would not know that it has finished the call before.
-        peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-        if tl.program_id(0) == 0:
-            for i in tl.static_range(1, WORLD_SIZE):
-                here = tl.zeros(peers.shape, staging.dtype.element_ty)
-                put(ctx, behind + peers, here, peers == rank, bases, (rank + i) % WORLD_SIZE)
+    exchange = exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER)
+    if MEETS:
+        exchange.tell_peers()
     arch.lead()
-    # While the words are under way: all programs have read the epoch, so the last one may advance it.
-    tl.debug_barrier()
-    if tl.atomic_add(sync + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(sync + 1, 0)
-        tl.store(sync, epoch)
+    advance(sync, epoch)  # which all programs have read; meanwhile the values are under way
 
-    if SUMS:
-        SHARE: tl.constexpr = triton.next_power_of_2((BLOCK_M + WORLD_SIZE - 1) // WORLD_SIZE)
-        own_rows, own_cols, width, before = part_at(M, part_rows, rank), N, ld, 0
-        if BY_COLS:
-            own_rows, own_cols, before = M, part_at(N, part_cols, rank), rank * part_cols
-            width = own_cols
-        shares = tl.cdiv(own_rows, SHARE)
-        for t in range(tl.program_id(0), shares * tl.cdiv(own_cols, BLOCK_N), tl.num_programs(0)):
-            row, col = (t % shares) * SHARE, (t // shares) * BLOCK_N
-            r, c = row + tl.arange(0, SHARE), col + tl.arange(0, BLOCK_N)
-            mask = (r < own_rows)[:, None] & (c < width)[None, :]
-            place = (r.to(tl.int64) * ld)[:, None] + c[None, :]
-            span = tracing.record_event_start(SUM, rank, staging, t % shares, t // shares, nbytes=0)
-            total, ok = take(ctx, slot + place, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE)
-            tracing.record_event_end(span)
-            if HAS_BIAS:
-                total = add_bias(total, bias + before, col, own_cols, BLOCK_N)
-            if EXCHANGE == "owners":
-                if ok:
-                    sums = behind + (rank * part_rows).to(tl.int64) * ld + place
-                    sealed = seal(total, dtype)
-                    nbytes = tile_bytes(own_rows - row, own_cols - col, SHARE, BLOCK_N, dtype)
-                    span = tracing.record_event_start(PUSH, -1, staging, t % shares, t // shares, nbytes=nbytes)
-                    for i in tl.static_range(1, WORLD_SIZE + 1):
-                        put(ctx, sums, sealed, mask, bases, (rank + i) % WORLD_SIZE)
-                    tracing.record_event_end(span)
-            else:
-                C = Matrix(out, own_rows, own_cols, stride_om, stride_on, False)
-                target, inside = C.pointers(row, col, SHARE, BLOCK_N)
-                tl.store(target, arch.round_to(total, dtype), mask=inside)
-
+    if TO_OWNERS:
+        _sum_own_part(exchange, bias, C, BLOCK_M, BLOCK_N, BY_COLS, HAS_BIAS, TO_ALL=EXCHANGE == "owners")
     if EXCHANGE != "scatter":
         for turn in range(count):
-            t = tl.program_id(0) + turn * tl.num_programs(0)
-            row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
-            r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-            if KEEPS_OWN:  # whose rows stand as they were loaded; those that are nobody's are beyond the end
-                r, own_row = rows_from(first_row(row, M, BLOCK_M), row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
-                r = tl.where(own_row, r, M)
-            place = (r.to(tl.int64) * ld)[:, None] + c[None, :]
+            tile_m, tile_n = _tile_at(turn, num_m)
             if EXCHANGE == "gather":
-                for i in tl.static_range(1, WORLD_SIZE):
-                    source = (rank + i) % WORLD_SIZE
-                    if BY_COLS:
-                        above, before, rows, cols = 0, source * part_cols, M, part_at(whole, part_cols, source)
-                    else:
-                        above, before, rows, cols = source * part_rows, 0, part_at(whole, part_rows, source), N
-                    mask = (r < rows)[:, None] & (c < tl.where(cols > 0, ld, 0))[None, :]
-                    from_them = slot + source * source_step + place
-                    tile, _ = take(ctx, from_them, source_step, mask, source, epoch, WAITER, dtype, 1)
-                    C = Matrix(out, above + rows, before + cols, stride_om, stride_on, False)
-                    target, inside = C.pointers(above + row, before + col, BLOCK_M, BLOCK_N)
-                    tl.store(target, arch.round_to(tile, dtype), mask=inside)
+                gathered = C.until(M if BY_COLS else whole, whole if BY_COLS else N)
+                exchange.take_parts(gathered, tile_m * BLOCK_M, tile_n * BLOCK_N, BLOCK_M, BLOCK_N, BY_COLS)
             else:
-                mask = (r < M)[:, None] & (c < ld)[None, :]
-                if scaled is not None:
-                    epilogue = add_residual(residual, weight, r, c, M, N)
-                if EXCHANGE == "owners":
-                    owner = (r // part_rows)[:, None]
-                    total, _ = take(ctx, behind + place, source_step, mask, owner, epoch, WAITER, dtype, 1, patience=2)
-                else:
-                    span = tracing.record_event_start(SUM, rank, staging, t % num_m, t // num_m, nbytes=0)
-                    kept_part = unwrapped(kept, dtype) if KEEPS_OWN else None  # rounded: all sum the same numbers
-                    first_words = slot + place
-                    total, _ = take(ctx, first_words, source_step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, kept_part)
-                    tracing.record_event_end(span)
-                    if HAS_BIAS:
-                        total = add_bias(total, bias, col, N, BLOCK_N)
-                if scaled is not None:
-                    total = norm_first_half(total, epilogue, scaled, squares, r, c, col, M, N, BLOCK_N)
-                C = Matrix(out, M, N, stride_om, stride_on, False)
-                target, inside = C.places(r, c)
-                tl.store(target, arch.round_to(total, dtype), mask=inside)
-    if EXCHANGE == "scatter" or EXCHANGE == "gather":
-        if tl.program_id(0) == 0:
-            mask = (peers < WORLD_SIZE) & (peers != rank)
-            take(ctx, behind + peers, source_step, mask, peers, epoch, WAITER, dtype, 1)
+                _finish_tile(
+                    exchange, kept, bias, residual, weight, scaled, squares, C, tile_m, tile_n, BLOCK_M, BLOCK_N,
+                    EXCHANGE == "owners", HAS_BIAS, FOLDED,
+                )  # fmt: skip
+    if MEETS:
+        exchange.hear_from_peers(dtype)
 
 
 def lamport_arguments(

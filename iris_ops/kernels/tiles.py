@@ -68,6 +68,11 @@ class Matrix:
         addresses = self.data + (r.to(tl.int64) * self.stride_row)[:, None] + (c.to(tl.int64) * self.stride_col)
         return addresses, (r < self.rows)[:, None] & (c < self.cols)[None, :]
 
+    @device_function
+    def until(self, rows, cols):
+        """The same matrix, which ends at other edges; not for descriptors."""
+        return Matrix(self.data, rows, cols, self.stride_row, self.stride_col, False)
+
 
 # What a descriptor reads beyond the last row is zero, but slow, as if all programs asked one place for it. So a tile
 # that would end there is loaded from an earlier row on, and rows before its first are nobody's. A matrix lower than a

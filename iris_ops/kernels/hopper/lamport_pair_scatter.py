@@ -29,7 +29,7 @@ import triton.language as tl
 
 from ...planning.waves import columns_together
 from ...problem import Problem
-from ..lamport_matmul import part_at
+from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tiles import known
 from .lamport_pair import PLACES, add, look, send

@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...problem import Problem
-from ..lamport_matmul import part_at
+from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tiles import PartTiles
 from .operands import MOVING, MULTIPLYING, in_rows, lamport_specialised_arguments
