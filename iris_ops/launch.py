@@ -45,7 +45,7 @@ LAUNCHERS: dict[str, Callable[..., Launch]] = {
     names.LAMPORT_FP8: lamport_stream.launcher,
     names.LAMPORT_TWO_SHOT: hopper.lamport_two_shot.launcher,
     names.LAMPORT_PAIR: hopper.lamport_pair.launcher,
-    names.LAMPORT_PAIR_SCATTER: hopper.lamport_pair_scatter.launcher,
+    names.LAMPORT_PAIR_SCATTER: hopper.lamport_pair.scatter_launcher,
     names.REDUCE: matmul_reduce.launcher,
     names.GATHER: matmul_gather.launcher,
     names.GATHER_FIRST: gather_matmul.launcher,

@@ -96,3 +96,46 @@ def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
     by_owner = early == owned
     step = tl.where(by_owner, (1 + t // owned) % WORLD_SIZE, tl.where(is_own, 0, 1 + before % others))
     return step, tl.where(by_owner, t % owned, tl.where(is_own, own, before // others))
+
+
+@aggregate
+class OthersFirst:
+    """The order of num_m by num_n tiles: `group` columns of them after the other; in each, column by column, first
+    those with rows of the peer's, then the `own` row blocks from number `begin` on.
+    """
+
+    num_m: base_value
+    num_n: base_value
+    begin: base_value
+    own: base_value
+    group: base_value
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, num_m, num_n, begin, own, group, BLOCK_M, BLOCK_N):
+        self.num_m, self.num_n = known(num_m), known(num_n)
+        self.begin, self.own, self.group = map(known, (begin, own, group))
+        self.BLOCK_M, self.BLOCK_N = known(BLOCK_M), known(BLOCK_N)
+
+    @device_function
+    def place(self, t):
+        """(first row, first column, True) of number t."""
+        before = t // (self.num_m * self.group) * self.group
+        t -= before * self.num_m
+        others = self.num_m - self.own
+        sent = others * tl.minimum(self.group, self.num_n - before)
+        is_own = t >= sent
+        high = tl.maximum(tl.where(is_own, self.own, others), 1)
+        t -= tl.where(is_own, sent, 0)
+        row = t % high
+        row += tl.where(is_own, self.begin, tl.where(row < self.begin, 0, self.own))
+        return row * self.BLOCK_M, (before + t // high) * self.BLOCK_N, True
+
+
+@device_function
+def own_blocks(first, rows, M, BLOCK_M: tl.constexpr):
+    """(number of the first row block, how many) of those that have nothing but the `rows` rows from `first` on."""
+    begin, end = tl.cdiv(first, BLOCK_M), first + rows
+    behind = tl.where(end == M, tl.cdiv(M, BLOCK_M), end // BLOCK_M)
+    return begin, tl.maximum(behind - begin, 0)

@@ -1,7 +1,8 @@
 """The names of the kernels, and which of them a configuration stands for.
 
 A name is the module's below `iris_ops/` in which the kernel stands, as grep finds it: "hopper.lamport_pair" is
-`kernels/hopper/lamport_pair.py`. Ranks whose configurations are equal take kernels that signal and stage alike.
+`kernels/hopper/lamport_pair.py`. One module has two kernels: "hopper.lamport_pair_scatter" is its
+`lamport_pair_scatter_kernel`. Ranks whose configurations are equal take kernels that signal and stage alike.
 """
 
 from __future__ import annotations

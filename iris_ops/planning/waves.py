@@ -97,7 +97,7 @@ def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def columns_together(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """Of how many columns of tiles `lamport_pair_scatter.py` first computes the peer's: all, or a round's.
+    """Of how many columns of tiles `tile_orders.OthersFirst` first has the peer's: all, or a round's.
 
     The same of B is read for own tiles behind them, best from L2; then tiles are sent behind the last round, too.
     """

@@ -456,8 +456,8 @@ OPS_KERNELS = [
     Fault(
         "what two ranks swap is not written through",
         "iris_ops/kernels/hopper/lamport_pair.py",
-        'gl.store(target, words, mask=mask, cache_modifier=".wt")',
-        "gl.store(target, words, mask=mask)",
+        'gl.store(target, values, mask=mask, cache_modifier=".wt")',
+        "gl.store(target, values, mask=mask)",
         PTX,
     ),
     Fault(

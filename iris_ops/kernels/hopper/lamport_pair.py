@@ -1,14 +1,23 @@
-"""`matmul_all_reduce` in one shot of words between two ranks, by warp-specialised programs (`pipeline.py`).
+"""Two ranks exchange Lamport values in one shot, by warp-specialised programs (`pipeline.py`): `matmul_all_reduce`, and
+`matmul_reduce_scatter` by rows.
 
-Two ranks that swap all that they have multiplied send no more than if each summed a half and sent the sums, and it is
-one hop instead of two, with nobody to wait for but the peer's same tile. The words stand in the same places as those of
-`lamport_matmul.py`, so the ranks may even mix the two; only that a rank's own tile stays in shared memory.
+For results of some megabytes: signals, and the stores that they wait for, cost there as much as they hide. Between two
+ranks one shot sends no more than two: whether each sends all that it has multiplied, or each a half and then the sums.
+And it is one hop, with nobody to wait for but the peer's same tile. The values stand in the same places as those of
+`lamport_matmul.py`, so the ranks may even mix the two; only a rank's own tiles stay in shared memory.
 
-    multiplying warps  one tile's product after the other
-    moving warps       send a finished tile to the peer, then wait for the peer's, add it and store the sum
+    MMA warps     one tile's product after the other
+    mover warps   all-reduce: send a finished tile to the peer, then take the peer's, add it and store the sum
+                  reduce-scatter: send what a finished tile has of the peer's rows; take, add and store own rows
 
-Both ranks compute their tiles in the same order, and a tile is sent before anything is waited for but earlier tiles; in
-the portable kernel a program sends all of its tiles before it waits. So of what is waited for, the first is under way.
+All-reduce: both ranks compute their tiles in the same order, and send a tile before they wait for anything but earlier
+tiles. In the portable kernel a program sends all of its tiles before it waits. So of the tiles that are waited for, the
+first is under way.
+
+Reduce-scatter: tiles with rows of the peer's come first (`tile_orders.OthersFirst`). While those travel, own ones are
+multiplied, and behind the last nothing is sent. A program sends a tile before it waits for anything but earlier ones.
+What a rank waits for is among its peer's first tiles; tiles with rows of both, for which both wait, stand in the same
+order on both. So again the first is under way, with any number of programs.
 """
 
 from typing import TYPE_CHECKING
@@ -16,17 +25,20 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.lamport import load_bases, remote, seal, take_found
+from iris.device.lamport import load_bases, put, remote, seal, take, take_found
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...planning.waves import columns_together
 from ...problem import Problem
+from ..lamport_steps import part_at
 from ..stream_k import Units
+from ..tile_orders import OthersFirst, own_blocks
 from ..tiles import PartTiles, start_in_turn
-from .operands import lamport_specialised_arguments
-from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, part_of, places_of, rows_of
+from .operands import MOVING, lamport_specialised_arguments
+from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, pace, part_of, places_of, rows_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -38,6 +50,9 @@ if TYPE_CHECKING:
 
 # Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
 PLACES = 2
+# Each thread of the mover warps has a value of its own.
+_THREADS = gl.constexpr(32 * MOVING)
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVING], [0]))
 
 
 @gluon.jit
@@ -49,8 +64,8 @@ def _places(shared, part, row, col, first, rows, M, MOVE: gl.constexpr):
 
 
 @gluon.jit
-def _words(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.constexpr):
-    """(where the words of those rows of a part of the tile stand among those of `source`, which of them there are)."""
+def _value_places(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.constexpr):
+    """(where the values of those rows of a part of the tile stand among those of `source`, which of them there are)."""
     r, c, inside = _places(shared, part, row, col, first, rows, M, MOVE)
     return source + (r.to(gl.int64) * ld)[:, None] + c[None, :], inside[:, None] & (c < ld)[None, :]
 
@@ -59,40 +74,40 @@ def _words(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.constexp
 
 
 @gluon.jit
-def send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.constexpr):
-    """Tile number `done`, which stays where it is, to `there`, this rank's words at the peer."""
+def _send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.constexpr):
+    """Tile number `done`, which stays where it is, to `there`, this rank's values at the peer."""
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
-        words = seal(part_of(shared, done, part).load(MOVE).to(gl.float32), shared.product.dtype)
-        target, mask = _words(shared, there, part, row, col, first, rows, M, ld, MOVE)
-        gl.store(target, words, mask=mask, cache_modifier=".wt")
+        values = seal(part_of(shared, done, part).load(MOVE).to(gl.float32), shared.product.dtype)
+        target, mask = _value_places(shared, there, part, row, col, first, rows, M, ld, MOVE)
+        gl.store(target, values, mask=mask, cache_modifier=".wt")
 
 
 @gluon.jit
-def look(shared, theirs, row, col, first, rows, M, ld, exists, MOVE: gl.constexpr):
+def _look(shared, theirs, row, col, first, rows, M, ld, exists, MOVE: gl.constexpr):
     """What there is now of all parts of a peer's tile, which may not exist."""
     found = ()
     for part in gl.static_range(shared.PARTS):
-        words, mask = _words(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
-        found = found + (arch.load_fresh(words, mask & exists),)
+        place, mask = _value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
+        found = found + (arch.load_fresh(place, mask & exists),)
     return found
 
 
 @gluon.jit
-def add(
+def _add(
     ctx, shared, done, found, theirs, peer, out, bias, row, col, first, rows, M, N, ld, stride_om, epoch,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """Tile number `done` and the peer's, of which was `found` so much before, to `out`."""
     for part in range(shared.PARTS):
-        words, mask = _words(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
-        total, waited = take_found(ctx, found[0], words, mask, peer, epoch, WAITER, shared.product.dtype, LANES=False)
+        place, mask = _value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
+        total, waited = take_found(ctx, found[0], place, mask, peer, epoch, WAITER, shared.product.dtype, LANES=False)
         if shared.PARTS > 1:
             ahead = found[1]
             if waited:  # then what was found of the next is old, too
-                words, mask = _words(shared, theirs, part + 1, row, col, first, rows, M, ld, MOVE)
-                ahead = arch.load_fresh(words, mask & (part + 1 < shared.PARTS))
+                place, mask = _value_places(shared, theirs, part + 1, row, col, first, rows, M, ld, MOVE)
+                ahead = arch.load_fresh(place, mask & (part + 1 < shared.PARTS))
             found = (ahead,) + found[2:] + found[:1]
         total += rows_of(shared, done, part, MOVE).to(gl.float32)
         r, c, inside = _places(shared, part, row, col, first, rows, M, MOVE)
@@ -103,16 +118,12 @@ def add(
 
 
 @gluon.jit
-def _move_tiles(
-    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread,
+def _swap_tiles(
+    ctx, shared, tiles, slot, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The moving warps: each tile is sent before the one before it is taken."""
-    bases = load_bases(ctx.ctx_ptr, ctx.world_size)
+    """The mover warps of an all-reduce: each tile is sent before the one before it is taken."""
     peer = 1 - ctx.rank
-    step = part_rows.to(gl.int64) * ld
-    there = remote(ctx, slot + ctx.rank * step, bases, peer)
-    theirs = slot + peer * step
     programs = gl.num_programs(0)
     count = gl.cdiv(gl.maximum(tiles.num_m * tiles.num_n - gl.program_id(0), 0), programs)
     for i in range(count + 1):
@@ -121,24 +132,115 @@ def _move_tiles(
         if i < count:
             await_tile(shared, i)
         # now: the later the more has come, but loads wait behind stores to peers
-        found = look(shared, theirs, before_row, before_col, 0, M, M, ld, i > 0, MOVE)
+        found = _look(shared, theirs, before_row, before_col, 0, M, M, ld, i > 0, MOVE)
         if i < count:
             row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, slot, tile_m, tile_n, nbytes=nbytes)
             push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
-            send(shared, i, there, row, col, 0, M, M, ld, push, MOVE)
+            _send(shared, i, there, row, col, 0, M, M, ld, push, MOVE)
             ctx.tracing.record_event_end(span)
         if i > 0:
             tile_m, tile_n = before_row // tiles.BLOCK_M, before_col // tiles.BLOCK_N
             span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=0)
-            add(
+            _add(
                 ctx, shared, i - 1, found, theirs, peer, out, bias, before_row, before_col, 0, M, M, N, ld, stride_om,
                 epoch, HAS_BIAS, MOVE, WAITER,
             )  # fmt: skip
             ctx.tracing.record_event_end(span)
+
+
+@gluon.jit
+def _scatter_tiles(
+    ctx, shared, tiles, slot, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
+    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
+):  # fmt: skip
+    """The mover warps of a reduce-scatter: of each tile the peer's rows are sent, and the own ones taken."""
+    peer = 1 - ctx.rank
+    first, rows = ctx.rank * part_rows, part_at(M, part_rows, ctx.rank)
+    peer_first, peer_rows = peer * part_rows, part_at(M, part_rows, peer)
+    programs = gl.num_programs(0)
+    count = gl.cdiv(gl.maximum(tiles.num_m * tiles.num_n - gl.program_id(0), 0), programs)
+    for i in range(count):
+        row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
+        tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
+        end = gl.minimum(row + tiles.BLOCK_M, M)
+        own = gl.maximum(gl.minimum(end, first + rows) - gl.maximum(row, first), 0)
+        await_tile(shared, i)
+        found = _look(shared, theirs, row, col, first, rows, M, ld, own > 0, MOVE)
+        if own < end - row:
+            nbytes = tile_bytes(end - row - own, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
+            span = ctx.tracing.record_event_start(PUSH, peer, slot, tile_m, tile_n, nbytes=nbytes)
+            push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
+            _send(shared, i, there, row, col, peer_first, peer_rows, M, ld, push, MOVE)
+            ctx.tracing.record_event_end(span)
+        if own > 0:
+            span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=0)
+            _add(
+                ctx, shared, i, found, theirs, peer, out, bias, row, col, first, rows, M, N, ld, stride_om, epoch,
+                HAS_BIAS, MOVE, WAITER,
+            )  # fmt: skip
+            ctx.tracing.record_event_end(span)
+        else:
+            give_back(shared, i, shared.PARTS - 1)
+    if gl.program_id(0) == 0:  # who is sent nothing else would not know that the peer has finished the call before
+        lanes = gl.arange(0, _THREADS, layout=_LANES)
+        behind = slot + 2 * (part_rows.to(gl.int64) * ld) + lanes
+        here = gl.zeros([_THREADS], slot.dtype.element_ty, _LANES)
+        put(ctx, behind, here, lanes == ctx.rank, bases, peer)
+        take(ctx, behind, 0, lanes == peer, peer + 0 * lanes, epoch, WAITER, shared.product.dtype, 1, LANES=False)
+
+
+@gluon.jit
+def _move_tiles(
+    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
+):  # fmt: skip
+    """The mover warps; `MOVED`: what they do with the tiles."""
+    bases = load_bases(ctx.ctx_ptr, ctx.world_size)
+    peer = 1 - ctx.rank
+    step = part_rows.to(gl.int64) * ld
+    there = remote(ctx, slot + ctx.rank * step, bases, peer)  # this rank's values at the peer
+    MOVED(
+        ctx, shared, tiles, slot, there, slot + peer * step, bases, out, bias, M, N, part_rows, ld, stride_om, epoch,
+        spread, HAS_BIAS, MOVE, WAITER,
+    )  # fmt: skip
     advance(sync, epoch)  # which all warps have read
+
+
+@gluon.jit
+def _specialise(
+    ctx, a, b, a_scales, b_scales, bias, out, staging, sync, tiles, M, N, K, stride_om, part_rows, ld, slot_words,
+    spread, MOVED: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr,
+    PLACES: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
+):  # fmt: skip
+    """MMA warps multiply `tiles`, one after the other; mover warps do `MOVED` with the finished ones."""
+    epoch = gl.load(sync) + 1
+    slot = staging + (epoch & 1).to(gl.int64) * slot_words
+    units = Units(tiles.num_m * tiles.num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    shared = allocate(a, b, out.dtype.element_ty, STAGES, tiles.BLOCK_M, tiles.BLOCK_N, ROWS, PRODUCT, PLACES)
+    gl.warp_specialize(
+        [
+            (
+                multiply_tiles,
+                (
+                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, M, N,
+                    B_TRANSPOSED, False, ACC, WAITER,
+                ),
+            ),
+            (
+                _move_tiles,
+                (
+                    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED,
+                    HAS_BIAS, MOVE, WAITER,
+                ),
+            ),
+        ],
+        [MOVING],
+        [MOVING_REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "stagger"])
@@ -153,31 +255,33 @@ def lamport_pair_kernel(
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
     start_in_turn(stagger)
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
-    epoch = gl.load(sync) + 1
-    slot = staging + (epoch & 1).to(gl.int64) * slot_words
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
-    units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
-    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT, PLACES)
-    gl.warp_specialize(
-        [
-            (
-                multiply_tiles,
-                (
-                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, M, N,
-                    B_TRANSPOSED, False, ACC, WAITER,
-                ),
-            ),
-            (
-                _move_tiles,
-                (
-                    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, HAS_BIAS,
-                    MOVE, WAITER,
-                ),
-            ),
-        ],
-        [MOVING],
-        [MOVING_REGISTERS],
+    _specialise(
+        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, tiles, M, N, K, stride_om, part_rows, ld, slot_words,
+        spread, _swap_tiles, BLOCK_K, STAGES, HAS_BIAS, B_TRANSPOSED, ACC, PRODUCT, MOVE, ROWS, PLACES, MOVING,
+        MOVING_REGISTERS, WAITER,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "part_rows", "spread", "group"])
+def lamport_pair_scatter_kernel(
+    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, slot_words, spread,
+    group,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
+    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr,
+    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+):  # fmt: skip
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
+    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
+    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    begin, own = own_blocks(ctx.rank * part_rows, part_at(M, part_rows, ctx.rank), M, BLOCK_M)
+    tiles = OthersFirst(num_m, num_n, begin, own, group, BLOCK_M, BLOCK_N)
+    _specialise(
+        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, tiles, M, N, K, stride_om, part_rows, ld, slot_words,
+        spread, _scatter_tiles, BLOCK_K, STAGES, HAS_BIAS, B_TRANSPOSED, ACC, PRODUCT, MOVE, ROWS, PLACES, MOVING,
+        MOVING_REGISTERS, WAITER,
     )  # fmt: skip
 
 
@@ -188,3 +292,11 @@ def launcher(
     stagger = platform.ticks(config.stagger_us * 1e-6)
     args |= dict(GROUP_M=config.group_m, PLACES=PLACES, stagger=stagger)
     return lamport_pair_kernel, grid, args
+
+
+def scatter_launcher(
+    rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
+) -> "Launch":
+    grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
+    args |= dict(PLACES=PLACES, group=columns_together(problem, config, grid[0]))
+    return lamport_pair_scatter_kernel, grid, args
