@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import iris
 from iris.device import arch, sync
 from iris.device.function import device_function
-from iris_ops.kernels.tiles import Matrix, grouped, multiply
+from iris_ops.kernels.tile_orders import grouped
+from iris_ops.kernels.tiles import Matrix, multiply
 from iris_tp import launch
 import torch
 import triton

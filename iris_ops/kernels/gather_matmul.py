@@ -24,7 +24,9 @@ from ..planning.workspace_size import gathered_part, pieces
 from ..problem import Problem
 from .descriptors import operand
 from .launching import gathered_arguments, grid_of, parts_memory, product_arguments, shared_arguments
-from .tiles import Matrix, add_bias, first_row, grouped, join_parts, multiply, rows_from, unit_tile
+from .stream_k import join_parts, unit_tile
+from .tile_orders import sources_in_turn
+from .tiles import Matrix, add_bias, first_row, multiply, rows_from
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -172,14 +174,8 @@ def gather_matmul_kernel(
     unit = next_tile(sync)
     while unit < units:
         t, k, k_depth = unit_tile(unit, rounded, K, BLOCK_K, SPLITS)
-        # `columns` columns of tiles at a time, and there one rank's rows after the other's
-        group = t // (num_m * columns * sources)
-        width = min(columns, num_n - group * columns)
-        inside = t - group * num_m * columns * sources
-        per_part = num_m * width
-        tile_m, tile_n = grouped(inside % per_part, num_m, width, GROUP_M)
-        row, col = tile_m * BLOCK_M, (group * columns + tile_n) * BLOCK_N
-        part = (ctx.rank + WORLD_SIZE - inside // per_part) % WORLD_SIZE  # by rows: whose rows
+        part, tile_m, tile_n = sources_in_turn(t, ctx.rank, num_m, num_n, columns, sources, GROUP_M, WORLD_SIZE)
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         first = 0 if BY_K else part * part_rows
         rows = min(M - first, part_rows)
         if row < rows:

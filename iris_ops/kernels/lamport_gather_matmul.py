@@ -25,6 +25,7 @@ from ..problem import Problem
 from .descriptors import rows_operand
 from .lamport_steps import exchange_of
 from .launching import exchange_memory, gathered_arguments, grid_of, product_arguments, shared_arguments
+from .tile_orders import by_columns
 from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
 
 if TYPE_CHECKING:
@@ -119,12 +120,13 @@ def lamport_gather_matmul_kernel(
 
     down, across = tl.cdiv(part_rows, PIECE_M), tl.cdiv(part_cols, PIECE_K)
     for piece in range(tl.program_id(0), down * across, tl.num_programs(0)):
-        _send_piece(exchange, own, whole, piece % down, piece // down, PIECE_M, PIECE_K, BY_K)
+        piece_m, piece_k = by_columns(piece, down)
+        _send_piece(exchange, own, whole, piece_m, piece_k, PIECE_M, PIECE_K, BY_K)
     exchange.tell_peers()
     ok = True
     for piece in range(tl.program_id(0), down * across, tl.num_programs(0)):
-        row, col = (piece % down) * PIECE_M, (piece // down) * PIECE_K
-        ok = exchange.take_parts(whole, row, col, PIECE_M, PIECE_K, BY_K, ok)
+        piece_m, piece_k = by_columns(piece, down)
+        ok = exchange.take_parts(whole, piece_m * PIECE_M, piece_k * PIECE_K, PIECE_M, PIECE_K, BY_K, ok)
     ok = exchange.hear_from_peers(dtype) and ok
 
     # All programs have read the epoch and moved their pieces when the last one comes here.
@@ -140,8 +142,9 @@ def lamport_gather_matmul_kernel(
     if ok:
         num_m = tl.cdiv(M, BLOCK_M)
         for t in range(tl.program_id(0), num_m * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
-            row, col = (t % num_m) * BLOCK_M, (t // num_m) * BLOCK_N
-            span = ctx.tracing.record_event_start(PRODUCT, -1, out, t % num_m, t // num_m, nbytes=0)
+            tile_m, tile_n = by_columns(t, num_m)
+            row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+            span = ctx.tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
             first = first_row(row, M, BLOCK_M)
             product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K).T
             r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)

@@ -37,6 +37,7 @@ from ..problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem, part_o
 from .lamport_steps import exchange_of, part_at
 from .launching import NO_SCALES, exchange_memory, grid_of, product_arguments, shared_arguments
 from .rmsnorm_epilogue import EPILOGUE_NAMES, add_residual, norm_first_half
+from .tile_orders import by_columns
 from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed, start_in_turn
 
 if TYPE_CHECKING:
@@ -52,15 +53,6 @@ _EXCHANGES = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gath
 
 
 # The steps of the kernel. C is `out` as a matrix with the edges of this rank's product.
-
-
-@device_function
-def _tile_at(turn, num_m):
-    """(row block, column block) of the tile that this program takes in its turn: column by column of the product, so
-    that programs side by side stream the same weights.
-    """
-    t = tl.program_id(0) + turn * tl.num_programs(0)
-    return t % num_m, t // num_m
 
 
 @device_function
@@ -105,11 +97,12 @@ def _sum_own_part(
         width, before = own_cols, ctx.rank * exchange.part_cols
     shares = tl.cdiv(own_rows, SHARE)
     for t in range(tl.program_id(0), shares * tl.cdiv(own_cols, BLOCK_N), tl.num_programs(0)):
-        row, col = (t % shares) * SHARE, (t // shares) * BLOCK_N
+        share, tile_n = by_columns(t, shares)
+        row, col = share * SHARE, tile_n * BLOCK_N
         r, c = row + tl.arange(0, SHARE), col + tl.arange(0, BLOCK_N)
         mask = (r < own_rows)[:, None] & (c < width)[None, :]
         place = exchange.places(r, c)
-        span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.buffer, t % shares, t // shares, nbytes=0)
+        span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.buffer, share, tile_n, nbytes=0)
         total, ok = exchange.sum_all(place, mask, dtype)
         ctx.tracing.record_event_end(span)
         if HAS_BIAS:
@@ -117,7 +110,7 @@ def _sum_own_part(
         if TO_ALL:
             if ok:
                 nbytes = tile_bytes(own_rows - row, own_cols - col, SHARE, BLOCK_N, dtype)
-                span = ctx.tracing.record_event_start(PUSH, -1, exchange.buffer, t % shares, t // shares, nbytes=nbytes)
+                span = ctx.tracing.record_event_start(PUSH, -1, exchange.buffer, share, tile_n, nbytes=nbytes)
                 exchange.send_to_all(seal(total, dtype), exchange.own_sums() + place, mask, TO_SELF=True)
                 ctx.tracing.record_event_end(span)
         else:
@@ -238,7 +231,7 @@ def lamport_matmul_kernel(
 
     count = 1 if ONE_TILE else tl.cdiv(num_m * num_n - tl.program_id(0), tl.num_programs(0))
     for turn in range(count):
-        tile_m, tile_n = _tile_at(turn, num_m)
+        tile_m, tile_n = by_columns(tl.program_id(0) + turn * tl.num_programs(0), num_m)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         span = tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
         product, r, own_row = _multiply_tile(A, B, a_scales, b_scales, row, col, FOLDED, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -274,7 +267,7 @@ def lamport_matmul_kernel(
         _sum_own_part(exchange, bias, C, BLOCK_M, BLOCK_N, BY_COLS, HAS_BIAS, TO_ALL=EXCHANGE == "owners")
     if EXCHANGE != "scatter":
         for turn in range(count):
-            tile_m, tile_n = _tile_at(turn, num_m)
+            tile_m, tile_n = by_columns(tl.program_id(0) + turn * tl.num_programs(0), num_m)
             if EXCHANGE == "gather":
                 gathered = C.until(M if BY_COLS else whole, whole if BY_COLS else N)
                 exchange.take_parts(gathered, tile_m * BLOCK_M, tile_n * BLOCK_N, BLOCK_M, BLOCK_N, BY_COLS)

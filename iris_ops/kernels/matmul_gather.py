@@ -23,7 +23,8 @@ import triton.language as tl
 from ..planning.waves import gemm_tiles
 from ..problem import Problem, part_of
 from .launching import grid_of, product_arguments, shared_arguments
-from .tiles import Matrix, add_bias, first_row, grouped, multiply, rows_from, start_in_turn
+from .tile_orders import grouped
+from .tiles import Matrix, add_bias, first_row, multiply, rows_from, start_in_turn
 
 if TYPE_CHECKING:
     from iris.rank import Rank

@@ -1,24 +1,75 @@
-"""Units of work of warp-specialised programs: whole tiles, and before them the tiles that programs share.
+"""Units of work along K, where tiles do not fill a wave of programs (stream-K: Osama et al., 2023).
 
-Tiles that do not fill a round of programs would leave most of them idle for a tile's time. So `shared` of them are
-computed first, by `sharers` programs, one after the other along K: program p takes the steps from `begin(p)` on, each a
-little more than the one before, so that programs end, and push their last tiles, in turn. Where a program's steps cross
-into the next tile, it first computes its *head* there and leaves it in memory; then the *body*. Who computes a tile's
-last steps adds what others have left of it. Heads come first and wait for nobody, so it is right with any number of
-programs. (Stream-K: Osama et al., 2023.)
+Tiles that do not fill a wave would leave most programs idle for a tile's time. So programs share those tiles: each
+takes some steps of a tile along K, leaves the sum in memory and signals it, and who takes the tile's last steps adds up
+what the others have left. What is left stands earlier in the order of units, and waits for nobody: so it is right with
+any number of programs.
+
+    unit_tile, join_parts   portable kernels, whose programs take units from a common count: behind whole tiles, each
+                            shared tile is split in SPLITS equal parts
+    Units                   warp-specialised kernels, whose programs know their units beforehand: shared tiles come
+                            first, and programs take unequal numbers of steps, so that they end in turn
 """
 
 from iris.device.function import device_function
+from iris.device.sync import signal, wait
 from iris.triton_private import aggregate, base_value
 import triton
 import triton.language as tl
 
-from .tiles import known
+from .tiles import known, packed_rows
+
+
+@device_function
+def unit_tile(unit, rounded, K, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
+    """(tile, first, depth) of a unit: which tile, and which part of its depth.
+
+    Units are the first `rounded` tiles, which fill waves, then SPLITS parts of each of the others.
+    """
+    if SPLITS == 1:
+        return unit, 0, K
+    else:
+        beyond = tl.maximum(unit - rounded, 0)
+        step = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
+        first = tl.minimum(beyond % SPLITS * step, K)
+        depth = tl.where(unit < rounded, K, tl.minimum(step, K - first))
+        return tl.where(unit < rounded, unit, rounded + beyond // SPLITS), first, depth
+
+
+@device_function
+def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.constexpr, waiter: tl.constexpr):
+    """(the whole tile's product, whether this unit is the one that has it, whether no wait failed).
+
+    `parts`: fp32 [tile beyond `rounded`, SPLITS - 1, rows, columns]; `arrived`: a flag for each, both this rank's own.
+    """
+    whole = True
+    ok = True
+    if SPLITS > 1:
+        if unit >= rounded:
+            tile, part = (unit - rounded) // SPLITS, (unit - rounded) % SPLITS
+            rows = tl.arange(0, acc.shape[0])
+            if part < SPLITS - 1:
+                whole = False
+                number = tile * (SPLITS - 1) + part
+                tl.store(packed_rows(parts, number, rows, acc.shape[0], acc.shape[1]), acc)
+                signal(ctx, arrived + number, epoch, ctx.rank)
+            else:
+                for i in range(SPLITS - 1):
+                    number = tile * (SPLITS - 1) + i
+                    ok = wait(ctx, arrived + number, epoch, ctx.rank, waiter, exact=True) and ok
+                    place = packed_rows(parts, number, rows, acc.shape[0], acc.shape[1])
+                    acc += tl.load(place, cache_modifier=".cg")
+    return acc, whole, ok
 
 
 @aggregate
 class Units:
-    """Of `tiles` tiles of `steps` steps along K; numbers 0 to P - 1 are heads, P to 2 P - 1 bodies of P programs.
+    """Units of `tiles` tiles of `steps` steps along K; numbers 0 to P - 1 are heads, P to 2 P - 1 bodies of P programs.
+
+    The first `shared` tiles are computed first, by `sharers` programs, one after the other along K: program p takes the
+    steps from `begin(p)` on, each a little more than the one before, so that programs end, and push their last tiles,
+    in turn. Where a program's steps cross into the next tile, it first computes its *head* there and leaves it in
+    memory; then the *body*. Heads come first and wait for nobody.
 
     `skew`: how many steps more the last of `sharers` takes than the first; none takes more than a tile's.
     """

@@ -1,16 +1,80 @@
-"""The tiles of a reduction: who sums which, where they stand, and in which order a rank computes them."""
+"""The orders in which a rank computes its tiles: each order says which tile is number t, and why it is.
+
+A program takes tiles t = its number, then as many on as there are programs. So programs side by side compute tiles
+whose numbers follow each other, at about the same time.
+
+    order                     kernels                      which tiles come first
+    by_columns                few rows (Lamport)           one column of tiles: programs side by side share columns of B
+    grouped, PartTiles        gathers of products          some rows of tiles, column by column: programs share A and B
+    OwnedTiles                reductions                   others', then own ones: owners sum what has long arrived
+    OthersFirst               reduce-scatter of two ranks  the peer's rows: they travel while own ones are multiplied
+    sources_in_turn           gathers, portable            own rows, then others' as they arrive, some columns at a time
+    SourceTiles               gathers by copy engines      own rows, then others' as they arrive
+
+A wait must look at tiles that stand earlier in the peers' order, or two ranks could wait for each other. Each kernel
+says why its waits do.
+"""
 
 from iris.device.function import device_function
 from iris.triton_private import aggregate, base_value
 import triton
 import triton.language as tl
 
-from .tiles import grouped, known
+from .tiles import known
+
+
+@device_function
+def by_columns(t, num_m):
+    """(row block, column block) of number t, column by column of num_m blocks.
+
+    Where rows are few, B is what a product reads: so programs side by side read the same columns of it.
+    """
+    return t % num_m, t // num_m
+
+
+@device_function
+def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """(row block, column block) of a tile: some GROUP_M row blocks at a time, column by column.
+
+    So programs side by side read few rows of A and few columns of B, which they share in L2. Groups are about equally
+    high: one of a row block or two would read all of B for little.
+    """
+    group_m = tl.cdiv(num_m, tl.cdiv(num_m, GROUP_M))
+    per_group = group_m * num_n
+    first = (tile // per_group) * group_m
+    height = tl.minimum(num_m - first, group_m)
+    inside = tile % per_group
+    return first + inside % height, inside // height
+
+
+@aggregate
+class PartTiles:
+    """Where the tiles of a matrix, or of this rank's part of one, stand in it, num_m by num_n of them."""
+
+    num_m: base_value
+    num_n: base_value
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    GROUP_M: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M):
+        self.num_m, self.num_n = known(num_m), known(num_n)
+        self.BLOCK_M, self.BLOCK_N, self.GROUP_M = known(BLOCK_M), known(BLOCK_N), known(GROUP_M)
+
+    @device_function
+    def place(self, tile):
+        """(first row, first column, True: every rank adds the bias) of a tile."""
+        tile_m, tile_n = grouped(tile, self.num_m, self.num_n, self.GROUP_M)
+        return tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
 
 
 @aggregate
 class OwnedTiles:
     """All ranks' tiles of `A @ B`, M by N: each rank owns `part_rows` rows or, with `BY_COLS`, `part_cols` columns.
+
+    An owner sums its own tiles with what its peers send. So a rank computes others' tiles early and its own ones late,
+    when its peers' have arrived; each rank begins with the next rank's, so that no two send to the same one (`turn`).
 
     An owner's tiles are numbered by their place in its part; that number is the slot in which others stage theirs.
     """
@@ -100,8 +164,11 @@ def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
 
 @aggregate
 class OthersFirst:
-    """The order of num_m by num_n tiles: `group` columns of them after the other; in each, column by column, first
-    those with rows of the peer's, then the `own` row blocks from number `begin` on.
+    """Of num_m by num_n tiles, between two ranks, first those with rows of the peer's.
+
+    Those travel while this rank multiplies its own, and behind its last tile it has nothing to send. `group` columns of
+    tiles at a time, column by column: the peer's of a group, then its `own` row blocks from number `begin` on, which
+    read the same columns of B, best from L2.
     """
 
     num_m: base_value
@@ -139,3 +206,57 @@ def own_blocks(first, rows, M, BLOCK_M: tl.constexpr):
     begin, end = tl.cdiv(first, BLOCK_M), first + rows
     behind = tl.where(end == M, tl.cdiv(M, BLOCK_M), end // BLOCK_M)
     return begin, tl.maximum(behind - begin, 0)
+
+
+@device_function
+def sources_in_turn(
+    t, rank, num_m, num_n, columns, sources, GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr
+):  # fmt: skip
+    """(whose rows, row block of these, column block) of number t, of `sources` ranks' num_m by num_n tiles each.
+
+    This rank's rows come first, which are there; then those of the rank before it and so on, which push to this rank
+    in that order. All ranks' rows are multiplied with some `columns` of tiles, then with the next: where a rank has few
+    rows, a wave of programs reads these columns of B once for all ranks.
+    """
+    group = t // (num_m * columns * sources)
+    width = min(columns, num_n - group * columns)
+    inside = t - group * num_m * columns * sources
+    per_part = num_m * width
+    tile_m, tile_n = grouped(inside % per_part, num_m, width, GROUP_M)
+    part = (rank + WORLD_SIZE - inside // per_part) % WORLD_SIZE
+    return part, tile_m, group * columns + tile_n
+
+
+@aggregate
+class SourceTiles:
+    """The tiles of all ranks' rows, `part_rows` each, num_m by num_n of them a rank.
+
+    This rank's come first, which are there; then the next rank's and so on, as copy engines bring them.
+    """
+
+    rank: base_value
+    part_rows: base_value
+    num_m: base_value
+    num_n: base_value
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    GROUP_M: tl.constexpr
+    WORLD_SIZE: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, rank, part_rows, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE):
+        self.rank, self.part_rows, self.num_m, self.num_n = rank, known(part_rows), known(num_m), known(num_n)
+        self.BLOCK_M, self.BLOCK_N, self.GROUP_M = known(BLOCK_M), known(BLOCK_N), known(GROUP_M)
+        self.WORLD_SIZE = known(WORLD_SIZE)
+
+    @device_function
+    def count(self):
+        return self.WORLD_SIZE * self.num_m * self.num_n
+
+    @device_function
+    def place(self, tile):
+        """(first row, first column, True: every rank adds the bias) of a tile."""
+        each = self.num_m * self.num_n
+        source = (self.rank + tile // each) % self.WORLD_SIZE
+        tile_m, tile_n = grouped(tile % each, self.num_m, self.num_n, self.GROUP_M)
+        return source * self.part_rows + tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True

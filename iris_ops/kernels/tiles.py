@@ -1,8 +1,7 @@
-"""What all fused kernels share: matrices, tile order, the product of one tile, and packed tiles in staging memory."""
+"""What all fused kernels share: matrices, the product of one tile, and packed tiles in staging memory."""
 
 from iris.device import arch
 from iris.device.function import device_function
-from iris.device.sync import signal, wait
 from iris.triton_private import aggregate, base_value
 import triton
 import triton.language as tl
@@ -99,42 +98,6 @@ def rows_from(first, row, rows, i, BLOCK_M: tl.constexpr, FOLDED: tl.constexpr):
 
 
 @device_function
-def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """(row block, column block) of a tile: some GROUP_M row blocks at a time, so that neighbours share A and B in L2.
-
-    Groups are about equally high: one of a row block or two would read all of B for little.
-    """
-    group_m = tl.cdiv(num_m, tl.cdiv(num_m, GROUP_M))
-    per_group = group_m * num_n
-    first = (tile // per_group) * group_m
-    height = tl.minimum(num_m - first, group_m)
-    inside = tile % per_group
-    return first + inside % height, inside // height
-
-
-@aggregate
-class PartTiles:
-    """Where the tiles of a matrix, or of this rank's part of one, stand in it, num_m by num_n of them."""
-
-    num_m: base_value
-    num_n: base_value
-    BLOCK_M: tl.constexpr
-    BLOCK_N: tl.constexpr
-    GROUP_M: tl.constexpr
-
-    @triton.constexpr_function
-    def __init__(self, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M):
-        self.num_m, self.num_n = known(num_m), known(num_n)
-        self.BLOCK_M, self.BLOCK_N, self.GROUP_M = known(BLOCK_M), known(BLOCK_N), known(GROUP_M)
-
-    @device_function
-    def place(self, tile):
-        """(first row, first column, True: every rank adds the bias) of a tile."""
-        tile_m, tile_n = grouped(tile, self.num_m, self.num_n, self.GROUP_M)
-        return tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
-
-
-@device_function
 def multiply(
     a, b, row, col, a_first, b_first, depth, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
@@ -144,50 +107,6 @@ def multiply(
         y = b.load(b_first + k, col, BLOCK_K, BLOCK_N)
         acc = arch.dot(x, y, acc)
     return acc
-
-
-# Tiles that do not fill a last round of programs are split along K, SPLITS ways: a *unit* of work is one of the first
-# `rounded` tiles, which fill rounds, or a part of one of the others. The last part of a tile adds up the others'. Parts
-# that come earlier in the order of units never wait, so it is right with any number of programs.
-
-
-@device_function
-def unit_tile(unit, rounded, K, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
-    """(tile, first, depth) of a unit: which tile, and which part of its depth."""
-    if SPLITS == 1:
-        return unit, 0, K
-    else:
-        beyond = tl.maximum(unit - rounded, 0)
-        step = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
-        first = tl.minimum(beyond % SPLITS * step, K)
-        depth = tl.where(unit < rounded, K, tl.minimum(step, K - first))
-        return tl.where(unit < rounded, unit, rounded + beyond // SPLITS), first, depth
-
-
-@device_function
-def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.constexpr, waiter: tl.constexpr):
-    """(the whole tile's product, whether this unit is the one that has it, whether no wait failed).
-
-    `parts`: fp32 [tile beyond `rounded`, SPLITS - 1, rows, columns]; `arrived`: a flag for each, both this rank's own.
-    """
-    whole = True
-    ok = True
-    if SPLITS > 1:
-        if unit >= rounded:
-            tile, part = (unit - rounded) // SPLITS, (unit - rounded) % SPLITS
-            rows = tl.arange(0, acc.shape[0])
-            if part < SPLITS - 1:
-                whole = False
-                number = tile * (SPLITS - 1) + part
-                tl.store(packed_rows(parts, number, rows, acc.shape[0], acc.shape[1]), acc)
-                signal(ctx, arrived + number, epoch, ctx.rank)
-            else:
-                for i in range(SPLITS - 1):
-                    number = tile * (SPLITS - 1) + i
-                    ok = wait(ctx, arrived + number, epoch, ctx.rank, waiter, exact=True) and ok
-                    place = packed_rows(parts, number, rows, acc.shape[0], acc.shape[1])
-                    acc += tl.load(place, cache_modifier=".cg")
-    return acc, whole, ok
 
 
 @device_function

@@ -10,10 +10,8 @@ import iris
 from iris import platform
 from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import lamport_two_shot, operands
-from iris_ops.kernels.hopper.gather_matmul import SourceTiles
 from iris_ops.kernels.stream_k import Units
-from iris_ops.kernels.tile_orders import OthersFirst, own_blocks, turn
-from iris_ops.kernels.tiles import grouped
+from iris_ops.kernels.tile_orders import OthersFirst, SourceTiles, grouped, own_blocks, turn
 from iris_ops.operands import Operands
 from iris_ops.planning.waves import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
 from iris_ops.planning.workspace_size import workspace_size

@@ -291,9 +291,9 @@ OPS_KERNELS = [
     ),
     Fault(
         "a gather multiplies its peers' rows in the wrong order",
-        "iris_ops/kernels/gather_matmul.py",
-        "part = (ctx.rank + WORLD_SIZE - inside // per_part) % WORLD_SIZE",
-        "part = (ctx.rank + inside // per_part) % WORLD_SIZE",
+        "iris_ops/kernels/tile_orders.py",
+        "part = (rank + WORLD_SIZE - inside // per_part) % WORLD_SIZE",
+        "part = (rank + inside // per_part) % WORLD_SIZE",
         (*OPS, *ORDER, "tests/iris_ops/test_traced.py"),
     ),
     Fault(
@@ -392,14 +392,14 @@ OPS_KERNELS = [
     ),
     Fault(
         "the last group of row blocks is as high as the first",
-        "iris_ops/kernels/tiles.py",
+        "iris_ops/kernels/tile_orders.py",
         "height = tl.minimum(num_m - first, group_m)",
         "height = group_m",
         (*ORDER, *OPS),
     ),
     Fault(
         "parts of tiles cut in three are mixed up",
-        "iris_ops/kernels/tiles.py",
+        "iris_ops/kernels/stream_k.py",
         "                for i in range(SPLITS - 1):\n                    number = tile * (SPLITS - 1) + i\n",
         "                for i in range(SPLITS - 1):\n                    number = tile + i\n",
         OPS,

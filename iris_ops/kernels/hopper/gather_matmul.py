@@ -28,44 +28,13 @@ from ...planning.waves import gemm_tiles
 from ...problem import Problem
 from ..descriptors import as_stored
 from ..stream_k import Units
-from ..tiles import first_row, grouped, known
+from ..tile_orders import SourceTiles
+from ..tiles import first_row, known
 from . import operands
 from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, part_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
-
-
-@aggregate
-class SourceTiles:
-    """The tiles of all ranks' rows, `part_rows` each, num_m by num_n of them a rank; this rank's come first."""
-
-    rank: base_value
-    part_rows: base_value
-    num_m: base_value
-    num_n: base_value
-    BLOCK_M: tl.constexpr
-    BLOCK_N: tl.constexpr
-    GROUP_M: tl.constexpr
-    WORLD_SIZE: tl.constexpr
-
-    @triton.constexpr_function
-    def __init__(self, rank, part_rows, num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE):
-        self.rank, self.part_rows, self.num_m, self.num_n = rank, known(part_rows), known(num_m), known(num_n)
-        self.BLOCK_M, self.BLOCK_N, self.GROUP_M = known(BLOCK_M), known(BLOCK_N), known(GROUP_M)
-        self.WORLD_SIZE = known(WORLD_SIZE)
-
-    @device_function
-    def count(self):
-        return self.WORLD_SIZE * self.num_m * self.num_n
-
-    @device_function
-    def place(self, tile):
-        """(first row, first column, True: every rank adds the bias) of a tile."""
-        each = self.num_m * self.num_n
-        source = (self.rank + tile // each) % self.WORLD_SIZE
-        tile_m, tile_n = grouped(tile % each, self.num_m, self.num_n, self.GROUP_M)
-        return source * self.part_rows + tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
 
 
 @device_function

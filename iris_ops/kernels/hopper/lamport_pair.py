@@ -35,8 +35,8 @@ from ...planning.waves import columns_together
 from ...problem import Problem
 from ..lamport_steps import part_at
 from ..stream_k import Units
-from ..tile_orders import OthersFirst, own_blocks
-from ..tiles import PartTiles, start_in_turn
+from ..tile_orders import OthersFirst, PartTiles, own_blocks
+from ..tiles import start_in_turn
 from .operands import MOVING, lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, pace, part_of, places_of, rows_of
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from ...problem import Problem
 from ..lamport_steps import part_at
 from ..stream_k import Units
-from ..tiles import PartTiles
+from ..tile_orders import PartTiles, by_columns
 from .operands import MOVING, MULTIPLYING, in_rows, lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
@@ -151,7 +151,8 @@ def _move_tiles(
         ctx.tracing.record_event_end(span)
         done += 1
         while (unit < shares * tiles.num_n) & ((unit // gl.maximum(shares, 1) + 1) * tiles.num_m <= t + programs):
-            row, col = unit % shares * ROWS, unit // shares * tiles.BLOCK_N
+            share, tile_n = by_columns(unit, shares)
+            row, col = share * ROWS, tile_n * tiles.BLOCK_N
             _sum(
                 ctx, slot, sums, bases, bias, row, col, own_rows, N, part_rows, ld, epoch,
                 push, dtype, tiles.BLOCK_N, ROWS, SUMMED, HAS_BIAS, MOVE, WAITER,

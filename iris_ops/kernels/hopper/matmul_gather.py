@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from ...problem import Problem
 from ..matmul_gather import gather_arguments
 from ..stream_k import Units
-from ..tiles import PartTiles
+from ..tile_orders import PartTiles
 from .operands import specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
