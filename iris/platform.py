@@ -26,6 +26,9 @@ _TIMEOUT_S = {"cuda": DEFAULT_TIMEOUT_S, "hip": DEFAULT_TIMEOUT_S, "cpu": 300.0}
 # Ticks per second of the clock that `device/arch.py` reads on each platform.
 _CLOCK_HZ = {"cuda": 1e9, "hip": 1e8, "cpu": 1e9}
 
+# Compute capabilities, as `compute_capability` has them.
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
 
 def prepare_triton() -> None:
     """Switches Triton's interpreter on when there is no GPU; refuses a process where that comes too late.
@@ -123,17 +126,22 @@ def shared_bytes(dev: torch.device) -> int:
     return max_shared_bytes(torch.cuda.current_device() if dev.index is None else dev.index)
 
 
+def compute_capability(dev: torch.device) -> tuple[int, int]:
+    """What NVIDIA counts its architectures by; (0, 0) of any other device."""
+    nvidia = dev.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(dev) if nvidia else (0, 0)
+
+
 @functools.cache
 def has_warp_specialisation(dev: torch.device) -> bool:
     """Whether warps of a program can be given different work: NVIDIA Hopper."""
-    return dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev)[0] == 9
+    return compute_capability(dev)[0] == HOPPER[0]
 
 
 @functools.cache
 def beside(dev: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that begins by `arch.follow()`: from Hopper on, programmatic dependent launch."""
-    able = dev.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(dev) >= (9, 0)
-    return {"launch_pdl": True} if able else {}
+    return {"launch_pdl": True} if compute_capability(dev) >= HOPPER else {}
 
 
 @functools.cache

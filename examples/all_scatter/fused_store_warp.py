@@ -7,6 +7,7 @@ explicit layouts, can give warps different work, and it has no interpreter: this
     python -m examples.all_scatter.fused_store_warp
 """
 
+from iris import platform
 from iris.device import sync
 from iris.device.context import own_context
 from iris.triton_private import (
@@ -172,7 +173,7 @@ def all_scatter(case: Case) -> None:
 
 
 def main() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    if not torch.cuda.is_available() or not platform.has_warp_specialisation(torch.device("cuda", 0)):
         print("skipped: warps with different work need a Hopper GPU; the other variants run anywhere")
         return
     common.run(all_scatter)

@@ -149,20 +149,26 @@ def fence_async_proxy():
 # to be spread over the device. So a kernel lets the next one in when it is about to end, not before.
 
 
+@triton.constexpr_function
+def launches_ahead():
+    """Whether the code is compiled for a GPU that has programmatic dependent launch."""
+    return not INTERPRET and tl.target_info.cuda_capability_geq(*platform.HOPPER)
+
+
 @device_function
 def follow():
     """First thing in a kernel that is launched beside the one before (`platform.beside`): waits until that has ended.
 
     All it has done is visible then, so what two kernels do never overlaps. Without such a launch this does nothing.
     """
-    if not INTERPRET and tl.target_info.cuda_capability_geq(9):
+    if launches_ahead():
         tl.extra.cuda.gdc_wait()
 
 
 @device_function
 def lead():
     """The next kernel may be launched, once all programs have come here or ended."""
-    if not INTERPRET and tl.target_info.cuda_capability_geq(9):
+    if launches_ahead():
         tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -57,11 +57,9 @@ def restored(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
 
 def multiplies_in_fp8(shape: torch.Size, device: torch.device | str, dtype: torch.dtype) -> bool:
     """Whether a weight of `shape` is multiplied in fp8: that needs tensor cores for it, bf16, multiples of 16."""
-    device = torch.device(device)
-    if device.type != "cuda" or torch.version.hip or dtype != torch.bfloat16:
-        return False
     aligned = shape.numel() > 0 and all(size % MULTIPLE == 0 for size in shape)
-    return aligned and torch.cuda.get_device_capability(device) >= (9, 0)
+    served = dtype == torch.bfloat16 and aligned
+    return served and platform.compute_capability(torch.device(device)) >= platform.HOPPER
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from iris import platform
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -115,8 +116,7 @@ def serves(
 
 @torch.compiler.assume_constant_result
 def _has_plans(device: torch.device) -> bool:
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    known = nvidia and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    known = platform.compute_capability(device) in (platform.HOPPER, platform.BLACKWELL)
     return known and (torch.backends.cudnn.version() or 0) > _CUDNN
 
 
