@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from iris.errors import ArgumentError
 
-ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather", "copy_reduce")
+ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather")
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class FusedConfig:
     `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
     "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
     product). With torch's product in place of tiles of ours: "sequential" (before or after it a collective of
-    `iris.ccl`), "copy_gather" (all_gather_matmul by rows: they carry rows while others are multiplied) and
-    "copy_reduce" (matmul_reduce_scatter by rows: they carry each owner's partial result while the next is multiplied).
+    `iris.ccl`) and "copy_gather" (all_gather_matmul by rows: copy engines carry rows while others are multiplied).
     """
 
     block_m: int = 128

@@ -31,7 +31,7 @@ from .operands import Operands
 from .planning import kernel_names as names
 from .planning.kernel_names import STAND_INS, kernel_for
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, part_of
-from .with_torch import copy_gather, copy_reduce, sequential
+from .with_torch import copy_gather, sequential
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -57,7 +57,6 @@ LAUNCHERS: dict[str, Callable[..., Launch]] = {
 PREPARERS: dict[str, Callable[..., Callable[[], bool]]] = {
     names.SEQUENTIAL: sequential.prepare,
     names.COPY_GATHER: copy_gather.prepare,
-    names.COPY_REDUCE: copy_reduce.prepare,
     names.HOPPER_GATHER_FIRST: copy_gather.prepare,
 }
 _FOLLOWING = lamport_matmul_kernel, lamport_stream_kernel, lamport_gather_matmul_kernel  # which begin by `arch.follow`

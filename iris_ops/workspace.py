@@ -49,7 +49,6 @@ class Workspace:
         self._done: torch.cuda.Event | None = None
         self.barrier = ctx.new_barrier()  # the ops' own, in their lanes
         self.kernels: dict = {}  # that follow torch's products ...
-        self.sums = relaunch.Calls(2)  # ... and their launches; gone with `views`
         self.products = relaunch.Calls(4)  # likewise of products of rows that copy engines bring
         self.graphs = Graphs(ctx)  # of calls that are several launches
         ctx.barrier()  # no peer signals here before this rank's words are zero, and heaps are alike
@@ -70,7 +69,6 @@ class Workspace:
             _refuse_capture(self.ctx)
             self.staging, grown = self.ctx.heap.reserve((_grown(nbytes),), torch.uint8), True
             self.views.clear()
-            self.sums.forget()
             self.products.forget()
         if exchange > self.exchange.nbytes:
             _refuse_capture(self.ctx)

@@ -26,7 +26,6 @@ from iris_ops.planning.candidates import fitting
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.tile_model import FP8_TILES
 from iris_ops.with_torch import copy_gather
-from iris_ops.with_torch.sum_parts import sum_parts_kernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
@@ -110,8 +109,6 @@ def variants(target: GPUTarget):
     yield "gate", gating.gate_kernel, dict(num_warps=8), dict(BLOCK_M=4, BLOCK_N=1024)
     arrival = dict(WORLD_SIZE=WORLD_SIZE, WAITER=3)
     yield "arrived", copy_gather.arrived_kernel, dict(num_warps=1), arrival
-    constants = dict(stride_on=1, BLOCK_M=2, BLOCK_N=1024, WORLD_SIZE=WORLD_SIZE, HAS_BIAS=True)
-    yield "sum_parts", sum_parts_kernel, dict(num_warps=8), constants
     for dtype, dim, flags in (("bf16", 128, [False, True]), ("fp32", 512, [True])):
         rows, stages = pipeline_of(16, dim * (2 if dtype == "bf16" else 4), machine.shared_bytes)
         constants = dict(dtype=dtype, GROUPS=16, DIM=dim, BLOCK=rows, SCAN=256)

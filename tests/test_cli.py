@@ -81,8 +81,8 @@ def test_plan_has_the_best_of_one_algorithm(capsys: pytest.CaptureFixture) -> No
     "arguments, error",
     [
         (
-            ("matmul_all_reduce", "1", "8", "8", "--algorithm", "copy_reduce"),
-            "algorithm is 'copy_reduce'; expected one ",
+            ("matmul_all_reduce", "1", "8", "8", "--algorithm", "copy_gather"),
+            "algorithm is 'copy_gather'; expected one ",
         ),
         (
             ("matmul_all_gather", "1", "2", "3", "--fp8"),

@@ -95,7 +95,7 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
 @pytest.mark.parametrize(
     "algorithm, warp_specialised, recorded",
     [("overlapped", False, True), ("one_shot", False, True), ("copy_gather", True, True),
-     ("copy_gather", False, False), ("sequential", False, False), ("copy_reduce", False, False)],
+     ("copy_gather", False, False), ("sequential", False, False)],
 )  # fmt: skip
 def test_rows_of_a_product_apart_are_left_out(algorithm: str, warp_specialised: bool, recorded: bool) -> None:
     assert timeline.is_recorded(FusedConfig(algorithm=algorithm, warp_specialised=warp_specialised)) == recorded

@@ -86,7 +86,7 @@ def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
     unfused = _unfused(problem.op, problem.world_size)
     if problem.op == GATHER_MATMUL:  # rows travel as they are, and are rounded where they are multiplied
         return list(unfused)
-    found = [each for each in unfused if each.algorithm == "sequential" or problem.op == REDUCE_SCATTER]
+    found = [each for each in unfused if each.algorithm == "sequential"]
     if not machine.warp_specialised or problem.dtype != torch.bfloat16:
         return found
     if problem.M <= MOST_ROWS:

@@ -25,9 +25,9 @@ HOPPER_REDUCE, HOPPER_GATHER, HOPPER_GATHER_FIRST = (
     "hopper.gather_matmul",
 )
 # torch's product.
-SEQUENTIAL, COPY_GATHER, COPY_REDUCE = "with_torch.sequential", "with_torch.copy_gather", "with_torch.copy_reduce"
+SEQUENTIAL, COPY_GATHER = "with_torch.sequential", "with_torch.copy_gather"
 
-WITH_TORCH = {"sequential": SEQUENTIAL, "copy_gather": COPY_GATHER, "copy_reduce": COPY_REDUCE}
+WITH_TORCH = {"sequential": SEQUENTIAL, "copy_gather": COPY_GATHER}
 _OVERLAPPED = {
     ALL_REDUCE: (REDUCE, HOPPER_REDUCE),
     REDUCE_SCATTER: (REDUCE, HOPPER_REDUCE),

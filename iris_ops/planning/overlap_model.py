@@ -11,7 +11,6 @@ from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, 
 from .fp8_model import rounding_us, stream_us
 from .kernel_names import (
     COPY_GATHER,
-    COPY_REDUCE,
     GATHER,
     GATHER_FIRST,
     HOPPER_GATHER,
@@ -78,7 +77,7 @@ def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Predicti
     kernel = kernel_for(problem, config)
     behind = gate_us(problem, machine) if problem.gated and kernel != HOPPER_GATHER_FIRST else 0.0
     behind += _NORM_US if problem.normed and not ends_with_norm(problem, config) else 0.0
-    if kernel in (SEQUENTIAL, COPY_GATHER, COPY_REDUCE):
+    if kernel in (SEQUENTIAL, COPY_GATHER):
         gemm, link, total = TORCH_WAYS[config.algorithm].times(problem, config, machine)
         return Prediction(gemm, link, total + behind)
     gemm = stream_us(problem, machine) if kernel == LAMPORT_FP8 else gemm_us(problem, config, machine)

@@ -102,12 +102,10 @@ def _row(problem: Problem, config: FusedConfig, times: Prediction) -> str:
 
 
 # Our kernel, one launch, is taken unless several are this much faster in CUDA graphs, where no host time counts: a part
-# of the time, and at most so many microseconds. `copy_reduce` needs no lead, for its prediction errs by some 3 % either
-# way.
+# of the time, and at most so many microseconds.
 _LEADS = {"sequential": (0.02, 7.0), "copy_gather": (0.01, float("inf"))}
 
 
-_LEAST_SHARDED = 384  # rows, of all owners together
 _DEEPEST_SCATTERED = 8192  # along K, of products whose rows two ranks send each other in words
 
 
@@ -148,8 +146,6 @@ def _objection(problem: Problem, config: FusedConfig) -> str | None:
     if config.algorithm in TORCH_WAYS:
         if config.warp_specialised and problem.part_rows < config.block_m:
             return f"a rank has {problem.part_rows} rows, fewer than a tile"
-        if config.algorithm == "copy_reduce" and problem.M < _LEAST_SHARDED:
-            return "few rows: shards of them hide too little for what stands between them"
         if problem.fp8 and (config.algorithm == "sequential" or problem.op == GATHER_MATMUL):  # of few rows, too
             return TORCH_WAYS[config.algorithm].objection(problem)
         if problem.world_size == 1:

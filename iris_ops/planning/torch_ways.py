@@ -1,7 +1,7 @@
 """The ways whose product is torch's, as numbers: what each serves, how long it takes, what it stages.
 
-`with_torch/` has what they launch: a collective after the product or before it (`sequential`), copy engines that carry
-gathered rows (`copy_gather`) or partial sums (`copy_reduce`) while other rows are multiplied.
+`with_torch/` has what they launch: a collective after the product or before it (`sequential`), and copy engines that
+carry gathered rows while other rows are multiplied (`copy_gather`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from iris.ccl import plan as collectives
 from iris.ccl import problem as ccl
 
 from ..config import FusedConfig
-from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, part_of
+from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem, part_of
 from .machine import Machine
 from .torch_model import expected_in_turn, expected_us
 
@@ -141,42 +141,7 @@ def copy_gather_elements(problem: Problem) -> int:
     return max(1, problem.M * problem.K)
 
 
-# --- copy_reduce -----------------------------------------------------------------------------------------------------
-
-# Microseconds: a barrier of the ranks in a stream, what a copy takes beside its bytes, and a kernel behind another.
-_REDUCE_BARRIER_US, _REDUCE_COPY_US, _SUM_BEHIND_US = 5.0, 8.0, 5.0
-# Of the memory's rate, what the sum reaches.
-_SUM_SHARE = 0.8
-
-
-def _copy_reduce_objection(problem: Problem) -> str | None:
-    """Why this problem cannot be served so."""
-    if problem.op != REDUCE_SCATTER or problem.form != "rows":
-        return "shards are rows of a sum, in matmul_reduce_scatter by rows"
-    return None
-
-
-def _copy_reduce_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
-    """Microseconds of the products, of the copies, and of all: what each stream has done by when."""
-    w, rows = problem.world_size, problem.part_rows
-    nbytes = rows * problem.N * problem.dtype.itemsize
-    products = expected_in_turn([rows] * w, problem.N, problem.K, machine, in_fp8=problem.fp8)
-    copy = nbytes / (machine.link_gbs * 1e3) + _REDUCE_COPY_US
-    stream, side = 0.0, _REDUCE_BARRIER_US
-    for product in products[1:]:
-        stream += product
-        side = max(side, stream) + copy
-    added = _SUM_BEHIND_US + (w + 1) * nbytes / (_SUM_SHARE * machine.hbm_gbs * 1e3)
-    return sum(products), (w - 1) * copy, max(stream + products[0], side + _REDUCE_BARRIER_US) + added
-
-
-def copy_reduce_elements(problem: Problem) -> int:
-    """Elements of the parts that arrive and of those that leave."""
-    return 2 * (problem.world_size - 1) * problem.part_rows * problem.N
-
-
 TORCH_WAYS = {
     "sequential": TorchWay(_sequential_objection, _sequential_us, sequential_elements),
     "copy_gather": TorchWay(_copy_gather_objection, _copy_gather_us, copy_gather_elements),
-    "copy_reduce": TorchWay(_copy_reduce_objection, _copy_reduce_us, copy_reduce_elements),
 }

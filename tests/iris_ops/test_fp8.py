@@ -256,10 +256,10 @@ WRONG = {
         "scale is a negated view; expected",
     ),
     "out in its scale": (dict(out=lambda t: t), ArgumentError, "out overlaps scale in memory"),
-    "shards": (
-        dict(config=lambda t: FusedConfig(algorithm="copy_reduce")),
+    "rows to gather": (
+        dict(config=lambda t: FusedConfig(algorithm="copy_gather")),
         ArgumentError,
-        "'copy_reduce'; expected ano",
+        "'copy_gather'; expected ano",
     ),
 }
 

@@ -37,7 +37,7 @@ MANY = [
     (2000, 2048, 1040, True, BF16, None),
     (300, 528, 272, True, BF16, FusedConfig(128, 256, 64, splits=4, warp_specialised=True)),
 ]
-UNFUSED = {REDUCE_SCATTER: ("sequential", "copy_reduce"), GATHER_MATMUL: ("sequential", "copy_gather")}
+UNFUSED = {REDUCE_SCATTER: ("sequential",), GATHER_MATMUL: ("sequential", "copy_gather")}
 UNFUSED[GATED] = UNFUSED[GATHER_MATMUL]
 
 

@@ -35,7 +35,6 @@ VARIANTS = [
     *((op, form, ROLES) for op, form in FORMS if op != GATHER_MATMUL),
     *((op, form, FusedConfig(algorithm="sequential")) for op, form in FORMS if form in ("", "rows")),
     (GATHER_MATMUL, "rows", FusedConfig(algorithm="copy_gather")),
-    (REDUCE_SCATTER, "rows", FusedConfig(algorithm="copy_reduce")),
 ]
 
 

@@ -326,7 +326,7 @@ def elsewhere(ctx: iris.Iris, case: Case) -> int:
 @gpu
 @ranks
 def test_graphs_take_nothing_from_the_users_pool(world_size: int) -> None:
-    case = Case(REDUCE_SCATTER, "rows", 256, 512, 256, config=FusedConfig(algorithm="copy_reduce"))
+    case = Case(REDUCE_SCATTER, "rows", 256, 512, 256, config=FusedConfig(algorithm="sequential"))
     assert run_ranks(world_size, elsewhere, case) == [0] * world_size
 
 

@@ -25,7 +25,6 @@ VARIANTS = [
     *((op, form, algorithm) for algorithm in ("one_shot", "overlapped") for op, form in FORMS),
     *((op, form, "sequential") for op, form in FORMS if form in ("", "rows")),
     (GATHER_MATMUL, "rows", "copy_gather"),
-    (REDUCE_SCATTER, "rows", "copy_reduce"),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 RUNS = 2 if ON_GPU else 1  # where the other tests have looked at a second run of the same kernels

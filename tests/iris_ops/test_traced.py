@@ -113,12 +113,11 @@ def check_untraced(ctx) -> dict[str, int]:
     A, part = (torch.ones(rows, K, dtype=torch.bfloat16, device=ctx.device) for rows in (M, M // w))
     W8, scale = scaled_matmul.quantised(torch.ones(N, K, device=ctx.device))
     B = W8.to(A.dtype).t()
-    out, shard = (ctx.empty(rows, N, dtype=A.dtype) for rows in (M, M // w))
-    sequential, engines, shards = (FusedConfig(algorithm=name) for name in ("sequential", "copy_gather", "copy_reduce"))
+    out = ctx.empty(M, N, dtype=A.dtype)
+    sequential, engines = (FusedConfig(algorithm=name) for name in ("sequential", "copy_gather"))
     calls = {
         "sequential": lambda: ctx.ops.matmul_all_reduce(out, A, B, config=sequential),
         "copy_gather": lambda: ctx.ops.all_gather_matmul(out, part, B, config=engines),
-        "copy_reduce": lambda: ctx.ops.matmul_reduce_scatter(shard, A, B, config=shards),
         "ccl": lambda: ctx.ccl.all_reduce(out, out.clone()),
     }
     if ctx.device.type == "cpu":
