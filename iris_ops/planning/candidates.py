@@ -1,17 +1,15 @@
-"""Which configurations a plan weighs: tiles that fit the device, for each kernel that may serve the problem."""
+"""Which configurations a plan weighs of each way (`ways.py`): tiles that fit the device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-import torch
-
 from ..config import FusedConfig
-from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
+from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 from . import tritonblas
-from .fp8_model import MOST_ROWS, MULTIPLE, fits
 from .machine import INTERPRETER, Machine
 from .tile_model import (
     COPY_GATHER_TILES,
@@ -24,9 +22,9 @@ from .tile_model import (
     TWO_SHOT_TILES,
     gemm_us,
 )
-from .torch_ways import TORCH_WAYS
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 
+_MOST_INTERPRETED = 1 << 19  # elements of a block
 # Into how many parts a tile is cut at most that programs share.
 _SHARES = 4
 # Row blocks, of all owners together, that a round of 132 programs works on: then it reads least of A and B together.
@@ -40,36 +38,46 @@ COPY_GATHER_CONFIGS = tuple(
 )
 
 
-def candidates(problem: Problem, machine: Machine) -> list[FusedConfig]:
-    """What a plan weighs."""
+def lamport(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Tiles of few rows, in one shot and, of an all-reduce, in two."""
+    shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
     if problem.fp8:
-        return _in_eight_bits(problem, machine)
+        tiles = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
+    elif machine.name == INTERPRETER:
+        tiles = _interpreted(problem)
+    else:
+        tiles = fitting(problem.dtype.itemsize, machine, few=True)
+        tiles = tuple(tile for tile in tiles if tile[1] >= 64 or _narrow(problem, *tile[:2], machine))
+    return _tiled(tiles, shots, FusedConfig.comm_programs if problem.fp8 else _movers(problem, machine))
+
+
+def overlapped(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Portable tiles; where there are warp-specialised kernels, only those lower than theirs."""
     if machine.name == INTERPRETER:
-        tiles = tuple((m, n, k, 4, 1) for m, n, k in product(*(_powers(size) for size in problem.gemm)))
-        few_rows, comm = tiles, 1
+        tiles = _interpreted(problem)
     else:
         tiles = tuple(tritonblas.tiles(problem, machine.name)) or fitting(problem.dtype.itemsize, machine, few=False)
-        few_rows, comm = fitting(problem.dtype.itemsize, machine, few=True), FusedConfig.comm_programs
-        few_rows = tuple(tile for tile in few_rows if tile[1] >= 64 or _narrow(problem, *tile[:2], machine))
-        if problem.op == GATHER_MATMUL and problem.part_rows <= 128:
-            comm *= 2  # little to move, and soon needed
-    shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
-    found = list(_tiled(few_rows, shots, tiles, comm))
+    found = _tiled(tiles, ("overlapped",), _movers(problem, machine))
     if problem.op == GATHER_MATMUL:
         splits = [_splits(problem, config, machine) for config in found]
-        found = [replace(each, splits=s) if s > 1 else each for each, s in zip(found, splits, strict=True)]
-    bits16 = problem.dtype.itemsize == 2
-    width = problem.N // 2 if problem.gated else problem.N  # of out
-    whole = problem.whole_vectors(problem.K) and problem.whole_vectors(width)  # else portable kernels would serve
-    if machine.warp_specialised and problem.op != GATHER_MATMUL and bits16 and whole:
-        found = [each for each in found if each.algorithm != "overlapped" or each.block_m < min(HOPPER_TILES)[0]]
-        found += _hopper(problem, machine)
-        found += _specialised_lamport(problem)
-    if machine.warp_specialised and problem.op == GATHER_MATMUL and problem.form == "rows" and bits16 and whole:
-        found += COPY_GATHER_CONFIGS
-    if machine.name.startswith("NVIDIA") and bits16:  # where their times are known
-        found += _unfused(problem.op, problem.world_size)
+        return [replace(each, splits=s) if s > 1 else each for each, s in zip(found, splits, strict=True)]
+    aligned = problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)
+    if machine.warp_specialised and problem.dtype.itemsize == 2 and aligned:
+        return [each for each in found if each.block_m < min(HOPPER_TILES)[0]]
     return found
+
+
+def _interpreted(problem: Problem) -> tuple[tuple[int, int, int, int, int], ...]:
+    blocks = product(*(_powers(size) for size in problem.gemm))
+    return tuple((m, n, k, 4, 1) for m, n, k in blocks if max(m * n, m * k, n * k) <= _MOST_INTERPRETED)
+
+
+def _movers(problem: Problem, machine: Machine) -> int:
+    """How many programs first move what an `all_gather_matmul` gathers."""
+    if machine.name == INTERPRETER:
+        return 1
+    few = problem.op == GATHER_MATMUL and problem.part_rows <= 128  # little to move, and soon needed
+    return FusedConfig.comm_programs * (2 if few else 1)
 
 
 def _narrow(problem: Problem, block_m: int, block_n: int, machine: Machine) -> bool:
@@ -81,50 +89,38 @@ def _narrow(problem: Problem, block_m: int, block_n: int, machine: Machine) -> b
     return problem.op == ALL_REDUCE and problem.world_size <= 2 and whole and machine.name.startswith("NVIDIA")
 
 
-def _in_eight_bits(problem: Problem, machine: Machine) -> list[FusedConfig]:
-    """With B in eight bits: a stream of few rows as they are, else rows that are rounded, too."""
-    unfused = _unfused(problem.op, problem.world_size)
-    if problem.op == GATHER_MATMUL:  # rows travel as they are, and are rounded where they are multiplied
-        return list(unfused)
-    found = [each for each in unfused if each.algorithm == "sequential"]
-    if not machine.warp_specialised or problem.dtype != torch.bfloat16:
-        return found
-    if problem.M <= MOST_ROWS:
-        streams = problem.op == ALL_REDUCE and fits(problem.M, problem.K)
-        return [FP8_STREAM] if streams else found
-    if problem.K % MULTIPLE or problem.N % MULTIPLE:
-        return found
-    few = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
-    shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
-    found += [*_tiled(few, shots, (), FusedConfig.comm_programs), *_hopper(problem, machine)]
-    return [*found, *_specialised_lamport(problem)]
+def specialised_lamport(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Tiles that specialised warps send: between two ranks in one shot, else in two."""
+    return _lamport_configs("one_shot" if problem.world_size == 2 else "two_shot", problem.fp8)
 
 
-def _specialised_lamport(problem: Problem) -> tuple[FusedConfig, ...]:
-    """Where words that specialised warps move may be faster than all else: between two ranks in one shot."""
-    if problem.op == REDUCE_SCATTER and problem.form == "rows" and problem.world_size == 2 and not problem.fp8:
-        return _lamport_configs("one_shot", False) if problem.M > 64 else ()
-    if problem.op != ALL_REDUCE or problem.world_size < 2:
-        return ()
-    if problem.world_size == 2:
-        return _lamport_configs("one_shot", problem.fp8) if problem.M > 64 else ()
-    return _lamport_configs("two_shot", problem.fp8) if problem.M > 128 else ()
+def brought(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Tiles of rows that copy engines bring: no higher than a rank's rows."""
+    return [each for each in COPY_GATHER_CONFIGS if each.block_m <= problem.part_rows]
 
 
-def _hopper(problem: Problem, machine: Machine) -> list[FusedConfig]:
+def streamed(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """The stream of weights in eight bits, whose tiles its kernel chooses."""
+    return [FP8_STREAM]
+
+
+def sequential(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Torch's product, and a collective."""
+    return [FusedConfig(algorithm="sequential")]
+
+
+def copied(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Torch's product of one rank's rows after the other's, or of all others' together."""
+    apart = FusedConfig(algorithm="copy_gather")
+    return [apart, replace(apart, ranks_together=problem.world_size - 1)] if problem.world_size > 2 else [apart]
+
+
+def hopper(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Tiles that specialised warps push, whole or, where they fill no round, shared along K."""
     # owners take turns, so a round of programs works on this many row blocks of each
     group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)
     programs = machine.num_programs
     return [x for x in _hopper_configs(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
-
-
-# Made once, as those below: to make them anew would take a plan longer than to weigh them.
-@lru_cache(maxsize=256)
-def _unfused(op: str, world_size: int) -> tuple[FusedConfig, ...]:
-    found = tuple(FusedConfig(algorithm=algorithm) for algorithm in TORCH_WAYS)
-    if op == GATHER_MATMUL and world_size > 2:
-        found += (FusedConfig(algorithm="copy_gather", ranks_together=world_size - 1),)
-    return found
 
 
 @lru_cache(maxsize=256)
@@ -135,12 +131,12 @@ def fitting(itemsize: int, machine: Machine, few: bool) -> tuple[tuple[int, int,
     return tuple((*tile, min(stages, fits[tile])) for tile, (stages, _) in tiles.items() if fits[tile] > 1)
 
 
+# Made once, as those below: to make them anew would take a plan longer than to weigh them.
 @lru_cache(maxsize=256)
-def _tiled(few_rows: tuple, shots: tuple, tiles: tuple, comm_programs: int) -> tuple[FusedConfig, ...]:
-    kinds = [*product(few_rows, shots), *((tile, "overlapped") for tile in tiles)]
+def _tiled(tiles: tuple, algorithms: tuple[str, ...], comm_programs: int) -> tuple[FusedConfig, ...]:
     return tuple(
         FusedConfig(m, n, k, num_warps=w, num_stages=s, algorithm=algorithm, comm_programs=comm_programs)
-        for (m, n, k, w, s), algorithm in kinds
+        for (m, n, k, w, s), algorithm in product(tiles, algorithms)
     )
 
 

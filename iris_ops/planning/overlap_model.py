@@ -6,32 +6,12 @@ the collective, fixed latencies for hops, and how much of one the other hides, b
 
 from __future__ import annotations
 
-from ..config import FusedConfig, Prediction
+from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
-from .fp8_model import rounding_us, stream_us
-from .kernel_names import (
-    COPY_GATHER,
-    GATHER,
-    GATHER_FIRST,
-    HOPPER_GATHER,
-    HOPPER_GATHER_FIRST,
-    HOPPER_REDUCE,
-    LAMPORT,
-    LAMPORT_FP8,
-    LAMPORT_GATHER,
-    LAMPORT_PAIR,
-    LAMPORT_PAIR_SCATTER,
-    LAMPORT_TWO_SHOT,
-    REDUCE,
-    SEQUENTIAL,
-    ends_with_norm,
-    keeps_own,
-    kernel_for,
-)  # fmt: skip
+from .kernel_names import LAMPORT_TWO_SHOT, keeps_own, kernel_for
 from .machine import Machine
-from .tile_model import gemm_us, tile_us
-from .torch_model import gate_us
-from .torch_ways import BARRIER_US, COPY_US, TORCH_WAYS
+from .tile_model import tile_us
+from .torch_ways import BARRIER_US, COPY_US
 from .waves import early_tiles, gemm_tiles, programs_of, skew_steps
 
 # Hops that nothing hides: the entry, then what the last tiles wait for.
@@ -40,7 +20,6 @@ _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 _WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
 _WORDS_TWICE = 0.8  # in two shots
 _KEPT_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
-_NORM_US = 2.5  # a residual sum and a norm of few rows, by a kernel of their own
 _ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the words of 64 x 64
 _HIDDEN_BY_MORE = 0.3  # how much of the words' way more than two rounds of products hide
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
@@ -72,22 +51,7 @@ _RANK_US = 1.8
 _MIXED_US = 14.0
 
 
-def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
-    """The time that `config` should take."""
-    kernel = kernel_for(problem, config)
-    behind = gate_us(problem, machine) if problem.gated and kernel != HOPPER_GATHER_FIRST else 0.0
-    behind += _NORM_US if problem.normed and not ends_with_norm(problem, config) else 0.0
-    if kernel in (SEQUENTIAL, COPY_GATHER):
-        gemm, link, total = TORCH_WAYS[config.algorithm].times(problem, config, machine)
-        return Prediction(gemm, link, total + behind)
-    gemm = stream_us(problem, machine) if kernel == LAMPORT_FP8 else gemm_us(problem, config, machine)
-    link, total = _TOGETHER[kernel](problem, config, machine, gemm)
-    if problem.fp8 and kernel != LAMPORT_FP8:
-        behind += rounding_us(problem.M, problem.K, machine)
-    return Prediction(gemm, link, total + machine.launch_us + behind)
-
-
-def _copy_gathered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def copy_gathered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total) of programs that multiply what copy engines bring, a rank's rows after the other's."""
     w, entry = problem.world_size, BARRIER_US * problem.world_size
     copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + COPY_US
@@ -97,7 +61,7 @@ def _copy_gathered(problem: Problem, config: FusedConfig, machine: Machine, gemm
     return (w - 1) * copy, entry + max(gemm, late)
 
 
-def _lamport(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def lamport(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): words behind the product, of which the last round hides those of the rounds before."""
     # each word's way: in one shot of an all-reduce everyone gets everything
     shots = 2 if config.algorithm == "two_shot" else 1
@@ -120,7 +84,7 @@ def _lamport(problem: Problem, config: FusedConfig, machine: Machine, gemm: floa
     return link, gemm + link + words + _hops(problem, shots) * machine.exchange_us
 
 
-def _lamport_two_shot(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def lamport_two_shot(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): words of one round of tiles travel, there and back, while the next are multiplied."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
@@ -133,7 +97,7 @@ def _lamport_two_shot(problem: Problem, config: FusedConfig, machine: Machine, g
     return link, max(gemm + link * last, full) + area * _WORDS_LAST_US
 
 
-def _lamport_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def lamport_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): a tile's words travel while the next is multiplied; those of the last round behind it."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
@@ -146,7 +110,7 @@ def _lamport_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm:
     return link, max(gemm + link / rounds, full) + area * _SWAPPED_LAST_US + alone
 
 
-def _lamport_pair_scatter(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def lamport_pair_scatter(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): the peer's words travel while own tiles are multiplied, as far as those are other rounds' work."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
@@ -158,7 +122,7 @@ def _lamport_pair_scatter(problem: Problem, config: FusedConfig, machine: Machin
     return link, max(gemm, sent) + area * (_SCATTERED_LAST_US + alone)
 
 
-def _hopper_overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def hopper_overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total) on Hopper: tiles are moved while the next are multiplied, all but the last ones."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tile, area = tile_us(problem, config, machine), config.block_m * config.block_n / (128 * 256)
@@ -205,17 +169,17 @@ def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gem
     return link, total + _hops(problem, _HOPS[problem.op]) * machine.hop_us
 
 
-def _reduced(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    way = _summed_for_all if problem.op == ALL_REDUCE else _overlapped
+def reduced(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    way = _summed_for_all if problem.op == ALL_REDUCE else overlapped
     return way(problem, config, machine, gemm)
 
 
-def _gathered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    way = _pushed_in_turn if config.stagger_us else _overlapped
+def gathered(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    way = _pushed_in_turn if config.stagger_us else overlapped
     return way(problem, config, machine, gemm)
 
 
-def _overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+def overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     hops, exposed = _HOPS[problem.op], _EXPOSED[problem.op]
     if problem.op == REDUCE_SCATTER:
@@ -252,20 +216,3 @@ def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         _SPREAD / 2 if kernel_for(problem, config) == LAMPORT_TWO_SHOT else _SPREAD
     )  # there, a tile and sums take turns
     return min(together, most * tile_us(problem, config, machine))
-
-
-# Of a kernel's name: (time of what travels, time of product and transfer together), given that of the product.
-_TOGETHER = {
-    LAMPORT: _lamport,
-    LAMPORT_GATHER: _lamport,
-    LAMPORT_FP8: _lamport,
-    LAMPORT_TWO_SHOT: _lamport_two_shot,
-    LAMPORT_PAIR: _lamport_pair,
-    LAMPORT_PAIR_SCATTER: _lamport_pair_scatter,
-    REDUCE: _reduced,
-    GATHER: _gathered,
-    GATHER_FIRST: _overlapped,
-    HOPPER_REDUCE: _hopper_overlapped,
-    HOPPER_GATHER: _hopper_overlapped,
-    HOPPER_GATHER_FIRST: _copy_gathered,
-}

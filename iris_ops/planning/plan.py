@@ -15,24 +15,21 @@ import torch
 from ..config import FusedConfig, Prediction
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 from . import tritonblas
-from .candidates import candidates
 from .fp8_model import MULTIPLE
 from .kernel_names import (
     LAMPORT_FP8,
     LAMPORT_PAIR,
-    LAMPORT_PAIR_SCATTER,
-    SPECIALISED_LAMPORT,
     STAND_INS,
     WITH_TORCH,
     kernel_for,
 )
 from .machine import INTERPRETER, Machine
-from .overlap_model import predict, push_us
+from .overlap_model import push_us
 from .tile_model import (
     tile_us,
 )
-from .torch_ways import TORCH_WAYS
 from .waves import gemm_tiles, programs_of
+from .ways import WAYS, hides, predict
 
 
 def plan(problem: Problem, machine: Machine, explained: bool = True, algorithm: str | None = None) -> FusedConfig:
@@ -51,20 +48,21 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
     rejected: list[str] = []
     scored: list[tuple[float, int, FusedConfig, Prediction]] = []
     others: set[str] = set()
-    for candidate in candidates(problem, machine):
-        if objection := _objection(problem, candidate):
-            if explained:
-                rejected.append(f"rejected {_label(problem, candidate)}: {objection}")
+    for way in (way for way in WAYS if problem.op in way.ops):
+        unhidden = "" if hides(way, problem) else "nothing would hide the exchange of so large a result"
+        if objection := way.supports(problem, machine) or unhidden:
+            rejected.append(f"rejected {way.kernel}: {objection}")
             continue
-        if algorithm not in (None, candidate.algorithm):
-            others.add(candidate.algorithm)
-            continue
-        if stagger_us := _stagger_us(problem, candidate, machine):
-            candidate = replace(candidate, stagger_us=stagger_us)
-        prediction = predict(problem, candidate, machine)
-        lead, most = (0.0, 0.0) if candidate.warp_specialised else _LEADS.get(candidate.algorithm, (0.0, 0.0))
-        weighed = prediction.total_us + min(lead * prediction.total_us, most)
-        scored.append((weighed, len(scored), candidate, prediction))
+        for candidate in way.configs(problem, machine):
+            if algorithm not in (None, candidate.algorithm):
+                others.add(candidate.algorithm)
+                continue
+            if stagger_us := _stagger_us(problem, candidate, machine):
+                candidate = replace(candidate, stagger_us=stagger_us)
+            prediction = predict(problem, candidate, machine)
+            lead, most = (0.0, 0.0) if candidate.warp_specialised else _LEADS.get(candidate.algorithm, (0.0, 0.0))
+            weighed = prediction.total_us + min(lead * prediction.total_us, most)
+            scored.append((weighed, len(scored), candidate, prediction))
     if not scored:
         raise ArgumentError(
             f"{problem.asked}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks, "
@@ -106,9 +104,6 @@ def _row(problem: Problem, config: FusedConfig, times: Prediction) -> str:
 _LEADS = {"sequential": (0.02, 7.0), "copy_gather": (0.01, float("inf"))}
 
 
-_DEEPEST_SCATTERED = 8192  # along K, of products whose rows two ranks send each other in words
-
-
 def _label(problem: Problem, config: FusedConfig) -> str:
     """The kernel, and in which form."""
     kernel = kernel_for(problem, config)
@@ -138,32 +133,6 @@ def _converting(problem: Problem, machine: Machine) -> str | None:
     if problem.form != "rows" or problem.K % MULTIPLE or problem.N % MULTIPLE:
         multiples = f"K and N multiples of {MULTIPLE}"
         return f"B is converted in each call: by rows, {multiples}, it would be multiplied"
-    return None
-
-
-def _objection(problem: Problem, config: FusedConfig) -> str | None:
-    m, n, _ = problem.gemm
-    if config.algorithm in TORCH_WAYS:
-        if config.warp_specialised and problem.part_rows < config.block_m:
-            return f"a rank has {problem.part_rows} rows, fewer than a tile"
-        if problem.fp8 and (config.algorithm == "sequential" or problem.op == GATHER_MATMUL):  # of few rows, too
-            return TORCH_WAYS[config.algorithm].objection(problem)
-        if problem.world_size == 1:
-            return "one rank: no collective to follow"
-        few = "few rows: a stream of weights needs no library" if m <= 64 else None
-        return few or TORCH_WAYS[config.algorithm].objection(problem)
-    if config.block_m * config.block_n > 1 << 19 or max(config.block_m, config.block_n) * config.block_k > 1 << 19:
-        return "a block has more than half a million elements"
-    largest = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
-    # in eight bits a product hides less
-    most = 1 << 20 if problem.fp8 else 1 << 22
-    kernel = kernel_for(problem, config)
-    if kernel in SPECIALISED_LAMPORT:
-        most = 1 << 24 if kernel == LAMPORT_PAIR else 1 << 23
-    if config.algorithm != "overlapped" and largest > most:
-        return "nothing would hide the exchange of so large a result"
-    if kernel == LAMPORT_PAIR_SCATTER and problem.K > _DEEPEST_SCATTERED:
-        return "a product so deep hides all that follows it"
     return None
 
 

@@ -14,9 +14,9 @@ from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import gather_matmul
 from iris_ops.planning import torch_ways
 from iris_ops.planning.machine import machine_named
-from iris_ops.planning.overlap_model import predict
 from iris_ops.planning.plan import plan
 from iris_ops.planning.torch_ways import TORCH_WAYS
+from iris_ops.planning.ways import predict
 from iris_ops.problem import GATHER_MATMUL, Problem, part_of
 import pytest
 import torch

@@ -14,12 +14,14 @@ from iris_ops import FusedConfig
 from iris_ops.ops import Ops
 from iris_ops.planning import waves
 from iris_ops.planning.candidates import fitting
+from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import Machine, machine_named
-from iris_ops.planning.overlap_model import predict, spread_us
+from iris_ops.planning.overlap_model import spread_us
 from iris_ops.planning.plan import plan
 from iris_ops.planning.tile_model import tile_us
 from iris_ops.planning.torch_model import expected_us
 from iris_ops.planning.torch_ways import TORCH_WAYS
+from iris_ops.planning.ways import WAYS, predict
 from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
 from iris_tp.bench.rows import CALLS
@@ -128,9 +130,24 @@ def test_rejections_are_listed_with_their_reasons() -> None:
     chosen = plan(problem(ALL_REDUCE, "", 8192, 8192, 7168), H200)
     rejected = [line for line in chosen.reasons if line.startswith("rejected ")]
     assert any("nothing would hide the exchange of so large a result" in line for line in rejected)
-    assert any("copy engines serve all_gather_matmul by rows" in line for line in rejected)
+    by_columns = plan(problem(GATHER_MATMUL, "k", 4096, 8192, 8192), H200).reasons
+    assert "rejected with_torch.copy_gather: copy engines serve all_gather_matmul by rows" in by_columns
     few = plan(problem(ALL_REDUCE, "", 1, 64, 64), H200).reasons
-    assert all("few rows" in line for line in few if line.startswith("rejected "))
+    assert "rejected hopper.lamport_pair: it is for 65 rows and more, between two ranks" in few
+    assert "rejected with_torch.sequential: few rows: a stream of weights needs no library" in few
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_each_way_is_weighed_or_rejected_by_name(machine: Machine) -> None:
+    """And what it brings stands for its own kernel, for which there is a launcher."""
+    from iris_ops.launch import LAUNCHERS, PREPARERS
+
+    assert {way.kernel for way in WAYS} == LAUNCHERS.keys() | PREPARERS.keys()
+    for op, form in FORMS:
+        for fp8 in (False, op != MATMUL_GATHER):
+            asked = replace(problem(op, form, 512, 8192, 2048), fp8=fp8)
+            for way in (way for way in WAYS if op in way.ops and not way.supports(asked, machine)):
+                assert {kernel_for(asked, config) for config in way.configs(asked, machine)} == {way.kernel}
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -178,7 +195,7 @@ def test_warps_have_roles_where_hopper_pushes_many_rows() -> None:
     for op, form in FORMS:
         shape = problem(op, form, 8192, 8192, 7168)
         chosen = [plan(shape, machine) for machine in MACHINES[1:]] + [plan(replace(shape, dtype=torch.float32), H200)]
-        assert not any(each.warp_specialised or said in each.explain() for each in chosen)
+        assert not any(each.warp_specialised or said in each.kernel for each in chosen)
 
 
 @pytest.mark.parametrize("op, rows", [(ALL_REDUCE, 4), (MATMUL_GATHER, 3), (GATHER_MATMUL, 3), (REDUCE_SCATTER, 3)])

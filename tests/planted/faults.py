@@ -496,9 +496,9 @@ PLANNER = [
     ),
     Fault(
         "any size is exchanged in words",
-        "iris_ops/planning/plan.py",
-        'if config.algorithm != "overlapped" and largest > most:',
-        'if config.algorithm == "one_shot" and largest > 16 * most:',
+        "iris_ops/planning/ways.py",
+        "travels <= way.most(problem)",
+        "travels <= 16 * way.most(problem)",
         PLAN,
     ),
     Fault(
