@@ -105,3 +105,13 @@ def assert_only_launches(ctx: iris.Iris, call: Callable[[], object]) -> None:
     assert not busy.query(), "the calls waited for the device"
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated, "the calls allocated device memory"
     assert ctx.heap.used == used, "the calls allocated heap memory"
+
+
+def scales_rows(device: str = "cpu") -> bool:
+    """Whether torch's product in eight bits takes a scale for each row there: on some CPUs torch 2.11's does not."""
+    rows, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
+    try:
+        torch._scaled_mm(rows, rows.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True

@@ -13,6 +13,7 @@ from tests.processes import run_benchmark
 
 @pytest.mark.parametrize("options", [["--ops", "all_reduce,all_to_all"], ["--ops", "all_gather", "--sweep"]])
 def test_a_run_on_cpus(tmp_path: Path, options: list[str]) -> None:
+    pytest.importorskip("matplotlib")
     printed = run_benchmark("ccl", 2, "--sizes", "2048", *options, "--out", str(tmp_path))
     (file,) = tmp_path.iterdir()
     report = json.loads(file.read_text())
