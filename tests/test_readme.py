@@ -1,0 +1,94 @@
+"""README.md keeps to one page, its links lead to files and headings that are there, and its Python runs as pasted."""
+
+import contextlib
+import io
+from pathlib import Path
+import re
+import runpy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.processes import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+SPLIT, OP, KERNEL = range(3)
+
+
+def block(number: int, folder: Path) -> str:
+    """The path of a file with that block: triton reads a kernel's source from a file."""
+    path = folder / f"block_{number}.py"
+    path.write_text(BLOCKS[number])
+    return str(path)
+
+
+def test_every_block_is_tested() -> None:
+    assert len(BLOCKS) == 3 and README.count("```python") == 3
+
+
+def _split(ctx, path: str) -> tuple[str, list[int]]:
+    """What the block prints, and the tokens of the same model, unsplit."""
+    from transformers import LlamaForCausalLM
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        config = runpy.run_path(path)["config"]
+    torch.manual_seed(0)
+    whole = LlamaForCausalLM(config).eval()
+    tokens = whole.generate(torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False)
+    return printed.getvalue(), tokens[0].tolist()
+
+
+def test_the_split_model_says_what_the_whole_one_says(tmp_path: Path) -> None:
+    for printed, tokens in run_ranks(2, _split, block(SPLIT, tmp_path)):
+        said = re.search(r"tensor\(\[\[(.*?)\]\]", printed, re.DOTALL)[1]
+        assert list(map(int, said.split(","))) == tokens
+
+
+def _values(ctx, path: str, name: str) -> Any:
+    return runpy.run_path(path)[name].cpu().clone()
+
+
+def test_the_op_sums_over_ranks(tmp_path: Path) -> None:
+    for out in run_ranks(2, _values, block(OP, tmp_path), "out"):
+        assert out.eq(2 * 96).all()  # two ranks' products of ones, 96 terms each
+
+
+def test_the_kernel_fills_the_next_rank_s_inbox(tmp_path: Path) -> None:
+    for rank, inbox in enumerate(run_ranks(3, _values, block(KERNEL, tmp_path), "inbox")):
+        assert inbox.eq((rank - 1) % 3).all()
+
+
+def test_it_is_one_page() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert [line for line in lines if len(line) > 200] == []
+
+
+def test_prose_is_short() -> None:
+    """Paragraphs of at most three lines, of sentences below 25 words."""
+    text = re.sub(r"^```.*?^```", "\n", README, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"^(#.*)$", r"\1\n", text, flags=re.MULTILINE))
+    prose = [part for part in re.split(r"\n{2,}", text.strip()) if part[0] not in "#|-"]
+    assert prose and all(part.count("\n") < 3 for part in prose)
+    assert [each for part in prose for each in re.split(r"[.;:!?]\s", part) if len(each.split()) >= 25] == []
+
+
+def _anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/installation.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", path.read_text())
+    assert links
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target.read_text()), link
