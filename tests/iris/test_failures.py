@@ -113,7 +113,7 @@ def _wait_for_own_programs(rank, world_size):
 
 
 def test_who_waits_for_its_own_programs_has_not_lost_itself():
-    for end in run_fresh(2, _wait_for_own_programs, env={"IRIS_TIMEOUT": "0.5"}):
+    for end in run_fresh(2, _wait_for_own_programs, env={"IRIS_TIMEOUT": "1.5"}):
         assert end.exitcode == 0, end.traceback
 
 

@@ -288,7 +288,8 @@ def _many_contexts(ctx):
         with iris.iris(1 << 30, "vmem") as inner:
             inner.ones(200 * MIB // 4).sum()
         before = before or counts()
-    assert counts() == before
+    after = counts()
+    assert after == before, (before, after)
 
 
 @pytest.mark.parametrize("world_size", [3])
