@@ -20,31 +20,32 @@ class Prediction:
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """How a fused op is computed. All ranks must use the same. What is of other ops than a call's is passed over.
+    """How a fused op is computed. All ranks pass equal configurations, and an op ignores fields of other ops.
 
-    `block_m`, `block_n`, `block_k`: the tile of the product, powers of two; of operands in eight bits, twice as many
-    along K. `group_m`: row blocks that neighbouring programs share, for the L2 cache. `num_programs`: size of the
-    persistent grid, at most the chip's multiprocessors; 0 takes them all. Of all_gather_matmul only: `comm_programs`,
-    how many programs first move data, and `splits`, by rows into how many parts along K the tiles are cut that do not
-    fill a round of programs. `stagger_us`: over what time the programs of the other ops start, so that they do not all
-    push at once.
+        field                       what it decides
+        block_m, block_n, block_k   the tile of the product, powers of two; in eight bits a block is twice as deep
+        group_m                     how many row blocks neighbouring programs share, which then lie in the L2 cache
+        num_warps, num_stages       warps of a program, and stages of its ring of operands in shared memory
+        num_programs                size of the persistent grid, at most the chip's multiprocessors; 0 takes them all
+        comm_programs               all_gather_matmul: how many programs move data before they multiply
+        stagger_us                  over how many microseconds programs start, so that they do not all push at once
+        splits                      into how many parts along K a tile is cut that does not fill a wave of programs
+        ranks_together              "copy_gather": how many other ranks' rows torch multiplies together, at least
+        warp_specialised            whether some warps of a program multiply while others move finished tiles
+        algorithm                   how the product and the transfer are arranged, see below
+        kernel                      the kernel that is launched, by its module's name; plans fill it in
 
-    `warp_specialised`: of the overlapped ops that push tiles, of all-reduces in "two_shot" or, between two ranks,
-    "one_shot", and of "copy_gather", whether warps share out multiplying and moving, where the GPU can (NVIDIA Hopper,
-    bf16 and fp16, rows that begin at whole vectors). Eight warps multiply, four more move. In overlapped ops `splits`,
-    if more than 1, then has programs first share the tiles that do not fill a round, each tile cut along K into about
-    so many parts at most; all programs start at once, and `stagger_us` is over what time they end those parts.
+        algorithm       for               how
+        "one_shot"      few rows          each rank sends its product to all that need it, in one hop
+        "two_shot"      all-reduce        each rank sums some rows and sends the sums to everyone
+        "overlapped"    many rows         finished tiles travel while the program multiplies the next ones
+        "sequential"    torch's product   a collective of `iris.ccl` comes after the product, in a gather before it
+        "copy_gather"   gathered rows     copy engines bring rows while torch, or our kernel, multiplies others
 
-    `ranks_together`: of "copy_gather" with torch's product, how many other ranks' rows are multiplied together at
-    least.
-
-    `kernel`: the name of the kernel that the configuration has launched, the module's below `iris_ops/kernels/` or
-    `iris_ops/`; plans fill it in, and it follows from the op and the other fields.
-
-    `algorithm`: for few rows "one_shot" (one hop between the ranks, every weight read once) and, all-reduce only,
-    "two_shot" (each rank sums some rows and sends the sums); else "overlapped" (the ranks' parts travel during the
-    product). With torch's product in place of tiles of ours: "sequential" (before or after it a collective of
-    `iris.ccl`) and "copy_gather" (all_gather_matmul by rows: copy engines carry rows while others are multiplied).
+    `warp_specialised` needs NVIDIA Hopper, bf16 or fp16, and rows that begin at multiples of 16 bytes; elsewhere a
+    portable kernel stands in. Eight warps multiply and four move. Two ranks may use it with "one_shot", more with
+    "two_shot". With "overlapped" and `splits` above 1, programs first share the tiles that fill no wave, and
+    `stagger_us` is the time over which they end these parts.
     """
 
     block_m: int = 128
