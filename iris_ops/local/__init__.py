@@ -1,0 +1,1 @@
+"""Products and attention of one rank alone, without an exchange."""

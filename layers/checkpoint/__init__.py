@@ -1,0 +1,4 @@
+"""How are checkpoints read and written?
+
+Each rank reads its slices only. A save that is killed leaves the old checkpoint or the new one.
+"""
