@@ -129,8 +129,8 @@ def launch(
 ) -> relaunch.Launch | None:
     """Launches what serves `problem` on `tensors` in the current stream; see `relaunch.launch`.
 
-    What takes torch's product is prepared to be repeated only where it `came_before`. `ahead`: where the kernel ends
-    as `rmsnorm_epilogue.py` says (`kernel_names.ends_with_norm`).
+    A call that takes torch's product is prepared to be repeated only if it `came_before`. `epilogue` is given to
+    kernels that end with a norm (`kernel_names.ends_with_norm`).
     """
     out, A, B, bias, scale = tensors
     kernel = kernel_of(problem, config, rank.cur_rank, tensors)
@@ -150,9 +150,11 @@ def launch(
             rounding = None  # copies are for now, too
         tensors = Operands(out, rounded, weight, bias)
         kernel = kernel_of(problem, config, rank.cur_rank, tensors)
-    if kernel != kernel_for(problem, config):
-        _say(rank, problem, kernel_for(problem, config), kernel)
-    config = replace(config, kernel=kernel)
+    planned = kernel_for(problem, config)
+    if kernel != planned:
+        _say(rank, problem, planned, kernel)
+    if config.kernel != kernel:
+        config = replace(config, kernel=kernel)
     if kernel in PREPARERS:
         prepare = PREPARERS[kernel]
         if not came_before:
