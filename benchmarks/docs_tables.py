@@ -1,7 +1,7 @@
 """Tables of docs/ from benchmarks/results: `python -m benchmarks.docs_tables` writes them, `--check` only compares.
 
     <!-- measured NAME -->   some rows in which a plan took the kernel of that name, beside the strongest rivals
-    <!-- lost -->            all rows in which a rival is faster than ours, with the reason
+    <!-- lost -->            all rows in which a rival is faster than ours, by the reason
 
 A table ends at `<!-- end -->`. Where a rival is newly ahead, `_REASONS` has to say why.
 """
@@ -26,10 +26,10 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 OPS_FILES = ("ops_h200_x2", "ops_h200_x4", "ops_models_h200_x2", "ops_models_h200_x4")
 CCL_FILES = ("ccl_h100_x2", "ccl_h200_x4")
 # Why a rival of that name is ahead in an op, in graphs and in eager calls.
-_TILES = "cuBLAS has a tile that fills the waves of these rows; ours left multiprocessors idle"
-_GATHERS = "both have copy engines bring rows; cuBLAS's tiles are some percent ahead of ours at these widths"
-_POWER = "not known: the product of 22 ms takes nearly all of the time"
-_HOST = "the host's time of an eager call; in graphs ours is ahead"
+_TILES = "A tile of cuBLAS fills the waves of these rows; ours left multiprocessors idle"
+_GATHERS = "Both have copy engines bring rows; cuBLAS's tiles are some percent ahead of ours at these widths"
+_POWER = "Not known: the product of 22 ms takes nearly all of the time"
+_HOST = "The host's time of an eager call; in graphs ours is ahead"
 _REASONS = {
     ("ag", "torch async-TP"): (_GATHERS, _GATHERS),
     ("ag", "cuBLAS + NCCL"): ("", _HOST),
@@ -136,8 +136,8 @@ def _rival(rivals: list[dict[str, Any]], ours: float, named: bool) -> str:
 
 
 def lost() -> str:
-    """Every row of the results in which a rival takes less time than ours, the most by which it does first."""
-    rows = []
+    """Every row of the results in which a rival takes less time than ours, by the reason, the widest lead first."""
+    rows: dict[str, list[tuple[float, str]]] = {}
     for path in sorted(RESULTS.glob("*.json")):
         run = json.loads(path.read_text())
         for row in run["rows"] if run.get("benchmark") in ("ops", "ccl") else ():
@@ -147,28 +147,39 @@ def lost() -> str:
                 rivals = [each["name"] for each in timed if each["kind"] == "rival" and each["name"] in us]
                 best = min(rivals, key=us.__getitem__, default="ours")
                 if us.get(best, 0) < us.get("ours", 0):
-                    rows.append((us["ours"] / us[best] - 1, _lost_row(run, row, called, us, best)))
-    lines = [
-        "| GPUs, date | op | size | called | ours, µs | the rival, µs | ahead by | why |",
-        "|---|---|---|---|---:|---:|---:|---|",
-    ]
-    return "\n".join(lines + [line for _, line in sorted(rows, reverse=True)])
+                    lead = us["ours"] / us[best] - 1
+                    line = _lost_row(run, row, called, us, best)
+                    rows.setdefault(_why(run, row, called, best), []).append((lead, line))
+    parts = []
+    for why, lines in sorted(rows.items(), key=lambda each: -max(each[1])[0]):
+        parts += [f"### {why}", ""]
+        parts += ["| GPUs, date | op | size | called | ours, µs | the rival, µs | ahead by |"]
+        parts += ["|---|---|---|---|---:|---:|---:|"]
+        parts += [line for _, line in sorted(lines, reverse=True)] + [""]
+    return "\n".join(parts[:-1])
+
+
+def _sizes(row: dict[str, Any]) -> tuple[int, ...]:
+    return (row["M"], row["N"], row["K"]) if "M" in row else (row["bytes"],)
+
+
+def _why(run: dict[str, Any], row: dict[str, Any], called: str, best: str) -> str:
+    why = _OF_ROWS.get(_sizes(row)) or _REASONS.get((row["op"], best), ("", ""))[called == "eager"]
+    if not why:
+        where = f"{run['gpu']}, {row['op']} {_sizes(row)}"
+        raise LookupError(f"{where}: {best} is ahead in a {called} call; say in _REASONS why")
+    return why
 
 
 def _lost_row(run: dict[str, Any], row: dict[str, Any], called: str, us: dict[str, float], best: str) -> str:
-    sizes = (row["M"], row["N"], row["K"]) if "M" in row else ()
-    why = _OF_ROWS.get(sizes) or _REASONS[row["op"], best][called == "eager"]
-    if not why:
-        raise LookupError(f"{run['gpu']}, {row['op']} {sizes}: {best} is ahead in a {called} call; say in _REASONS why")
     cells = [
         _gpus(run),
         f"`{_OPS.get(row['op'], row['op'])}`",
-        ", ".join(map(str, sizes)) or _bytes(row["bytes"]),
+        ", ".join(map(str, _sizes(row))) if "M" in row else _bytes(row["bytes"]),
         called,
         _us(us["ours"]),
         f"{best} {_us(us[best])}",
         f"{100 * (us['ours'] / us[best] - 1):.1f} %",
-        why,
     ]
     return f"| {' | '.join(cells)} |"
 

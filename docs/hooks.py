@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+WIDE = ("kernels/", "benchmarks/lose", "benchmarks.md", "benchmarks/planner")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 sys.path.insert(0, str(DOCS))  # for the module beside this one
 import timeline  # noqa: E402
@@ -58,8 +59,10 @@ def _as_seen_from(page: Path, target: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links out of docs/ become addresses in the repository."""
+    """Links out of docs/ become addresses in the repository; wide tables get the room of the headings' list."""
     folder = (DOCS / page.file.src_uri).parent
+    if page.file.src_uri.startswith(WIDE):
+        page.meta["hide"] = ["toc"]
 
     def outside(link: re.Match[str]) -> str:
         target = (folder / link[1]).resolve()
