@@ -123,7 +123,8 @@ def _plan_page(file: Path) -> int:
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(page(survey(Grid())))
+        with file.open("w") as written:  # before some seconds of arithmetic
+            written.write(page(survey(Grid())))
     except OSError as error:
         print(f"iris-tp plan: --html is {str(file)!r}, which cannot be written: {error}", file=sys.stderr)
         return 2
