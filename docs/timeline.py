@@ -16,7 +16,7 @@ from html import escape
 import re
 from typing import Any
 
-KINDS = ("product", "push", "sum", "wait", "signal", "copy", "load")
+KINDS = ("product", "push", "sum", "store", "wait", "signal", "copy", "load")
 _ENTRY = re.compile(r"(\w+) ([\d.]+)-([\d.]+) ?(.*)")
 _WIDTH, _LANE, _BAR, _NAMES, _LEGEND = 720, 34, 24, 150, 26
 

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 import contextlib
+import html
 import importlib
+import importlib.util
 import inspect
 import io
+import itertools
 from pathlib import Path
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import iris
 from iris import errors
@@ -55,6 +59,35 @@ def test_python_of_a_page_runs_as_pasted(page: str, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join(BLOCK.findall(PAGES[page].read_text())))
     assert all(map(str.strip, run_ranks(2, _run, str(script)))), "a page prints what it shows"
+
+
+def _timeline() -> Any:
+    """docs/timeline.py, which is no package's."""
+    spec = importlib.util.spec_from_file_location("docs_timeline", DOCS / "timeline.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass looks for its module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_timelines_are_drawn_as_written() -> None:
+    timeline = _timeline()
+    fences = [
+        text
+        for path in PAGES.values()
+        for text in re.findall(r"^```timeline\n(.*?)^```", path.read_text(), re.M | re.S)
+    ]
+    assert len(fences) > len(KERNELS)
+    for text in fences:
+        spans = [span for _, lane in timeline.lanes(text) for span in lane]
+        picture = timeline.draw(text)
+        assert len(re.findall(r'<rect [^>]*rx="3"', picture)) == len(spans) >= 3
+        assert all(f">{html.escape(span.label)}</text>" in picture for span in spans)
+        for _, lane in timeline.lanes(text):  # a lane does one thing after the other
+            assert all(before.end <= after.begin for before, after in itertools.pairwise(lane)), lane
+    for bad in ("lane: dance 0-1 tile", "lane: push 2-1", "lane push 0-1", "lane: push"):
+        with pytest.raises(ValueError, match="expected 'KIND BEGIN-END LABEL'"):
+            timeline.lanes(bad)
 
 
 # --- the site --------------------------------------------------------------------------------------------------------
