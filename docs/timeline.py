@@ -33,11 +33,11 @@ def lanes(text: str) -> list[tuple[str, list[Span]]]:
     """Raises ValueError where a line is none of a timeline's."""
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
-        name, colon, entries = line.partition(":")
+        name, _, entries = line.partition(":")
         spans = []
-        for entry in filter(None, map(str.strip, entries.split(","))):
+        for entry in map(str.strip, entries.split(",")):
             match = _ENTRY.fullmatch(entry)
-            if not colon or match is None or match[1] not in KINDS or float(match[2]) >= float(match[3]):
+            if match is None or match[1] not in KINDS or float(match[2]) >= float(match[3]):
                 raise ValueError(f"{entry!r} in {line!r}; expected 'KIND BEGIN-END LABEL', KIND one of {KINDS}")
             spans.append(Span(match[1], float(match[2]), float(match[3]), match[4]))
         found.append((name.strip(), spans))
@@ -74,5 +74,10 @@ def draw(text: str) -> str:
 
 
 def fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
-    """What pymdownx.superfences calls for a fence of this language."""
-    return f'<div class="timeline">{draw(source)}</div>'
+    """What pymdownx.superfences calls for a fence of this language. It takes other exceptions for a fence of text."""
+    from pymdownx.superfences import SuperFencesException
+
+    try:
+        return f'<div class="timeline">{draw(source)}</div>'
+    except ValueError as error:
+        raise SuperFencesException(str(error)) from error

@@ -219,6 +219,7 @@ def test_the_site_builds_and_asks_no_other_host(site: Path) -> None:
         ("[no anchor](kernels/index.md#no-such-anchor)", "no-such-anchor"),
         ("[no file](../iris/no_such_module.py)", "no_such_module.py"),
         ("::: iris.device.sync.no_such_function", "no_such_function"),
+        ("```timeline\nlane: dance 0-1\n```", "KIND BEGIN-END LABEL"),
     ],
 )
 def test_what_leads_nowhere_stops_the_build(site: Path, line: str, said: str, tmp_path: Path) -> None:
