@@ -15,7 +15,8 @@ from iris_ops.kernels.hopper import lamport_pair, lamport_two_shot
 from iris_ops.kernels.hopper.gather_matmul import hopper_gather_matmul_kernel
 from iris_ops.kernels.hopper.matmul_gather import hopper_matmul_gather_kernel
 from iris_ops.kernels.hopper.matmul_reduce import hopper_matmul_reduce_kernel
-from iris_ops.kernels.hopper.operands import MOVING, MULTIPLYING, in_rows, layouts
+from iris_ops.kernels.hopper.mma import MMA_WARPS
+from iris_ops.kernels.hopper.operands import MOVING, in_rows, layouts
 from iris_ops.kernels.lamport_gather_matmul import lamport_gather_matmul_kernel
 from iris_ops.kernels.lamport_matmul import lamport_matmul_kernel
 from iris_ops.kernels.matmul_gather import matmul_gather_kernel
@@ -168,7 +169,7 @@ def hopper_variants():
     """Warp-specialised programs, with both tiles that plans take; bias, layout of B, shared tiles in rotation."""
     common = dict(BLOCK_M=128, BLOCK_K=64, GROUP_M=8, WORLD_SIZE=WORLD_SIZE, WAITER=1)
     no_scales = dict(a_scales=None, b_scales=None)
-    options = dict(num_warps=MULTIPLYING)
+    options = dict(num_warps=MMA_WARPS)
     for n, stages in ((256, 3), (128, 5)):
         known = common | dict(BLOCK_N=n, STAGES=stages, B_TRANSPOSED=n == 256, **layouts(128, n))
         for all_reduce in (False, True):

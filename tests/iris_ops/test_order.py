@@ -10,6 +10,7 @@ import iris
 from iris import platform
 from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import lamport_two_shot, operands
+from iris_ops.kernels.hopper.mma import MMA_WARPS
 from iris_ops.kernels.stream_k import Units
 from iris_ops.kernels.tile_orders import OthersFirst, SourceTiles, grouped, own_blocks, turn
 from iris_ops.operands import Operands
@@ -301,4 +302,4 @@ def test_every_thread_has_words_of_its_own() -> None:
         moved, own = operands.layouts(m, n), lamport_two_shot.layouts(m, n, w)
         assert own["SUMMED"] * n >= 8 * 32 * operands.MOVING and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
         assert moved["ROWS"] * n >= 8 * 32 * operands.MOVING, (m, n)
-        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * operands.MULTIPLYING and m % moved["ROWS"] == 0, (m, n)
+        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * MMA_WARPS and m % moved["ROWS"] == 0, (m, n)

@@ -31,6 +31,7 @@ from ..stream_k import Units
 from ..tile_orders import SourceTiles
 from ..tiles import first_row, known
 from . import operands
+from .mma import Mma
 from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, part_of
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def hopper_gather_matmul_kernel(
     rank = ctx.rank % WORLD_SIZE  # alone, any is the first
     tiles = SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M, BLOCK_M)
     gl.warp_specialize(
@@ -147,8 +149,8 @@ def hopper_gather_matmul_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, others, b, NOWHERE, NOWHERE, shared, units, tiles, bias, out, flags, 0, M, N, B_TRANSPOSED,
-                    HAS_BIAS, ACC, WAITER,
+                    ctx, a, others, b, NOWHERE, NOWHERE, mma, shared, units, tiles, bias, out, flags, 0, M, N, HAS_BIAS,
+                    WAITER,
                 ),
             ),
             (_store_tiles, (shared, units, tiles, out, M, N, stride_om, GATED, MOVE)),

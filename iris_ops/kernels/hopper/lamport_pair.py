@@ -37,6 +37,7 @@ from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tile_orders import OthersFirst, PartTiles, own_blocks
 from ..tiles import start_in_turn
+from .mma import Mma
 from .operands import MOVING, lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, pace, part_of, places_of, rows_of
 
@@ -211,23 +212,23 @@ def _move_tiles(
 
 @gluon.jit
 def _specialise(
-    ctx, a, b, a_scales, b_scales, bias, out, staging, sync, tiles, M, N, K, stride_om, part_rows, ld, slot_words,
-    spread, MOVED: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr,
-    PLACES: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
+    ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
+    slot_words, spread, MOVED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, PRODUCT: gl.constexpr,
+    MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr,
+    WAITER: gl.constexpr,
 ):  # fmt: skip
     """MMA warps multiply `tiles`, one after the other; mover warps do `MOVED` with the finished ones."""
     epoch = gl.load(sync) + 1
     slot = staging + (epoch & 1).to(gl.int64) * slot_words
-    units = Units(tiles.num_m * tiles.num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    units = Units(tiles.num_m * tiles.num_n, gl.cdiv(K, mma.BLOCK_K), 0, 0, 0, False)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, tiles.BLOCK_M, tiles.BLOCK_N, ROWS, PRODUCT, PLACES)
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, M, N,
-                    B_TRANSPOSED, False, ACC, WAITER,
+                    ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, out, out, sync, epoch, M, N,
+                    False, WAITER,
                 ),
             ),
             (
@@ -257,10 +258,11 @@ def lamport_pair_kernel(
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     _specialise(
-        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, tiles, M, N, K, stride_om, part_rows, ld, slot_words,
-        spread, _swap_tiles, BLOCK_K, STAGES, HAS_BIAS, B_TRANSPOSED, ACC, PRODUCT, MOVE, ROWS, PLACES, MOVING,
-        MOVING_REGISTERS, WAITER,
+        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
+        slot_words, spread, _swap_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVING, MOVING_REGISTERS,
+        WAITER,
     )  # fmt: skip
 
 
@@ -278,10 +280,11 @@ def lamport_pair_scatter_kernel(
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     begin, own = own_blocks(ctx.rank * part_rows, part_at(M, part_rows, ctx.rank), M, BLOCK_M)
     tiles = OthersFirst(num_m, num_n, begin, own, group, BLOCK_M, BLOCK_N)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     _specialise(
-        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, tiles, M, N, K, stride_om, part_rows, ld, slot_words,
-        spread, _scatter_tiles, BLOCK_K, STAGES, HAS_BIAS, B_TRANSPOSED, ACC, PRODUCT, MOVE, ROWS, PLACES, MOVING,
-        MOVING_REGISTERS, WAITER,
+        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
+        slot_words, spread, _scatter_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVING, MOVING_REGISTERS,
+        WAITER,
     )  # fmt: skip
 
 

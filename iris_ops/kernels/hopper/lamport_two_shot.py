@@ -27,7 +27,8 @@ from ...problem import Problem
 from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tile_orders import PartTiles, by_columns
-from .operands import MOVING, MULTIPLYING, in_rows, lamport_specialised_arguments
+from .mma import MMA_WARPS, Mma
+from .operands import MOVING, in_rows, lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
 if TYPE_CHECKING:
@@ -45,13 +46,12 @@ _ALL = gl.constexpr(1 << 20)  # row blocks work on the same columns of B
 
 @gluon.jit
 def _multiply_and_take(
-    ctx, a, b, a_scales, b_scales, shared, units, tiles, sums, out, sync, M, N, part_rows, ld, stride_om, epoch,
-    B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, TAKE: gl.constexpr, WAITER: gl.constexpr,
+    ctx, a, b, a_scales, b_scales, mma, shared, units, tiles, sums, out, sync, M, N, part_rows, ld, stride_om, epoch,
+    TAKE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: products, which no bias is added to, and behind them all owners' sums to `out`."""
     multiply_tiles(
-        ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, M, N, B_TRANSPOSED, False,
-        ACC, WAITER,
+        ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, out, out, sync, epoch, M, N, False, WAITER,
     )  # fmt: skip
     ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.BLOCK_M // shared.PARTS)  # there are twice as many warps as move
     step = part_rows.to(gl.int64) * ld
@@ -178,14 +178,15 @@ def lamport_two_shot_kernel(
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, _ALL)
     units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     gl.warp_specialize(
         [
             (
                 _multiply_and_take,
                 (
-                    ctx, a, b, a_scales, b_scales, shared, units, tiles, sums, out, sync, M, N, part_rows, ld,
-                    stride_om, epoch, B_TRANSPOSED, ACC, TAKE, WAITER,
+                    ctx, a, b, a_scales, b_scales, mma, shared, units, tiles, sums, out, sync, M, N, part_rows, ld,
+                    stride_om, epoch, TAKE, WAITER,
                 ),
             ),
             (
@@ -207,7 +208,7 @@ def layouts(block_m: int, block_n: int, world_size: int) -> dict:
     lines = MOVING * 32 * 8 // block_n  # of which all moving threads hold a vector each
     owned = max(lines, block_m // parts)
     summed = min(owned, lines * max(1, _UNDER_WAY // parts))
-    return dict(TAKE=in_rows(MULTIPLYING, block_n), OWNED=owned, SUMMED=summed)
+    return dict(TAKE=in_rows(MMA_WARPS, block_n), OWNED=owned, SUMMED=summed)
 
 
 def launcher(

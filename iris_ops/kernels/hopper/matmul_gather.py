@@ -13,6 +13,7 @@ from ...problem import Problem
 from ..matmul_gather import gather_arguments
 from ..stream_k import Units
 from ..tile_orders import PartTiles
+from .mma import Mma
 from .operands import specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
@@ -79,6 +80,7 @@ def hopper_matmul_gather_kernel(
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
     units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
     part = out + ctx.rank.to(gl.int64) * row_step * stride_om + ctx.rank.to(gl.int64) * col_step
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
@@ -86,8 +88,8 @@ def hopper_matmul_gather_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, shared, units, tiles, bias, parts, left, epoch, M, N,
-                    B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
+                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
+                    HAS_BIAS, WAITER,
                 ),
             ),
             (_push_tiles, (ctx, shared, units, tiles, out, part, sync, M, N, stride_om, spread, MOVE, WAITER)),

@@ -20,6 +20,7 @@ from ..launching import NO_SCALES
 from ..matmul_reduce import reduce_arguments
 from ..stream_k import Units
 from ..tile_orders import OwnedTiles
+from .mma import Mma
 from .operands import specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
@@ -173,6 +174,7 @@ def hopper_matmul_reduce_kernel(
     """
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
@@ -181,8 +183,8 @@ def hopper_matmul_reduce_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, M, N,
-                    B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
+                    ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
+                    HAS_BIAS, WAITER,
                 ),
             ),
             (

@@ -21,6 +21,7 @@ from ...problem import FP8, Problem
 from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
 from ..launching import grid_of, parts_memory
+from .mma import MMA_WARPS, MOVER_REGISTERS, accumulator
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
     from ...operands import Operands
     from ...workspace import Workspace
 
-MULTIPLYING, MOVING = 8, 4  # warps; those that multiply may be four, too
-# A thread's, by how many warps multiply; as many are left for each of their threads: all warps share 64 Ki.
-_MOVING_REGISTERS = {8: 168, 4: 232}
+MOVING = 4  # mover warps
 # Elements of a tile that each thread of the moving warps holds at a time.
 _HELD = 32
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
@@ -67,22 +66,18 @@ def arguments(
     )
 
 
-def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MULTIPLYING) -> dict:
+def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARPS) -> dict:
     """How a tile lies in the multiplying warps' registers, in shared memory and in the moving warps' registers.
 
     `itemsize`: bytes of an operand's element; `warps`: how many multiply.
     """
-    high = min(warps, block_m // 16)
-    wide = warps // high
     return dict(
-        ACC=gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[high, wide], instr_shape=[16, block_n // wide, 32 // itemsize]
-        ),
+        ACC=accumulator(block_m, block_n, itemsize, warps),
         PRODUCT=gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]),
         MOVE=in_rows(MOVING, block_n),
         ROWS=MOVING * 32 * _HELD // block_n,
         MOVING=MOVING,
-        MOVING_REGISTERS=_MOVING_REGISTERS[warps],
+        MOVING_REGISTERS=MOVER_REGISTERS[warps],
     )
 
 

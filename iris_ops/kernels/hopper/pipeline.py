@@ -30,9 +30,6 @@ from iris.triton_private import (
     mbarrier,
     program_barrier,
     reinterpret,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 import triton
 from triton.experimental import gluon
@@ -96,8 +93,7 @@ def allocate(
 
 
 @gluon.jit
-def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.constexpr):
-    GATED: gl.constexpr = len(b.block_shape) == 3
+def _load(ctx, a, gathered, b, mma, shared, stage, row, col, k):
     loaded = shared.loaded.index(stage)
     mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes)
     rows = shared.a_parts.index(stage)
@@ -107,9 +103,9 @@ def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.cons
         async_load(a, [0, 0, k], loaded, rows)
     else:
         async_load(a, [row, k], loaded, rows)
-    if GATED:
+    if mma.GATED:
         async_load(b, [0, col, k], loaded, shared.b_parts.index(stage))
-    elif B_TRANSPOSED:
+    elif mma.B_TRANSPOSED:
         async_load(b, [col, k], loaded, shared.b_parts.index(stage))
     else:
         async_load(b, [k, col], loaded, shared.b_parts.index(stage))
@@ -172,8 +168,8 @@ def _place_of(acc, parts, number):
 
 @gluon.jit
 def multiply_tiles(
-    ctx, a, gathered, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, M, N,
-    B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, WAITER: gl.constexpr,
+    ctx, a, gathered, b, a_scales, b_scales, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
+    HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: each unit's product, in fp32; complete ones, rounded, are handed over.
 
@@ -183,11 +179,8 @@ def multiply_tiles(
     """
     BLOCK_M: gl.constexpr = shared.BLOCK_M
     BLOCK_N: gl.constexpr = shared.BLOCK_N
-    BLOCK_K: gl.constexpr = a.block_shape[-1]
+    BLOCK_K: gl.constexpr = mma.BLOCK_K
     STAGES: gl.constexpr = shared.STAGES
-    GATED: gl.constexpr = len(b.block_shape) == 3
-    BOTH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], a.dtype)
-    ALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], a.dtype)
     finished = reinterpret(
         shared.product, shared.product.dtype, [shared.PLACES, BLOCK_M, BLOCK_N], shared.product.layout
     )
@@ -200,7 +193,7 @@ def multiply_tiles(
         ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
     for i in gl.static_range(STAGES - 1):
         if unit < count:
-            _load(ctx, a, gathered, b, shared, i, row, col, k, B_TRANSPOSED)
+            _load(ctx, a, gathered, b, mma, shared, i, row, col, k)
             k += BLOCK_K
             if k >= end:
                 unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
@@ -211,35 +204,26 @@ def multiply_tiles(
     done = 0
     for u in range(gl.program_id(0), count, programs):
         tile, _, steps, complete = units.at(u, programs)
-        start = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
+        start = mma.zeros()
         if HAS_BIAS and b_scales is None:  # first, while the accumulator's registers are all that is used
             _row, own_col, own = tiles.place(tile)
-            c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
+            c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma.LAYOUT))
             second = 0
-            if GATED:
+            if mma.GATED:
                 second = c // (BLOCK_N // 2)
                 c = c % (BLOCK_N // 2)
             c += own_col
             values = gl.load(bias + second * N + c, mask=(c < N) & own & complete, other=0.0)
             start += values.to(gl.float32)[None, :]
         span = ctx.tracing.record_event_start(PRODUCT, -1, parts, tile, nbytes=0)
-        acc = warpgroup_mma_init(start)
+        acc = mma.begin(start)
         for _i in range(steps):
             mbarrier.wait(shared.loaded.index(stage), phase)
-            x, y = shared.a_parts.index(stage), shared.b_parts.index(stage)
-            if shared.FOLDED:
-                x = reinterpret(x, x.dtype, [BLOCK_M, BLOCK_K], ALL)
-            if GATED:
-                y = reinterpret(y, y.dtype, [BLOCK_N, BLOCK_K], BOTH)
-            if B_TRANSPOSED:
-                y = y.permute((1, 0))
-            acc = warpgroup_mma(x, y, acc, is_async=True)
-            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+            acc = mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc)
+            acc = mma.await_last_but_one(acc)
             if unit < count:
                 program_barrier()  # all warps have multiplied the step before, whose place is free now
-                _load(
-                    ctx, a, gathered, b, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k, B_TRANSPOSED
-                )
+                _load(ctx, a, gathered, b, mma, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k)
                 k += BLOCK_K
                 if k >= end:
                     unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
@@ -247,7 +231,7 @@ def multiply_tiles(
                         ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
             last = stage == STAGES - 1
             stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-        product = warpgroup_mma_wait(0, deps=(acc,))
+        product = mma.result(acc)
         ctx.tracing.record_event_end(span)
         product = _join(ctx, units, parts, left, epoch, u, tile, steps, complete, product, WAITER)
         if complete:
