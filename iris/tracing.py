@@ -48,7 +48,7 @@ EVENT = np.dtype(
         ("pid_m", "<i4"),
         ("pid_n", "<i4"),
         ("bytes", "<i8"),
-        ("thread", "<i4"),  # the first of the warps that did it: others where warps of a program have roles
+        ("thread", "<i4"),  # the first of the warps that did it: others where the warps of a program are specialised
         ("unused", "<i4"),
     ]
 )

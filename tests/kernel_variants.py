@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from iris.ccl.accumulate import accumulate_kernel
 from iris.ccl.flags import flags_kernel
-from iris.ccl.lamport import words_kernel
+from iris.ccl.lamport import lamport_kernel
 from iris.ccl.ring import ring_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
@@ -16,7 +16,7 @@ from iris_ops.kernels.hopper.gather_matmul import hopper_gather_matmul_kernel
 from iris_ops.kernels.hopper.matmul_gather import hopper_matmul_gather_kernel
 from iris_ops.kernels.hopper.matmul_reduce import hopper_matmul_reduce_kernel
 from iris_ops.kernels.hopper.mma import MMA_WARPS
-from iris_ops.kernels.hopper.operands import MOVING, in_rows, layouts
+from iris_ops.kernels.hopper.operands import MOVER_WARPS, in_rows, layouts
 from iris_ops.kernels.lamport_gather_matmul import lamport_gather_matmul_kernel
 from iris_ops.kernels.lamport_matmul import lamport_matmul_kernel
 from iris_ops.kernels.matmul_gather import matmul_gather_kernel
@@ -184,7 +184,7 @@ def hopper_variants():
         scattered = eight | dict(ALL_REDUCE=False, HAS_BIAS=n == 256)
         yield f"reduce_scatter_hopper_{n}_fp8", hopper_matmul_reduce_kernel, options, scattered
         gated = n == 256
-        choice = dict(HAS_BIAS=True, MOVE=in_rows(MOVING, n // 2 if gated else n), GATED=gated)
+        choice = dict(HAS_BIAS=True, MOVE=in_rows(MOVER_WARPS, n // 2 if gated else n), GATED=gated)
         yield f"all_gather_matmul_hopper_{n}", hopper_gather_matmul_kernel, options, known | choice
         choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
         yield f"matmul_all_gather_hopper_{n}", hopper_matmul_gather_kernel, options, known | choice
@@ -246,10 +246,10 @@ def collectives():
         "exchange": dict(both, REDUCE=False, GATHER=False),
     }
     for form, layout in (("one_shot", flat), ("two_shot", rows)):
-        yield f"ccl_words_{form}", words_kernel, dict(num_warps=4), common | forms[form] | layout | dict(BLOCK=1024)
+        yield f"ccl_lamport_{form}", lamport_kernel, dict(num_warps=4), common | forms[form] | layout | dict(BLOCK=1024)
     for form in ("one_shot", "scatter"):
         known = common | forms[form] | flat | dict(BLOCK=2048, WORLD_SIZE=2)
-        yield f"ccl_words_{form}_of_two", words_kernel, dict(num_warps=8), known
+        yield f"ccl_lamport_{form}_of_two", lamport_kernel, dict(num_warps=8), known
     for form, layout in (("two_shot", rows), ("scatter", flat), ("gather", flat), ("exchange", rows)):
         known = common | forms[form] | layout
         yield f"ccl_flags_{form}", flags_kernel, dict(num_warps=8), known | dict(BLOCK=8192)

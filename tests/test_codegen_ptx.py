@@ -356,8 +356,8 @@ def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> Non
         assert kernel.count({"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync"}[target]), name
 
 
-WORDS = {"ccl_words_one_shot": WORLD_SIZE - 1, "ccl_words_two_shot": WORLD_SIZE}  # stores to ranks
-WORDS_OF_TWO = {f"ccl_words_{form}_of_two": 2 for form in ("one_shot", "scatter")}  # the first, the next
+LAMPORT = {"ccl_lamport_one_shot": WORLD_SIZE - 1, "ccl_lamport_two_shot": WORLD_SIZE}  # stores to ranks
+LAMPORT_OF_TWO = {f"ccl_lamport_{form}_of_two": 2 for form in ("one_shot", "scatter")}  # the first, the next
 FLAGS = {
     "ccl_flags_two_shot": 2 * WORLD_SIZE,
     "ccl_flags_two_shot_bytes": 2 * WORLD_SIZE,
@@ -370,11 +370,11 @@ COPIES = {f"ccl_flags_{form}{of}": 2 * WORLD_SIZE for form in ("gather", "exchan
 def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> None:
     """Of rows that stand apart too; words without fence or flag, and all ranks signalled by one release."""
     kernels = compiled(target)
-    for name, stores in (WORDS | WORDS_OF_TWO).items():
+    for name, stores in (LAMPORT | LAMPORT_OF_TWO).items():
         kernel = kernels[name]
         assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == stores, name
         assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)"), name
-        assert kernel.count(r"\bld\.volatile\.global\.v4\.b32") >= (2 if name in WORDS_OF_TWO else WORLD_SIZE), name
+        assert kernel.count(r"\bld\.volatile\.global\.v4\.b32") >= (2 if name in LAMPORT_OF_TWO else WORLD_SIZE), name
         assert not kernel.count(r"sys\.acquire|sys\.release\.exch\.b32"), name
     for name, stores in (FLAGS | COPIES).items():
         kernel = kernels[name]
@@ -395,7 +395,7 @@ def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> N
 
 def test_words_between_two_leave_room_for_another_call(compiled, tmp_path: Path) -> None:
     """Two programs of 256 threads on each multiprocessor, and as many of a call in another stream."""
-    for name in WORDS_OF_TWO:
+    for name in LAMPORT_OF_TWO:
         assert 4 * 256 * registers(compiled("sm_90")[name], tmp_path) <= 65536, name
 
 

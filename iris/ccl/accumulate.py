@@ -47,7 +47,7 @@ def accumulate_kernel(
     sync,
     ctx_ptr,
     units,
-    slot_elements,
+    half_elements,
     in_n,
     in_cols,
     stride_im,
@@ -68,9 +68,9 @@ def accumulate_kernel(
     epoch = next_epoch(sync)
     bases = load_bases(ctx_ptr, WORLD_SIZE)
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
-    slot = epoch & 1
-    sums = staging + tl.cast(slot, tl.int64) * slot_elements + tl.arange(0, BLOCK)
-    arrived = flags + slot * (WORLD_SIZE * LANES)
+    parity = epoch & 1
+    sums = staging + tl.cast(parity, tl.int64) * half_elements + tl.arange(0, BLOCK)
+    arrived = flags + parity * (WORLD_SIZE * LANES)
     locks = flags + 2 * WORLD_SIZE * LANES
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     advance(sync, epoch)

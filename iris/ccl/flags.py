@@ -103,7 +103,7 @@ def _copy(
         tl.store(remote(ctx, places, bases, (ctx.rank + i) % WORLD_SIZE), value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["units", "chunk_units", "slot_flags"])
+@triton.jit(do_not_specialize=["units", "chunk_units", "half_flags"])
 def flags_kernel(
     inp,
     out,
@@ -113,8 +113,8 @@ def flags_kernel(
     ctx_ptr,
     units,
     chunk_units,
-    slot_elements,
-    slot_flags,
+    half_elements,
+    half_flags,
     in_n,
     in_cols,
     stride_im,
@@ -143,8 +143,8 @@ def flags_kernel(
     WAITER: tl.constexpr,
 ):
     # flags: places of `out` [rank, LANES] of int64, entered [rank], done [rank, LANES],
-    # arrived [slot][source rank, lane, chunk];
-    # staging: [slot][source rank, unit, BLOCK].
+    # arrived [parity][source rank, lane, chunk];
+    # staging: [parity][source rank, unit, BLOCK].
     source, target = views(
         (inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step),
         (out, out_n, out_cols, stride_om, stride_on, out_share, out_limit, out_step),
@@ -169,10 +169,10 @@ def flags_kernel(
     ok = True
     if REDUCE:
         advance(sync, epoch)
-        slot = 0 if GATHER else epoch & 1
-        staged = staging + tl.cast(slot, tl.int64) * slot_elements
+        parity = 0 if GATHER else epoch & 1
+        staged = staging + tl.cast(parity, tl.int64) * half_elements
         chunks = tl.cdiv(per_lane, chunk_units)
-        arrived = done + WORLD_SIZE * LANES + slot * slot_flags + lane * chunks
+        arrived = done + WORLD_SIZE * LANES + parity * half_flags + lane * chunks
         if GATHER:
             tell_place(ctx, places, LANES, out)
         for c in range(0, chunks + 1):

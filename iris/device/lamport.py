@@ -21,16 +21,16 @@ from .rma import moved
 from .tracing import WAIT
 from .waits import anyone_gone, deadline, is_late, keeps_waiting, report
 
-EMPTY = tl.constexpr(-1)
+SENTINEL = tl.constexpr(-1)
 _THREADS = tl.constexpr(1024)  # of a program, at most
 
 
 @device_function
-def seal(x, dtype: tl.constexpr):
+def without_sentinel(x, dtype: tl.constexpr):
     """fp32 `x`, rounded to `dtype`, as integer words that are never empty."""
     bits: tl.constexpr = dtype.primitive_bitwidth
-    words = arch.round_to(x, dtype).to(tl.core.get_int_dtype(bits, True), bitcast=True)
-    return words ^ ((words == EMPTY).to(words.dtype) << (bits - 1))  # another NaN, without the sign
+    values = arch.round_to(x, dtype).to(tl.core.get_int_dtype(bits, True), bitcast=True)
+    return values ^ ((values == SENTINEL).to(values.dtype) << (bits - 1))  # another NaN, without the sign
 
 
 @device_function
@@ -42,12 +42,12 @@ def widen(x):
 
 
 @device_function
-def unwrapped(words, dtype: tl.constexpr):
+def unwrapped(values, dtype: tl.constexpr):
     """What `seal`ed or `widen`ed words of `dtype` mean, in the type that sums are kept in."""
-    if words.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
-        return words.to(dtype, bitcast=True).to(sum_type(dtype))
+    if values.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
+        return values.to(dtype, bitcast=True).to(sum_type(dtype))
     else:
-        return words.to(dtype).to(sum_type(dtype))
+        return values.to(dtype).to(sum_type(dtype))
 
 
 @triton.constexpr_function
@@ -94,23 +94,23 @@ def take(
             )
         # `_look` ends with a barrier: no thread still looks
         for i in tl.static_range(COUNT):
-            tl.store(first + i * step, EMPTY, mask=_sent(ctx, mask, i, own))
+            tl.store(first + i * step, SENTINEL, mask=_sent(ctx, mask, i, own))
         return total, not missing
 
 
 @device_function
 def take_found(
-    ctx, found, words, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
+    ctx, found, values, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
 ):
-    """As `take` of one block of words, of which `found` was loaded before, by `arch.load_fresh`.
+    """As `take` of one block of values, of which `found` was loaded before, by `arch.load_fresh`.
 
     Returns (what they mean, whether any had to be waited for).
     """
-    total, missing = unwrapped(found, dtype), _any((found == EMPTY).to(tl.int32), LANES)
+    total, missing = unwrapped(found, dtype), _any((found == SENTINEL).to(tl.int32), LANES)
     waited = missing
     if missing:
-        total, missing = _poll(ctx, total, words, 0, mask, source, epoch, waiter, dtype, 1, None, 1, LANES)
-    tl.store(words, EMPTY, mask=mask)
+        total, missing = _poll(ctx, total, values, 0, mask, source, epoch, waiter, dtype, 1, None, 1, LANES)
+    tl.store(values, SENTINEL, mask=mask)
     return total, waited
 
 
@@ -125,13 +125,13 @@ def _sent(ctx, mask, i, own):
 
 @device_function
 def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own, LANES: tl.constexpr):
-    words = arch.load_fresh(first, _sent(ctx, mask, 0, own))
-    missing = (words == EMPTY).to(tl.int32)
-    total = _value(ctx, words, dtype, 0, own)
+    values = arch.load_fresh(first, _sent(ctx, mask, 0, own))
+    missing = (values == SENTINEL).to(tl.int32)
+    total = _value(ctx, values, dtype, 0, own)
     for i in tl.static_range(1, COUNT):
-        words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
-        missing |= (words == EMPTY).to(tl.int32)
-        total += _value(ctx, words, dtype, i, own)
+        values = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
+        missing |= (values == SENTINEL).to(tl.int32)
+        total += _value(ctx, values, dtype, i, own)
     return total, _any(missing, LANES)
 
 
@@ -147,11 +147,11 @@ def _any(missing, LANES: tl.constexpr):
 
 
 @device_function
-def _value(ctx, words, dtype: tl.constexpr, i, own):
+def _value(ctx, values, dtype: tl.constexpr, i, own):
     if own is None:
-        return unwrapped(words, dtype)
+        return unwrapped(values, dtype)
     else:
-        return tl.where(i == ctx.rank, own, unwrapped(words, dtype))
+        return tl.where(i == ctx.rank, own, unwrapped(values, dtype))
 
 
 @device_function
@@ -185,8 +185,8 @@ def _poll(
     if missing:
         peer = -1
         for i in tl.static_range(COUNT):
-            words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
-            peer = tl.maximum(peer, tl.max(tl.where(words == EMPTY, source + i, -1)))
+            values = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
+            peer = tl.maximum(peer, tl.max(tl.where(values == SENTINEL, source + i, -1)))
         report(ctx, waiter, epoch, peer, epoch - 1)
     ctx.tracing.record_event_end(span)
     return total, missing
@@ -232,9 +232,9 @@ def remote(ctx, pointer, bases, to_rank):
 
 
 @device_function
-def put(ctx, pointer, words, mask, bases, to_rank):
+def put(ctx, pointer, values, mask, bases, to_rank):
     """Sends sealed words to their place at `to_rank`."""
-    tl.store(remote(ctx, pointer, bases, to_rank), words, mask=mask, cache_modifier=".wt")
+    tl.store(remote(ctx, pointer, bases, to_rank), values, mask=mask, cache_modifier=".wt")
 
 
 @device_function

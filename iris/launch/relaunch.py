@@ -195,7 +195,7 @@ class _Native:
         maps = iter(self.how.maps or [None] * len(values))
         which = {address: i for i, address in enumerate(moving) if address}
         arguments: list[Any] = []
-        slots = []  # where arguments stand that come from an address, the number of the address, and how they come
+        openings = []  # where arguments stand that come from an address, the number of the address, and how they come
         for value in values:
             if isinstance(value, torch.Tensor):
                 address, made = value.data_ptr(), _pointer
@@ -206,7 +206,7 @@ class _Native:
                 arguments.append(value)
                 continue
             if address in which:
-                slots.append((len(arguments), which[address], made))
+                openings.append((len(arguments), which[address], made))
             arguments += made(address)
         alike, aligned = [moving.index(each) for each in moving], _aligned(moving)
 
@@ -214,7 +214,7 @@ class _Native:
             if not (aligned and _aligned(addresses)) or [addresses.index(each) for each in addresses] != alike:
                 return None  # another kernel, or which address is whose would not be known
             fresh = arguments.copy()
-            for place, number, made in slots:
+            for place, number, made in openings:
                 those = made(addresses[number])
                 fresh[place : place + len(those)] = those
             return self._again(grid, fresh)

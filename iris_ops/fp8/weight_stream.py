@@ -263,11 +263,17 @@ def shared_bytes(rows: int, T: int, stages: int) -> int:
     return stages * block + WARPS * triton.next_power_of_2(T) * _COLUMNS.value * rows * 4
 
 
-def serves(A: torch.Tensor, B: torch.Tensor) -> bool:
-    """Whether the product of A [M, K] and B [K, N] in fp8 is served here: on Hopper, whole vectors in all rows."""
-    if not platform.has_warp_specialisation(A.device) or A.dtype != torch.bfloat16 or B.dtype != FP8:
-        return False
-    return fits(*A.shape) and of_whole_vectors(A) and of_whole_vectors(B.t())
+def supports(A: torch.Tensor, B: torch.Tensor) -> str | None:
+    """Why the product of A [M, K] and B [K, N] in fp8 cannot be computed here, or None."""
+    if not platform.has_warp_specialisation(A.device):
+        return "it needs a Hopper GPU"
+    if A.dtype != torch.bfloat16 or B.dtype != FP8:
+        return f"it multiplies bfloat16 by {FP8}, not {A.dtype} by {B.dtype}"
+    if not fits(*A.shape):
+        return f"it is for up to {MOST_ROWS} rows and for K a multiple of {LINE}, not for {tuple(A.shape)}"
+    if not (of_whole_vectors(A) and of_whole_vectors(B.t())):
+        return "rows of A or columns of B begin between vectors of 16 bytes"
+    return None
 
 
 def operands(A: torch.Tensor, B: torch.Tensor) -> dict:

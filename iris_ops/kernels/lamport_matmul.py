@@ -25,7 +25,7 @@ from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.function import device_function
-from iris.device.lamport import load_bases, seal, settled, unwrapped
+from iris.device.lamport import load_bases, settled, unwrapped, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PRODUCT, PUSH, SUM, device_tracing, tile_bytes
 import torch
@@ -111,7 +111,7 @@ def _sum_own_part(
             if ok:
                 nbytes = tile_bytes(own_rows - row, own_cols - col, SHARE, BLOCK_N, dtype)
                 span = ctx.tracing.record_event_start(PUSH, -1, exchange.buffer, share, tile_n, nbytes=nbytes)
-                exchange.send_to_all(seal(total, dtype), exchange.own_sums() + place, mask, TO_SELF=True)
+                exchange.send_to_all(without_sentinel(total, dtype), exchange.own_sums() + place, mask, TO_SELF=True)
                 ctx.tracing.record_event_end(span)
         else:
             target, inside = C.until(own_rows, own_cols).pointers(row, col, SHARE, BLOCK_N)
@@ -188,7 +188,7 @@ def lamport_matmul_kernel(
     part_rows,
     part_cols,
     ld,
-    slot_words,
+    half_elements,
     stagger,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -240,12 +240,12 @@ def lamport_matmul_kernel(
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(tl.int32), last_epoch + 1, settled(all_bases)
         ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-        exchange = exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER)
+        exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER)
         if EXCHANGE == "gather":
             if HAS_BIAS:
                 product = add_bias(product, bias, col, N, BLOCK_N)
             _store_own(exchange, product, C, r, c, own_row, BY_COLS)
-        partial = seal(product, dtype)
+        partial = without_sentinel(product, dtype)
         if KEEPS_OWN:
             kept = partial
         nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, dtype) // (WORLD_SIZE if TO_OWNERS else 1)
@@ -257,7 +257,7 @@ def lamport_matmul_kernel(
         tracing.record_event_end(span)
 
     ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-    exchange = exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER)
+    exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER)
     if MEETS:
         exchange.tell_peers()
     arch.lead()

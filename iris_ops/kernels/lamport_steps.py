@@ -184,9 +184,9 @@ class Exchange:
 
 
 @device_function
-def exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER: tl.constexpr):
-    """The `Exchange` of call number `epoch`; `staging`: two buffers of `slot_words` values each."""
-    buffer = staging + tl.cast(epoch & 1, tl.int64) * slot_words
+def exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER: tl.constexpr):
+    """The `Exchange` of call number `epoch`; `staging`: two buffers of `half_elements` values each."""
+    buffer = staging + tl.cast(epoch & 1, tl.int64) * half_elements
     own_block = buffer + (ctx.rank * part_rows).to(tl.int64) * ld
     step = tl.cast(part_rows, tl.int64) * ld
     behind = buffer + ctx.world_size * step

@@ -152,10 +152,10 @@ def add_bias(acc, bias, col, cols, BLOCK_N: tl.constexpr):
 
 
 @device_function
-def packed_rows(staging, slot, r, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Addresses of the rows r of staged tile number `slot`.
+def packed_rows(staging, index, r, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Addresses of the rows r of staged tile number `index`.
 
     A staged tile is [ROWS, COLS] contiguous: always aligned, whatever the shape of the matrix it belongs to.
     """
-    start = staging + slot.to(tl.int64) * (ROWS * COLS)
+    start = staging + index.to(tl.int64) * (ROWS * COLS)
     return start + (r * COLS)[:, None] + tl.arange(0, COLS)[None, :]

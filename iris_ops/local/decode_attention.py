@@ -140,9 +140,9 @@ def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
 
     def blocks_until_the_end(parts: int) -> float:
         of_each = triton.cdiv(blocks, parts)
-        rounds, rest = divmod(pairs * parts, at_once)
+        waves, rest = divmod(pairs * parts, at_once)
         last = of_each * max(1, triton.cdiv(rest, multiprocessors) / _SATURATING) + _BESIDES if rest else 0
-        return rounds * (of_each * _RESIDENT / _SATURATING + _BESIDES) + last + (_BESIDES if parts > 1 else 0)
+        return waves * (of_each * _RESIDENT / _SATURATING + _BESIDES) + last + (_BESIDES if parts > 1 else 0)
 
     return min(range(min(_MOST_PARTS, blocks), 0, -1), key=blocks_until_the_end)
 

@@ -73,7 +73,7 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
     out = A.new_empty(A.shape[0], B.shape[1] // 2)
     problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, True)
     config = chosen(problem, machine_of(ctx.device))
-    if config is None or as_stored(B) is B or not operands.serve(config, A, B, out):
+    if config is None or as_stored(B) is B or operands.supports(config, A, B, out):
         gating.multiply(out, A, B, bias)
         return out
     if bias is not None and bias.stride(0) != 1:

@@ -27,8 +27,8 @@ from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 _MOST_INTERPRETED = 1 << 19  # elements of a block
 # Into how many parts a tile is cut at most that programs share.
 _SHARES = 4
-# Row blocks, of all owners together, that a round of 132 programs works on: then it reads least of A and B together.
-_ROUND_HEIGHT = 16
+# Row blocks, of all owners together, that a wave of 132 programs works on: then it reads least of A and B together.
+_WAVE_HEIGHT = 16
 # With weights in eight bits (`weight_stream.py`); or, where a rank's do not lie as they must, the tile in its place.
 FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
 # Of rows that copy engines bring; programs that share tiles are no faster there, by measurement.
@@ -116,9 +116,9 @@ def copied(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
 
 
 def hopper(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-    """Tiles that specialised warps push, whole or, where they fill no round, shared along K."""
-    # owners take turns, so a round of programs works on this many row blocks of each
-    group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)
+    """Tiles that specialised warps push, whole or, where they fill no wave, shared along K."""
+    # owners take turns, so a wave of programs works on this many row blocks of each
+    group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _WAVE_HEIGHT // problem.world_size)
     programs = machine.num_programs
     return [x for x in _hopper_configs(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
 
@@ -161,7 +161,7 @@ def _lamport_configs(algorithm: str, of_fp8: bool) -> tuple[FusedConfig, ...]:
 def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     """2 where the last tiles of an all_gather_matmul are better cut in two, so that fewer programs are without work.
 
-    Of a single round of tiles all are cut: while some units move data, others multiply. By measurement: more parts,
+    Of a single wave of tiles all are cut: while some units move data, others multiply. By measurement: more parts,
     parts of larger tiles, and parts in reductions cost more to add up than they save.
     """
     if config.algorithm != "overlapped" or machine.name == INTERPRETER:

@@ -50,8 +50,8 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
     others: set[str] = set()
     for way in (way for way in WAYS if problem.op in way.ops):
         unhidden = "" if hides(way, problem) else "nothing would hide the exchange of so large a result"
-        if objection := way.supports(problem, machine) or unhidden:
-            rejected.append(f"rejected {way.kernel}: {objection}")
+        if reason := way.supports(problem, machine) or unhidden:
+            rejected.append(f"rejected {way.kernel}: {reason}")
             continue
         for candidate in way.configs(problem, machine):
             if algorithm not in (None, candidate.algorithm):
@@ -141,13 +141,13 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
 
     Best is, by measurement, about the time that all of them take to push a tile at once; a third more where tiles go to
     everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each
-    gain nothing. Where two ranks swap words, two fifths of what those of a round take, from three rounds on.
+    gain nothing. Where two ranks swap words, two fifths of what those of a wave take, from three waves on.
     """
     programs = programs_of(config, machine.num_programs)
     if kernel_for(problem, config) == LAMPORT_PAIR and not problem.fp8:
-        rounds = -(-gemm_tiles(problem, config) // programs)
-        round_us = problem.link_bytes / (machine.link_gbs * 1e3) / max(1, rounds)
-        return round(0.4 * round_us) if rounds > 2 else 0
+        waves = -(-gemm_tiles(problem, config) // programs)
+        wave_us = problem.link_bytes / (machine.link_gbs * 1e3) / max(1, waves)
+        return round(0.4 * wave_us) if waves > 2 else 0
     if problem.op == GATHER_MATMUL or config.algorithm != "overlapped":
         return 0
     if config.warp_specialised and (problem.op == REDUCE_SCATTER or config.splits == 1 or config.block_n < 256):

@@ -1,4 +1,4 @@
-"""How long a rank's product takes in tiles of ours: rounds of them over multiprocessors, or its operands' stream.
+"""How long a rank's product takes in tiles of ours: waves of them over multiprocessors, or its operands' stream.
 
 By measurement on H200s; `overlap_model.py` adds what follows.
 """
@@ -61,7 +61,7 @@ FP8_TILES: Tiles = {
 _FP8_RATE = 1.85  # of products in eight bits, over those in 16
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
-_SOONER = 0.3  # of a low tile, what is saved in an empty last round: where few multiply, each gets its operands sooner
+_SOONER = 0.3  # of a low tile, what is saved in an empty last wave: where few multiply, each gets its operands sooner
 _ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES: Tiles = {
@@ -71,7 +71,7 @@ FP32_TILES: Tiles = {
     (16, 64, 64, 4): (3, 0.4),
 }
 _FP32_SHARE = 0.05
-_ONE_ROUND = 4  # of tiles, with none before: of its product and its stream the shorter one is not hidden wholly
+_ONE_WAVE = 4  # of tiles, with none before: of its product and its stream the shorter one is not hidden wholly
 _COOLEST_US = 125.0  # of products, which are a fourteenth faster than those of 500
 # What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
 _POINTERS = 0.15, 0.38
@@ -80,9 +80,9 @@ _PARTS_GBS = 28.0
 # Until the parts of shared tiles are joined, before other tiles; of 128 x 256 where there are no others.
 _JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
 _JOIN_ALONE_US = 25.0
-# What it takes more in all-reduces of less than three rounds of 128 x 256: 128 x 128, for each thousand along K, and
+# What it takes more in all-reduces of less than three waves of 128 x 256: 128 x 128, for each thousand along K, and
 # 128 x 256.
-_FEW_ROUNDS, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
+_FEW_WAVES, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
 
 
 def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
@@ -99,14 +99,14 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     programs = programs_of(config, machine.num_programs)
     whole_us = tile_us(problem, config, machine)
     cut = cut_tiles(problem, config, programs)
-    rounds = -(-(tiles - cut) // programs)
+    waves = -(-(tiles - cut) // programs)
     if bm == 64 and kernel_for(problem, config) in (LAMPORT_PAIR, LAMPORT_PAIR_SCATTER):
-        rounds -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
-    compute = rounds * whole_us
+        waves -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
+    compute = waves * whole_us
     shared, sharers = shared_tiles(problem, config, programs)
     if shared:
         join = _JOIN_US[problem.op] if tiles > programs else _JOIN_ALONE_US * bm * bn / (128 * 256)
-        if problem.op == ALL_REDUCE and tiles > programs and tiles * bm * bn < _FEW_ROUNDS * programs * 128 * 256:
+        if problem.op == ALL_REDUCE and tiles > programs and tiles * bm * bn < _FEW_WAVES * programs * 128 * 256:
             join += _JOIN_WIDE_US if bn == 256 else _JOIN_DEEP_US * max(0.0, k - 2560) / 1e3
         compute = (tiles // programs + shared / sharers) * whole_us + join
     elif cut:
@@ -114,23 +114,23 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
-    few_rows = config.lamport
-    if few_rows and bm == bn == 64 and tiles > programs:
+    lamport = config.lamport
+    if lamport and bm == bn == 64 and tiles > programs:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
-    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not config.warp_specialised else 1
+    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if lamport and not config.warp_specialised else 1
     itemsize = 1 if problem.fp8 else problem.dtype.itemsize
     stream = (m * k + k * n * again) * itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
-    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if few_rows else 0.9 * programs
+    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if lamport else 0.9 * programs
     stream *= max(1.0, enough / max(1, min(tiles, programs)))
-    # as the chip comes to its power limit, below which two rounds of tiles leave it
+    # as the chip comes to its power limit, below which two waves of tiles leave it
     cool = config.warp_specialised and problem.op == ALL_REDUCE and tiles <= 2 * programs and not shared
     coolest = _COOLEST_US if cool else 500.0
     warmth = log(min(max(compute, coolest), 2000.0) / 500.0) / log(4.0)
     compute *= 1 + 0.07 * warmth
     if config.warp_specialised and problem.op == ALL_REDUCE and bm == 128 and tiles <= programs:
-        return (compute**_ONE_ROUND + stream**_ONE_ROUND) ** (1 / _ONE_ROUND)
+        return (compute**_ONE_WAVE + stream**_ONE_WAVE) ** (1 / _ONE_WAVE)
     return max(compute, stream)
 
 
@@ -138,18 +138,18 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     """The product of one tile in one program."""
     fp32 = problem.dtype == torch.float32
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    few_rows = config.lamport
+    lamport = config.lamport
     if fp32:
         shares = FP32_TILES
-    elif few_rows:
+    elif lamport:
         of_words = TWO_SHOT_TILES if kernel_for(problem, config) == LAMPORT_TWO_SHOT else PAIR_TILES[problem.fp8]
         shares = of_words if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
     else:
-        roles = COPY_GATHER_TILES if problem.op == GATHER_MATMUL else HOPPER_TILES
-        shares = roles if config.warp_specialised else GPU_TILES
+        specialised = COPY_GATHER_TILES if problem.op == GATHER_MATMUL else HOPPER_TILES
+        shares = specialised if config.warp_specialised else GPU_TILES
     unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
-    if not (problem.whole_vectors(problem.K) or few_rows) and machine.name.startswith("NVIDIA"):
+    if not (problem.whole_vectors(problem.K) or lamport) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
     kind = _FP32_SHARE if fp32 else _FP8_RATE if problem.fp8 else 1.0
     rate = machine.tflops * share * kind / machine.num_programs  # TFLOP/s of one program

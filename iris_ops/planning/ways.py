@@ -114,16 +114,16 @@ def _brought(problem: Problem, machine: Machine) -> str | None:
 
 def _torch(algorithm: str) -> Supports:
     def supports(problem: Problem, machine: Machine) -> str | None:
-        objection = TORCH_WAYS[algorithm].objection(problem)
+        reason = TORCH_WAYS[algorithm].supports(problem)
         if problem.fp8:
             streams = problem.op == ALL_REDUCE and _stream(problem, machine) is None
-            return "few rows: a stream of weights needs no library" if streams else objection
+            return "few rows: a stream of weights needs no library" if streams else reason
         if not machine.name.startswith("NVIDIA") or problem.dtype.itemsize != 2:
             return "the time of the library's product is not known here"
         if problem.world_size == 1:
             return "one rank: no collective to follow"
         few = problem.gemm[0] <= 64
-        return "few rows: a stream of weights needs no library" if few else objection
+        return "few rows: a stream of weights needs no library" if few else reason
 
     return supports
 

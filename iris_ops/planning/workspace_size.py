@@ -25,9 +25,9 @@ def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tupl
         behind = rows * w * exchange_ld(cols) if config.algorithm == "two_shot" else exchange_ld(w)
         if config.algorithm == "one_shot" and problem.op == ALL_REDUCE:
             behind = 0  # everyone gets words from everyone
-        words = w * rows * exchange_ld(cols) + behind
+        elements = w * rows * exchange_ld(cols) + behind
         gathered = problem.M * exchange_ld(problem.K) if problem.op == GATHER_MATMUL else 0
-        return 0, gathered * itemsize, 2 * words * itemsize
+        return 0, gathered * itemsize, 2 * elements * itemsize
     flags, nbytes = staged(problem, config)
     cut = parts(problem, config, programs)
     return flags + cut, nbytes + cut * config.block_m * config.block_n * 4, 0

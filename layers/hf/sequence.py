@@ -83,7 +83,7 @@ class GatheringColumn(ColumnParallelLinear):
 
     @property
     def served_by(self) -> str:
-        return f"{self.named(LOCAL)}, of shared tokens {self.op}"
+        return f"{self.named(LOCAL)}, sequence parallel {self.op}"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # as many tokens a rank
         if input.dim() != 2:
@@ -108,7 +108,7 @@ class ScatteringRow(RowParallelLinear):
 
     @property
     def served_by(self) -> str:
-        return f"{self.op}, of shared tokens {self.named(SCATTERED)}"
+        return f"{self.op}, sequence parallel {self.named(SCATTERED)}"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.sharing.now:

@@ -2,7 +2,7 @@
 
     python -m tests.planted                            every fault, by the tests that `make test` runs
     python -m tests.planted --at 017858a --marks "not gpu" --out before.json
-    python -m tests.planted "seal keeps the sentinel"  some faults, by name
+    python -m tests.planted "what is sent may be the sentinel"  some faults, by name
 
 `faults.py` lists the faults: each replaces one text in one file, and names the test files that should fail then. The
 tool first runs all the named files without a fault; where that fails, nothing is judged by that file. Then it plants

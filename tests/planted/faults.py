@@ -22,7 +22,7 @@ class Fault:
 
 OPS = ("tests/iris_ops/test_ops.py",)
 EPOCHS = ("tests/iris_ops/test_epoch.py",)
-FEW_ROWS = ("tests/iris_ops/test_lamport_matmul.py", *OPS, *EPOCHS)
+LAMPORT = ("tests/iris_ops/test_lamport_matmul.py", *OPS, *EPOCHS)
 ORDER = ("tests/iris_ops/test_order.py",)
 PLAN = ("tests/iris_ops/test_plan.py", "tests/iris_ops/test_predictions.py", "tests/iris_ops/test_problem.py")
 ARGUMENTS = ("tests/iris_ops/test_bad_input.py", *PLAN)
@@ -30,7 +30,7 @@ FP8 = ("tests/iris_ops/test_fp8.py",)
 NORM = ("tests/iris_ops/test_rmsnorm_epilogue.py",)
 GATED = ("tests/iris_ops/test_gated.py", "tests/layers/test_gated.py")
 COLLECTIVES = ("tests/iris/test_ccl.py", "tests/iris/test_ccl_calls.py")
-EXCHANGE = ("tests/iris/test_lamport.py", *FEW_ROWS)
+EXCHANGE = ("tests/iris/test_lamport.py", *LAMPORT)
 LOST = ("tests/iris/test_lost_ranks.py", "tests/iris/test_failures.py", "tests/iris/test_ccl_calls.py")
 HEAPS = ("tests/iris/test_different_heaps.py",)
 RMA = ("tests/iris/test_rma.py", "tests/iris/test_atomics.py")
@@ -178,17 +178,17 @@ DEVICE = [
         (*LOST, *EPOCHS),
     ),
     Fault(
-        "seal keeps the sentinel",
+        "what is sent may be the sentinel",
         "iris/device/lamport.py",
-        "return words ^ ((words == EMPTY).to(words.dtype) << (bits - 1))",
+        "return values ^ ((values == SENTINEL).to(values.dtype) << (bits - 1))",
         "return words",
         EXCHANGE,
     ),
     Fault(
         "words that were taken stay",
         "iris/device/lamport.py",
-        "tl.store(first + i * step, EMPTY, mask=_sent(ctx, mask, i, own))",
-        "tl.store(first + i * step, EMPTY, mask=_sent(ctx, mask, i, own) & (i > 0))",
+        "tl.store(first + i * step, SENTINEL, mask=_sent(ctx, mask, i, own))",
+        "tl.store(first + i * step, SENTINEL, mask=_sent(ctx, mask, i, own) & (i > 0))",
         EXCHANGE,
     ),
     Fault(
@@ -201,8 +201,8 @@ DEVICE = [
     Fault(
         "the first source is blamed for all blocks",
         "iris/device/lamport.py",
-        "tl.max(tl.where(words == EMPTY, source + i, -1))",
-        "tl.max(tl.where(words == EMPTY, source, -1))",
+        "tl.max(tl.where(values == SENTINEL, source + i, -1))",
+        "tl.max(tl.where(values == SENTINEL, source, -1))",
         (*LOST, *EPOCHS),
     ),
     Fault(
@@ -218,8 +218,8 @@ CCL = [
     Fault(
         "a reduce-scatter by flags has one slot",
         "iris/ccl/flags.py",
-        "slot = 0 if GATHER else epoch & 1",
-        "slot = 0",
+        "parity = 0 if GATHER else epoch & 1",
+        "parity = 0",
         COLLECTIVES,
     ),
     Fault(
@@ -239,8 +239,8 @@ CCL = [
     Fault(
         "words of all calls share a slot",
         "iris/ccl/lamport.py",
-        "slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words",
-        "slot = staging + tl.cast(epoch & 0, tl.int64) * slot_words",
+        "half = staging + tl.cast(epoch & 1, tl.int64) * half_elements",
+        "half = staging + tl.cast(epoch & 0, tl.int64) * half_elements",
         COLLECTIVES,
     ),
     Fault(
@@ -344,37 +344,37 @@ OPS_KERNELS = [
         "iris_ops/kernels/lamport_matmul.py",
         "total = add_bias(total, bias + before, col, own_cols, BLOCK_N)",
         "total = add_bias(total, bias, col, own_cols, BLOCK_N)",
-        FEW_ROWS,
+        LAMPORT,
     ),
     Fault(
         "few rows add the bias on every rank",
         "iris_ops/kernels/lamport_matmul.py",
-        "        partial = seal(product, dtype)\n",
+        "        partial = without_sentinel(product, dtype)\n",
         "        if HAS_BIAS and EXCHANGE == 'all':\n"
         "            product = add_bias(product, bias, col, N, BLOCK_N)\n"
-        "        partial = seal(product, dtype)\n",
-        FEW_ROWS,
+        "        partial = without_sentinel(product, dtype)\n",
+        LAMPORT,
     ),
     Fault(
         "few rows do not advance their epoch",
         "iris_ops/kernels/lamport_matmul.py",
         "    advance(sync, epoch)",
         "    pass",
-        FEW_ROWS,
+        LAMPORT,
     ),
     Fault(
         "who gets no rows does not hear from all",
         "iris_ops/kernels/lamport_matmul.py",
         "        exchange.hear_from_peers(dtype)\n",
         "        pass\n",
-        FEW_ROWS,
+        LAMPORT,
     ),
     Fault(
         "a last part along K is as wide as the others",
         "iris_ops/kernels/lamport_steps.py",
         "                cols = part_at(cols, self.part_cols, source)\n",
         "                cols = self.part_cols\n",
-        FEW_ROWS,
+        LAMPORT,
     ),
     Fault(
         "programs see gathered rows before they are stored",
@@ -469,9 +469,9 @@ OPS_KERNELS = [
         "none is wrong: Triton then puts a barrier of its own in that place",
     ),
     Fault(
-        "moving warps sum the tile of another place",
+        "mover warps sum the tile of another place",
         "iris_ops/kernels/hopper/matmul_reduce.py",
-        "sources = sources + (staging + (peer * owned + slot).to(gl.int64) * ELEMENTS,)",
+        "sources = sources + (staging + (peer * owned + index).to(gl.int64) * ELEMENTS,)",
         "sources = sources + (staging + (peer * owned).to(gl.int64) * ELEMENTS,)",
         PTX,
         ON_HOPPER,
@@ -479,8 +479,8 @@ OPS_KERNELS = [
     Fault(
         "two ranks swap in one slot",
         "iris_ops/kernels/hopper/lamport_pair.py",
-        "slot = staging + (epoch & 1).to(gl.int64) * slot_words",
-        "slot = staging + (epoch & 0).to(gl.int64) * slot_words",
+        "half = staging + (epoch & 1).to(gl.int64) * half_elements",
+        "half = staging + (epoch & 0).to(gl.int64) * half_elements",
         PTX,
         ON_HOPPER,
     ),
@@ -525,7 +525,7 @@ PLANNER = [
     Fault(
         "weights of few rows are read once only",
         "iris_ops/planning/tile_model.py",
-        "again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not config.warp_specialised else 1",
+        "again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if lamport and not config.warp_specialised else 1",
         "again = 1",
         PLAN,
     ),

@@ -1,8 +1,8 @@
 """`all_gather_matmul` by warp-specialised programs (`pipeline.py`), of rows that copy engines bring.
 
 Tiles of this rank's rows come first, then those of each rank in the order in which they arrive
-(`with_torch/copy_gather.py`). The multiplying warps look for a rank's flag before they load its first rows, two steps
-before they need them. The moving warps store finished tiles, or gate them: of two matrices side by side, silu(A @
+(`with_torch/copy_gather.py`). The MMA warps look for a rank's flag before they load its first rows, two steps
+before they need them. The mover warps store finished tiles, or gate them: of two matrices side by side, silu(A @
 first) * (A @ second). With one rank it is a product without an exchange.
 """
 
@@ -93,7 +93,7 @@ class _Gathered:
 
 @gluon.jit
 def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr, MOVE: gl.constexpr):
-    """The moving warps: each tile to its place, or half as many columns of it, gated."""
+    """The mover warps: each tile to its place, or half as many columns of it, gated."""
     PARTS: gl.constexpr = shared.PARTS
     ROWS: gl.constexpr = shared.BLOCK_M // PARTS
     done = 0
@@ -127,8 +127,8 @@ def hopper_gather_matmul_kernel(
     a, gathered, b, bias, out, flags, passed, ctx_ptr, M, N, K, stride_om, part_rows,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVING: gl.constexpr,
-    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, gathered, b: descriptors of this rank's rows, of all ranks' [M, K], and of B [K, N] or [N, K].
 
@@ -155,8 +155,8 @@ def hopper_gather_matmul_kernel(
             ),
             (_store_tiles, (shared, units, tiles, out, M, N, stride_om, GATED, MOVE)),
         ],
-        [MOVING],
-        [MOVING_REGISTERS],
+        [MOVER_WARPS],
+        [MOVER_REGISTERS],
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def _arguments(
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])
         args |= dict(
             b=operands.described(both, (2, config.block_n // 2, config.block_k)),
-            MOVE=operands.in_rows(operands.MOVING, config.block_n // 2),
+            MOVE=operands.in_rows(operands.MOVER_WARPS, config.block_n // 2),
         )
     rows = args["a"] if gathered is A else operands.described(gathered, (config.block_m, config.block_k))
     return args | dict(

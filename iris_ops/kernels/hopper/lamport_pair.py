@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.lamport import load_bases, put, remote, seal, take, take_found
+from iris.device.lamport import load_bases, put, remote, take, take_found, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
 from triton.experimental import gluon
@@ -38,7 +38,7 @@ from ..stream_k import Units
 from ..tile_orders import OthersFirst, PartTiles, own_blocks
 from ..tiles import start_in_turn
 from .mma import Mma
-from .operands import MOVING, lamport_specialised_arguments
+from .operands import MOVER_WARPS, lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, pace, part_of, places_of, rows_of
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 # Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
 PLACES = 2
 # Each thread of the mover warps has a value of its own.
-_THREADS = gl.constexpr(32 * MOVING)
-_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVING], [0]))
+_THREADS = gl.constexpr(32 * MOVER_WARPS)
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVER_WARPS], [0]))
 
 
 @gluon.jit
@@ -80,7 +80,7 @@ def _send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.co
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
-        values = seal(part_of(shared, done, part).load(MOVE).to(gl.float32), shared.product.dtype)
+        values = without_sentinel(part_of(shared, done, part).load(MOVE).to(gl.float32), shared.product.dtype)
         target, mask = _value_places(shared, there, part, row, col, first, rows, M, ld, MOVE)
         gl.store(target, values, mask=mask, cache_modifier=".wt")
 
@@ -120,7 +120,7 @@ def _add(
 
 @gluon.jit
 def _swap_tiles(
-    ctx, shared, tiles, slot, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
+    ctx, shared, tiles, half, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The mover warps of an all-reduce: each tile is sent before the one before it is taken."""
@@ -138,7 +138,7 @@ def _swap_tiles(
             row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
-            span = ctx.tracing.record_event_start(PUSH, peer, slot, tile_m, tile_n, nbytes=nbytes)
+            span = ctx.tracing.record_event_start(PUSH, peer, half, tile_m, tile_n, nbytes=nbytes)
             push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
             _send(shared, i, there, row, col, 0, M, M, ld, push, MOVE)
             ctx.tracing.record_event_end(span)
@@ -154,7 +154,7 @@ def _swap_tiles(
 
 @gluon.jit
 def _scatter_tiles(
-    ctx, shared, tiles, slot, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
+    ctx, shared, tiles, half, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The mover warps of a reduce-scatter: of each tile the peer's rows are sent, and the own ones taken."""
@@ -172,7 +172,7 @@ def _scatter_tiles(
         found = _look(shared, theirs, row, col, first, rows, M, ld, own > 0, MOVE)
         if own < end - row:
             nbytes = tile_bytes(end - row - own, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
-            span = ctx.tracing.record_event_start(PUSH, peer, slot, tile_m, tile_n, nbytes=nbytes)
+            span = ctx.tracing.record_event_start(PUSH, peer, half, tile_m, tile_n, nbytes=nbytes)
             push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
             _send(shared, i, there, row, col, peer_first, peer_rows, M, ld, push, MOVE)
             ctx.tracing.record_event_end(span)
@@ -187,24 +187,24 @@ def _scatter_tiles(
             give_back(shared, i, shared.PARTS - 1)
     if gl.program_id(0) == 0:  # who is sent nothing else would not know that the peer has finished the call before
         lanes = gl.arange(0, _THREADS, layout=_LANES)
-        behind = slot + 2 * (part_rows.to(gl.int64) * ld) + lanes
-        here = gl.zeros([_THREADS], slot.dtype.element_ty, _LANES)
+        behind = half + 2 * (part_rows.to(gl.int64) * ld) + lanes
+        here = gl.zeros([_THREADS], half.dtype.element_ty, _LANES)
         put(ctx, behind, here, lanes == ctx.rank, bases, peer)
         take(ctx, behind, 0, lanes == peer, peer + 0 * lanes, epoch, WAITER, shared.product.dtype, 1, LANES=False)
 
 
 @gluon.jit
 def _move_tiles(
-    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED: gl.constexpr,
+    ctx, shared, tiles, half, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED: gl.constexpr,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """The mover warps; `MOVED`: what they do with the tiles."""
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     peer = 1 - ctx.rank
     step = part_rows.to(gl.int64) * ld
-    there = remote(ctx, slot + ctx.rank * step, bases, peer)  # this rank's values at the peer
+    there = remote(ctx, half + ctx.rank * step, bases, peer)  # this rank's values at the peer
     MOVED(
-        ctx, shared, tiles, slot, there, slot + peer * step, bases, out, bias, M, N, part_rows, ld, stride_om, epoch,
+        ctx, shared, tiles, half, there, half + peer * step, bases, out, bias, M, N, part_rows, ld, stride_om, epoch,
         spread, HAS_BIAS, MOVE, WAITER,
     )  # fmt: skip
     advance(sync, epoch)  # which all warps have read
@@ -213,13 +213,13 @@ def _move_tiles(
 @gluon.jit
 def _specialise(
     ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
-    slot_words, spread, MOVED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, PRODUCT: gl.constexpr,
-    MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr,
-    WAITER: gl.constexpr,
+    half_elements, spread, MOVED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, PRODUCT: gl.constexpr,
+    MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """MMA warps multiply `tiles`, one after the other; mover warps do `MOVED` with the finished ones."""
     epoch = gl.load(sync) + 1
-    slot = staging + (epoch & 1).to(gl.int64) * slot_words
+    half = staging + (epoch & 1).to(gl.int64) * half_elements
     units = Units(tiles.num_m * tiles.num_n, gl.cdiv(K, mma.BLOCK_K), 0, 0, 0, False)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, tiles.BLOCK_M, tiles.BLOCK_N, ROWS, PRODUCT, PLACES)
     gl.warp_specialize(
@@ -234,24 +234,24 @@ def _specialise(
             (
                 _move_tiles,
                 (
-                    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED,
+                    ctx, shared, tiles, half, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED,
                     HAS_BIAS, MOVE, WAITER,
                 ),
             ),
         ],
-        [MOVING],
-        [MOVING_REGISTERS],
+        [MOVER_WARPS],
+        [MOVER_REGISTERS],
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "stagger"])
 def lamport_pair_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, slot_words, spread,
-    stagger,
+    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, half_elements,
+    spread, stagger,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
-    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr,
-    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
     start_in_turn(stagger)
@@ -261,19 +261,19 @@ def lamport_pair_kernel(
     mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     _specialise(
         ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
-        slot_words, spread, _swap_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVING, MOVING_REGISTERS,
-        WAITER,
+        half_elements, spread, _swap_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVER_WARPS,
+        MOVER_REGISTERS, WAITER,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "group"])
 def lamport_pair_scatter_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, slot_words, spread,
-    group,
+    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, half_elements,
+    spread, group,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
-    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr,
-    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
@@ -283,8 +283,8 @@ def lamport_pair_scatter_kernel(
     mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     _specialise(
         ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
-        slot_words, spread, _scatter_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVING, MOVING_REGISTERS,
-        WAITER,
+        half_elements, spread, _scatter_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVER_WARPS,
+        MOVER_REGISTERS, WAITER,
     )  # fmt: skip
 
 

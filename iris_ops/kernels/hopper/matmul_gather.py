@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def _push_tiles(
     ctx, shared, units, tiles, whole, out, sync, M, N, stride_om, spread, MOVE: gl.constexpr, WAITER: gl.constexpr
 ):  # fmt: skip
-    """The moving warps: each tile to every rank. `out`: where this rank's part, M by N, begins in the `whole`."""
+    """The mover warps: each tile to every rank. `out`: where this rank's part, M by N, begins in the `whole`."""
     epoch = enter(ctx, sync, whole, LANES=False)
     ok = await_entered(ctx, sync, epoch, WAITER, whole, LANES=False)  # before that, a peer may still read its out
     targets = ()
@@ -70,8 +70,8 @@ def hopper_matmul_gather_kernel(
     spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVING: gl.constexpr,
-    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
@@ -94,8 +94,8 @@ def hopper_matmul_gather_kernel(
             ),
             (_push_tiles, (ctx, shared, units, tiles, out, part, sync, M, N, stride_om, spread, MOVE, WAITER)),
         ],
-        [MOVING],
-        [MOVING_REGISTERS],
+        [MOVER_WARPS],
+        [MOVER_REGISTERS],
     )  # fmt: skip
 
 

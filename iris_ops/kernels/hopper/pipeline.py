@@ -1,16 +1,16 @@
 """Warp-specialised programs, for NVIDIA Hopper: eight warps multiply, four move finished tiles.
 
 In the portable kernels all warps of a program do everything, so a tile's product waits while the last tile is pushed,
-signalled or summed. Here a finished tile goes through shared memory to the moving warps, and the next product begins at
+signalled or summed. Here a finished tile goes through shared memory to the mover warps, and the next product begins at
 once: its first operands were loaded meanwhile. Only Gluon, Triton's language with explicit layouts, gives warps
 different work; it has no interpreter. Such a kernel stages, signals and orders its tiles as the portable one does, so
 ranks may even mix the two.
 
-    multiplying warps  load operands into a ring in shared memory, STAGES - 1 steps ahead and across tiles; accumulate
+    MMA warps  load operands into a ring in shared memory, STAGES - 1 steps ahead and across tiles; accumulate
                        in registers; round into `product` in shared memory, once it is `free`
-    moving warps       wait until it is `ready`, and do with it what the op's own function does
+    mover warps       wait until it is `ready`, and do with it what the op's own function does
 
-Stores that queue for the link hold up the loads of the next product behind them. So the moving warps `pace` a push: it
+Stores that queue for the link hold up the loads of the next product behind them. So the mover warps `pace` a push: it
 takes as long as if all programs pushed a tile at once, and the link gives each its share. A program's last push, behind
 which nothing is loaded, and the sums of an all-reduce go at once.
 
@@ -171,7 +171,7 @@ def multiply_tiles(
     ctx, a, gathered, b, a_scales, b_scales, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
     HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: each unit's product, in fp32; complete ones, rounded, are handed over.
+    """The MMA warps: each unit's product, in fp32; complete ones, rounded, are handed over.
 
     `gathered`: whence rows come that are not in `a`, or None: its `load` and, before it, `first` and `await_rows`. A
     `b` of three dimensions, [2, N, K], is two matrices of N columns, of which a tile has as many columns each.
