@@ -1,4 +1,4 @@
-"""`benchmarks.ccl --sweep`: all variants of ours over programs and blocks, beside what the plan would have taken."""
+"""`benchmarks.ccl --sweep`: all our variants over programs and blocks, beside the one that the plan takes."""
 
 from iris_tp.bench import timing
 

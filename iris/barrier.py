@@ -1,4 +1,9 @@
-"""Barriers of the ranks in a stream's order."""
+"""Barriers of the ranks, in the order of a stream: what comes behind one begins when all ranks have come to it.
+
+`Iris.barrier` and `Iris.device_barrier` launch one small kernel. Its flags count barriers and are never reset, so a
+captured barrier can be replayed. Ranks exchange a digest of their heaps with it: ranks whose allocations differ learn
+it here, at no cost.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`Iris`: one rank's handle on the symmetric heap.
 
-Host side of everything: tensors on the heap, barriers, broadcast, failure reports. It owns three pieces of memory
-beside the heap: the context tensor that kernels read, the status word that stops waiting kernels, and the record
+It is the host side of everything: tensors on the heap, barriers, broadcast, failure reports. It owns three pieces of
+memory beside the heap: the context tensor that kernels read, the status that stops waiting kernels, and the record
 through which a failed wait reaches the host.
 """
 

@@ -1,8 +1,8 @@
 """`Rank`: what everything below the context may hold of one rank.
 
-Who it is, its device, its heap, the tensor that kernels read, and whether it may go on. `Iris` (`context.py`) is a
-`Rank` that a user makes and closes. Kernels' launchers, collectives and fused ops hold a `Rank`, so no module below
-imports the context, and the context imports each of them.
+It knows the rank's number, its device, its heap and the context tensor that kernels read, and whether the rank may go
+on. `Iris` (`context.py`) is a `Rank` that a user makes and closes. Launchers, collectives and fused ops hold a `Rank`,
+so no module below imports the context, and the context can import each of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The memory that calls of the fused ops share: staging slots, flags and the epoch.
+"""The memory that calls of the fused ops share: staging memory, flags and the epoch.
 
-One workspace serves problems of every shape, because a rank only stores into a peer that has entered the same call
-(`iris/device/sync.py`), and by then the peer has finished all earlier ones. It grows to the largest problem, in powers
-of two, and never gives back: a captured graph may still refer to what it used before.
+One workspace serves problems of every shape. A rank only stores into a peer that has entered the same call
+(`iris/device/sync.py`), and by then the peer has finished all earlier ones. The workspace grows to the largest problem,
+in powers of two, and never gives memory back, because a captured graph may still refer to what it used before.
 """
 
 from __future__ import annotations

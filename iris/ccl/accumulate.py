@@ -1,11 +1,11 @@
-"""all_reduce by adding into everyone's sum, in the order of arrival: variants "atomic" and "spinlock".
+"""all_reduce by adding into every rank's sum, in the order of arrival: variants "atomic" and "spinlock".
 
 Every rank keeps a sum for each element, in fp32 or wide integers, zero at rest. All ranks add their elements to all
-sums, by remote atomics or, LOCKED, unit after unit under a lock; then each takes its own sum and leaves zero. Floating
-point sums depend on the order, so results may differ in their last bits between runs, and between ranks.
+sums, by remote atomics or, with LOCKED, unit after unit under a lock. Then each rank takes its own sum and leaves zero.
+A floating-point sum depends on the order, so results may differ in their last bits between runs, and between ranks.
 
-Two slots by the epoch's parity are enough: who adds for call e + 2 has finished e + 1, so it has everyone's signals of
-e + 1; who sent those had finished e, with its sums taken and zero again.
+Two halves of the staging memory, chosen by the epoch's parity, are enough. A rank that adds for call e + 2 has finished
+e + 1, so it has everyone's signals of e + 1. Their senders had finished e, with its sums taken and zero again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Any collective of a small tensor, between two ranks also of a large one: words that say whether they have arrived.
+"""Any collective of a small tensor, and between two ranks also of a large one, by Lamport values.
 
-Every rank sends its words into the others' staging memory, then takes those that came from each of them: one hop,
-without fence, flag or hand-shake. With GATHER, whoever has summed a part sends the sums in a second hop.
+A Lamport value shows by itself whether it has arrived (`iris/device/lamport.py`). Every rank sends its values into the
+others' staging memory, then takes those that came from each of them: one hop, without fence, flag or hand-shake. With
+GATHER, the rank that has summed a part sends the sums in a second hop.
 
-No wait is circular: all sends of a program come before its first wait, and the second hop's before the last waits.
-Between two ranks a program sends one unit, then another before it takes each: what is taken in a turn was sent in an
-earlier one, by the program of the same number, and sums and stores go on beside what is under way.
+No wait is circular: a program makes all its sends before its first wait, and those of the second hop before its last
+waits. Between two ranks a program sends one unit, then another before it takes each. What it takes in a turn, the
+peer's program of the same number sent in an earlier one. So sums and stores go on while values are under way.
 """
 
 from __future__ import annotations

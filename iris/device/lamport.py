@@ -1,14 +1,19 @@
-"""Data that says itself whether it has arrived: one hop between ranks, with no fence, no flag and no hand-shake.
+"""Lamport values: data that shows by itself whether it has arrived. One hop between ranks, no fence, no flag.
 
-A word of all ones is empty. Floating-point words are as wide as the data: that bit pattern is a NaN which no conversion
-or sum makes, and `seal` turns one that was loaded into another NaN. Where every bit pattern means something, as in
-integers, `widen` makes words of twice the width. The receiver polls the words themselves and leaves them empty. Each
-word is stored at once (16 to 64 bits) and loaded at once, so a word that is not empty is whole, whatever the order in
-which words arrive.
+A receiver's memory holds a sentinel, all bits one, wherever nothing has arrived. It polls the values themselves until
+none is the sentinel, and then puts the sentinel back. A sender must never send the sentinel:
 
-Two slots by the parity of an epoch that only these exchanges advance are enough: who stores for call e + 2 has finished
-e + 1, so it has everyone's words of e + 1; who sent those had finished call e, with all its words emptied. A rank has
-finished a call when the kernel has ended: one that is launched beside it touches no memory until then (`arch.follow`).
+    floating point  values keep their width. The sentinel is a NaN that no conversion and no sum makes;
+                    `without_sentinel` turns one that was loaded into another NaN.
+    integers        every bit pattern means something, so `widen` sends values of twice the width.
+
+Each value is stored and loaded at once (16 to 64 bits). So a value that is not the sentinel is whole, whatever the
+order in which values arrive.
+
+Two halves of the memory, chosen by the parity of an epoch that only these exchanges advance, are enough. A rank that
+stores for call e + 2 has finished e + 1, so it has everyone's values of e + 1. Their senders had finished call e, with
+the sentinel back in place. A rank has finished a call when its kernel has ended: a kernel that is launched beside it
+touches no memory until then (`arch.follow`).
 """
 
 import triton

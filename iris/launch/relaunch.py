@@ -1,9 +1,9 @@
-"""Launching again what was launched before: a model calls its layers with the same tensors, or with others at the same
-addresses, over and over.
+"""Repeats a launch at little cost: a model calls its layers with the same tensors, or the same shapes, over and over.
 
 Triton's own way to launch a compiled kernel asks every argument for its address and encodes every tensor descriptor
-anew. Here all of that is done once, and a call is Triton's C launcher with a list of numbers. A call that differs from
-an earlier one in its addresses only, as another layer's does, puts them into a copy of that list.
+anew, which takes the host longer than many a kernel runs. Here that is done once. A repeated call is Triton's C
+launcher with a list of numbers. A call that differs from an earlier one in its addresses only, as another layer's does,
+puts its addresses into a copy of that list.
 """
 
 from __future__ import annotations

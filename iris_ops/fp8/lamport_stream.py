@@ -1,11 +1,11 @@
 """`matmul_all_reduce` of few rows with weights in eight bits, by the stream of `weight_stream.py`, on NVIDIA Hopper.
 
-One shot, in the words of `lamport_matmul.py` at the same places: each rank sends its product to all, and everyone adds
-up everyone's, in rank order. So ranks may even mix the two, where one's weight does not lie as this kernel wants it;
-only a norm's squares are then added up in another order.
+One shot: each rank sends its product to all ranks as Lamport values, and each adds up everyone's, in rank order. The
+values stand in the same places as those of `lamport_matmul.py`. So ranks may even mix the two kernels, where one rank's
+weight does not lie as this kernel needs it. Only the sums of squares of a norm are then added in another order.
 
-A program sends all tiles that it multiplies before it waits for any, and takes others than it made: of 64 columns, as a
-norm's sums of squares want them (`rmsnorm_epilogue.py`). All programs run at once.
+A program sends all tiles that it multiplies before it waits for any. The columns that it sums are others than those
+that it multiplied: 64 at a time, as the sums of squares need them (`rmsnorm_epilogue.py`). All programs run at once.
 """
 
 from typing import TYPE_CHECKING

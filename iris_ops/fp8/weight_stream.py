@@ -1,18 +1,18 @@
-"""The product of few rows with weights in eight bits, for NVIDIA Hopper: a stream of weights, half as long as in bf16.
+"""The product of few rows with weights in eight bits, for NVIDIA Hopper: half as many bytes to stream as in bf16.
 
-Tensor cores multiply what lies in registers alike, so there the weights become bf16, and A stays as it is. Torch's way
-takes A in eight bits, which a kernel rounds before; a plain kernel in Triton converts weights more slowly than memory
-gives them. What makes it cheap here:
+A product of few rows takes as long as its weights take from memory. torch's way rounds A to eight bits by a kernel of
+its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
+in registers, and A stays as it is. Three things make that cheap:
 
-    widening    moves the bits of an e4m3 to where bf16 has them. The exponent is off by 2**-120 then, of which 2**64 is
-                made up for in A and the rest in the sum. No conversion: two instructions a weight. What A holds
-                between 2**-61 and 2**63 loses nothing by that.
-    K is cut    into a slice for each warp, so none waits for another, in lines of 128. Byte i of all words of a line
-                makes product number i of four, A's columns are taken likewise, and nothing moves between threads: in
-                what order a dot product adds is free.
-    a ring      in shared memory, of lines of A and of the weights, is always on its way. It is filled across groups of
-                tiles: T tiles of 16 columns each share what they load of A. Waits for it have no deadline: they are for
-                loads of the program itself.
+    widening    The kernel moves the bits of an e4m3 to where bf16 has them, two instructions a weight. The exponent is
+                then off by 2**-120. A is scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63, and
+                the sum by the rest.
+    K is cut    Each warp has a slice of K, in lines of 128 numbers, so no warp waits for another. Byte i of all 32-bit
+                words of a line belongs to product number i of four, and A's columns are taken likewise. So nothing
+                moves between threads: a dot product may add in any order.
+    a ring      Lines of A and of the weights are always on their way to a ring in shared memory, across groups of
+                tiles. T tiles of 16 columns each share what they load of A. Waits for the ring have no deadline: they
+                are for loads of the program itself.
 """
 
 from iris import platform

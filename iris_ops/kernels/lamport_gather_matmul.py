@@ -1,9 +1,9 @@
-"""`all_gather_matmul` for few rows: A is gathered first, in Lamport values (`lamport_steps.py`), and then
-multiplied as `lamport_matmul.py` does, every weight read once.
+"""`all_gather_matmul` of few rows: the ranks gather A first, as Lamport values, and then multiply.
 
-All programs move a piece each: they send it to every peer, and put what arrives of the peers' pieces into one local
-matrix. That matrix is whole when every program of this rank has come so far, which a count and a flag tell them all.
-Until then they ask for their first weights, so that these come from the L2 cache when the product begins.
+The product is that of `lamport_matmul.py`, which reads every weight once. Every program moves a piece of A: it sends
+the piece to every peer, and puts what arrives of the peers' pieces into one local matrix. The matrix is whole when
+every program of this rank has done so, which a count and a flag tell them all. Until then programs prefetch their first
+weights, so that these come from the L2 cache when the product begins.
 """
 
 from __future__ import annotations

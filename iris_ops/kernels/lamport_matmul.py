@@ -1,20 +1,19 @@
 """Products of few rows whose results are reduced, scattered or gathered: `matmul_all_reduce`, `matmul_reduce_scatter`
-and `matmul_all_gather` where what follows the product must cost next to nothing.
+and `matmul_all_gather`, where what follows the product must cost next to nothing.
 
-There the product is a stream of weights. Each program streams the weights of some columns once, multiplies them as
-B-columns x A-rows, so that the tensor cores' rows are full however few rows A has, and sends its tile in Lamport
-values, which say themselves whether they have arrived (`lamport_steps.py`).
+With few rows the product is a stream of weights. Each program streams the weights of some columns once. It multiplies
+them as B-columns x A-rows, so that the tensor cores' rows are full however few rows A has. It sends its tile as Lamport
+values, which show by themselves whether they have arrived (`lamport_steps.py`).
 
     EXCHANGE   a tile goes to     then
-    "all"      every rank         each sums everyone's, in rank order: all-reduce in one shot
+    "all"      every rank         each rank sums everyone's, in rank order: all-reduce in one shot
     "owners"   its rows' owners   they sum it and send the sums to everyone: all-reduce in two shots
     "scatter"  its owners         they sum it: reduce-scatter
-    "gather"   every rank         each puts it in its place: all-gather
+    "gather"   every rank         each rank puts it in its place: all-gather
 
-A program sends all of its tiles before it takes any. Where each program has one tile, a rank's own part of "all" stays
-in registers, and the rank sends itself nothing.
-Programs start over `stagger` ticks, so that the first send while the last still stream. Larger results take the kernels
-of `matmul_reduce.py` and `matmul_gather.py`.
+No wait is circular: a program sends all of its tiles before it takes any. Where each program has one tile, a rank's own
+part of "all" stays in registers, and the rank sends itself nothing. Programs start over `stagger` ticks, so that the
+first send while the last still stream. Larger results take the kernels of `matmul_reduce.py` and `matmul_gather.py`.
 """
 
 from __future__ import annotations

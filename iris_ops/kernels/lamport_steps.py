@@ -1,7 +1,7 @@
-"""The steps of kernels whose ranks exchange Lamport values: where these stand, who sends them, who takes them.
+"""The steps of kernels whose ranks exchange Lamport values: where values stand, who sends them, who takes them.
 
-A Lamport value says itself whether it has arrived (`iris/device/lamport.py`). Every rank has two buffers for them,
-which calls take in turn, by the parity of the epoch. All ranks lay a buffer out alike:
+A Lamport value shows by itself whether it has arrived (`iris/device/lamport.py`). Every rank has two buffers for them,
+and the parity of the epoch says which one a call uses. All ranks lay a buffer out alike:
 
     [source rank, part_rows, ld]   what each rank has sent
     [M, ld]                        all-reduces in two shots: the sums that owners send
@@ -11,10 +11,10 @@ A rank sends by storing into its own block of a peer's buffer. It takes by polli
 where it leaves the sentinel behind. No step here waits for anything but values, so a kernel that sends all of its own
 before it takes any cannot wait in a circle.
 
-    send_tile, send_to_owners     a tile goes to every rank, or of its rows or columns each to its owner
-    sum_all, take_sums            what all ranks have sent is summed, or has been by its owner
-    take_parts                    what peers have sent goes to its place in a gathered matrix
-    tell_peers, hear_from_peers   each rank knows that its peers have begun this call
+    send_tile, send_to_owners     a tile goes to every rank, or each of its rows or columns to its owner
+    sum_all, take_sums            a rank sums what all ranks have sent, or takes sums that owners have sent
+    take_parts                    a rank puts what peers have sent into its place in a gathered matrix
+    tell_peers, hear_from_peers   each rank learns that its peers have begun this call
 """
 
 from iris.device import arch

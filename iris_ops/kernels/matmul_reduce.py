@@ -1,12 +1,12 @@
 """`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owner, who sums them.
 
-Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. A tile is
-signalled one tile later, when its stores have long landed. The owner adds what arrived to its own tile in fp32, in rank
-order from its own on, and stores the part. A rank's own tiles come last, or, behind the first `early` tiles of each
-other owner, between the others' (`tile_orders.turn`). A wait looks at tiles that come earlier in the same order on the
-peers, so no wait can be circular, with any number of programs.
+Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. It signals a tile
+one tile later, when the stores have long landed. The owner adds what arrived to its own tile in fp32, in rank order
+from its own on, and stores the part. A rank's own tiles come last, or, behind the first `early` tiles of each other
+owner, between the others' (`tile_orders.turn`). A wait looks at tiles that come earlier in the same order on the peers,
+so no wait can be circular, with any number of programs.
 
-`matmul_all_reduce` in two shots is this kernel with owners whose sums go to everyone.
+`matmul_all_reduce` in two shots is this kernel with owners who send their sums to everyone.
 """
 
 from __future__ import annotations

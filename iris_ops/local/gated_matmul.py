@@ -1,6 +1,7 @@
-"""A gated product without an exchange, such as a gated MLP's first half where its input is whole (see `gating`).
+"""A gated product without an exchange, such as the first half of a gated MLP whose input is whole (see `gating`).
 
-By warp-specialised programs where they should take less time than torch's product and the gate behind it, by the model.
+Warp-specialised programs compute it where the model says that they take less time than torch's product and the gate
+behind it.
 """
 
 from __future__ import annotations

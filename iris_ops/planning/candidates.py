@@ -1,4 +1,8 @@
-"""Which configurations a plan weighs of each way (`ways.py`): tiles that fit the device."""
+"""The configurations that a plan weighs for each way (`ways.py`): tiles that fit the device.
+
+More candidates would not make a better plan, only a slower one: a first call waits for it. So each way has a handful of
+tiles whose rates are known (`tile_model.py`), in the algorithms that the way knows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the models of times know of a device."""
+"""What the planner knows of a device: its rates, its latencies and what its kernels can do.
+
+Each `Machine` says where its numbers come from. A GPU that is not in the table gets the H200's rates, scaled by its
+multiprocessors.
+"""
 
 from __future__ import annotations
 

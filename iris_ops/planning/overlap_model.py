@@ -1,7 +1,9 @@
 """How long a configuration should take: an analytical model in the manner of tritonBLAS.
 
-(https://github.com/ROCm/tritonBLAS): waves of tiles for the product (`tile_model.py`), bytes over the link's rate for
-the collective, fixed latencies for hops, and how much of one the other hides, by measurement on H200s.
+(https://github.com/ROCm/tritonBLAS). The product takes waves of tiles (`tile_model.py`). The collective takes its bytes
+over the link's rate, and a fixed latency for each hop. How much of one hides behind the other was measured on H200s.
+Each function gives (link, total) in microseconds: the transfer alone, and all of the call, for a product of `gemm`
+microseconds. `ways.py` says which function is a kernel's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which configuration serves a problem: arithmetic on shapes, dtype, world size and device rates, nothing else.
+"""Chooses the configuration that serves a problem: arithmetic on shapes, dtype, world size and device rates.
 
-So it is the same on every rank without talking, and it can explain itself. Candidates are whole configurations, and
-the one that should take least time by the model of `overlap_model.py` is chosen.
+Nothing else is read, so every rank chooses the same without talking, and the plan can explain itself. Candidates are
+whole configurations. The planner takes the one that should take least time by `overlap_model.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""How long a rank's product takes in tiles of ours: waves of them over multiprocessors, or its operands' stream.
+"""How long a rank's product takes in tiles of our kernels: waves of tiles, or the stream of its operands.
 
-By measurement on H200s; `overlap_model.py` adds what follows.
+A product takes as many waves as its tiles need programs, each as long as one tile takes. A product of few rows takes as
+long as its weights take from memory. The tables here say which tiles there are and what share of the chip's rate a full
+wave of them reaches, measured on H200s, an architecture's tables side by side. `overlap_model.py` adds the transfer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Into how many tiles a rank's product falls, and which of them are cut, shared or computed early: arithmetic.
+"""How many tiles a rank's product has, and which of them are cut, shared or computed early: arithmetic.
 
-`programs` is how many run at once on the device; a configuration may take fewer.
+`programs` is how many programs run at once on the device. All of them taking a tile is a wave. A configuration may take
+fewer programs.
 """
 
 from __future__ import annotations

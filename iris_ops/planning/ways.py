@@ -1,8 +1,8 @@
 """The ways in which a problem can be served, a row each: which kernel, for what, and in which configurations.
 
-A plan asks each row of the problem's op for its configurations and takes the fastest (`plan.py`). `supports` says why a
-row cannot serve a problem, or gives None; the reasons stand in the plan's trace. `predict` says how long a
-configuration takes, with the row's model of `overlap_model.py`. `workspace_size.py` says how much memory.
+A plan asks each row of the problem's op for its configurations and takes the fastest (`plan.py`). `supports` gives the
+reason why a row cannot serve a problem, or None. The reasons stand in the plan's trace. `predict` gives the time of a
+configuration, by the row's function of `overlap_model.py`. `workspace_size.py` gives its memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Gated MLPs, `down(silu(gate(x)) * up(x))`, whose first half is one kernel.
 
-Where rows are few it is `skinny_matmul`'s; where they are many, and warps can be specialised, that of
-`hopper_gather_matmul_kernel`, be the rows here or, with sequence parallelism, on all ranks.
+With few rows the kernel is `skinny_matmul`'s. With many rows, on a GPU with warp-specialised kernels, it is
+`hopper_gather_matmul_kernel`, whether the rows are here or, with sequence parallelism, spread over the ranks.
 
 A module is exchanged only if its forward reads just so, its gate and up are one product (see `fused`), its activation
 is silu, and nobody else has hooked it. What it holds stays, under the same names. The kernel passes over gate, up and
-activation, so where one of them is exchanged or hooked later, all of them are called again. Where ranks share tokens
-that makes another op, so then it is done on all ranks or on none.
+activation. So where a user exchanges or hooks one of them later, all of them are called again. With sequence
+parallelism that makes another op, so then all ranks do it or none.
 """
 
 from __future__ import annotations

@@ -1,30 +1,29 @@
 """A model's decoder layers under torch.compile: one code for all of them, with few kernels between the products.
 
-Layer by layer, not the whole model, so that compiling takes as long as for one layer. For the layers to share what is
-compiled, nothing that differs between them may be looked at while it is traced, except tensors:
+Layers are compiled one by one, not the whole model, so that compiling takes as long as for one layer. Layers share
+compiled code only if nothing that differs between them is looked at while it is traced, except tensors:
 
-- Each is a call of one function, with the layer and its part of the cache as arguments.
+- Each layer is a call of one function, with the layer and its part of the cache as arguments.
 - The cache that a layer sees, `_LayerCache`, holds that part only and passes over the layer's index.
-- torch's own marks on a static cache, which tie code to one address, are left behind by `detach`.
+- `detach` leaves behind torch's own marks on a static cache, which tie code to one address.
 
 A layer ends with a sum that the next one begins to norm. For one kernel to do both, what is compiled ends with the next
-layer's `input_layernorm`, where there is one, and begins with a `_Normed` in its place, which knows the result already.
-In bf16 steps of few rows that norm comes in two halves (`step_norms`). A hook that exchanges what a layer returns, or
-changes it in place, has it normed anew; in torch's inference mode, which counts no changes, the latter would not be
-seen. A norm with hooks is called as it is.
+layer's `input_layernorm`, where there is one. It begins with a `_Normed` in place of its own, which knows the result
+already. In bf16 steps of few rows that norm comes in two halves (`step_norms`). Where a hook exchanges what a layer
+returns, or changes it in place, the norm is computed anew. torch's inference mode counts no changes, so there a change
+in place would go unseen. A norm with hooks is called as it is.
 
-A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew, and so are a rank's
-rows where tokens are shared. Layers that truly differ (of Gemma, some with a sliding window) are compiled apart, and so
-are prompts with and without padding.
+A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew; with sequence
+parallelism a rank's rows are dynamic, too. Layers that truly differ (of Gemma, some with a sliding window) are compiled
+apart, and so are prompts with and without padding. The rotary embedding before the layers of a step is compiled, too:
+some ten kernels on a few numbers.
 
-Of a step, the rotary embedding before the layers is compiled too: some ten kernels on a few numbers.
+Layers are compiled inside `with compiled.serving(...)` only. There an instance's `forward` is the compiled one, and the
+hooks around it run as they are. Outside, the model's `generate()` runs eagerly as before. Each layer would add to its
+length in the cache by one small kernel; here the lengths of all layers advance at once when the block ends.
 
-Layers are compiled inside `with compiled.serving(...)` only: there an instance's `forward` is the compiled one, and the
-hooks around it run as they are. Outside, `generate()` of the model runs eagerly as before. What a layer adds to its
-length in the cache, one small kernel each, is added for all layers at once when the block ends.
-
-Code is compiled for one engine: another one, of other sizes or on another context, has its own, and none of theirs
-count as recompilations of another's. A context that is exchanged in the layers is seen by its name (`iris.names`).
+Code is compiled for one engine. Another one, of other sizes or on another context, has its own, and none of theirs
+count as recompilations of another's. A context that is exchanged in the layers is seen by its name (`iris.registry`).
 """
 
 from __future__ import annotations

@@ -92,9 +92,8 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
     if config is None:
         ours = weight_stream.fits(M, K) if M <= weight_stream.MOST_ROWS else N % 16 == K % 16 == 0
         assert (found.algorithm != "sequential") == (ON_GPU and ours and dtype == BF16)
-    assert not ON_GPU or (weight_stream.supports(a, b) is None) == (
-        weight_stream.fits(M, K) and dtype == BF16 and b.stride(1) == K
-    )
+    streams = weight_stream.fits(M, K) and dtype == BF16 and b.stride(1) == K
+    assert not ON_GPU or (weight_stream.supports(a, b) is None) == streams
     rounds_rows = scaled_matmul.multiplies_in_fp8(b.shape, ctx.device, dtype)
     rounds_rows &= M > weight_stream.MOST_ROWS or found.algorithm == "sequential"
     out, digest = torch.empty(M, N, dtype=dtype, device=ctx.device), None

@@ -1,9 +1,9 @@
 """`all_gather_matmul` by warp-specialised programs (`pipeline.py`), of rows that copy engines bring.
 
 Tiles of this rank's rows come first, then those of each rank in the order in which they arrive
-(`with_torch/copy_gather.py`). The MMA warps look for a rank's flag before they load its first rows, two steps
-before they need them. The mover warps store finished tiles, or gate them: of two matrices side by side, silu(A @
-first) * (A @ second). With one rank it is a product without an exchange.
+(`with_torch/copy_gather.py`). The MMA warps look for a rank's flag before they load its first rows, two steps before
+they need them. The mover warps store finished tiles. Of a gated product, whose B is two matrices side by side, they
+store silu(A @ first) * (A @ second). With one rank it is a product without an exchange.
 """
 
 from collections.abc import Callable

@@ -1,23 +1,22 @@
-"""Two ranks exchange Lamport values in one shot, by warp-specialised programs (`pipeline.py`): `matmul_all_reduce`, and
-`matmul_reduce_scatter` by rows.
+"""Two ranks exchange Lamport values in one shot: `matmul_all_reduce`, and `matmul_reduce_scatter` by rows.
 
-For results of some megabytes: signals, and the stores that they wait for, cost there as much as they hide. Between two
-ranks one shot sends no more than two: whether each sends all that it has multiplied, or each a half and then the sums.
-And it is one hop, with nobody to wait for but the peer's same tile. The values stand in the same places as those of
-`lamport_matmul.py`, so the ranks may even mix the two; only a rank's own tiles stay in shared memory.
+For results of some megabytes, where signals, and the stores that they wait for, cost as much as they hide. Between two
+ranks one shot sends no more than two: each sends all that it has multiplied, or a half and then the sums. And one shot
+is one hop, in which a rank waits for nothing but the same tile of its peer. The values stand in the same places as
+those of `lamport_matmul.py`, so the ranks may even mix the two kernels. Only a rank's own tiles stay in shared memory.
 
-    MMA warps     one tile's product after the other
+    MMA warps     compute one tile's product after the other (`pipeline.py`)
     mover warps   all-reduce: send a finished tile to the peer, then take the peer's, add it and store the sum
-                  reduce-scatter: send what a finished tile has of the peer's rows; take, add and store own rows
+                  reduce-scatter: send the peer's rows of a finished tile; take, add and store own rows
 
-All-reduce: both ranks compute their tiles in the same order, and send a tile before they wait for anything but earlier
-tiles. In the portable kernel a program sends all of its tiles before it waits. So of the tiles that are waited for, the
-first is under way.
+No wait of an all-reduce is circular. Both ranks compute their tiles in the same order, and a program sends a tile
+before it waits for anything but earlier tiles. In the portable kernel a program sends all of its tiles before it waits.
+So of all tiles that are waited for, the first is under way.
 
-Reduce-scatter: tiles with rows of the peer's come first (`tile_orders.OthersFirst`). While those travel, own ones are
-multiplied, and behind the last nothing is sent. A program sends a tile before it waits for anything but earlier ones.
-What a rank waits for is among its peer's first tiles; tiles with rows of both, for which both wait, stand in the same
-order on both. So again the first is under way, with any number of programs.
+No wait of a reduce-scatter is circular. Tiles with rows of the peer's come first (`tile_orders.OthersFirst`). While
+those travel, a rank multiplies its own, and behind the last it sends nothing. A program sends a tile before it waits
+for anything but earlier ones. What a rank waits for is among its peer's first tiles. Tiles with rows of both, for which
+both wait, stand in the same order on both. So again the first is under way, with any number of programs.
 """
 
 from typing import TYPE_CHECKING

@@ -1,15 +1,16 @@
-"""`matmul_all_reduce` in two shots of words by warp-specialised programs (`pipeline.py`).
+"""`matmul_all_reduce` in two shots of Lamport values, by warp-specialised programs (`pipeline.py`).
 
-For results of some megabytes: too large for the product to hide nothing of them, as in `lamport_matmul.py`, and so
-small that signals, and the stores that they wait for, cost as much as what they hide. The same words stand in the same
-places as in `lamport_matmul.py`, so ranks may even mix the two.
+For results of some megabytes. They are so large that their exchange must hide behind the product, which it does not in
+`lamport_matmul.py`, and so small that signals cost as much as they hide. The values stand in the same places as those
+of `lamport_matmul.py`, so ranks may even mix the two kernels.
 
-    MMA warps  one tile's product after the other; then they put the sums that owners send in their places
-    mover warps       send a finished tile's rows to their owners; behind each tile they sum what all ranks have sent
-                       for this rank's own rows, in columns that are complete, and send the sums to everyone
+    MMA warps     compute one tile's product after the other; behind the last they take the sums that owners send, and
+                  store them to `out`
+    mover warps   send a finished tile's rows to their owners; behind each tile they sum what all ranks have sent for
+                  this rank's own rows, in columns that are complete, and send the sums to everyone
 
-A program sums no column before it has sent all of its own tiles of that and earlier columns. So of all tiles that are
-waited for, the first is always under way, and it is right with any number of programs.
+No wait is circular: a program sums no column before it has sent all of its own tiles of that and of earlier columns. So
+of all tiles that are waited for, the first is always under way, with any number of programs.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,8 @@
-"""`matmul_all_gather` by warp-specialised programs (`pipeline.py`): tiles travel while the next are multiplied."""
+"""`matmul_all_gather` by warp-specialised programs (`pipeline.py`): tiles travel while the next are multiplied.
+
+The mover warps store each finished tile into every rank's `out`. Nobody consumes a tile inside the kernel, so no tile
+is signalled: at the end the last program of a rank vouches for all of them.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""`matmul_reduce_scatter` and the two shots of `matmul_all_reduce` by warp-specialised programs (`pipeline.py`).
+"""`matmul_reduce_scatter`, and `matmul_all_reduce` in two shots, by warp-specialised programs (`pipeline.py`).
 
-The same tiles, in the same order, staged and signalled in the same places as by `matmul_reduce.py`; only that
-pushes, signals, waits and sums are the mover warps' business, while the others multiply on. An owner's own product is
-rounded before it is summed, as its peers' are.
+Tiles, their order, and where they are staged and signalled are those of `matmul_reduce.py`. Here the mover warps push,
+signal, wait and sum, while the MMA warps multiply on. An owner rounds its own product before it sums it, as its peers
+round theirs.
 """
 
 from typing import TYPE_CHECKING

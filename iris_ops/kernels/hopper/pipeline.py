@@ -1,23 +1,27 @@
-"""Warp-specialised programs, for NVIDIA Hopper: eight warps multiply, four move finished tiles.
+"""Warp-specialised programs: MMA warps multiply tiles, mover warps move finished ones.
 
 In the portable kernels all warps of a program do everything, so a tile's product waits while the last tile is pushed,
-signalled or summed. Here a finished tile goes through shared memory to the mover warps, and the next product begins at
-once: its first operands were loaded meanwhile. Only Gluon, Triton's language with explicit layouts, gives warps
-different work; it has no interpreter. Such a kernel stages, signals and orders its tiles as the portable one does, so
-ranks may even mix the two.
+signalled or summed. Here a finished tile goes through shared memory to the mover warps. The next product begins at
+once: its first operands were loaded meanwhile. A kernel of this folder stages, signals and orders its tiles as the
+portable one does, so ranks may even mix the two. The product itself is `mma.Mma`'s.
 
-    MMA warps  load operands into a ring in shared memory, STAGES - 1 steps ahead and across tiles; accumulate
-                       in registers; round into `product` in shared memory, once it is `free`
-    mover warps       wait until it is `ready`, and do with it what the op's own function does
+    MMA warps     load operands into a ring in shared memory, STAGES - 1 steps ahead and across tiles; accumulate;
+                  round the sums into `product` in shared memory, once that is `free`
+    mover warps   wait until `product` is `ready`, and do with it what the op's own function does
+
+No warps do nothing but load: a load is one instruction of one thread, and the MMA warps know when a stage is free.
+Only Gluon, Triton's language with explicit layouts, gives warps different work. It has no interpreter.
 
 Stores that queue for the link hold up the loads of the next product behind them. So the mover warps `pace` a push: it
-takes as long as if all programs pushed a tile at once, and the link gives each its share. A program's last push, behind
-which nothing is loaded, and the sums of an all-reduce go at once.
+takes as long as the link takes for a tile of every program. A program's last push, behind which nothing is loaded, and
+the sums of an all-reduce go at once.
 
-Waits between warps have no deadline: they are for loads, or for warps of the same program, whose own waits for peers
-all end (`iris/device/waits.py`) and who take tiles all the same when one has failed.
-What is computed are `stream_k.Units`; where a tile stands says the op's own object: `place(tile)`, (first row, first
-column, whether to add the bias). What is computed beyond a short part, or beyond the matrix, is not stored.
+Waits between warps have no deadline. They are for loads, or for warps of the same program. The waits of those for peers
+all end (`iris/device/waits.py`), and when one has failed the warps take tiles all the same.
+
+The work is cut into `stream_k.Units`. An op's own object says where a tile stands: `place(tile)` gives its first row,
+its first column, and whether to add the bias. What a tile has beyond a short part, or beyond the matrix, is not
+stored.
 """
 
 from iris.device import arch
