@@ -51,7 +51,7 @@ class Workspace:
         self.kernels: dict = {}  # that follow torch's products ...
         self.products = relaunch.Calls(4)  # likewise of products of rows that copy engines bring
         self.graphs = Graphs(ctx)  # of calls that are several launches
-        ctx.barrier()  # no peer signals here before this rank's words are zero, and heaps are alike
+        ctx.barrier()  # no peer signals here before this rank's flags are zero, and heaps are alike
         self.meet()  # so that it is compiled before it is captured
 
     def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> bool:
@@ -72,10 +72,12 @@ class Workspace:
             self.products.forget()
         if exchange > self.exchange.nbytes:
             _refuse_capture(self.ctx)
-            self.exchange = self.ctx.heap.reserve((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
+            self.exchange = self.ctx.heap.reserve((_grown(exchange),), torch.uint8).fill_(
+                255
+            )  # the sentinel everywhere
             grown = True
         if grown:
-            self.ctx.barrier()  # words are empty before a peer's arrive, and the new memory is where peers have theirs
+            self.ctx.barrier()  # before a peer's values arrive, the memory holds the sentinel, where peers expect it
         return grown
 
     def results(self, nbytes: int) -> torch.Tensor:

@@ -191,7 +191,7 @@ def test_ptx_of_warp_specialised_programs(compiled) -> None:
         assert kernel.count(r"\bst\.global\.v4\.b32") >= ranks * held, name
 
 
-def test_ptx_of_words_from_warp_specialised_programs(compiled) -> None:
+def test_ptx_of_lamport_values_from_warp_specialised_programs(compiled) -> None:
     """Tiles, and sums, go out written through, to each rank 16 bytes of a thread at a time; nothing is released."""
     kernels = [compiled("sm_90")[name] for name in ("lamport_two_shot", "traced_lamport_two_shot")]
     for kernel in kernels:
@@ -206,13 +206,13 @@ def test_ptx_of_words_from_warp_specialised_programs(compiled) -> None:
             released,
         )  # failure records
         assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), kernel.name
-        # three blocks of words are polled: each until it is late, and one thread marks that
+        # three blocks of values are polled: each until it is late, and one thread marks that
         assert kernel.count(r"%globaltimer;") >= 6 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 3, kernel.name
     # what is recorded: product, push, sum, push of sums, and each wait
     assert [kernel.count(r"%smid;") for kernel in kernels] == [0, 4 + 3]
 
 
-def test_ptx_of_words_that_two_ranks_send_each_other(compiled) -> None:
+def test_ptx_of_lamport_values_that_two_ranks_exchange(compiled) -> None:
     """A tile goes out written through, 16 bytes of a thread at a time; the peer's is looked at before it is sent."""
     names = [f"lamport_pair_{name}" for name in ("128", "128_fp8", "64", "64_of_four", "folded")]
     names += ["lamport_pair_scatter_128", "lamport_pair_scatter_64_of_four"]
@@ -243,13 +243,13 @@ def test_ptx_of_words_that_two_ranks_send_each_other(compiled) -> None:
         )  # failure records
         assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), name
         assert kernel.count(r"%globaltimer;") >= 2 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 1, name
-    # product, push, sum, wait, of scattered words two
+    # product, push, sum, wait, of scattered values two
     assert [kernels[name].count(r"%smid;") for name in traced] == [4, 5]
     assert not any(kernels[name].count(r"%smid;") for name in names)
 
 
 def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
-    """Lines by TMA, whole vectors to registers, no conversion of a weight; words as in few rows; all programs fit."""
+    """Lines by TMA, whole vectors to registers, no conversion of a weight; values as in few rows; all programs fit."""
     kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_fp8_" in name}
     assert len(kernels) == 2 * 6 + 1
     for name, kernel in kernels.items():
@@ -333,8 +333,8 @@ def test_ptx_fences_tma_loads_of_what_peers_stored(compiled, target: str) -> Non
 
 
 @pytest.mark.parametrize("target", CUDA)
-def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> None:
-    """Sealed words go out written through and are read as volatile, 16 bytes at a time; no release to a peer."""
+def test_ptx_exchanges_lamport_values_without_fence_or_flag(compiled, target: str) -> None:
+    """Lamport values go out written through and are read as volatile, 16 bytes at a time; no release to a peer."""
     for name in EXCHANGES:
         kernel = compiled(target)[name]
         others = 1 if name == OF_TWO else WORLD_SIZE - 1
@@ -368,7 +368,7 @@ COPIES = {f"ccl_flags_{form}{of}": 2 * WORLD_SIZE for form in ("gather", "exchan
 
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> None:
-    """Of rows that stand apart too; words without fence or flag, and all ranks signalled by one release."""
+    """Of rows that stand apart too; Lamport values without fence or flag, and all ranks signalled by one release."""
     kernels = compiled(target)
     for name, stores in (LAMPORT | LAMPORT_OF_TWO).items():
         kernel = kernels[name]
@@ -393,7 +393,7 @@ def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> N
     assert not narrow_stores(kernels["ccl_ring"])
 
 
-def test_words_between_two_leave_room_for_another_call(compiled, tmp_path: Path) -> None:
+def test_lamport_values_between_two_leave_room_for_another_call(compiled, tmp_path: Path) -> None:
     """Two programs of 256 threads on each multiprocessor, and as many of a call in another stream."""
     for name in LAMPORT_OF_TWO:
         assert 4 * 256 * registers(compiled("sm_90")[name], tmp_path) <= 65536, name

@@ -62,7 +62,7 @@ def accumulate_kernel(
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    # staging: sums [2 slots][unit, BLOCK]; flags: arrived [2 slots][source rank, LANES], then locks [unit]
+    # staging: sums [parity][unit, BLOCK]; flags: arrived [parity][source rank, LANES], then locks [unit]
     source = View(inp, in_n, in_cols, stride_im, stride_in, 0, in_n, 0, IN_LAYOUT, False, 1, 1)
     target = View(out, in_n, out_cols, stride_om, stride_on, 0, in_n, 0, OUT_LAYOUT, False, 1, 1)
     epoch = next_epoch(sync)
@@ -89,7 +89,7 @@ def accumulate_kernel(
         for unit in range(lane, units, lanes):
             place = sums + tl.cast(unit, tl.int64) * BLOCK
             total = tl.load(place, cache_modifier=".cg")
-            tl.debug_barrier()  # before it is emptied: where a unit is small, several threads load an element
+            tl.debug_barrier()  # before zero is stored: where a unit is small, several threads load an element
             tl.store(place, tl.zeros((BLOCK,), staging.dtype.element_ty))
             pointers, mask = target.place(0, unit, BLOCK, WORLD_SIZE)
             tl.store(pointers, rounded(total, inp.dtype.element_ty), mask=mask)

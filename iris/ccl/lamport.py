@@ -53,7 +53,7 @@ def _unit_and_part(ctx, item, WORLD_SIZE: tl.constexpr):
 
 @device_function
 def _place(area, source, unit, units, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Where the words of a rank's unit stand. Of two ranks only the peer's come, so there is one block."""
+    """Where the values of a rank's unit stand. Between two ranks only the peer's arrive, so there is one block."""
     first = unit if WORLD_SIZE == 2 else tl.cast(source, tl.int64) * units + unit
     return area + first * BLOCK + tl.arange(0, BLOCK)
 
@@ -96,7 +96,7 @@ def _sum(
     BLOCK: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ONE_OUT: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all ranks' words of a unit, once they are here, into `out`; with GATHER to everyone, too."""
+    """Puts the sum of all ranks' values of a unit into `out`, once they are here; with GATHER sends it to all, too."""
     dtype: tl.constexpr = source.data.dtype.element_ty
     mine = ctx.rank if SCATTER else 0
     pointers, mask = source.place(mine, unit, BLOCK, WORLD_SIZE)
@@ -163,8 +163,8 @@ def lamport_kernel(
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    # staging: [2 slots], each [source rank, unit, BLOCK] words, then with GATHER the sums [owner, unit, BLOCK]; between
-    # two ranks [unit, BLOCK].
+    # staging: two halves, by the epoch's parity. Each holds [source rank, unit, BLOCK], and then with GATHER the sums
+    # [owner, unit, BLOCK]; between two ranks [unit, BLOCK].
     OTHERS: tl.constexpr = WORLD_SIZE - 1
     SOURCES: tl.constexpr = 1 if WORLD_SIZE == 2 else WORLD_SIZE
     source, target = views(
@@ -183,8 +183,8 @@ def lamport_kernel(
     half = staging + tl.cast(epoch & 1, tl.int64) * half_elements
     sums = half + SOURCES * tl.cast(units, tl.int64) * BLOCK
 
-    # Item t of this program's is, here and at the end, a unit of the same part: in place, it has been sent before it is
-    # overwritten. A rank's own words go nowhere: what they say is read, or written, where it belongs.
+    # Item t of this program is a unit of the same part here and at the end, so a call in place has sent it before it
+    # overwrites it. A rank sends itself nothing: it reads its own values in `inp`, and writes them to `out`.
     first, step = tl.program_id(0), tl.num_programs(0)
     sends, takes = units * (OTHERS if SCATTER else 1), units * (1 if REDUCE else OTHERS)
     ahead = min(first + step, sends) if WORLD_SIZE == 2 else sends
@@ -193,7 +193,7 @@ def lamport_kernel(
     if SCATTER and not REDUCE:
         for unit in range(first, units, step):
             _keep(ctx, source, target, unit, BLOCK, WORLD_SIZE)
-    advance(sync, epoch)  # while the words are under way
+    advance(sync, epoch)  # while the values are under way
     for item in range(first, takes, step):
         if WORLD_SIZE == 2:
             if item + step < sends:

@@ -24,16 +24,16 @@ class Machine:
     link_gbs: float = 363.0
     """Stores to all peers together, each way."""
     lamport_gbs: float = 240.0
-    """The same for words, which are polled, read and emptied again."""
+    """The same for Lamport values, which the receiver polls, reads and overwrites by the sentinel."""
     pair_gbs: float = 340.0
-    """For words between two ranks, where sends and sums take turns."""
+    """For Lamport values between two ranks, where sends and sums take turns."""
     two_hops_gbs: float = 335.0
-    """For words in two hops between several peers, where one goes on beside the other."""
+    """For Lamport values in two hops between several peers, where one hop goes on beside the other."""
     lamport_mb: float = 100.0
-    """Of so many words twice as long: they leave the cache before they are polled."""
+    """Of so many megabytes the values take twice as long: they leave the cache before they are polled."""
     launch_us: float = 1.4
     hop_us: float = 1.5
-    """A word that says itself that it has arrived: stored there, seen there."""
+    """A Lamport value: stored at the peer, seen by the peer."""
     signal_us: float = 3.6
     """A program's stores drained, its signal sent and seen."""
     enter_us: float = 1.4
@@ -122,7 +122,7 @@ def _candidates(problem: Problem, config: Config) -> list[tuple[str, str]]:
     else:
         found, wanted = [("two_shot", "lamport"), ("two_shot", "flags")], None
     if problem.dtype.itemsize > 4 and not problem.dtype.is_floating_point:
-        found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]  # no wider words
+        found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]  # no wider integers
     if problem.op == REDUCE_SCATTER and not _everyone_owns(problem):
         found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]
     return [
@@ -146,7 +146,7 @@ def _refusal(problem: Problem, config: Config) -> str:
 
 
 def _everyone_owns(problem: Problem) -> bool:
-    """Whether every rank has part of a reduce-scatter: who waits for no word runs ahead of the two slots."""
+    """Whether every rank has part of a reduce-scatter: a rank without one waits for nothing, and would run ahead."""
     return not problem.cols and problem.part * (problem.world_size - 1) < problem.n
 
 
@@ -219,7 +219,7 @@ def _block(problem: Problem, variant: str, protocol: str, programs: int, machine
         least, most = 4096 // itemsize, 16384 // itemsize
     else:
         least, most = 256, 4096 // itemsize
-    # by flags a program takes one unit of every part at a time; by words one at all
+    # by flags a program takes one unit of every part at a time; by Lamport values one at all
     sharers = 2 if protocol == "flags" else problem.world_size / 2
     block = most
     while block > least and units_of(problem, variant, block) * sharers < programs:

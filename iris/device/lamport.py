@@ -32,7 +32,7 @@ _THREADS = tl.constexpr(1024)  # of a program, at most
 
 @device_function
 def without_sentinel(x, dtype: tl.constexpr):
-    """fp32 `x`, rounded to `dtype`, as integer words that are never empty."""
+    """fp32 `x`, rounded to `dtype`, as integers of that width that are never the sentinel."""
     bits: tl.constexpr = dtype.primitive_bitwidth
     values = arch.round_to(x, dtype).to(tl.core.get_int_dtype(bits, True), bitcast=True)
     return values ^ ((values == SENTINEL).to(values.dtype) << (bits - 1))  # another NaN, without the sign
@@ -40,7 +40,7 @@ def without_sentinel(x, dtype: tl.constexpr):
 
 @device_function
 def widen(x):
-    """Integers of 8, 16 or 32 bits as words that are never empty."""
+    """Integers of 8, 16 or 32 bits as integers of twice the width, which are never the sentinel."""
     bits: tl.constexpr = x.dtype.primitive_bitwidth
     unsigned: tl.constexpr = tl.core.get_int_dtype(bits, False)
     return x.to(unsigned, bitcast=True).to(tl.core.get_int_dtype(2 * bits, True))
@@ -48,7 +48,7 @@ def widen(x):
 
 @device_function
 def unwrapped(values, dtype: tl.constexpr):
-    """What `seal`ed or `widen`ed words of `dtype` mean, in the type that sums are kept in."""
+    """What values of `dtype` from `without_sentinel` or `widen` mean, in the type that sums are kept in."""
     if values.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
         return values.to(dtype, bitcast=True).to(sum_type(dtype))
     else:
@@ -78,12 +78,13 @@ def take(
     patience: tl.constexpr = 1,
     LANES: tl.constexpr = True,
 ):
-    """Waits for COUNT blocks of words of `dtype`, `step` words apart, the first at the pointers `first`; empties them.
+    """Waits for COUNT blocks of Lamport values of `dtype`, and leaves the sentinel in their places.
 
-    `source`: which rank each word of the first block comes from; those of block i come from the i-th after it. `own`:
-    values in place of the words that would be this rank's, block number `ctx.rank`. `patience`: as in `deadline`.
-    `LANES` is off in Gluon, as in `sync`; its blocks must have no fewer words than threads. Returns (the blocks' sum in
-    `sum_type(dtype)`, in order; whether all came in time).
+    The pointers `first` are those of the first block; the blocks stand `step` values apart. `source`: which rank each
+    value of the first block comes from; those of block i come from the i-th rank after it. `own`: what stands for block
+    number `ctx.rank`, which this rank does not send itself. `patience`: as in `deadline`. `LANES` is off in Gluon, as
+    in `sync`; there, blocks must have no fewer values than threads. Returns (the blocks' sum in `sum_type(dtype)`, in
+    order; whether all came in time).
     """
     if own is not None and COUNT == 2:  # then only the peer's is looked at: two add up to the same in either order
         peer = 1 - ctx.rank
@@ -238,7 +239,7 @@ def remote(ctx, pointer, bases, to_rank):
 
 @device_function
 def put(ctx, pointer, values, mask, bases, to_rank):
-    """Sends sealed words to their place at `to_rank`."""
+    """Sends values, none of them the sentinel, to their place at `to_rank`."""
     tl.store(remote(ctx, pointer, bases, to_rank), values, mask=mask, cache_modifier=".wt")
 
 

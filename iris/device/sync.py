@@ -41,7 +41,10 @@ def sync_words(world_size: int) -> int:
 
 @device_function
 def signal(ctx, flag, value, to_rank):
-    """All of this program's earlier stores, then `value` in `flag` at `to_rank`: who sees the flag sees the stores."""
+    """Puts `value` into `flag` at `to_rank` behind all of this program's earlier stores.
+
+    A rank that sees the flag sees those stores.
+    """
     span = ctx.tracing.record_event_start(SIGNAL, to_rank, flag)
     arch.drain_stores()
     tl.debug_barrier()  # a release covers one thread; the barrier brings every thread's stores before it
@@ -106,7 +109,7 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     told, or awaited, at once; not in Gluon, whose tensors need layouts.
 
     Kernels of one stream follow each other, so a rank that has entered a call has read all that earlier calls staged
-    for it. Who stores into a peer's memory calls `await_entered` first; then one staging slot serves all calls.
+    for it. A rank that stores into a peer's memory calls `await_entered` first; so all calls can share staging memory.
     """
     epoch = next_epoch(sync)
     if tl.program_id(0) == 0:

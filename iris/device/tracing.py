@@ -89,7 +89,7 @@ def tile_bytes(rows, cols, ROWS, COLS, dtype: tl.constexpr):
 
 @device_function
 def device_tracing(ctx_ptr, enabled: tl.constexpr):
-    """The tracing of a context tensor, whose words 5 and 6 say where its buffer is and how many events it holds."""
+    """The tracing of a context tensor, whose entries 5 and 6 say where its buffer is and how many events it holds."""
     if enabled:
         return DeviceTracing(tl.load(ctx_ptr + 5).to(tl.pointer_type(tl.int64)), tl.load(ctx_ptr + 6), True)
     else:

@@ -91,7 +91,7 @@ def lamport_stream_kernel(
 
 
 def layouts(block_m: int) -> dict:
-    """Which thread takes what of [block_m, 64] words."""
+    """Which thread takes what of [block_m, 64] Lamport values."""
     held = block_m * SPAN.value // (32 * weight_stream.WARPS)
     across = SPAN.value // held
     return dict(TAKE=gl.BlockedLayout([1, held], [32 // across, across], [weight_stream.WARPS, 1], [1, 0]))

@@ -16,7 +16,7 @@ import torch
 from ..checks import check_bias, check_gradient
 from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
-from ..planning.candidates import COPY_GATHER_CONFIGS
+from ..planning.candidates import copy_gather_configs
 from ..planning.machine import machine_of
 from ..planning.tile_model import gemm_us
 from ..planning.torch_model import expected_us, gate_us
@@ -38,7 +38,7 @@ def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
     """How warp-specialised programs should multiply; None if torch should."""
     if not machine.warp_specialised or problem.dtype.itemsize != 2 or problem.M <= FEW:
         return None
-    ours = {config: gemm_us(problem, config, machine) for config in COPY_GATHER_CONFIGS}
+    ours = {config: gemm_us(problem, config, machine) for config in copy_gather_configs(machine)}
     config = min(ours, key=ours.__getitem__)
     theirs = expected_us(*problem.gemm, machine) + gate_us(problem, machine)
     return config if ours[config] + machine.launch_us < theirs else None

@@ -35,6 +35,11 @@ class Machine:
     warp_specialised: bool = False
     """Whether warps of a program can be given different work (`pipeline.py`)."""
 
+    @property
+    def architecture(self) -> str:
+        """Whose warp-specialised kernels run here, by the name of their folder; "" where none do."""
+        return "hopper" if self.warp_specialised else ""
+
     def stages(self, block_bytes: int) -> int:
         """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""
         if self.name.startswith("AMD"):  # one of them is in registers

@@ -141,7 +141,8 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
 
     Best is, by measurement, about the time that all of them take to push a tile at once; a third more where tiles go to
     everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each
-    gain nothing. Where two ranks swap words, two fifths of what those of a wave take, from three waves on.
+    gain nothing. Where two ranks exchange Lamport values, it is two fifths of what a wave's values take, from three
+    waves on.
     """
     programs = programs_of(config, machine.num_programs)
     if kernel_for(problem, config) == LAMPORT_PAIR and not problem.fp8:

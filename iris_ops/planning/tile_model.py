@@ -13,13 +13,15 @@ import torch
 
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
+from .hopper_tiles import HOPPER
 from .kernel_names import LAMPORT_PAIR, LAMPORT_PAIR_SCATTER, LAMPORT_TWO_SHOT, kernel_for
 from .machine import INTERPRETER, Machine
+from .tiles import SpecialisedTiles, Tiles
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 
-# (block_m, block_n, block_k, warps): (stages, fewer where shared memory has no room for them; share of the chip's rate
-# that a full wave of such tiles reaches, bf16).
-Tiles = dict[tuple[int, int, int, int], tuple[int, float]]
+# The tiles of warp-specialised kernels, by the name of their architecture (`Machine.architecture`).
+SPECIALISED_TILES = {"hopper": HOPPER}
+# The tiles of portable kernels whose transfers overlap.
 GPU_TILES: Tiles = {
     (128, 256, 64, 8): (3, 1.0),
     (128, 128, 64, 8): (4, 0.86),
@@ -30,20 +32,9 @@ GPU_TILES: Tiles = {
     (16, 64, 128, 4): (5, 0.12),
     (16, 128, 128, 4): (4, 0.14),
 }
-# The same for warp-specialised programs, which multiply while tiles are moved.
-HOPPER_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
-# Of those, what only stores its tiles, for copy engines move the rows that it multiplies.
-COPY_GATHER_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)}
-# What sends words (`lamport_two_shot.py`).
-TWO_SHOT_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
-# What swaps words with the one peer (`lamport_pair.py`), by whether operands are in eight bits.
-PAIR_TILES: dict[bool, Tiles] = {
-    False: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 4): (8, 0.80)},
-    True: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)},
-}
-# For few rows: enough weights under way for the memory's full rate; measured on H200s. What bounds tiles 64 wide if not
-# memory is shared memory, written and read at 128 bytes a cycle: a second warp group reads A once more, but puts and
-# takes words sooner.
+# For few rows: enough weights are under way for the memory's full rate; measured on H200s. Tiles that are 64 wide are
+# bound by memory or by shared memory, which is written and read at 128 bytes a cycle. There a second warp group reads A
+# once more, but sends and takes Lamport values sooner.
 LAMPORT_TILES: Tiles = {
     (16, 64, 256, 4): (5, 0.25),
     (16, 64, 128, 4): (8, 0.25),
@@ -85,6 +76,11 @@ _JOIN_ALONE_US = 25.0
 # What it takes more in all-reduces of less than three waves of 128 x 256: 128 x 128, for each thousand along K, and
 # 128 x 256.
 _FEW_WAVES, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
+
+
+def specialised_tiles(architecture: str) -> SpecialisedTiles:
+    """The tables of `Machine.architecture`; Hopper's where no kernel is warp-specialised, for questions about it."""
+    return SPECIALISED_TILES.get(architecture, HOPPER)
 
 
 def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
@@ -140,15 +136,16 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     """The product of one tile in one program."""
     fp32 = problem.dtype == torch.float32
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    lamport = config.lamport
+    lamport, specialised = config.lamport, specialised_tiles(machine.architecture)
     if fp32:
         shares = FP32_TILES
     elif lamport:
-        of_words = TWO_SHOT_TILES if kernel_for(problem, config) == LAMPORT_TWO_SHOT else PAIR_TILES[problem.fp8]
-        shares = of_words if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
+        two_shot = kernel_for(problem, config) == LAMPORT_TWO_SHOT
+        exchanged = specialised.two_shot if two_shot else specialised.of_pair(problem.fp8)
+        shares = exchanged if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
     else:
-        specialised = COPY_GATHER_TILES if problem.op == GATHER_MATMUL else HOPPER_TILES
-        shares = specialised if config.warp_specialised else GPU_TILES
+        moved = specialised.copy_gather if problem.op == GATHER_MATMUL else specialised.overlapped
+        shares = moved if config.warp_specialised else GPU_TILES
     unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
     if not (problem.whole_vectors(problem.K) or lamport) and machine.name.startswith("NVIDIA"):

@@ -102,7 +102,7 @@ class GatheringColumn(ColumnParallelLinear):
 
 
 class ScatteringRow(RowParallelLinear):
-    """A row-parallel linear that keeps this rank's rows of the sum, [rows, N], where tokens are shared."""
+    """A row-parallel linear that keeps this rank's rows of the sum, [rows, N], in a sequence-parallel call."""
 
     sharing: Sharing
 
@@ -268,7 +268,7 @@ def share_tokens(model: nn.Module, styles: dict[str, str], ctx: Iris, least: int
 
 
 def sharing_of(model: nn.Module) -> Sharing | None:
-    """What decides for `model`, if it may share tokens."""
+    """What decides for `model`, if it may run sequence parallel."""
     return next((each.sharing for each in model.modules() if isinstance(each, ScatteringRow)), None)
 
 

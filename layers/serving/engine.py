@@ -276,7 +276,7 @@ class Engine:
         return longer if longer <= self.max_length else length
 
     def _step(self, batch: int) -> int:
-        """Between lengths at which ranks that share tokens have as many each."""
+        """The step between lengths at which all ranks of a sequence-parallel call have as many tokens."""
         return 1 if self._sharing is None else self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
 
     @_untracked

@@ -1,4 +1,4 @@
-"""Words that say themselves whether they have arrived are never empty, and mean what was sealed."""
+"""A value that a rank sends is never the sentinel, and means what it meant before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def seal_kernel(x, out, SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 @pytest.mark.skipif(ON_GPU, reason="needs no ranks")
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_sealed_words_are_not_empty(dtype: torch.dtype) -> None:
+def test_what_is_sent_is_not_the_sentinel(dtype: torch.dtype) -> None:
     """NaNs stay NaNs, those of all ones too, and all else, signs and infinities included, its own bits."""
     empty = torch.full((4,), -1, dtype=INTEGERS[dtype]).view(dtype)
     others = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), float("nan"), 7e4, -1e-3], dtype=dtype)
@@ -37,8 +37,8 @@ def test_sealed_words_are_not_empty(dtype: torch.dtype) -> None:
     out = torch.full((32,), -1, dtype=INTEGERS[dtype])
     seal_kernel[(1,)](x, out, 32, TYPES[dtype])
     assert (out != -1).all()
-    sealed, numbers = out.view(dtype), ~x.isnan()
-    assert sealed[~numbers].isnan().all() and torch.equal(out[numbers], x.view(INTEGERS[dtype])[numbers])
+    sent, numbers = out.view(dtype), ~x.isnan()
+    assert sent[~numbers].isnan().all() and torch.equal(out[numbers], x.view(INTEGERS[dtype])[numbers])
 
 
 def store_in_turn(name: str, words: list[int], ready, enough) -> None:

@@ -47,7 +47,7 @@ CASES = [
     Case(GATHER_MATMUL, "k", 16, 20, 40, config=BLOCKS),
     Case(REDUCE_SCATTER, "cols", 16, 36, 16, config=BLOCKS),
     Case(MATMUL_GATHER, "rows", 3, 16, 8, config=BLOCKS),  # with four ranks, one has nothing to send
-    # In words, where a rank that has nothing to send, or gets nothing, must still hear from all.
+    # By Lamport values, where a rank that has nothing to send, or gets nothing, must still hear from all.
     *(
         Case(op, form, m, 20, 24, config=replace(BLOCKS, algorithm="one_shot"))
         for m, (op, form) in enumerate(FORMS, 1)
@@ -56,9 +56,9 @@ CASES = [
 ]
 # By warp-specialised programs where there are such.
 LAMPORT = FusedConfig(64, 64, 32, num_stages=2, num_programs=2, warp_specialised=True, algorithm="two_shot")
-SWAP = replace(LAMPORT, algorithm="one_shot")  # between two ranks
-LAMPORT_CASES = [Case(ALL_REDUCE, "", m, 136, 24, config=config) for config in (LAMPORT, SWAP) for m in (2, 70)]
-LAMPORT_CASES += [Case(REDUCE_SCATTER, "rows", m, 136, 24, config=SWAP) for m in (2, 70)]
+PAIR = replace(LAMPORT, algorithm="one_shot")  # between two ranks
+LAMPORT_CASES = [Case(ALL_REDUCE, "", m, 136, 24, config=config) for config in (LAMPORT, PAIR) for m in (2, 70)]
+LAMPORT_CASES += [Case(REDUCE_SCATTER, "rows", m, 136, 24, config=PAIR) for m in (2, 70)]
 CASES += LAMPORT_CASES
 
 

@@ -97,7 +97,7 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
     rounds_rows = scaled_matmul.multiplies_in_fp8(b.shape, ctx.device, dtype)
     rounds_rows &= M > weight_stream.MOST_ROWS or found.algorithm == "sequential"
     out, digest = torch.empty(M, N, dtype=dtype, device=ctx.device), None
-    for call in range(5):  # both slots; from the third call on as repeated, and at other addresses
+    for call in range(5):  # both parities; from the third call on as repeated, and at other addresses
         if call > 2:
             out, a, scale = torch.empty_like(out), a.clone(), scale.clone()
             b = apart(b) if b.stride(1) != K else b.t().clone().t()

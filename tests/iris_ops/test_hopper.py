@@ -32,7 +32,7 @@ CONFIGS = [
     replace(SMALLEST, block_m=128, block_n=128, block_k=64, num_stages=3, num_programs=7, splits=4),
     replace(SMALLEST, num_programs=0, splits=2, stagger_us=5),
 ] if ON_GPU else [SMALLEST, replace(SMALLEST, splits=4, stagger_us=3)]  # fmt: skip
-# All-reduce in words: tiles lower and higher than an owner's rows, one and many a program.
+# All-reduce by Lamport values: tiles lower and higher than an owner's rows, one and many a program.
 LAMPORT = [
     replace(SMALLEST, algorithm="two_shot"),
     replace(SMALLEST, block_m=128, num_programs=0, algorithm="two_shot"),
@@ -42,10 +42,10 @@ LAMPORT += [
     replace(LAMPORT[0], block_n=256, block_k=64, num_programs=7),
 ] if ON_GPU else []  # fmt: skip
 # The same in one shot, which warp-specialised programs serve between two ranks.
-SWAPS = [replace(SMALLEST, algorithm="one_shot"), replace(SMALLEST, block_m=128, num_programs=0, algorithm="one_shot")]
-SWAPS += [
-    replace(SWAPS[1], block_n=128, block_k=64, num_stages=5),
-    replace(SWAPS[0], block_n=256, block_k=64, num_programs=7),
+PAIRS = [replace(SMALLEST, algorithm="one_shot"), replace(SMALLEST, block_m=128, num_programs=0, algorithm="one_shot")]
+PAIRS += [
+    replace(PAIRS[1], block_n=128, block_k=64, num_stages=5),
+    replace(PAIRS[0], block_n=256, block_k=64, num_programs=7),
 ] if ON_GPU else []  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -63,10 +63,10 @@ def case_of(op: str, form: str, turn: int = 0, **changes) -> Case:
 
 
 def in_lamport(cases: list[Case], world_size: int) -> list[Case]:
-    """The all-reduces and, between two ranks, scattered rows among them, by words in as many configurations."""
+    """The all-reduces among them and, between two ranks, the scattered rows, by Lamport values."""
     found = [case for case in cases if case.op == ALL_REDUCE]
     swapped = found + [case for case in cases if (case.op, case.form) == (REDUCE_SCATTER, "rows")]
-    ways = [(LAMPORT, found), (SWAPS, swapped)] if world_size == 2 else [(LAMPORT, found)]
+    ways = [(LAMPORT, found), (PAIRS, swapped)] if world_size == 2 else [(LAMPORT, found)]
     return [replace(case, config=way[turn % len(way)]) for way, found in ways for turn, case in enumerate(found)]
 
 

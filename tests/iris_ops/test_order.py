@@ -296,8 +296,8 @@ def test_groups_of_row_blocks_are_about_equally_high() -> None:
     run_ranks(1, check_groups)
 
 
-def test_every_thread_has_words_of_its_own() -> None:
-    """Of words that several threads hold, each would see other ones, and they would part before a barrier."""
+def test_every_thread_has_values_of_its_own() -> None:
+    """Of values that several threads hold, each would see other ones, and they would part before a barrier."""
     for m, n, w in product((64, 128, 256), (64, 128, 256), range(1, 17)):
         moved, own = operands.layouts(m, n), lamport_two_shot.layouts(m, n, w)
         assert own["SUMMED"] * n >= 8 * 32 * operands.MOVER_WARPS and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)

@@ -149,7 +149,7 @@ def test_each_way_is_weighed_or_rejected_by_name(machine: Machine) -> None:
 def test_small_all_reduces_take_one_shot_and_large_ones_overlap(world_size: int) -> None:
     for N, K in ((8192, 2048), (4096, 1024), (8192, 7168)):
         assert plan(problem(ALL_REDUCE, "", 1, N, K, world_size), H200).algorithm == "one_shot"
-    for M in (4096 if world_size == 2 else 2048, 8192):  # two ranks swap words longer
+    for M in (4096 if world_size == 2 else 2048, 8192):  # two ranks exchange Lamport values longer
         assert plan(problem(ALL_REDUCE, "", M, 8192, 2048, world_size), H200).algorithm == "overlapped"
 
 

@@ -22,7 +22,7 @@ from tests.reference import FORMS, Case
 pytestmark = both
 on_ranks = pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2], scope="session")
 
-# Tiles of 64 rows and of 128, in words and pushed, warp-specialised where the GPU has them; several tiles a program.
+# Tiles of 64 rows and of 128, several a program; as Lamport values and pushed; warp-specialised where the GPU can.
 FEW = FusedConfig(64, 64, 64, num_warps=4, num_stages=3, algorithm="one_shot")
 MANY = FusedConfig(64, 64, 64, group_m=2, num_warps=4, num_stages=3, num_programs=3, comm_programs=2)
 SPECIALISED = FusedConfig(128, 128, 64, num_stages=3, num_programs=5, warp_specialised=True)
@@ -40,7 +40,7 @@ def folds_of(ctx: iris.Iris, cases: list[Case]) -> tuple[list[str], set[int]]:
         digests = check_cases(ctx, cases)
         ctx.device_barrier()
         left = ctx.ops._own_workspace().exchange != 255
-        assert not left.any(), "words that nobody expects: sent twice, or for no row"
+        assert not left.any(), "values that nobody expects: sent twice, or for no row"
         return digests, heights
     finally:
         for module in modules:

@@ -143,7 +143,7 @@ DEVICE = [
         COLLECTIVES,
     ),
     Fault(
-        "a barrier keeps one slot of digests",
+        "a barrier keeps one half of digests",
         "iris/device/sync.py",
         "said = digests + (counts & 1) * WORLD_SIZE",
         "said = digests + (counts & 0) * WORLD_SIZE",
@@ -185,14 +185,14 @@ DEVICE = [
         EXCHANGE,
     ),
     Fault(
-        "words that were taken stay",
+        "values that were taken stay",
         "iris/device/lamport.py",
         "tl.store(first + i * step, SENTINEL, mask=_sent(ctx, mask, i, own))",
         "tl.store(first + i * step, SENTINEL, mask=_sent(ctx, mask, i, own) & (i > 0))",
         EXCHANGE,
     ),
     Fault(
-        "words are summed in their own dtype",
+        "values are summed in their own dtype",
         "iris/device/lamport.py",
         "    if dtype.is_floating():\n        return tl.float32\n",
         "    if dtype.is_floating():\n        return dtype\n",
@@ -216,7 +216,7 @@ DEVICE = [
 
 CCL = [
     Fault(
-        "a reduce-scatter by flags has one slot",
+        "a reduce-scatter by flags has one half",
         "iris/ccl/flags.py",
         "parity = 0 if GATHER else epoch & 1",
         "parity = 0",
@@ -230,14 +230,14 @@ CCL = [
         COLLECTIVES,
     ),
     Fault(
-        "words go to the wrong peer first",
+        "values go to the wrong peer first",
         "iris/ccl/lamport.py",
         "return item // OTHERS, (ctx.rank + 1 + item % OTHERS) % WORLD_SIZE",
         "return item // OTHERS, (ctx.rank + item % OTHERS) % WORLD_SIZE",
         COLLECTIVES,
     ),
     Fault(
-        "words of all calls share a slot",
+        "values of all calls share a half",
         "iris/ccl/lamport.py",
         "half = staging + tl.cast(epoch & 1, tl.int64) * half_elements",
         "half = staging + tl.cast(epoch & 0, tl.int64) * half_elements",
@@ -266,7 +266,7 @@ CCL = [
         COLLECTIVES,
     ),
     Fault(
-        "who owns nothing may scatter in words",
+        "who owns nothing may scatter by Lamport values",
         "iris/ccl/plan.py",
         "return not problem.cols and problem.part * (problem.world_size - 1) < problem.n",
         "return not problem.cols and problem.part * (problem.world_size - 1) <= problem.n",
@@ -477,7 +477,7 @@ OPS_KERNELS = [
         ON_HOPPER,
     ),
     Fault(
-        "two ranks swap in one slot",
+        "two ranks exchange in one half",
         "iris_ops/kernels/hopper/lamport_pair.py",
         "half = staging + (epoch & 1).to(gl.int64) * half_elements",
         "half = staging + (epoch & 0).to(gl.int64) * half_elements",
@@ -495,7 +495,7 @@ PLANNER = [
         PLAN,
     ),
     Fault(
-        "any size is exchanged in words",
+        "any size is exchanged as Lamport values",
         "iris_ops/planning/ways.py",
         "travels <= way.most(problem)",
         "travels <= 16 * way.most(problem)",
@@ -537,7 +537,7 @@ PLANNER = [
         PLAN,
     ),
     Fault(
-        "one round of tiles is cut only where it is not full",
+        "one wave of tiles is cut only where it is not full",
         "iris_ops/planning/waves.py",
         "return tiles % programs if tiles >= 2 * programs else tiles",
         "return tiles % programs",
