@@ -72,9 +72,8 @@ class Workspace:
             self.products.forget()
         if exchange > self.exchange.nbytes:
             _refuse_capture(self.ctx)
-            self.exchange = self.ctx.heap.reserve((_grown(exchange),), torch.uint8).fill_(
-                255
-            )  # the sentinel everywhere
+            memory = self.ctx.heap.reserve((_grown(exchange),), torch.uint8)
+            self.exchange = memory.fill_(255)  # the sentinel everywhere
             grown = True
         if grown:
             self.ctx.barrier()  # before a peer's values arrive, the memory holds the sentinel, where peers expect it
