@@ -265,6 +265,17 @@ def unguarded_hand_overs(kernel: Kernel) -> list[str]:
     return found if read and given else ["nothing is handed over"]
 
 
+def registers(kernel: Kernel, folder: Path) -> int:
+    """How many registers a thread has, by NVIDIA's assembler, which works in `folder`."""
+    from triton.backends.nvidia.compiler import get_ptxas  # iris comes before triton
+
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.text)
+    command = [get_ptxas(90).path, "-v", "-arch", "sm_90a", source, "-o", folder / "kernel.cubin"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return int(re.search(r"Used (\d+) registers", said)[1])
+
+
 # --- AMD -------------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ LAMPORT = ("tests/iris_ops/test_lamport_matmul.py", *OPS, *EPOCHS)
 ORDER = ("tests/iris_ops/test_order.py",)
 PLAN = ("tests/iris_ops/test_plan.py", "tests/iris_ops/test_predictions.py", "tests/iris_ops/test_problem.py")
 ARGUMENTS = ("tests/iris_ops/test_bad_input.py", *PLAN)
-FP8 = ("tests/iris_ops/test_fp8.py",)
+FP8 = ("tests/iris_ops/test_fp8.py", "tests/iris_ops/test_fp8_refused.py")
 NORM = ("tests/iris_ops/test_rmsnorm_epilogue.py",)
 GATED = ("tests/iris_ops/test_gated.py", "tests/layers/test_gated.py")
 COLLECTIVES = ("tests/iris/test_ccl.py", "tests/iris/test_ccl_calls.py")
@@ -34,9 +34,14 @@ EXCHANGE = ("tests/iris/test_lamport.py", *LAMPORT)
 LOST = ("tests/iris/test_lost_ranks.py", "tests/iris/test_failures.py", "tests/iris/test_ccl_calls.py")
 HEAPS = ("tests/iris/test_different_heaps.py",)
 RMA = ("tests/iris/test_rma.py", "tests/iris/test_atomics.py")
-PTX = ("tests/test_codegen_ptx.py",)
+PTX = ("tests/test_codegen_ptx.py", "tests/test_codegen_hopper.py")
 SHARDS = ("tests/layers/test_shard.py", "tests/layers/test_linear.py")
-LOADER = ("tests/layers/test_saving.py", "tests/layers/test_pretrained.py", "tests/layers/test_malformed.py")
+LOADER = (
+    "tests/layers/test_saving.py",
+    "tests/layers/test_pretrained.py",
+    "tests/layers/test_bad_checkpoints.py",
+    "tests/layers/test_malformed.py",
+)
 ENGINE = ("tests/layers/test_engine.py", "tests/layers/test_generation.py")
 ATTENTION = ("tests/layers/test_decode_attention.py", "tests/layers/test_prefill_attention.py")
 STEPS = ("tests/layers/test_skinny_matmul.py",)
@@ -530,10 +535,10 @@ PLANNER = [
         PLAN,
     ),
     Fault(
-        "a round that is not full takes no time",
+        "a wave that is not full takes no time",
         "iris_ops/planning/tile_model.py",
-        "rounds = -(-(tiles - cut) // programs)",
-        "rounds = (tiles - cut) // programs",
+        "waves = -(-(tiles - cut) // programs)",
+        "waves = (tiles - cut) // programs",
         PLAN,
     ),
     Fault(
