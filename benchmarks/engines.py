@@ -1,8 +1,8 @@
 """Who generates: one model, served in several ways, each behind the same `layers.Engine`.
 
-    ours            the layers as they are: fused ops, ranks sharing the tokens of long prompts between the products
+    ours            the layers as they are: fused ops, long prompts sequence parallel
     ours-unshared   those with `sequence_parallel=False`
-    ours-fp8        our layers with weights in fp8, column- and row-parallel (`iris_ops/fp8/`), tokens not shared
+    ours-fp8        our layers with weights in fp8, column- and row-parallel (`iris_ops/fp8/`), not sequence parallel
     fp8-shared      those with sequence parallelism
     nccl            the layers of ours-unshared, their ops exchanged for torch's product and NCCL's collective
     sequence-nccl   those of ours, likewise

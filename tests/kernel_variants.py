@@ -1,4 +1,8 @@
-"""What `compile_kernels.py` compiles for a target: every kernel, in the forms that differ."""
+"""What `compile_kernels.py` compiles for a target: every kernel, in the forms that differ.
+
+A form is a set of the kernel's constants. The forms stand here together, because most share their constants across
+kernels, and because the library needs none of them.
+"""
 
 from __future__ import annotations
 

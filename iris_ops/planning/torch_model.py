@@ -1,4 +1,8 @@
-"""How long torch's own product takes, cuBLAS's or hipBLASLt's, and the gate behind one."""
+"""How long torch's own product takes, cuBLAS's or hipBLASLt's, and the gate behind one: a model fitted to measurements.
+
+It covers the products that a plan compares with its own kernels. It reckons with waves of the library's tiles, like the
+model of our kernels, but the library chooses its tiles by rules that it does not tell.
+"""
 
 from __future__ import annotations
 

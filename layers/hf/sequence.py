@@ -7,12 +7,12 @@
                         o_proj, down_proj       matmul_reduce_scatter: this rank's rows of the sum
 
 So norms and sums take 1/w of the work, and the reduction's second half, which spreads the sums to all ranks, happens
-inside the next product. It pays for many tokens: fewer, or a number that w does not divide, run as usual (an engine
-adds a few to such prompts). `parallelize` does it unless told otherwise, for the families of `KNOWN`.
+inside the next product. It pays for many tokens. Few tokens, or a number that w does not divide, run as usual (an
+engine adds a few to such prompts). `parallelize` does it unless told otherwise, for the families of `KNOWN`.
 
-Whether a call shares its tokens is decided at the entrance and told to all that follows (`Sharing`). A share is told
-from whole hidden states by its two dimensions, [rows, H] and not [B, T, H]; how B*T divides into B and T is read off
-the position embeddings, which stay whole.
+A call decides at the entrance of the model whether it is sequence parallel, and tells all that follows (`Sharing`). A
+share has two dimensions, [rows, H], where whole hidden states have three, [B, T, H]. How B*T divides into B and T is
+read off the position embeddings, which stay whole.
 """
 
 from __future__ import annotations
