@@ -48,5 +48,5 @@ def triton_version() -> str | None:
 
 
 def versions() -> str:
-    """Of what ranks must have alike, as one line."""
+    """The versions that all ranks must have alike, as one line."""
     return f"iris {__version__}, torch {torch.__version__}, triton {triton_version()}"

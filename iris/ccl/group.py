@@ -44,7 +44,7 @@ class Group:
         return self.ctx.heap.reserve((nbytes,), torch.uint8)
 
     def barrier(self) -> None:
-        """Of the members, on the host: raises on all of them where their heaps differ."""
+        """A barrier of the members on the host; raises on all of them where their heaps differ."""
         self.ctx.barrier(group=self._group)
 
 

@@ -55,13 +55,13 @@ def writes_to_peers(problem: Problem, plan: Plan) -> bool:
 
 
 def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> dict:
-    """Of `kernel_of(plan)`, by name."""
+    """The arguments of `kernel_of(plan)`, by name."""
     area = workspace.areas[room(problem, plan).area]
     if plan.protocol == "lamport":
         staging = area.staging.view(_sent_as(problem))
     elif plan.variant in ("ring", "atomic", "spinlock"):
         staging = area.staging.view(_wide(problem))
-    else:  # who only copies has no staging
+    else:  # a collective that only copies has no staging
         staging = area.staging.view(problem.dtype) if problem.reduces else area.flags
     half = staging.numel() // 2
     args = dict(

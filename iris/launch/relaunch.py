@@ -82,7 +82,7 @@ class Calls:
             self._moves[key[self._tensors :], place] = launch.moved
 
     def forget(self) -> None:
-        """Of calls, not of what was prepared for them: kernels or memory that they use have changed."""
+        """Forgets calls, but not what was prepared for them: kernels or memory that they use have changed."""
         self.known.clear()
         self._moves.clear()
 

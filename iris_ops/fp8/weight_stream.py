@@ -225,7 +225,7 @@ def columns_of(stream, group, end, SUMS: gl.constexpr):
 
 @triton.constexpr_function
 def layout_of_sums(columns, slices):
-    """Of [slices, columns, rows]: each thread holds all slices of some columns that follow each other."""
+    """The layout of sums [slices, columns, rows]: each thread holds all slices of some adjacent columns."""
     return gl.BlockedLayout([slices, columns // 8, 1], [1, 8, 4], [1, 1, slices], [1, 2, 0])
 
 
@@ -240,7 +240,7 @@ def tiles_at_once(columns: int, programs: int) -> int:
 
 
 def rows_at_once(rows: int) -> int:
-    """Of A, as many as a program has: 8 or `MOST_ROWS`."""
+    """How many rows of A a program has: 8 or `MOST_ROWS`."""
     return 8 if rows <= 8 else MOST_ROWS
 
 

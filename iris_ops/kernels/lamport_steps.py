@@ -161,7 +161,7 @@ class Exchange:
             tl.store(target, arch.round_to(tile, dtype), mask=inside)
         return ok
 
-    # Parts may be empty, and who gets nothing from a peer would not know that it has finished the call before.
+    # Parts may be empty. A rank that gets nothing from a peer would not know that the peer is in this call.
 
     @device_function
     def tell_peers(self):

@@ -167,7 +167,7 @@ def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
 
 @aggregate
 class OthersFirst:
-    """Of num_m by num_n tiles, between two ranks, first those with rows of the peer's.
+    """The order of num_m by num_n tiles between two ranks: those with rows of the peer's come first.
 
     Those travel while this rank multiplies its own, and behind its last tile it has nothing to send. `group` columns of
     tiles at a time, column by column: the peer's of a group, then its `own` row blocks from number `begin` on, which

@@ -85,7 +85,7 @@ class Matrix:
 
 @device_function
 def first_row(row, rows, BLOCK_M: tl.constexpr):
-    """Where a tile from `row` on is loaded of a matrix of so many rows."""
+    """The first row that is loaded for a tile from `row` on, in a matrix of so many rows."""
     return tl.minimum(row, tl.maximum(rows - BLOCK_M, 0))
 
 

@@ -138,7 +138,7 @@ def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, ga
 
 
 def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
-    """Of how many rows, at most, a product of so many outputs is served, with a weight that is not in eight bits.
+    """The most rows of a product of so many outputs that is served here, with a weight that is not in eight bits.
 
     As measured on an H200: up to 64 rows; where half of the multiprocessors at most have a program for each block of
     rows, two blocks' worth; where less than a sixth have one, 32 in `compiled` code, of whose products norms become

@@ -147,7 +147,7 @@ def _pushed(architecture: str, group_m: int) -> tuple[FusedConfig, ...]:
 
 
 def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
-    """Of rows that copy engines bring. By measurement, programs that share tiles are no faster there."""
+    """Configurations for rows that copy engines bring. By measurement, sharing tiles makes them no faster."""
     return _specialised(machine.architecture, "copy_gather", False)
 
 

@@ -37,7 +37,7 @@ class Machine:
 
     @property
     def architecture(self) -> str:
-        """Whose warp-specialised kernels run here, by the name of their folder; "" where none do."""
+        """The architecture whose warp-specialised kernels run here, as their folder is called; "" where none do."""
         return "hopper" if self.warp_specialised else ""
 
     def stages(self, block_bytes: int) -> int:

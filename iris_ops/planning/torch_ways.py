@@ -96,7 +96,7 @@ def _copy_gather_supports(problem: Problem) -> str | None:
 
 
 def steps_of(problem: Problem, config: FusedConfig) -> list[range]:
-    """Whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
+    """The ranks whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
     others = problem.world_size - 1
     together = min(others, max(config.ranks_together, -(-_LEAST_ROWS // max(1, problem.part_rows))))
     if others == 0:

@@ -98,7 +98,7 @@ def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def columns_together(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """Of how many columns of tiles `tile_orders.OthersFirst` first has the peer's: all, or a wave's.
+    """How many columns of tiles `tile_orders.OthersFirst` takes at a time, the peer's tiles first: all, or a wave's.
 
     The same of B is read for own tiles behind them, best from L2; then tiles are sent behind the last wave, too.
     """

@@ -54,7 +54,7 @@ def _of_16_bits(problem: Problem, machine: Machine) -> str | None:
 
 
 def _rounded(problem: Problem, machine: Machine) -> str | None:
-    """Where rows are rounded to eight bits, too: only what Hopper's tensor cores take."""
+    """For weights in eight bits, whose rows of A are rounded, too: only what Hopper's tensor cores take."""
     if not problem.fp8:
         return None
     if not machine.warp_specialised or problem.dtype != torch.bfloat16:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @device_function
 def _of_source(row, part_rows, M, BLOCK_M: tl.constexpr):
-    """Of the rank whose row `row` is: (where its rows end, whence a tile from `row` on is loaded)."""
+    """For the rank that owns row `row`: (where its rows end, the first row to load for a tile from `row` on)."""
     begin = row // part_rows * part_rows
     end = min(M, begin + part_rows)
     return end, begin + first_row(row - begin, end - begin, BLOCK_M)
@@ -48,7 +48,7 @@ def _of_source(row, part_rows, M, BLOCK_M: tl.constexpr):
 
 @aggregate
 class _Gathered:
-    """Where other ranks' rows than those of `rank` arrive: in `rows` [M, K], when the rank's flag is `expected`."""
+    """The rows of all ranks but `rank`: they have arrived in `rows` [M, K] once their rank's flag is `expected`."""
 
     rank: base_value
     rows: base_value
@@ -65,7 +65,7 @@ class _Gathered:
 
     @gluon.jit
     def load(self, ctx, own, row, k, loaded, place):
-        """Rows from `row` on: this rank's from `own`."""
+        """Loads rows from `row` on; this rank's own come from `own`."""
         first = self.rank * self.part_rows
         if (ctx.world_size == 1) | (row >= first) & (row < first + self.part_rows):
             async_load(own, [row - first, k], loaded, place)
@@ -74,12 +74,15 @@ class _Gathered:
 
     @gluon.jit
     def first(self, row):
-        """Whence a tile from `row` on is loaded: rows of one rank."""
+        """The first row to load for a tile from `row` on; all rows of a tile are one rank's."""
         return _of_source(row, self.part_rows, self.M, self.BLOCK_M)[1]
 
     @gluon.jit
     def await_rows(self, ctx, row, ready, wanted, WAITER: gl.constexpr):
-        """How many ranks' rows, from the next rank's on, are here once `row` is; so many were `ready` before."""
+        """Waits until `row` has arrived. Returns how many ranks' rows are here then, from the next rank's on.
+
+        `ready`: how many were here before; `wanted`: whether the row is needed at all.
+        """
         order = (row // self.part_rows - self.rank + ctx.world_size) % ctx.world_size
         if wanted & (order > ready):
             for i in range(ready + 1, order + 1):
@@ -93,7 +96,7 @@ class _Gathered:
 
 @gluon.jit
 def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr, MOVE: gl.constexpr):
-    """The mover warps: each tile to its place, or half as many columns of it, gated."""
+    """What the mover warps do: store each tile, or, of a gated product, half as many columns."""
     PARTS: gl.constexpr = shared.PARTS
     ROWS: gl.constexpr = shared.BLOCK_M // PARTS
     done = 0

@@ -75,7 +75,7 @@ def _value_places(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.c
 
 @gluon.jit
 def _send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.constexpr):
-    """Tile number `done`, which stays where it is, to `there`, this rank's values at the peer."""
+    """Sends tile number `done` to `there`, this rank's values at the peer. The tile stays in shared memory."""
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
@@ -86,7 +86,7 @@ def _send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.co
 
 @gluon.jit
 def _look(shared, theirs, row, col, first, rows, M, ld, exists, MOVE: gl.constexpr):
-    """What there is now of all parts of a peer's tile, which may not exist."""
+    """Loads what has arrived so far of all parts of a peer's tile, which may not exist."""
     found = ()
     for part in gl.static_range(shared.PARTS):
         place, mask = _value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
@@ -99,7 +99,7 @@ def _add(
     ctx, shared, done, found, theirs, peer, out, bias, row, col, first, rows, M, N, ld, stride_om, epoch,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """Tile number `done` and the peer's, of which was `found` so much before, to `out`."""
+    """Stores the sum of tile number `done` and the peer's to `out`. `found`: what `_look` has loaded of the peer's."""
     for part in range(shared.PARTS):
         place, mask = _value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
         total, waited = take_found(ctx, found[0], place, mask, peer, epoch, WAITER, shared.product.dtype, LANES=False)
@@ -122,7 +122,7 @@ def _swap_tiles(
     ctx, shared, tiles, half, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The mover warps of an all-reduce: each tile is sent before the one before it is taken."""
+    """What the mover warps of an all-reduce do: send each tile before they take the one before it."""
     peer = 1 - ctx.rank
     programs = gl.num_programs(0)
     count = gl.cdiv(gl.maximum(tiles.num_m * tiles.num_n - gl.program_id(0), 0), programs)
@@ -156,7 +156,7 @@ def _scatter_tiles(
     ctx, shared, tiles, half, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The mover warps of a reduce-scatter: of each tile the peer's rows are sent, and the own ones taken."""
+    """What the mover warps of a reduce-scatter do: send the peer's rows of each tile, and take the own ones."""
     peer = 1 - ctx.rank
     first, rows = ctx.rank * part_rows, part_at(M, part_rows, ctx.rank)
     peer_first, peer_rows = peer * part_rows, part_at(M, part_rows, peer)
@@ -184,7 +184,7 @@ def _scatter_tiles(
             ctx.tracing.record_event_end(span)
         else:
             give_back(shared, i, shared.PARTS - 1)
-    if gl.program_id(0) == 0:  # who is sent nothing else would not know that the peer has finished the call before
+    if gl.program_id(0) == 0:  # a rank to which nothing else is sent must still learn that its peer is in this call
         lanes = gl.arange(0, _THREADS, layout=_LANES)
         behind = half + 2 * (part_rows.to(gl.int64) * ld) + lanes
         here = gl.zeros([_THREADS], half.dtype.element_ty, _LANES)
@@ -197,7 +197,7 @@ def _move_tiles(
     ctx, shared, tiles, half, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED: gl.constexpr,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The mover warps; `MOVED`: what they do with the tiles."""
+    """What the mover warps do: find where values stand, then `MOVED` with all tiles, then advance the epoch."""
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     peer = 1 - ctx.rank
     step = part_rows.to(gl.int64) * ld

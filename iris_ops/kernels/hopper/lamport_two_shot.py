@@ -50,7 +50,7 @@ def _multiply_and_take(
     ctx, a, b, a_scales, b_scales, mma, shared, units, tiles, sums, out, sync, M, N, part_rows, ld, stride_om, epoch,
     TAKE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The MMA warps: products, which no bias is added to, and behind them all owners' sums to `out`."""
+    """What the MMA warps do: multiply, without the bias, and behind the last tile put all owners' sums into `out`."""
     multiply_tiles(
         ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, out, out, sync, epoch, M, N, False, WAITER,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def _multiply_and_take(
 
 @gluon.jit
 def _send(ctx, shared, done, half, bases, row, col, M, part_rows, ld, spread, MOVE: gl.constexpr):
-    """The finished tile's rows to where their owners expect this rank's."""
+    """Sends the finished tile's rows to where their owners expect this rank's."""
     mine = half + (ctx.rank * part_rows).to(gl.int64) * ld
     begin = arch.clock()
     for part in range(shared.PARTS):
@@ -95,7 +95,7 @@ def _sum(
     BLOCK_N: gl.constexpr, ROWS: gl.constexpr, SUMMED: gl.constexpr, HAS_BIAS: gl.constexpr, MOVE: gl.constexpr,
     WAITER: gl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; the sums to everyone."""
+    """Sums ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; sends the sums to all."""
     step = part_rows.to(gl.int64) * ld
     r = row + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, MOVE))
     c = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MOVE))
@@ -131,7 +131,7 @@ def _move_tiles(
     ctx, shared, tiles, half, sums, bias, sync, M, N, part_rows, ld, epoch, spread, ROWS: gl.constexpr,
     SUMMED: gl.constexpr, HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The mover warps."""
+    """What the mover warps do: send tiles to their owners, and sum own rows as soon as their columns are complete."""
     dtype: gl.constexpr = shared.product.dtype
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     own_rows = part_at(M, part_rows, ctx.rank)

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 def _push_tiles(
     ctx, shared, units, tiles, whole, out, sync, M, N, stride_om, spread, MOVE: gl.constexpr, WAITER: gl.constexpr
 ):  # fmt: skip
-    """The mover warps: each tile to every rank. `out`: where this rank's part, M by N, begins in the `whole`."""
+    """What the mover warps do: store each tile at every rank.
+
+    `out`: where this rank's part, M by N, begins in the `whole`.
+    """
     epoch = enter(ctx, sync, whole, LANES=False)
     ok = await_entered(ctx, sync, epoch, WAITER, whole, LANES=False)  # before that, a peer may still read its out
     targets = ()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @gluon.jit
 def _stage(shared, done, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
-    """The finished tile, rows `row` to `end` of M, to `staged` [BLOCK_M, BLOCK_N], in its owner's memory."""
+    """Pushes the finished tile, rows `row` to `end` of M, to `staged` [BLOCK_M, BLOCK_N] in its owner's memory."""
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
@@ -55,7 +55,7 @@ def _packed(shared, part, row, end, M, MOVE: gl.constexpr):
 
 @gluon.jit
 def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: gl.constexpr):
-    """What each of `sources`, staged tiles, has of a part of the tile."""
+    """Loads one part of the tile from each of `sources`, the tiles that peers have staged."""
     place, inside = _packed(shared, part, row, end, M, MOVE)
     found = ()
     for i in gl.static_range(COUNT):
@@ -108,7 +108,7 @@ def _move_tiles(
     ctx, shared, units, tiles, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE: gl.constexpr,
     MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The mover warps: others' tiles to their owners; own ones are summed, and the sums stored, or sent to all."""
+    """What the mover warps do: push others' tiles to their owners, and sum own ones, for `out` or for all ranks."""
     BLOCK_M: gl.constexpr = shared.BLOCK_M
     BLOCK_N: gl.constexpr = shared.BLOCK_N
     ELEMENTS: gl.constexpr = BLOCK_M * BLOCK_N

@@ -41,14 +41,14 @@ from triton.experimental.gluon import language as gl
 
 from ..tiles import first_row, known, rows_from
 
-NOWHERE = gl.constexpr(None)  # what rows are gathered from that all lie in `a`, and scales that there are not
+NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and for scales where there are none
 
 
 @aggregate
 class Shared:
-    """A program's shared memory: the ring of operands, finished tiles, and what says which warps may go on.
+    """A program's shared memory: the ring of operands, the finished tiles, and the barriers between its warps.
 
-    The finished tiles, PLACES of them, lie in `product` in PARTS of some rows each, and take turns.
+    `product` has PLACES for finished tiles, which take turns. A tile lies there in PARTS of some rows each.
     """
 
     a_parts: base_value
@@ -79,8 +79,10 @@ def allocate(
     a, b, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1,
 ):  # fmt: skip
-    """The shared memory of one program; a, b: descriptors of its operands. Products, in `dtype`, are in parts of ROWS
-    rows. Where `a` has three dimensions its rows are folded, see `tiles.first_row`.
+    """The shared memory of one program, whose operands have the descriptors a and b.
+
+    A finished tile, in `dtype`, lies in parts of ROWS rows. Where `a` has three dimensions its rows are folded
+    (`tiles.first_row`).
     """
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
@@ -117,9 +119,9 @@ def _load(ctx, a, gathered, b, mma, shared, stage, row, col, k):
 
 @gluon.jit
 def _begin(units, tiles, a, gathered, unit, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
-    """(unit, row, column, where along K to begin, where to end) of the first unit from `unit` on that has steps.
+    """The first unit from `unit` on that has steps: (unit, row, column, where along K it begins, where it ends).
 
-    The row is whence its tile is loaded.
+    The row is the first that is loaded for the unit's tile.
     """
     programs = gl.num_programs(0)
     tile, first, steps, _ = units.at(unit, programs)
@@ -138,10 +140,11 @@ def _begin(units, tiles, a, gathered, unit, BLOCK_M: gl.constexpr, BLOCK_K: gl.c
 
 @gluon.jit
 def _join(ctx, units, parts, left, epoch, unit, tile, steps, complete, acc, WAITER: gl.constexpr):
-    """The product of a unit, `steps` of `tile`: of a shared tile what others have left is added, or this is left.
+    """Joins a unit of a shared tile with what other programs computed of the tile; other units pass unchanged.
 
-    `parts`: fp32 [program, BLOCK_M, BLOCK_N]; `left`: a flag for each, both this rank's own. A wait that failed has
-    marked the rank, which then vouches for nothing (`sync.leave`).
+    A program that has the tile's last steps adds what the others left. Else it leaves its own sum and signals it.
+    `parts`: fp32 [program, BLOCK_M, BLOCK_N]; `left`: a flag for each; both are this rank's own memory. A wait that
+    failed has marked the rank, which then vouches for nothing (`sync.leave`).
     """
     programs = gl.num_programs(0)
     if units.SHARED:
@@ -149,7 +152,7 @@ def _join(ctx, units, parts, left, epoch, unit, tile, steps, complete, acc, WAIT
             p = unit % programs
             if complete:
                 q = p
-                while units.begin(q) > tile * units.steps:  # who had the steps before
+                while units.begin(q) > tile * units.steps:  # the program before had earlier steps of this tile
                     q -= 1
                     wait(ctx, left + q, epoch, ctx.rank, WAITER, exact=True)
                     acc += gl.load(_place_of(acc, parts, q), cache_modifier=".cg")
@@ -165,7 +168,7 @@ def _place_of(acc, parts, number):
     ACC: gl.constexpr = acc.type.layout
     r = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC))
     c = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, ACC))
-    # by blocks of 8 x 8, which a warp's threads hold between them
+    # by blocks of 8 x 8, which the threads of one warp hold together
     place = (r // 8 * (8 * acc.shape[1]) + r % 8 * 8)[:, None] + (c // 8 * 64 + c % 8)[None, :]
     return parts + number.to(gl.int64) * (acc.shape[0] * acc.shape[1]) + place
 
@@ -175,11 +178,11 @@ def multiply_tiles(
     ctx, a, gathered, b, a_scales, b_scales, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
     HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The MMA warps: each unit's product, in fp32; complete ones, rounded, are handed over.
+    """What the MMA warps do: multiply each unit in fp32, and hand complete tiles over, rounded.
 
-    `gathered`: whence rows come that are not in `a`, or None: its `load` and, before it, `first` and `await_rows`. A
-    `b` of three dimensions, [2, N, K], is two matrices of N columns, of which a tile has as many columns each.
-    `a_scales`, `b_scales`: of the product's rows and columns where operands are in eight bits, or None.
+    `gathered` loads rows that are not in `a`, by its `first`, `await_rows` and `load`, or is None. A `b` of three
+    dimensions, [2, N, K], is two matrices of N columns, and a tile has as many columns of each. `a_scales`, `b_scales`:
+    of the product's rows and columns where the operands are in eight bits, or None.
     """
     BLOCK_M: gl.constexpr = shared.BLOCK_M
     BLOCK_N: gl.constexpr = shared.BLOCK_N
@@ -253,7 +256,7 @@ def multiply_tiles(
 def _scaled(
     product, tiles, tile, a_scales, b_scales, bias, M, N, FOLDED: gl.constexpr, HAS_BIAS: gl.constexpr
 ):  # fmt: skip
-    """The product of a tile whose operands were in eight bits, with the bias."""
+    """The product of a tile whose operands were in eight bits, times their scales, plus the bias."""
     ACC: gl.constexpr = product.type.layout
     row, col, own = tiles.place(tile)
     i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
@@ -274,13 +277,13 @@ def await_tile(shared, done):
 
 @gluon.jit
 def part_of(shared, done, part):
-    """Where part number `part` of the finished tile `done` lies: some rows."""
+    """The shared memory of part number `part` of the finished tile number `done`."""
     return shared.product.index(done % shared.PLACES * shared.PARTS + part)
 
 
 @gluon.jit
 def give_back(shared, done, part):
-    """With its last part, which has been loaded, the place of tile `done` is free again."""
+    """Frees the place of tile number `done` once the last of its parts has been loaded."""
     if part == shared.PARTS - 1:
         program_barrier()
         mbarrier.arrive(shared.free.index(done % shared.PLACES), count=1)
@@ -288,7 +291,7 @@ def give_back(shared, done, part):
 
 @gluon.jit
 def rows_of(shared, done, part, MOVE: gl.constexpr):
-    """What `part_of` says, loaded and, with the last of them, given back."""
+    """The part that `part_of` names, in registers; loading the last one frees the tile's place."""
     values = part_of(shared, done, part).load(MOVE)
     give_back(shared, done, part)
     return values
@@ -296,16 +299,16 @@ def rows_of(shared, done, part, MOVE: gl.constexpr):
 
 @gluon.jit
 def pace(begin, spread, part, parts):
-    """Waits until number `part` of so many is to be pushed, if the first was at `begin` and all take `spread` ticks."""
+    """Waits until part number `part` of `parts` is due: the first was at `begin`, and all take `spread` ticks."""
     while arch.clock() - begin < spread * part // parts:
         pass
 
 
 @gluon.jit
 def places_of(shared, part, row, rows, MOVE: gl.constexpr):
-    """(rows of A, columns in the tile, which of the rows are the tile's own) of what `rows_of` gives.
+    """Where the values that `rows_of` gives stand: (rows of A, columns in the tile, which rows are the tile's own).
 
-    `row`: the tile's first; `rows`: how many A has.
+    `row`: the tile's first row; `rows`: how many A has.
     """
     ROWS: gl.constexpr = shared.BLOCK_M // shared.PARTS
     i = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
