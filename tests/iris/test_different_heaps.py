@@ -24,9 +24,9 @@ def run(world: int, body, *args) -> None:
 # --- allocations that differ -----------------------------------------------------------------------------------------
 
 
-def multiply(ctx: iris.Iris) -> torch.Tensor:
-    out = torch.empty(64, 64, device=ctx.device)
-    A, B = (torch.full(shape, 1.0, device=ctx.device) for shape in ((64, 32), (32, 64)))
+def multiply(ctx: iris.Iris, rows: int = 64) -> torch.Tensor:
+    out = torch.empty(rows, 64, device=ctx.device)
+    A, B = (torch.full(shape, 1.0, device=ctx.device) for shape in ((rows, 32), (32, 64)))
     ctx.ops.matmul_all_reduce(out, A, B)
     return out
 
@@ -51,6 +51,7 @@ def ragged(rank: int, world: int, where: str) -> None:
     same = ctx.ones(3)
     ctx.barrier()
     ctx.empty(19 if rank == 0 else 18, 1536)
+    ctx.empty(5)  # which lies elsewhere, too
     message = "heaps differ.*llocation number 2 differs between ranks"
     if rank == 0 or world == 2:
         message += r".*a tensor \(19, 1536\) of torch.float32 \(116736 bytes at offset 256\) on rank 0.*empty_ragged"
@@ -66,6 +67,27 @@ def ragged(rank: int, world: int, where: str) -> None:
 @pytest.mark.parametrize("where", FOUND_BY)
 def test_allocations_that_differ_are_found_wherever_ranks_meet(where: str) -> None:
     run(2, ragged, where)
+
+
+GROWING = {
+    "an op": multiply,
+    "a collective": lambda ctx, rows=64: ctx.ccl.all_reduce(torch.empty(rows, 64), torch.ones(rows, 64)),
+}
+
+
+def growing(rank: int, world: int, what: str) -> None:
+    ctx = iris.iris(1 << 24)
+    GROWING[what](ctx)
+    ctx.empty(100 * (1 + rank))
+    GROWING[what](ctx)  # which needs no more, and compares nothing
+    with pytest.raises(NotSymmetricError, match=r"heaps differ.*llocation number 1 differs between ranks"):
+        GROWING[what](ctx, 512)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("what", GROWING)
+def test_growing_finds_allocations_that_differ(what: str) -> None:
+    run(2, growing, what)
 
 
 def two_slots(ctx: iris.Iris) -> None:

@@ -22,7 +22,7 @@ from tests.planted.faults import FAULTS, Fault
 from tests.processes import ROOT
 
 FAST = "not gpu and not slow"  # what `make test` runs
-_NO_TESTS = 5  # pytest's exit code
+_NO_TESTS = 4, 5  # pytest's exit codes: of a test that is not in its file, and where none is chosen
 
 
 @contextlib.contextmanager
@@ -46,9 +46,14 @@ def _git(*args: str) -> None:
     subprocess.run(["git", *args], cwd=ROOT, check=True, capture_output=True)
 
 
+def file_of(test: str) -> str:
+    """The file of a test, or of a file itself."""
+    return test.partition("::")[0]
+
+
 def run_tests(copy: Path, tests: Sequence[str], marks: str, limit_s: float, *options: str) -> dict[str, Any]:
     """How the tests in a copy end ("passed", "failed" or "hung"), those that failed, and seconds."""
-    there = [test for test in tests if (copy / test).exists()]
+    there = [test for test in tests if (copy / file_of(test)).exists()]
     if not there:
         return {"ended": "no such tests", "by": [], "seconds": 0.0}
     line = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", *options, *there]
@@ -59,7 +64,7 @@ def run_tests(copy: Path, tests: Sequence[str], marks: str, limit_s: float, *opt
     )  # fmt: skip
     try:
         printed, _ = process.communicate(timeout=limit_s)
-        ended = {0: "passed", _NO_TESTS: "no such tests"}.get(process.returncode, "failed")
+        ended = {0: "passed", **dict.fromkeys(_NO_TESTS, "no such tests")}.get(process.returncode, "failed")
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the ranks that it started, too
         printed, _ = process.communicate()
