@@ -18,6 +18,7 @@ import tempfile
 import time
 from typing import Any
 
+from tests.assembly import ENV_KERNELS
 from tests.planted.faults import FAULTS, Fault
 from tests.processes import ROOT
 
@@ -51,7 +52,9 @@ def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
-def run_tests(copy: Path, tests: Sequence[str], marks: str, limit_s: float, *options: str) -> dict[str, Any]:
+def run_tests(
+    copy: Path, tests: Sequence[str], marks: str, limit_s: float, *options: str, kernels: str = ""
+) -> dict[str, Any]:
     """How the tests in a copy end ("passed", "failed" or "hung"), those that failed, and seconds."""
     there = [test for test in tests if (copy / file_of(test)).exists()]
     if not there:
@@ -59,7 +62,8 @@ def run_tests(copy: Path, tests: Sequence[str], marks: str, limit_s: float, *opt
     line = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", *options, *there]
     begin = time.monotonic()
     process = subprocess.Popen(
-        line, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, text=True, start_new_session=True,
+        line, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy), ENV_KERNELS: kernels}, text=True,
+        start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
@@ -90,7 +94,7 @@ def try_fault(copy: Path, fault: Fault, marks: str, limit_s: float) -> dict[str,
     if text is None:
         return {"name": fault.name, "file": fault.file, "outcome": "not there"}
     try:
-        found = run_tests(copy, fault.tests, marks, limit_s, "-x")
+        found = run_tests(copy, fault.tests, marks, limit_s, "-x", kernels=fault.kernels)
     finally:
         (copy / fault.file).write_text(text)
     outcome = {"passed": "missed", "failed": "caught", "hung": "caught"}.get(found["ended"], found["ended"])
@@ -123,12 +127,15 @@ def main() -> None:
             finally:
                 free.put(copy)
 
-        files = list(dict.fromkeys(test for fault in chosen for test in fault.tests))
-        copy = free.get()
-        sound = run_tests(copy, files, given.marks, 10 * given.limit)
+        judged, copy = [], free.get()
+        for kernels in dict.fromkeys(fault.kernels for fault in chosen):
+            alike = [fault for fault in chosen if fault.kernels == kernels]
+            tests = list(dict.fromkeys(test for fault in alike for test in fault.tests))
+            sound = run_tests(copy, tests, given.marks, 10 * given.limit, kernels=kernels)
+            print(f"without a fault: {sound['ended']} in {sound['seconds']} s", *sound["by"], sep="\n", flush=True)
+            known = sound["ended"] == "passed" or all("::" in by.partition(" ")[0] for by in sound["by"])
+            judged += [each for each in alike if known and not any(by.startswith(each.tests) for by in sound["by"])]
         free.put(copy)
-        print(f"without a fault: {sound['ended']} in {sound['seconds']} s", *sound["by"], sep="\n", flush=True)
-        judged = [fault for fault in chosen if not any(by.startswith(fault.tests) for by in sound["by"])]
         results = []
         try:
             for found in pool.map(lambda fault: in_a_copy(try_fault, fault), judged):

@@ -22,14 +22,16 @@ DEVICE = [
         "iris/device/rma.py",
         'return "sys" if scope is None else scope',
         'return "gpu" if scope is None else scope',
-        PTX,
+        (f"{PTX}orders_signals[narrow_scopes-sm_90]",),
+        kernels=r"^rma_|^ccl_atomic",
     ),
     Fault(
         "a signal releases nothing",
         "iris/device/sync.py",
         'rma.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")',
         'rma.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="relaxed", scope="sys")',
-        PTX,
+        (f"{PTX}has_signals_and_waits[sm_90]",),
+        kernels=r"^(rma_put_and_signal|reduce_scatter_pointers|all_reduce_pointers|matmul_all_gather_pointers|all_gather_matmul_rows_pointers)$",
     ),
     Fault(
         "signals to all peers have no barrier before them",
@@ -37,7 +39,8 @@ DEVICE = [
         "    tl.debug_barrier()  # a release covers one thread; the barrier brings every thread's stores before it\n"
         "    tl.atomic_xchg(flags",
         "    tl.atomic_xchg(flags",
-        PTX,
+        (f"{PTX}orders_signals[unordered_releases-sm_90]",),
+        kernels=r"^ccl_flags",
     ),
     Fault(
         "a wait does not acquire",
@@ -48,7 +51,8 @@ DEVICE = [
         "    while waiting:\n"
         "        late = is_late(end, polls) | arch.any_gone(ctx.pid(peer))\n"
         '        seen = tl.atomic_add(flag, 0, sem="relaxed", scope="sys")',
-        PTX,
+        (f"{PTX}acquires_at_every_look_at_a_flag[sm_90]",),
+        kernels=r"^(ccl_spinlock|lamport_gather_first|reduce_scatter_pointers)$",
     ),
     Fault(
         "flags are compared without a wrap",
@@ -170,6 +174,7 @@ DEVICE = [
         "iris/device/lock.py",
         'ctx.heap_bases(), sem="acquire", scope="sys") == 0',
         'ctx.heap_bases(), sem="relaxed", scope="sys") == 0',
-        PTX,
+        (f"{PTX}acquires_at_every_look_at_a_flag[sm_90]",),
+        kernels=r"^(ccl_spinlock|lamport_gather_first|reduce_scatter_pointers)$",
     ),
 ]

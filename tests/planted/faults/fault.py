@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Fault:
     """In `file`, `new` stands where `old` should; `tests`, files or tests of files, should fail then.
 
-    `missed`: why no test can see it without a GPU, of a fault for which that is so.
+    `missed`: why no test can see it without a GPU, of a fault for which that is so. `kernels`: a regular expression of
+    the compiled kernels that the tests look at; without it all are compiled anew.
     """
 
     name: str
@@ -18,6 +19,7 @@ class Fault:
     new: str
     tests: tuple[str, ...]
     missed: str = ""
+    kernels: str = ""
 
 
 OPS = ("tests/iris_ops/test_ops.py",)
@@ -34,7 +36,7 @@ EXCHANGE = ("tests/iris/test_lamport.py", *FEW_ROWS)
 LOST = ("tests/iris/test_lost_ranks.py", "tests/iris/test_failures.py", "tests/iris/test_ccl_calls.py")
 HEAPS = ("tests/iris/test_different_heaps.py",)
 RMA = ("tests/iris/test_rma.py", "tests/iris/test_atomics.py")
-PTX = ("tests/test_codegen_ptx.py",)
+PTX = "tests/test_codegen_ptx.py::test_ptx_"
 SHARDS = ("tests/layers/test_shard.py", "tests/layers/test_linear.py")
 LOADER = ("tests/layers/test_saving.py", "tests/layers/test_pretrained.py", "tests/layers/test_malformed.py")
 ENGINE = ("tests/layers/test_engine.py", "tests/layers/test_generation.py")
