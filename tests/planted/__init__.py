@@ -3,6 +3,7 @@
     python -m tests.planted                            every fault, by the tests that `make test` runs
     python -m tests.planted --at 017858a --marks "not gpu" --out before.json
     python -m tests.planted "seal keeps the sentinel"  some faults, by name
+    python -m tests.planted --gpus 2                   the faults that only GPUs see
 
 `faults/` lists the faults: each replaces one text in one file, and names the test files, or the tests, that should fail
 then. The tool first runs all of these without a fault; where one fails, nothing is judged by it. Then it plants one

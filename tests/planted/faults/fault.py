@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Fault:
     """In `file`, `new` stands where `old` should; `tests`, files or tests of files, should fail then.
 
-    `missed`: why no test can see it without a GPU, of a fault for which that is so. `kernels`: a regular expression of
-    the compiled kernels that the tests look at; without it all are compiled anew.
+    `missed`: why no test can see it without a GPU, of a fault for which that is so, and `on_gpus` the tests that see it
+    there. `kernels`: a regular expression of the compiled kernels that the tests look at; without it all are compiled.
     """
 
     name: str
@@ -19,6 +19,7 @@ class Fault:
     new: str
     tests: tuple[str, ...]
     missed: str = ""
+    on_gpus: tuple[str, ...] = ()
     kernels: str = ""
 
 
@@ -42,4 +43,5 @@ LOADER = ("tests/layers/test_saving.py", "tests/layers/test_pretrained.py", "tes
 ENGINE = ("tests/layers/test_engine.py", "tests/layers/test_generation.py")
 ATTENTION = ("tests/layers/test_decode_attention.py", "tests/layers/test_prefill_attention.py")
 STEPS = ("tests/layers/test_skinny_matmul.py",)
+HOPPER = ("tests/iris_ops/test_hopper.py::test_op_is_right", "tests/iris_ops/test_hopper.py::test_random_calls")
 ON_HOPPER = "specialised warps run on Hopper only, and the number of stores in the PTX is the same"

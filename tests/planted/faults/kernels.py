@@ -1,6 +1,6 @@
 """The fused kernels of `iris_ops`."""
 
-from .fault import EPOCHS, FEW_ROWS, FP8, GATED, NORM, ON_HOPPER, OPS, ORDER, PTX, Fault
+from .fault import EPOCHS, FEW_ROWS, FP8, GATED, HOPPER, NORM, ON_HOPPER, OPS, ORDER, PTX, Fault
 
 KERNELS = [
     Fault(
@@ -199,6 +199,7 @@ KERNELS = [
         "sources = sources + (staging + (peer * owned).to(gl.int64) * ELEMENTS,)",
         (f"{PTX}of_warp_specialised_programs",),
         ON_HOPPER,
+        HOPPER,
         kernels=r"_hopper_",
     ),
     Fault(
@@ -208,6 +209,7 @@ KERNELS = [
         "slot = staging + (epoch & 0).to(gl.int64) * slot_words",
         (f"{PTX}of_words_that_two_ranks_send_each_other",),
         ON_HOPPER,
+        HOPPER,
         kernels=r"lamport_pair",
     ),
 ]

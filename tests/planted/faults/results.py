@@ -16,7 +16,7 @@ _GUARDS = ("tests/layers/test_guards.py",)
 _INPUTS = ("tests/layers/test_inputs.py::test_other_inputs_on_a_rank_are_found",)
 _ASKED = ("tests/layers/test_pretrained.py::test_ranks_ask_for_the_same_model",)
 _GRADIENTS = ("tests/layers/test_gradients.py::test_every_layer_refuses_gradients_and_runs_without",)
-_ON_GPUS = "a graph is captured on a GPU only"
+_REPLAY = "tests/soak/test_soak.py::test_a_replay_keeps_what_its_graph_refers_to"
 
 ALLOCATIONS = [
     Fault(
@@ -313,8 +313,9 @@ READ_OTHERWISE = [
         "iris_tp/bench/timing.py",
         "        self.work, self.graph = work, torch.cuda.CUDAGraph()\n",
         "        self.graph = torch.cuda.CUDAGraph()\n",
-        ("tests/soak/test_soak.py::test_a_replay_keeps_what_its_graph_refers_to",),
-        _ON_GPUS,
+        (_REPLAY,),
+        "a graph is captured on a GPU only",
+        (_REPLAY,),
     ),
 ]
 
