@@ -22,8 +22,8 @@ DEVICE = [
         "iris/device/rma.py",
         'return "sys" if scope is None else scope',
         'return "gpu" if scope is None else scope',
-        (f"{PTX}orders_signals[narrow_scopes-sm_90]",),
-        kernels=r"^rma_|^ccl_atomic",
+        (f"{PTX}of_gluon_is_wide_and_reaches_the_system[sm_90]",),
+        kernels=r"^gluon_",
     ),
     Fault(
         "a signal releases nothing",
