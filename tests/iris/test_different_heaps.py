@@ -7,6 +7,7 @@ import threading
 
 import iris
 from iris.errors import ArgumentError, DtypeError, NotSymmetricError, ThreadError
+from iris_ops import FusedConfig
 import pytest
 import torch
 
@@ -127,11 +128,19 @@ def test_frees_that_differ_are_found() -> None:
 
 
 def unshifted(rank: int, world: int) -> None:
-    """A user's allocation that differs moves no workspace: calls that need no new memory stay right."""
+    """A user's allocation that differs moves no workspace: calls at which no ranks meet stay right.
+
+    The second of them takes memory, for what peers write in place of an `out` that does not lie on the heap.
+    """
     ctx = iris.iris(1 << 24)
     multiply(ctx)
+    config, A, B = FusedConfig(32, 32, 32, num_warps=4), torch.ones(64, 32), torch.ones(32, 64)
+    ctx.ops.matmul_all_reduce(ctx.empty(64, 64), A, B, config=config)
     ctx.empty(1000 * (1 + rank))
     assert (multiply(ctx) == 32 * world).all()
+    out, (_, taken) = torch.empty(64, 64), ctx.heap.used
+    ctx.ops.matmul_all_reduce(out, A, B, config=config)
+    assert (out == 32 * world).all() and ctx.heap.used[1] > taken
     with pytest.raises(NotSymmetricError, match="heaps differ"):
         ctx.close()
     os._exit(0)
