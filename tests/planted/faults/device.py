@@ -40,6 +40,7 @@ DEVICE = [
         "    tl.atomic_xchg(flags",
         "    tl.atomic_xchg(flags",
         (f"{PTX}orders_signals[unordered_releases-sm_90]",),
+        "Triton puts a barrier of its own before each release",
         kernels=r"^ccl_flags",
     ),
     Fault(
