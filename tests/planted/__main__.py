@@ -24,6 +24,7 @@ from tests.planted.faults import FAULTS, Fault
 from tests.processes import ROOT
 
 FAST = "not gpu and not slow"  # what `make test` runs
+_SHORT = {"IRIS_TEST_TIMEOUT": "40"}  # seconds that the ranks of a test wait for each other, not 120
 _NO_TESTS = 4, 5  # pytest's exit codes: of a test that is not in its file, and where none is chosen
 
 
@@ -70,7 +71,7 @@ def run_tests(
     line = [sys.executable, "-m", *ranks, "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", *options, *there]
     begin = time.monotonic()
     process = subprocess.Popen(
-        line, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy), ENV_KERNELS: kernels}, text=True,
+        line, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy), ENV_KERNELS: kernels, **_SHORT}, text=True,
         start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
