@@ -3,6 +3,7 @@
 from .fault import Fault
 
 _WAITS = "tests/iris/test_lost_ranks.py::test_who_waits_for_a_lost_rank_names_it"
+_WATCHED = "tests/iris/test_lost_ranks.py::test_processes_and_their_connections_are_both_watched"
 _MAKING = "tests/iris/test_lost_ranks.py::test_a_rank_lost_while_a_context_is_made_is_named"
 _CREATION = "tests/iris/test_creation.py::test_no_rank_fails_alone_while_a_context_is_made"
 _SOAK = "tests/soak/test_soak.py::test_a_fault_in_each_state"
@@ -18,21 +19,28 @@ WAITS = [
         tuple(f"{_WAITS}[{wait}-stop]" for wait in ("broadcast from it", "memory_pool", "growth")),
     ),
     Fault(
-        "hosts do not look whether the awaited processes live",
+        "hosts do not see that a connection has ended",
         "iris/channel.py",
         "                    except OSError as error:\n                        closed =",
         "                    except OSError as error:\n"
         "                        selector.unregister(key.fileobj)\n"
         "                        continue\n"
         "                        closed =",
-        (f"{_WAITS}[broadcast from it-kill]",),
+        (f"{_WATCHED}[closed]",),
+    ),
+    Fault(
+        "hosts do not look whether the awaited processes live",
+        "iris/channel.py",
+        "                    gone = [peer for peer in waited if has_ended(self.pids[peer])]\n",
+        "                    gone = []\n",
+        (f"{_WATCHED}[outlived]",),
     ),
     Fault(
         "who loses a rank tells nobody",
         "iris/channel.py",
         "        self.tell(_LOST, (peer, reason))\n",
         "",
-        ("tests/iris/test_agreement.py",),
+        ("tests/iris/test_agreement.py::test_who_comes_after_the_others_gave_up_names_the_same_rank",),
     ),
     Fault(
         "a broadcast takes each rank's own source",
@@ -46,7 +54,7 @@ WAITS = [
         "iris/meeting.py",
         "    end = time.monotonic() + limit_s\n    look.start()\n",
         "    end = time.monotonic() + max(limit_s, 1800)\n    look.start()\n",
-        (f"{_MAKING}[before-True-stop]",),
+        (f"{_MAKING}[before-False-stop]",),
     ),
     Fault(
         "who makes a context does not look whether the others live",
