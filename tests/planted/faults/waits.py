@@ -84,7 +84,7 @@ WAITS = [
         "iris/channel.py",
         "gone = [peer for peer in missing if has_ended(self.pids[peer])]\n                    if gone or",
         "gone = []\n                    if gone or",
-        (f"{_MAKING}[between the meeting and its calls-True-kill]",),
+        ("tests/iris/test_creation.py::test_nothing_stays_of_a_rank_that_is_killed_while_a_context_is_made",),
     ),
     Fault(
         "a rank without a device fails alone",
