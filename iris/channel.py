@@ -139,8 +139,10 @@ class Channel:
             _check_process(peer, rank, int(told["pid"]))
             peer.send(_HELLO.pack(str(told["nonce"]).encode()[:32], self.rank))
             return peer
-        except BaseException:
+        except BaseException as error:
             peer.close()
+            if isinstance(error, ValueError) and not isinstance(error, PlatformError):  # of a text that no rank wrote
+                raise PlatformError(f"what rank {rank} told of its socket is none: {error}") from None
             raise
 
     def _accept(self, listener: socket.socket, nonce: str, deadline: float) -> None:
