@@ -3,6 +3,7 @@
 # make test-all         lint, then every test that needs no GPU
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too
 # make test-matrix [PAIRS=2.11,2.15] [QUICK=1]   demo, tests and kernels with each torch and the triton it requires
+# make docs              the site, in site/; a link, an anchor or a name that leads nowhere is an error
 # make soak [SECONDS=n] [RANKS=n]   random calls, stress and faults for ten minutes, on GPUs or CPUs
 #
 # All set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere what REQUIREMENTS
@@ -24,7 +25,7 @@ BESIDE = -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
-.PHONY: demo test test-all test-gpu test-matrix soak lint bench clean distclean
+.PHONY: demo test test-all test-gpu test-matrix soak lint bench docs clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) $(MODEL_STAMP)
@@ -52,6 +53,13 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.ops
+
+# planner.html is arithmetic, by the planner of this checkout; mkdocs reads the packages and does not import them.
+docs: $(STAMP)
+	@$(call have,mkdocs material mkdocstrings mkdocstrings_handlers.python) || $(PIP_INSTALL) -e '.[docs]'
+	$(PY) -m iris_tp plan --html docs/benchmarks/planner.html
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check
 have = $(PY) -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(1)
@@ -81,7 +89,7 @@ $(MODEL_STAMP): $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site docs/benchmarks/planner.html *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -74,7 +74,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def is_recorded(config: FusedConfig) -> bool:
-    """Whether calls of this configuration leave events (docs/timelines.md)."""
+    """Whether calls of this configuration leave events (docs/guides/tracing.md)."""
     return config.warp_specialised or config.algorithm not in TORCH_WAYS
 
 

@@ -2,6 +2,7 @@
 
     iris-tp demo [--ranks 3]                                         a real model on several ranks
     iris-tp plan matmul_all_reduce 2048 8192 2048 --ranks 4 --gpu h200    which kernel a call would take, and why
+    iris-tp plan --html FILE                                         a page in which a reader moves the sizes
     iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4         a call beside torch's product and collective
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
     iris-tp doctor                                                   what this machine lacks, and how to get it
@@ -51,6 +52,12 @@ def main(argv: list[str] | None = None) -> int:
         from .doctor import examine, show
 
         return show(examine())
+    if args.html is not None:
+        if args.op is not None:
+            parser.error("plan: --html takes no op and no sizes: the page has a grid of them")
+        return _plan_page(Path(args.html))
+    if args.K is None:
+        parser.error("plan: the following arguments are required: op, M, N, K (or --html FILE)")
     return _plan(args)
 
 
@@ -62,10 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", help="measure on this machine", add_help=False)
     commands.add_parser("doctor", help="what this machine lacks, and how to get it")
     plan = commands.add_parser("plan", help="which kernel a call would take, and why; needs no GPU")
-    plan.add_argument("op", help="matmul_all_reduce, all_gather_matmul, matmul_all_gather or matmul_reduce_scatter")
-    plan.add_argument("M", type=int, help="rows of the whole result")
-    plan.add_argument("N", type=int, help="columns of the whole result")
-    plan.add_argument("K", type=int, help="depth that one rank multiplies")
+    ops = "matmul_all_reduce, all_gather_matmul, matmul_all_gather or matmul_reduce_scatter"
+    plan.add_argument("op", nargs="?", help=ops)
+    plan.add_argument("M", type=int, nargs="?", help="rows of the whole result")
+    plan.add_argument("N", type=int, nargs="?", help="columns of the whole result")
+    plan.add_argument("K", type=int, nargs="?", help="depth that one rank multiplies")
+    plan.add_argument("--html", metavar="FILE", help="in place of op and sizes: a page to move them in")
     plan.add_argument("--ranks", "--world", dest="world", type=int, default=4, help="how many (default 4)")
     plan.add_argument("--gpu", choices=_GPUS, help="default: this machine's, or h200 where there is none")
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -106,6 +115,19 @@ def _plan(args: argparse.Namespace) -> int:
         print(f"iris-tp plan: {error}", file=sys.stderr)
         return 2
     print(f"{args.world} ranks, {name}\n{chosen.explain()}\n{chosen}")
+    return 0
+
+
+def _plan_page(file: Path) -> int:
+    from .plan_page import Grid, page, survey
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page(survey(Grid())))
+    except OSError as error:
+        print(f"iris-tp plan: --html is {str(file)!r}, which cannot be written: {error}", file=sys.stderr)
+        return 2
+    print(file)
     return 0
 
 

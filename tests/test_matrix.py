@@ -1,4 +1,4 @@
-"""That docs/installation.md shows what the results say, and that the pairs are those that torch requires."""
+"""That docs/start/install.md shows what the results say, and that the pairs are those that torch requires."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""GEMM + all-scatter, overlapped in five ways; `docs/overlap-taxonomy.md` compares them.
+"""GEMM + all-scatter, overlapped in five ways; `docs/concepts/overlap.md` compares them.
 
 Every rank holds all of A and a column block of B, and all want the whole product: each computes its columns of
 `out = A @ [B_0, B_1, ...]` and scatters them to every rank.

@@ -35,15 +35,22 @@ _ENTERED = tl.constexpr(16)
 
 
 def sync_words(world_size: int) -> int:
-    """int32 words of a sync block."""
+    """How many int32 a sync block has, for `ctx.zeros(sync_words(n), dtype=torch.int32)`. Called on the host."""
     return _ENTERED.value + 4 * world_size
 
 
 @device_function
 def signal(ctx, flag, value, to_rank):
-    """Puts `value` into `flag` at `to_rank` behind all of this program's earlier stores.
+    """Sets `flag` to `value` at `to_rank`, behind all stores that this program has made so far.
 
-    A rank that sees the flag sees those stores.
+    `flag`: a scalar pointer to an int32 on the heap, by this rank's own address. `value`: int32, by habit the epoch of
+    the call. Every program and every thread of it comes here alike, for it is a barrier of the program.
+
+    Guarantee: whoever sees `value` in the flag by `wait`, or by an atomic with acquire at system scope, sees all stores
+    of this program from before the signal, to whichever rank they went, and whatever this program had itself seen by
+    `wait`. That is so because a barrier of the program comes first, and then one release at system scope; on AMD
+    outstanding stores are awaited before. Nothing is guaranteed of other programs' stores, of stores after the signal,
+    or of when the flag arrives. It waits for no rank.
     """
     span = ctx.tracing.record_event_start(SIGNAL, to_rank, flag)
     arch.drain_stores()
@@ -54,10 +61,19 @@ def signal(ctx, flag, value, to_rank):
 
 @device_function
 def wait(ctx, flag, expected, peer, waiter: tl.constexpr = _USER, exact: tl.constexpr = False):
-    """Waits until this rank's `flag` has reached `expected`; what `peer` stored before it signalled is then visible.
+    """Waits until this rank's own `flag` has reached `expected`, which `peer` signals. Returns whether it came in time.
 
-    `exact`: until it equals `expected`, for flags that may have rested for more than 2^31 epochs; the peer must be
-    unable to signal again before this wait has ended. Returns whether the flag was seen in time.
+    `flag`: a scalar pointer to an int32 on the heap. It has reached `expected` where their difference, which wraps, is
+    at least zero. `exact`: only where the two are equal, for flags that may have rested for more than 2^31 epochs; the
+    peer must then be unable to signal again before this wait has ended. `waiter`: which op an error names.
+
+    Guarantee: where it returns True, all threads of this program see what `peer` stored before it signalled, and what
+    `peer` had seen before that; each look is an acquire at system scope. It always ends: after IRIS_TIMEOUT seconds, or
+    sooner where another wait of this rank has failed or, on CPUs, the peer's process has ended. It returns False then,
+    the rank's first failure is recorded, and the next call on the context raises `PeerLostError`. A program that gets
+    False must neither use the data nor signal what depends on it.
+
+    Wait only for what a peer does earlier in the same order on every rank, or two ranks could wait for each other.
     """
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     arrived = _reached(seen, expected, exact)
@@ -96,7 +112,11 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
 
 @device_function
 def next_epoch(sync):
-    """The epoch of this call. Never 0, which is what flags hold at first; odd and even ones take turns for ever."""
+    """The epoch of this call, int32, one more than that of the last call which `leave` or `advance` ended.
+
+    Never 0, which is what flags hold at first; odd and even ones take turns for ever. All programs of a call get the
+    same, for the epoch is advanced by the last of them only.
+    """
     epoch = tl.load(sync) + 1
     return epoch + 2 * (epoch == 0).to(tl.int32)
 
@@ -105,6 +125,7 @@ def next_epoch(sync):
 def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     """Begins a call: tells the peers that this rank is in it, and returns the call's epoch.
 
+    `sync`: a pointer to a sync block of `sync_words` int32 on the heap, zero at first, which calls of one stream share.
     `out`: the pointer to what peers will store into; where it lies is told too. `LANES`, here and below: all peers are
     told, or awaited, at once; not in Gluon, whose tensors need layouts.
 
@@ -315,7 +336,10 @@ def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, e
 
 @device_function
 def advance(sync, epoch):
-    """The last program of the grid to come here advances the epoch, which every program must have read."""
+    """Ends a call that told nobody anything: the last program of the grid to come here advances the epoch.
+
+    Every program must have read the epoch (`next_epoch`) before, and comes here once.
+    """
     tl.debug_barrier()
     if tl.atomic_add(sync + _FINISHED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(sync + _FINISHED, 0)

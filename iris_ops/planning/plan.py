@@ -45,13 +45,47 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
     if why := _converting(problem, machine):
         found = _plan(replace(problem, fp8=False), machine, explained, algorithm)
         return replace(found, reasons=(*found.reasons[:1], why, *found.reasons[1:])) if explained else found
-    rejected: list[str] = []
+    scored, rejected, others = _weigh(problem, machine, algorithm)
+    if not scored:
+        raise ArgumentError(
+            f"{problem.asked}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks, "
+            f"{', '.join(sorted(others))}"
+        )
+    chosen, prediction = scored[0]
+    reasons: tuple[str, ...] = ()
+    if explained:
+        asked = f"{problem.asked} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype}"
+        asked += ", B in eight bits" if problem.fp8 else ""
+        table = [_row(problem, candidate, times) for candidate, times in scored]
+        named = tritonblas.reasons(problem, machine.name)
+        refused = [f"rejected {kernel}: {why}" for kernel, why in rejected]
+        reasons = (f"{asked} on {machine.name}", *named, *table, *refused, f"chosen {label(problem, chosen)}")
+        if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
+            said = "peers write out directly when it lies on the heap; otherwise it is staged and copied once more"
+            reasons += (said,)
+    return replace(chosen, kernel=kernel_for(problem, chosen), prediction=prediction, reasons=reasons)
+
+
+def weighed(problem: Problem, machine: Machine) -> tuple[list[tuple[FusedConfig, Prediction]], list[tuple[str, str]]]:
+    """Every candidate with its times, the one that a plan takes first, and each way that cannot serve, with the reason.
+
+    Of weights in 16 bits; what a plan makes of B in eight bits stands in its own trace only.
+    """
+    scored, rejected, _ = _weigh(problem, machine, None)
+    return scored, rejected
+
+
+def _weigh(
+    problem: Problem, machine: Machine, algorithm: str | None
+) -> tuple[list[tuple[FusedConfig, Prediction]], list[tuple[str, str]], set[str]]:
+    """The same, of one `algorithm` if it is given, and which others there would be."""
+    rejected: list[tuple[str, str]] = []
     scored: list[tuple[float, int, FusedConfig, Prediction]] = []
     others: set[str] = set()
     for way in (way for way in WAYS if problem.op in way.ops):
         unhidden = "" if hides(way, problem) else "nothing would hide the exchange of so large a result"
         if reason := way.supports(problem, machine) or unhidden:
-            rejected.append(f"rejected {way.kernel}: {reason}")
+            rejected.append((way.kernel, reason))
             continue
         for candidate in way.configs(problem, machine):
             if algorithm not in (None, candidate.algorithm):
@@ -61,26 +95,10 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
                 candidate = replace(candidate, stagger_us=stagger_us)
             prediction = predict(problem, candidate, machine)
             lead, most = (0.0, 0.0) if candidate.warp_specialised else _LEADS.get(candidate.algorithm, (0.0, 0.0))
-            weighed = prediction.total_us + min(lead * prediction.total_us, most)
-            scored.append((weighed, len(scored), candidate, prediction))
-    if not scored:
-        raise ArgumentError(
-            f"{problem.asked}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks, "
-            f"{', '.join(sorted(others))}"
-        )
+            weighed_us = prediction.total_us + min(lead * prediction.total_us, most)
+            scored.append((weighed_us, len(scored), candidate, prediction))
     scored.sort()
-    *_, chosen, prediction = scored[0]
-    reasons: tuple[str, ...] = ()
-    if explained:
-        asked = f"{problem.asked} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype}"
-        asked += ", B in eight bits" if problem.fp8 else ""
-        table = [_row(problem, candidate, times) for _, _, candidate, times in scored]
-        named = tritonblas.reasons(problem, machine.name)
-        reasons = (f"{asked} on {machine.name}", *named, *table, *rejected, f"chosen {_label(problem, chosen)}")
-        if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
-            said = "peers write out directly when it lies on the heap; otherwise it is staged and copied once more"
-            reasons += (said,)
-    return replace(chosen, kernel=kernel_for(problem, chosen), prediction=prediction, reasons=reasons)
+    return [(candidate, prediction) for _, _, candidate, prediction in scored], rejected, others
 
 
 def unaligned(problem: Problem, config: FusedConfig) -> FusedConfig:
@@ -94,7 +112,7 @@ def unaligned(problem: Problem, config: FusedConfig) -> FusedConfig:
 
 def _row(problem: Problem, config: FusedConfig, times: Prediction) -> str:
     return (
-        f"{_label(problem, config):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "
+        f"{label(problem, config):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "
         f"together {times.total_us:9.1f} us"
     )
 
@@ -104,7 +122,7 @@ def _row(problem: Problem, config: FusedConfig, times: Prediction) -> str:
 _LEADS = {"sequential": (0.02, 7.0), "copy_gather": (0.01, float("inf"))}
 
 
-def _label(problem: Problem, config: FusedConfig) -> str:
+def label(problem: Problem, config: FusedConfig) -> str:
     """The kernel, and in which form."""
     kernel = kernel_for(problem, config)
     if kernel == LAMPORT_FP8:

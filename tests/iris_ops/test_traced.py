@@ -133,6 +133,6 @@ def check_untraced(ctx) -> dict[str, int]:
 
 @pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
 def test_what_is_said_to_record_nothing_records_nothing(world_size):
-    """docs/timelines.md, `Tracing.enable`."""
+    """docs/guides/tracing.md, `Tracing.enable`."""
     for found in run_ranks(world_size, check_untraced):
         assert not any(found.values()), found

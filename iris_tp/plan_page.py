@@ -1,0 +1,93 @@
+"""`iris-tp plan --html FILE`: one page, with nothing outside it, in which a reader moves the sizes of a call.
+
+The page has what the planner says of every point of a grid, and stops at no other point. So it is exact where it says
+anything; for sizes between its points it names the command that reckons them. A port of the planner to another language
+would answer for all sizes, and be wrong without a word whenever the planner changes.
+
+`survey` makes the table, `page` puts it, deflated, into `plan_page.html`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+import json
+from pathlib import Path
+from typing import Any
+import zlib
+
+from iris_ops.planning.kernel_names import kernel_for
+from iris_ops.planning.machine import machine_named
+from iris_ops.planning.plan import label, weighed
+from iris_ops.problem import OPS, problem_asked
+import torch
+
+TEMPLATE = Path(__file__).with_name("plan_page.html")
+GPUS = {
+    "h200": ("NVIDIA H200", 132),
+    "h100": ("NVIDIA H100", 132),
+    "mi300x": ("AMD Instinct MI300X", 304),
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The points of a page: every combination."""
+
+    gpus: Sequence[str] = tuple(GPUS)
+    ranks: Sequence[int] = (2, 4, 8)
+    ops: Sequence[str] = OPS
+    M: Sequence[int] = (1, 4, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
+    N: Sequence[int] = (1024, 2560, 4096, 8192, 14336, 28672)
+    K: Sequence[int] = (1024, 2048, 4096, 7168, 8192, 14336)
+
+
+class _Words:
+    """Texts that come again and again, by number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+def survey(grid: Grid) -> dict[str, Any]:
+    """What the planner says of each point of `grid`, in bf16 and the op's usual form.
+
+    `points`: for each, in the order of the grid's fields, the last one fastest, `[ways, rejected]`. A way is the best
+    configuration of one kernel, `[label, total, product, link]`, the times in tenths of a microsecond; the one that a
+    plan takes is the first. `rejected` has `[kernel, reason]`. Labels, kernels and reasons are numbers of `words`.
+    """
+    words, points = _Words(), []
+    for gpu, ranks, op, M, N, K in product(grid.gpus, grid.ranks, grid.ops, grid.M, grid.N, grid.K):
+        problem = problem_asked(op, M, N, K, ranks, torch.bfloat16)
+        points.append(_point(problem, machine_named(*GPUS[gpu]), words))
+    axes = {axis.name: list(getattr(grid, axis.name)) for axis in fields(grid)}
+    names = {gpu: GPUS[gpu][0] for gpu in grid.gpus}
+    return {"axes": axes, "names": names, "words": list(words.numbers), "points": points}
+
+
+def _point(problem: Any, machine: Any, words: Callable[[str], int]) -> list[Any]:
+    scored, rejected = weighed(problem, machine)
+    best: dict[str, list[int]] = {}  # of each kernel, in the order of the plan
+    for config, times in scored:
+        kernel = kernel_for(problem, config)
+        if kernel not in best:
+            us = (times.total_us, times.gemm_us, times.link_us)
+            best[kernel] = [words(label(problem, config)), *(round(10 * each) for each in us)]
+    return [list(best.values()), [[words(kernel), words(reason)] for kernel, reason in rejected]]
+
+
+def page(table: dict[str, Any]) -> str:
+    """The whole page as text."""
+    packed = base64.b64encode(zlib.compress(json.dumps(table, separators=(",", ":")).encode(), 9)).decode()
+    return TEMPLATE.read_text().replace("/*TABLE*/", packed)
+
+
+def unpacked(text: str) -> dict[str, Any]:
+    """The table of a page."""
+    packed = text.split('id="table">', 1)[1].split("<", 1)[0]
+    return json.loads(zlib.decompress(base64.b64decode(packed)))

@@ -1,0 +1,202 @@
+"""The site: it builds without a warning, says what the code says, and its Python runs as pasted, on two ranks."""
+
+from collections.abc import Iterator
+import contextlib
+import importlib
+import inspect
+import io
+from pathlib import Path
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+
+import iris
+from iris import errors
+from iris.device import sync
+from iris_ops.planning.ways import WAYS
+from iris_tp import cli
+import pytest
+import yaml
+
+from benchmarks import docs_tables
+from tests.harness import run_ranks
+from tests.processes import ROOT, patient
+
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+WITH_PYTHON = [name for name, path in PAGES.items() if "```python" in path.read_text()]
+QUICK = ("start/op.md", "start/kernel.md", "start/laptop.md", "guides/kernels.md", "concepts/planning.md")
+KERNELS = {path.read_text().split("\n", 1)[0].removeprefix("# "): path for path in (DOCS / "kernels").glob("*_*.md")}
+
+
+def test_every_block_of_python_is_found() -> None:
+    for name, path in PAGES.items():
+        assert len(BLOCK.findall(path.read_text())) == len(re.findall(r"```\s*(?:py|python)\b", path.read_text())), name
+    assert set(QUICK) < set(WITH_PYTHON)
+
+
+def _run(ctx: iris.Iris, path: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        left = runpy.run_path(path)
+    for value in left.values():  # contexts that a page leaves open
+        if isinstance(value, iris.Iris):
+            value.close()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "page", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WITH_PYTHON]
+)
+def test_python_of_a_page_runs_as_pasted(page: str, tmp_path: Path) -> None:
+    """Its blocks one after the other: triton reads a kernel's source from a file."""
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(BLOCK.findall(PAGES[page].read_text())))
+    assert all(map(str.strip, run_ranks(2, _run, str(script)))), "a page prints what it shows"
+
+
+# --- the site --------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """mkdocs.yml without what it makes of Python."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+SITE = yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)
+
+
+def _pages(nav: object) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every page of the navigation, behind the titles that lead there."""
+    if isinstance(nav, str):
+        yield (), nav
+    elif isinstance(nav, dict):
+        yield from (((title, *path), page) for title, inner in nav.items() for path, page in _pages(inner))
+    else:
+        assert isinstance(nav, list)
+        yield from (found for inner in nav for found in _pages(inner))
+
+
+def test_signal_and_wait_are_two_clicks_away() -> None:
+    """A tab, a page: there stands what they guarantee."""
+    (path,) = [path for path, page in _pages(SITE["nav"]) if page == "reference/sync.md"]
+    assert path == ("Reference", "iris.device.sync")
+    directives = re.findall(r"^::: (\S+)", PAGES["reference/sync.md"].read_text(), re.MULTILINE)
+    assert directives[:2] == ["iris.device.sync.signal", "iris.device.sync.wait"]
+    said = [" ".join((inspect.getdoc(getattr(each, "fn", each)) or "").split()) for each in (sync.signal, sync.wait)]
+    assert all(word in said[0] for word in ("Guarantee", "barrier", "release", "system scope", "int32"))
+    assert all(word in said[1] for word in ("Guarantee", "acquire", "IRIS_TIMEOUT", "False", "PeerLostError"))
+
+
+@pytest.mark.parametrize("module", ["iris", "iris.ccl", "iris_ops", "layers"])
+def test_public_names_are_in_the_reference(module: str) -> None:
+    directives = {
+        name for path in (DOCS / "reference").glob("*.md") for name in re.findall(r"^::: (\S+)", path.read_text(), re.M)
+    }
+    for name in importlib.import_module(module).__all__:
+        value = getattr(importlib.import_module(module), name)
+        value = getattr(value, "fn", value)  # of a function for kernels
+        if callable(value):
+            home = getattr(value, "__module__", "")
+            full = f"{home}.{getattr(value, '__name__', name)}"
+            assert full in directives or home in directives, full
+
+
+def test_every_exception_has_its_row() -> None:
+    text = PAGES["debugging.md"].read_text()
+    table = text.split("## By exception")[1].split("\n## ")[0]
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert classes == set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
+
+
+def test_symptoms_have_their_sections() -> None:
+    headings = re.findall(r"^### (.*)", PAGES["debugging.md"].read_text(), re.MULTILINE)
+    assert {"It hangs", "Wrong bits", "The first call is slow", "A plan that surprises"} <= set(headings)
+
+
+def test_every_kernel_that_plans_name_has_a_page() -> None:
+    ccl = {f"ccl.{name}" for name in ("lamport", "flags", "ring", "accumulate")}
+    index = PAGES["kernels/index.md"].read_text()
+    assert {way.kernel for way in WAYS} == set(KERNELS)
+    found = {path.read_text().split("\n", 1)[0].removeprefix("# ") for path in (DOCS / "kernels").glob("ccl-*.md")}
+    assert found == ccl
+    assert set(re.findall(r"^\| \[`([\w.]+)`\]", index, re.MULTILINE)) == ccl | set(KERNELS)
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+def test_a_kernel_s_page_is_right_and_whole(kernel: str, capsys: pytest.CaptureFixture) -> None:
+    """Its sections, the module that it names, and the plans that it says name the kernel."""
+    text = KERNELS[kernel].read_text()
+    assert re.findall(r"^## (.*)", text, re.M) == ["When it is taken", "Why it is right", "What was measured"]
+    assert text.count("```timeline") == 1
+    (code, *_) = re.findall(r"`(iris_ops/[\w/]+\.py)`", text)
+    assert (ROOT / code).exists()
+    commands = re.findall(r"`iris-tp (plan [^`]*)`", text)
+    assert len(commands) >= 2
+    for command in commands:
+        assert cli.main(command.split()) == 0
+        assert f"kernel='{kernel}'" in capsys.readouterr().out, command
+
+
+def test_tables_are_those_of_the_results() -> None:
+    found = list(docs_tables.pages())
+    assert len(found) > len(KERNELS)
+    for path, page, new in found:
+        assert page == new, f"{path}: run `python -m benchmarks.docs_tables` and commit it"
+
+
+def test_a_rival_ahead_for_no_reason_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs_tables, "_REASONS", {})
+    with pytest.raises(LookupError, match="is ahead in a .* call; say in _REASONS why"):
+        docs_tables.lost()
+
+
+# --- built -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    if not (page := DOCS / "benchmarks" / "planner.html").exists():
+        assert cli.main(["plan", "--html", str(page)]) == 0
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=patient(120))
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_asks_no_other_host(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(https?:[^"]*)"', page.read_text())
+        assert [link for link in loaded if not link.startswith("https://iris-tp.example/")] == [], page
+    assert 'id="iris.device.sync.signal"' in (site / "reference/sync/index.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("[nowhere](no-such-page.md)", "no-such-page.md"),
+        ("[no anchor](kernels/index.md#no-such-anchor)", "no-such-anchor"),
+        ("[no file](../iris/no_such_module.py)", "no_such_module.py"),
+        ("::: iris.device.sync.no_such_function", "no_such_function"),
+    ],
+)
+def test_what_leads_nowhere_stops_the_build(site: Path, line: str, said: str, tmp_path: Path) -> None:
+    for name in ("iris", "iris_ops", "layers", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "plots"))
+    shutil.copytree(DOCS / "plots", tmp_path / "docs/plots")
+    shutil.copytree(ROOT / "benchmarks/results", tmp_path / "benchmarks/results")
+    for name in ("mkdocs.yml", "SECURITY.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    page = tmp_path / "docs/debugging.md"
+    page.write_text(page.read_text() + f"\n{line}\n")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=patient(120))
+    assert built.returncode != 0 and said in built.stdout + built.stderr
