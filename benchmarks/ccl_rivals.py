@@ -1,4 +1,4 @@
-"""What `benchmarks.ccl` compares with: torch.distributed (NCCL, gloo) and torch's symmetric memory."""
+"""The rivals of `benchmarks.ccl`: torch.distributed (NCCL, gloo) and torch's symmetric memory."""
 
 from functools import partial
 import math

@@ -1,4 +1,4 @@
-"""`benchmarks.ccl --sweep`: all variants of ours over programs and blocks, beside what the plan would have taken."""
+"""`benchmarks.ccl --sweep`: all our variants over programs and blocks, beside the one that the plan takes."""
 
 from iris_tp.bench import timing
 
@@ -6,7 +6,7 @@ from benchmarks.ccl_case import COPIES, Case, Contender, Ours
 
 MIB = 1 << 20
 PROGRAMS = (8, 16, 32, 64, 132)
-BLOCKS = {"words": (256, 512, 1024, 2048), "flags": (2048, 8192, 16384)}
+BLOCKS = {"lamport": (256, 512, 1024, 2048), "flags": (2048, 8192, 16384)}
 BRIEF = timing.Budget(batch_ms=0.5, longest_ms=4.0, measure_ms=4.0, calls=(4, 20), repeats=(2, 3))
 
 
@@ -15,14 +15,14 @@ def sweep(case: Case, ours: Ours, row: dict) -> None:
     from iris.ccl import Config
 
     team = case.team
-    variants = [("two_shot", "words"), ("two_shot", "flags")]
+    variants = [("two_shot", "lamport"), ("two_shot", "flags")]
     if case.op == "all_reduce":
-        variants.insert(0, ("one_shot", "words"))
+        variants.insert(0, ("one_shot", "lamport"))
     configs = {"as planned": None}
     for variant, protocol in variants:
         # among two ranks one shot sends no more than two
         most = MIB if variant == "one_shot" and team.world > 2 else 64 * MIB
-        if protocol == "words" and case.nbytes > most:
+        if protocol == "lamport" and case.nbytes > most:
             continue
         for block in BLOCKS[protocol] if team.cuda else (2048,):
             for programs in PROGRAMS if team.cuda else (1,):

@@ -1,9 +1,9 @@
 """Who generates: one model, served in several ways, each behind the same `layers.Engine`.
 
-    ours            the layers as they are: fused ops, ranks sharing the tokens of long prompts between the products
+    ours            the layers as they are: fused ops, long prompts sequence parallel
     ours-unshared   those with `sequence_parallel=False`
-    ours-fp8        our layers with weights in fp8, column- and row-parallel (`iris_ops/fp8/`), tokens not shared
-    fp8-shared      those with shared tokens
+    ours-fp8        our layers with weights in fp8, column- and row-parallel (`iris_ops/fp8/`), not sequence parallel
+    fp8-shared      those with sequence parallelism
     nccl            the layers of ours-unshared, their ops exchanged for torch's product and NCCL's collective
     sequence-nccl   those of ours, likewise
     transformers    transformers' own tensor parallelism by the same plan, on the same weights
@@ -53,7 +53,7 @@ NAMES = {
     OURS: "ours",
     UNSHARED: "ours, tokens not shared",
     FP8: "ours, fp8",
-    FP8_SHARED: "ours, fp8, shared tokens",
+    FP8_SHARED: "ours, fp8, sequence parallel",
     NCCL: "cuBLAS + NCCL",
     SEQUENCE_NCCL: "cuBLAS + NCCL, sequence parallel",
     TRANSFORMERS: "transformers",
@@ -126,7 +126,7 @@ class AsyncTpOps(NcclOps):
 
 
 def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
-    """Those of `wanted` that can be built on `model`, split without shared tokens, and why the others cannot."""
+    """Those of `wanted` that can be built on `model`, split without sequence parallelism, and why the others cannot."""
     nccl, async_tp = (_Context(ctx, name, ops) for name, ops in ((NCCL, NcclOps()), (ASYNC_TP, AsyncTpOps())))
     shared = functools.cache(lambda: with_shared_tokens(model, ctx))
     makers = {
@@ -252,7 +252,7 @@ def config_of(name: str, depth: int | None = None):
 
 
 def build(name: str, depth: int | None, ctx, dtype: torch.dtype) -> nn.Module:
-    """A split model without shared tokens: random weights for a shape, the checkpoint's for a folder."""
+    """A split model without sequence parallelism: random weights for a shape, the checkpoint's for a folder."""
     import layers
     from layers.checkpoint.load import _compute_buffers
 

@@ -116,7 +116,7 @@ class Bench:
         self.variables = ctx.empty(self.programs, 3, LANES, SPACING.value, dtype=torch.int32)
         self.told = ctx.empty(self.programs, 2, MOST_THREADS.value, LANES, dtype=torch.int32)
         self.flags = ctx.empty(self.programs, MOST_THREADS.value, dtype=torch.int32)
-        self.slots = ctx.empty(2, self.world, dtype=torch.int32)
+        self.stamps = ctx.empty(2, self.world, dtype=torch.int32)
 
     @property
     def cuda(self) -> bool:
@@ -180,8 +180,8 @@ class Threads(KernelCase):
         return bench.counters(bench.programs, OUTCOMES.value)
 
     def call(self, bench: Bench, counts: torch.Tensor, rounds: int) -> tuple:
-        words = bench.ctx.get_device_context()
-        args = (words, bench.variables, bench.told, bench.flags, counts, wrapped(self.first), rounds)
+        context = bench.ctx.get_device_context()
+        args = (context, bench.variables, bench.told, bench.flags, counts, wrapped(self.first), rounds)
         return threads_kernel, args, dict(TEST=self.test.threads, ORDER=self.order, WORLD_SIZE=bench.world, LANES=LANES)
 
     def result(self, bench: Bench, counts: list[int], rounds: int, seconds: float) -> Result:
@@ -238,7 +238,7 @@ class Barrier:
         ctx = bench.ctx
         counts = bench.counters(2)
         number = torch.full((1,), wrapped(self.first), dtype=torch.int32, device=ctx.device)
-        bench.slots.fill_(wrapped(self.first))
+        bench.stamps.fill_(wrapped(self.first))
         ctx.barrier()
         ctx._barrier.counts.fill_(wrapped(self.first))  # as if there had been as many
         bench.meet()
@@ -246,8 +246,8 @@ class Barrier:
 
         def one() -> None:
             ctx.device_barrier()
-            words = ctx.get_device_context()
-            stamp_kernel[(1,)](words, bench.slots, number, counts, WORLD_SIZE=bench.world, num_warps=1)
+            context = ctx.get_device_context()
+            stamp_kernel[(1,)](context, bench.stamps, number, counts, WORLD_SIZE=bench.world, num_warps=1)
 
         done = 0
         if bench.cuda and rounds > BARRIERS_A_GRAPH:

@@ -161,10 +161,10 @@ def threads_kernel(
             for q in tl.static_range(NUM):
                 if me == q:
                     code = _thread(places, values, TEST, q, ORDER)
-            # Two slots in turn: who tells of the next round but one has the judge's signal of the next, which it
+            # Two halves in turn: who tells of the next round but one has the judge's signal of the next, which it
             # sends after it has read what it was told of this one.
-            slot = told + ((program * 2 + i % 2) * MOST_THREADS) * LANES + lanes
-            ctx.store(slot + me * LANES, code, rank_0)
+            half = told + ((program * 2 + i % 2) * MOST_THREADS) * LANES + lanes
+            ctx.store(half + me * LANES, code, rank_0)
             for q in tl.static_range(NUM):
                 if me != q:
                     signal(ctx, flags + me, number, (rank_0 + q) % WORLD_SIZE)
@@ -173,7 +173,7 @@ def threads_kernel(
                     ok = wait(ctx, flags + q, number, (rank_0 + q) % WORLD_SIZE) & ok
             if (me == 0) & ok:
                 for q in tl.static_range(1, NUM):
-                    code |= tl.load(slot + q * LANES)
+                    code |= tl.load(half + q * LANES)
                 found += (code[:, None] == outcomes[None, :]).to(tl.int32)
             i += 1
         if me == 0:
@@ -249,20 +249,20 @@ def message_kernel(
 
 
 @triton.jit
-def stamp_kernel(ctx_ptr, slots, number, counts, WORLD_SIZE: tl.constexpr):
+def stamp_kernel(ctx_ptr, stamps, number, counts, WORLD_SIZE: tl.constexpr):
     """After a barrier: every rank's stamp of the round is here; then this rank's of the next, to every rank.
 
-    slots: int32 [2, world] on the heap. number: int32, the round. counts: int64 [2], rounds in which all slots held
-    the round's number, and in which some did not. Two sets of slots in turn: a peer that stamps the next round but one
+    stamps: int32 [2, world] on the heap. number: int32, the round. counts: int64 [2], rounds in which all stamps held
+    the round's number, and in which some did not. Two sets of stamps in turn: a peer that stamps the next round but one
     has passed the next barrier, into which this rank goes after it has looked here. One program.
     """
     ctx = own_context(ctx_ptr, WORLD_SIZE)
     now = tl.load(number)
     some = 0
     for peer in tl.static_range(WORLD_SIZE):
-        some |= (tl.load(slots + (now & 1) * WORLD_SIZE + peer) != now).to(tl.int32)
+        some |= (tl.load(stamps + (now & 1) * WORLD_SIZE + peer) != now).to(tl.int32)
     for peer in tl.static_range(WORLD_SIZE):
-        ctx.store(slots + ((now + 1) & 1) * WORLD_SIZE + ctx.rank, now + 1, peer)
+        ctx.store(stamps + ((now + 1) & 1) * WORLD_SIZE + ctx.rank, now + 1, peer)
     tl.store(number, now + 1)
     if healthy(ctx):
         tl.store(counts + some, tl.load(counts + some) + 1)

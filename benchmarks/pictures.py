@@ -1,4 +1,4 @@
-"""What all pictures share: how they are saved, signed, and drawn from the command line. Needs matplotlib."""
+"""What all pictures share: how they are saved and signed, and how a command line draws them. Needs matplotlib."""
 
 import argparse
 from collections.abc import Callable

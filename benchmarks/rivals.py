@@ -1,15 +1,15 @@
-"""Who is measured: a list of contenders.
+"""The contenders that a benchmark measures: ours, the rivals, and the product alone.
 
-A contender says for each op that it serves how to get ready: `prepare[op](inputs)` allocates what it wants and gives
-the call that is checked and timed, `call(i) -> out` on copy i of the inputs. All read the same A and B, and B is the
-transpose of an (N, K) weight for all of them. A row that a contender does not serve is left blank.
+A contender says for each op that it serves how to get ready. `prepare[op](inputs)` allocates what it needs and gives
+the call that is checked and timed: `call(i) -> out` on copy i of the inputs. All contenders read the same A and B, and
+B is the transpose of an (N, K) weight for all of them. A row that a contender does not serve is left blank.
 
-    ours        ctx.ops, output on the symmetric heap; on request with other configurations too
+    ours        ctx.ops, output on the symmetric heap; on request with other configurations, too
     rivals      rivals_torch.py: NCCL, and torch's own ops on symmetric memory; rivals_kraken.py, where it is installed
-    alone       the product without the collective: torch's, and our kernel in a world of one; the floor is made of
-                the faster one
+    alone       the product without the collective: torch's, and our kernel in a world of one; the faster one makes the
+                floor
 
-No multicast: the rivals' ops use plain peer memory, and async-TP is asked in the form that never takes it.
+Nobody uses multicast: the rivals' ops use plain peer memory, and async-TP is asked in the form that never takes it.
 """
 
 from collections.abc import Callable

@@ -160,8 +160,8 @@ class Memory:
     def start(self, case: Case, warmup: bool = False) -> None:
         """Launches the kernel, or compiles it."""
         partner = case.partner(self.team.rank, self.team.world)
-        words = self.ctx.get_device_context()
-        args = (words, self.src, self.dst, self.sums, case.words, 0 if partner is None else partner)
+        context = self.ctx.get_device_context()
+        args = (context, self.src, self.dst, self.sums, case.words, 0 if partner is None else partner)
         how = dict(WORLD_SIZE=self.team.world, **options(case.op, self.team.device))
         if warmup:
             move_kernel.warmup(*args, grid=(1,), **how)

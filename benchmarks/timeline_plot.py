@@ -55,10 +55,13 @@ def draw(report: dict, row: dict, ranks: list[np.ndarray], file: Path) -> None:
 
 
 def _lines(panel: plt.Axes, events: np.ndarray, start: int, names: dict[int, str]) -> None:
-    """One filled box an event; those inside others lie on top, because they come later. Roles of warps have lines."""
-    places, roles = np.unique(events["multiprocessor"]), np.unique(events["thread"])
-    bottom = np.searchsorted(places, events["multiprocessor"]) + np.searchsorted(roles, events["thread"]) / len(roles)
-    top = bottom + 1 / len(roles)
+    """Draws one filled box for each event. Warps that do different work have lines of their own.
+
+    An event inside another one lies on top of it, because it comes later.
+    """
+    places, warps = np.unique(events["multiprocessor"]), np.unique(events["thread"])
+    bottom = np.searchsorted(places, events["multiprocessor"]) + np.searchsorted(warps, events["thread"]) / len(warps)
+    top = bottom + 1 / len(warps)
     begin, end = ((events[name] - start) / 1e3 for name in ("begin", "end"))
     end = np.maximum(begin, end)
     corners = np.stack([[begin, bottom], [end, bottom], [end, top], [begin, top]]).transpose(2, 0, 1)

@@ -19,9 +19,9 @@ WARPS = 4
 
 
 @gluon.jit
-def play_kernel(ctx_words, ball, flag, n, passes, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+def play_kernel(ctx_ptr, ball, flag, n, passes, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     """`passes` passes of ball [n]; rank 0 begins. flag: one int32, how many passes have arrived here."""
-    ctx = iris_gl.IrisDeviceCtx.initialize(ctx_words)
+    ctx = iris_gl.IrisDeviceCtx.initialize(ctx_ptr)
     other = 1 - ctx.rank
     offsets = gl.arange(0, BLOCK, layout=LAYOUT)
     mask = offsets < n
@@ -42,8 +42,8 @@ def rank_main(passes: int = 6, n: int = 1000) -> None:
         if ctx.cur_rank < 2:
             threads = torch.cuda.get_device_properties(ctx.device).warp_size
             layout = gl.BlockedLayout(size_per_thread=[4], threads_per_warp=[threads], warps_per_cta=[WARPS], order=[0])
-            words = ctx.get_device_context()
-            play_kernel[(1,)](words, ball, flag, n, passes, BLOCK=1024, LAYOUT=layout, num_warps=WARPS)
+            context = ctx.get_device_context()
+            play_kernel[(1,)](context, ball, flag, n, passes, BLOCK=1024, LAYOUT=layout, num_warps=WARPS)
         ctx.barrier()
         if ctx.cur_rank < 2:
             assert ball.eq(passes).all(), ball

@@ -15,9 +15,9 @@ import triton.language as tl
 
 
 @triton.jit
-def play_kernel(ctx_words, ball, flag, n, passes, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def play_kernel(ctx_ptr, ball, flag, n, passes, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """`passes` passes of ball [n]; rank 0 begins. flag: one int32, how many passes have arrived here."""
-    ctx = iris.DeviceContext.initialize(ctx_words, RANK, WORLD_SIZE)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, RANK, WORLD_SIZE)
     other = 1 - ctx.rank
     offsets = tl.arange(0, BLOCK)
     mask = offsets < n
@@ -36,8 +36,8 @@ def rank_main(passes: int = 6, n: int = 1000) -> None:
         flag = ctx.zeros(1, dtype=torch.int32)
         ctx.barrier()
         if ctx.cur_rank < 2:
-            words = ctx.get_device_context()
-            play_kernel[(1,)](words, ball, flag, n, passes, RANK=ctx.cur_rank, WORLD_SIZE=ctx.num_ranks, BLOCK=1024)
+            context = ctx.get_device_context()
+            play_kernel[(1,)](context, ball, flag, n, passes, RANK=ctx.cur_rank, WORLD_SIZE=ctx.num_ranks, BLOCK=1024)
         ctx.barrier()
         if ctx.cur_rank < 2:
             assert ball.eq(passes).all(), ball

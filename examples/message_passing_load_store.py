@@ -47,11 +47,11 @@ def rank_main(n: int = 1000) -> None:
         flags = ctx.zeros(2, dtype=torch.int32)
         total = torch.zeros(1, device=ctx.device)
         ctx.barrier()
-        words, how = ctx.get_device_context(), dict(WORLD_SIZE=ctx.num_ranks, BLOCK=1024)
+        context, how = ctx.get_device_context(), dict(WORLD_SIZE=ctx.num_ranks, BLOCK=1024)
         if ctx.cur_rank == OWNER.value:
-            owner_kernel[(1,)](words, x, answer, total, flags, n, **how)
+            owner_kernel[(1,)](context, x, answer, total, flags, n, **how)
         elif ctx.cur_rank == WORKER.value:
-            worker_kernel[(1,)](words, ctx.get_heap_bases(), x, answer, flags, n, **how)
+            worker_kernel[(1,)](context, ctx.get_heap_bases(), x, answer, flags, n, **how)
         ctx.barrier()
         if ctx.cur_rank == OWNER.value:
             assert total.item() == n * (n - 1)

@@ -1,7 +1,7 @@
 """A ring inside one kernel: a vector travels from rank to rank, each adds its own, and then the sum travels once more.
 
-Every step has a slot and a flag of its own, so nothing is overwritten while it may still be read. Flags carry the
-number of the call, which the kernel itself counts: nothing is reset, and a captured call can be replayed.
+Every step has a row of memory and a flag of its own, so no rank overwrites what another one may still read. A flag
+carries the number of the call, which the kernel itself counts: nothing is reset, and a captured call can be replayed.
 
     python -m examples.ring
 """
@@ -15,9 +15,10 @@ import triton.language as tl
 
 
 @triton.jit
-def ring_kernel(ctx_ptr, x, slots, flags, calls, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """slots [2 * world, n]; flags int32 [2 * world]; calls int32, so far. Leaves the sum of all ranks' x [n] in slot
-    world + rank.
+def ring_kernel(ctx_ptr, x, partial, flags, calls, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Leaves the sum of all ranks' x [n] in row world + rank of `partial`.
+
+    partial [2 * world, n], a row for each step; flags int32 [2 * world]; calls int32: how many calls there have been.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     call = tl.load(calls) + 1
@@ -34,11 +35,11 @@ def ring_kernel(ctx_ptr, x, slots, flags, calls, n, WORLD_SIZE: tl.constexpr, BL
         total = own
         if not begins:
             ok = sync.wait(ctx, flags + step, call, previous)
-            total = tl.load(slots + step * n + offsets, mask=mask)
+            total = tl.load(partial + step * n + offsets, mask=mask)
             if round == 0:
                 total += own
         if ok and step + 1 < 2 * WORLD_SIZE:
-            ctx.store(slots + (step + 1) * n + offsets, total, following, mask=mask)
+            ctx.store(partial + (step + 1) * n + offsets, total, following, mask=mask)
             sync.signal(ctx, flags + step + 1, call, following)
     tl.store(calls, call)
 
@@ -46,15 +47,15 @@ def ring_kernel(ctx_ptr, x, slots, flags, calls, n, WORLD_SIZE: tl.constexpr, BL
 def rank_main(n: int = 1000, repeats: int = 3) -> None:
     with iris.iris(heap_size=1 << 24) as ctx:
         world = ctx.num_ranks
-        slots = ctx.zeros(2 * world, n)
+        partial = ctx.zeros(2 * world, n)
         flags = ctx.zeros(2 * world, dtype=torch.int32)
         calls = torch.zeros(1, dtype=torch.int32, device=ctx.device)
         for call in range(1, repeats + 1):
             x = torch.full((n,), float(call * (ctx.cur_rank + 1)), device=ctx.device)
             ctx.barrier()  # nobody still reads the sum of the call before
-            ring_kernel[(1,)](ctx.get_device_context(), x, slots, flags, calls, n, WORLD_SIZE=world, BLOCK=1024)
+            ring_kernel[(1,)](ctx.get_device_context(), x, partial, flags, calls, n, WORLD_SIZE=world, BLOCK=1024)
             ctx.barrier()
-            total = slots[world + ctx.cur_rank]
+            total = partial[world + ctx.cur_rank]
             assert total.eq(call * world * (world + 1) / 2).all(), total
         ctx.info(f"after two rounds of {world} ranks every element is {total[0]:.0f}")
 

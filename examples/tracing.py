@@ -21,8 +21,8 @@ ADD_UP = tracing.USER  # our own kind of event
 
 
 @triton.jit
-def put_kernel(ctx_words, x, sums, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TRACING: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(ctx_words, tl.load(ctx_words), WORLD_SIZE, tracing=TRACING)
+def put_kernel(ctx_ptr, x, sums, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TRACING: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE, tracing=TRACING)
     block = tl.program_id(0)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n

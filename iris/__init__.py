@@ -10,8 +10,8 @@ requirements.check_triton()  # before anything imports it
 platform.prepare_triton()
 
 from .context import Iris, iris  # noqa: E402
-from .device import (  # noqa: E402
-    DeviceContext,
+from .device.context import DeviceContext  # noqa: E402
+from .device.rma import (  # noqa: E402
     atomic_add,
     atomic_and,
     atomic_cas,

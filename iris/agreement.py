@@ -1,10 +1,11 @@
-"""With IRIS_DEBUG=1, ranks compare their collective calls on the host before anything is launched or kept.
+"""With IRIS_DEBUG=1, ranks compare their collective calls on the host before they launch or allocate anything.
 
-Ranks whose calls differ wait for signals that nobody sends, until a kernel's time-out names a peer that has done
-nothing wrong; memory that is taken in different orders lies at different places, and is written where nobody looks.
-Compared, such a call is an error on every rank that says what differs. It costs a round through the sockets of the
-context (`channel.py`), and repeated calls take no shortcut. Where a CUDA graph is captured nothing is compared, and
-replays are not calls.
+Ranks whose calls differ wait for signals that nobody sends. After the time-out, each names a peer that has done nothing
+wrong. Ranks that allocate in different orders have their tensors at different offsets, and write where nobody looks.
+Compared, such a call is an error on every rank, and the error says what differs.
+
+A comparison costs a round trip through the sockets of the context (`channel.py`), and repeated calls take no shortcut.
+While a CUDA graph is captured nothing is compared. A replay is not a call, so it is not compared either.
 """
 
 from __future__ import annotations

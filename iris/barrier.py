@@ -1,4 +1,9 @@
-"""Barriers of the ranks in a stream's order."""
+"""Barriers of the ranks, in the order of a stream: what comes behind one begins when all ranks have come to it.
+
+`Iris.barrier` and `Iris.device_barrier` launch one small kernel. Its flags count barriers and are never reset, so a
+captured barrier can be replayed. Ranks exchange a digest of their heaps with it: ranks whose allocations differ learn
+it here, at no cost.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +28,9 @@ class DeviceBarrier:
 
     WORDS = 7  # int32 of each rank
 
-    def __init__(self, device: torch.device, words: torch.Tensor, world: int, memory: torch.Tensor) -> None:
-        """`words`: what kernels read of the context. `memory`: int32 [WORDS * world] of the heap, zeroed."""
-        self._device, self._words, self._world = device, words, world
+    def __init__(self, device: torch.device, context: torch.Tensor, world: int, memory: torch.Tensor) -> None:
+        """`context`: the context tensor. `memory`: int32 [WORDS * world] of the heap, zeroed."""
+        self._device, self._context, self._world = device, context, world
         self._digests, self.counts = (
             memory[: 4 * world].view(torch.int64).view(2, world),
             memory[4 * world :].view(3, world),
@@ -34,7 +39,7 @@ class DeviceBarrier:
         self._known: dict[tuple[int, ...], tuple[torch.Tensor, int, Callable[[], bool] | None]] = {}
 
     def __call__(self, members: tuple[int, ...], digest: int = _NO_DIGEST) -> None:
-        """Of the ranks `members`, in the current stream. Where their `digest`s differ, it fails on all of them."""
+        """Launches a barrier of the ranks `members` in the current stream; fails if their `digest`s differ."""
         table, before, again = self._known.get(members, (None, digest, None))
         if table is None:
             if platform.is_capturing(self._device):
@@ -42,7 +47,7 @@ class DeviceBarrier:
             table = torch.tensor(members, dtype=torch.int32, device=self._device)
         if again is None or digest != before or not again():
             sent, arrived, _ = self.counts
-            args = dict(ctx_ptr=self._words, members=table, num_members=len(members), sent=sent, arrived=arrived,
+            args = dict(ctx_ptr=self._context, members=table, num_members=len(members), sent=sent, arrived=arrived,
                         passed=self.passed, digests=self._digests, digest=digest, WORLD_SIZE=self._world)  # fmt: skip
             found = relaunch.launch({}, self._device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
             self._known[members] = table, digest, found and found.again

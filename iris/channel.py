@@ -13,7 +13,7 @@ gives up on a rank, or leaves, tells the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 import hmac
@@ -33,13 +33,11 @@ from typing import Any
 from .device.arch import has_ended
 from .errors import ArgumentError, PeerLostError, PlatformError, VersionError
 from .meeting import Absent, gather
+from .packets import close_all, packets_of, receive, send
 from .requirements import versions
 
 _HELLO = struct.Struct("!32sI")  # nonce, rank
-_HEAD = struct.Struct("!QH")  # bytes of the message, descriptors
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_MAX_FDS, _MAX_PACKET = 64, 1 << 16
-_CHUNK = 48 << 10  # bytes of a message in one packet
 _MAX_STRANGERS = 64  # that have connected and not said who they are
 _STORE_S = 0.5  # that an answer of the store may come late
 _ENDS_S = 0.3  # for a killed process to have ended, whose connections end before
@@ -141,8 +139,10 @@ class Channel:
             _check_process(peer, rank, int(told["pid"]))
             peer.send(_HELLO.pack(str(told["nonce"]).encode()[:32], self.rank))
             return peer
-        except BaseException:
+        except BaseException as error:
             peer.close()
+            if isinstance(error, ValueError) and not isinstance(error, PlatformError):  # of a text that no rank wrote
+                raise PlatformError(f"what rank {rank} told of its socket is none: {error}") from None
             raise
 
     def _accept(self, listener: socket.socket, nonce: str, deadline: float) -> None:
@@ -233,7 +233,7 @@ class Channel:
         """Leaves `value` for every other rank, which may `hear` it. Waits for nobody; who is gone hears nothing."""
         data = pickle.dumps(((None, None, topic), value))
         for peer in self._peers.values():
-            for packet in _packets(data, 0):
+            for packet in packets_of(data, 0):
                 with suppress(OSError):
                     peer.send(packet)
 
@@ -257,7 +257,7 @@ class Channel:
 
     def _swap(self, members: Sequence[int], data: bytes, fds: Sequence[int], what: str) -> dict[int, tuple]:
         others = [peer for peer in members if peer != self.rank]
-        outgoing = {peer: _packets(data, len(fds)) for peer in others}
+        outgoing = {peer: packets_of(data, len(fds)) for peer in others}
         found: dict[int, tuple] = {}
         with self._reading(others, outgoing, what, self._timeout_s, fds) as incoming:
             try:
@@ -290,10 +290,10 @@ class Channel:
                 ended: dict[int, str] = {}  # raised once the others' word of who was lost first has been read
                 for key, ready in selector.select(_LOOK_S):
                     peer, before = key.data, events(key.data)
-                    if ready & selectors.EVENT_WRITE and not _send(self._peers[peer], sending, peer):
+                    if ready & selectors.EVENT_WRITE and not send(self._peers[peer], sending, peer):
                         ready |= selectors.EVENT_READ  # it is gone; what it said before still counts
                     try:
-                        message = _receive(self._peers[peer], buffers, peer) if ready & selectors.EVENT_READ else None
+                        message = receive(self._peers[peer], buffers, peer) if ready & selectors.EVENT_READ else None
                     except OSError as error:
                         closed = isinstance(error, (BrokenPipeError, ConnectionResetError))
                         ended[peer] = "its process ended, or it closed the context" if closed else str(error)
@@ -368,11 +368,6 @@ def _remove_sockets_of_ended(told: Sequence[dict]) -> None:
                 path.parent.rmdir()
 
 
-def close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
 def _check_versions(told: list[dict]) -> None:
     """Before anything is pickled, which another version may read otherwise."""
     given = [str(each.get("versions", "another version of iris")) for each in told]
@@ -397,62 +392,3 @@ def _check_process(peer: socket.socket, rank: int, pid: int) -> None:
             f"the process behind rank {rank}'s socket is {there} of user {uid}; expected {pid} of user {os.geteuid()}. "
             f"All ranks must run on one host, as one user and in one process namespace."
         )
-
-
-def _packets(data: bytes, num_fds: int) -> Iterator[bytes | memoryview]:
-    yield _HEAD.pack(len(data), num_fds) + data[:_CHUNK]
-    view = memoryview(data)
-    for begin in range(_CHUNK, len(data), _CHUNK):
-        yield view[begin : begin + _CHUNK]
-
-
-def _send(peer: socket.socket, sending: dict[int, list], rank: int) -> bool:
-    """Sends packets until the socket is full; descriptors go with the first. False if nobody reads any more."""
-    packet, packets, fds = sending[rank]
-    try:
-        while packet is not None:
-            if fds:
-                socket.send_fds(peer, [packet], fds)
-            else:
-                peer.send(packet)
-            packet, fds = next(packets, None), []
-    except BlockingIOError:
-        pass
-    except OSError:
-        del sending[rank]
-        return False
-    if packet is None:
-        del sending[rank]
-    else:
-        sending[rank] = [packet, packets, fds]
-    return True
-
-
-def _receive(peer: socket.socket, buffers: dict[int, tuple], rank: int) -> tuple | None:
-    """(where the sender is, what it says, descriptors), once all of its message has come."""
-    reset = False
-    while True:
-        try:
-            data, fds, flags, _ = socket.recv_fds(peer, _MAX_PACKET, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            return None
-        except ConnectionResetError:  # told once, before what the peer said until it ended
-            if reset:
-                raise
-            reset = True
-            continue
-        if not data:
-            raise ConnectionResetError
-        if rank not in buffers:
-            length, descriptors = _HEAD.unpack_from(data)
-            if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) != descriptors:
-                close_all(fds)
-                raise ConnectionError(f"{descriptors} file descriptors were sent, {len(fds)} came; raise `ulimit -n`")
-            buffers[rank] = length, bytearray(data[_HEAD.size :]), list(fds)
-        else:
-            buffers[rank][1].extend(data)
-        length, body, received = buffers[rank]
-        if len(body) >= length:
-            del buffers[rank]
-            at, value = pickle.loads(bytes(body))
-            return at, value, received

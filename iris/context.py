@@ -1,7 +1,7 @@
 """`Iris`: one rank's handle on the symmetric heap.
 
-Host side of everything: tensors on the heap, barriers, broadcast, failure reports. It owns three pieces of memory
-beside the heap: the context tensor that kernels read, the status word that stops waiting kernels, and the record
+It is the host side of everything: tensors on the heap, barriers, broadcast, failure reports. It owns three pieces of
+memory beside the heap: the context tensor that kernels read, the status that stops waiting kernels, and the record
 through which a failed wait reaches the host.
 """
 
@@ -117,7 +117,7 @@ class Iris(tensors.TensorMethods):
         self._status = memory[-1:]
         self._record = torch.zeros(waits.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._record_view = self._record.numpy().data
-        words = pack(
+        fields = pack(
             self.cur_rank,
             self._segment.bases,
             self.hosts.pids,
@@ -125,9 +125,9 @@ class Iris(tensors.TensorMethods):
             self._record.data_ptr(),
             platform.timeout_ticks(),
         )
-        self._words = torch.tensor(words, dtype=torch.int64, device=self.device)
-        self._barrier = DeviceBarrier(self.device, self._words, self.num_ranks, memory[:-1])
-        self.heap_bases = self._words[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
+        self._context_tensor = torch.tensor(fields, dtype=torch.int64, device=self.device)
+        self._barrier = DeviceBarrier(self.device, self._context_tensor, self.num_ranks, memory[:-1])
+        self.heap_bases = self._context_tensor[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._difference = ""  # between heaps, once it is known
         self.agreement = agreement.Agreement(self.hosts) if agreement.wanted() and self.num_ranks > 1 else None
         self._pool: Pool | None = None

@@ -1,4 +1,7 @@
-"""What a failure record says, which kernels leave for the host (`device/waits.py`)."""
+"""The text of a failure record: which op waited for which peer, and what it expected and saw.
+
+A kernel leaves the record (`device/waits.py`), and the next call on the host raises with this text.
+"""
 
 from __future__ import annotations
 

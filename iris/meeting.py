@@ -103,11 +103,10 @@ class _Look(threading.Thread):
             while (missing := self.missing()) and not self._given_up:
                 self.since = time.monotonic()
                 if self._store.check([f"{self._name}/lost"]):
-                    blamed = int(self._store.get(f"{self._name}/lost"))
-                    self.blamed = blamed if blamed in missing else None
+                    self.blamed = _lost_rank(self._store.get(f"{self._name}/lost"), missing)
                 for peer in missing:
                     if self._store.check([key := f"{self._name}/{peer}"]):
-                        self.told[peer] = _plain(self._store.get(key), peer)
+                        self.told[peer] = _plain(self._store.get(key), peer, self.told[self._rank])
                 time.sleep(_PAUSE_S)
         except Exception as error:  # `gather` raises it
             self.failure = error
@@ -127,15 +126,24 @@ class _Look(threading.Thread):
             self._store.set(f"{self._name}/lost", str(rank))
 
 
-def _plain(text: bytes, rank: int) -> dict:
-    """What a rank left in the store, of which anybody may have written it."""
+def _plain(text: bytes, rank: int, like: dict) -> dict:
+    """What a rank left in the store, of which anybody may have written it: of the same form as another's, `like`."""
     try:
         value = json.loads(text)
-        if isinstance(value, dict) and isinstance(value.get("failure"), str) and int(value.get("pid", 1)) > 0:
+        # of another version it may lack what that has not: the versions are compared first
+        alike = all(type(value.get(key)) is type(own) for key, own in like.items() if key != "versions")
+        if alike and value.get("pid", 1) > 0:
             return value
-    except (ValueError, TypeError):
+    except (ValueError, AttributeError):
         pass
     raise PlatformError(f"what the store of the process group holds of rank {rank} is none of its: {text[:200]!r}")
+
+
+def _lost_rank(text: bytes, missing: Sequence[int]) -> int | None:
+    """Whom another rank has found lost, if it is one of those that this rank still waits for."""
+    if not text.isdigit():
+        raise PlatformError(f"what the store of the process group holds of a lost rank is none: {text[:200]!r}")
+    return next((rank for rank in missing if text == str(rank).encode()), None)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -146,7 +146,7 @@ def beside(dev: torch.device) -> dict[str, bool]:
 
 @functools.cache
 def launch_options(dev: torch.device) -> dict[str, bool]:
-    """Those of `beside`, and that products and sums become one instruction, whatever triton's default is."""
+    """The options of `beside`, and the one that makes products and sums one instruction, whatever the default is."""
     from .triton_private import FUSED
 
     return FUSED | beside(dev)

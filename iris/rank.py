@@ -1,8 +1,8 @@
 """`Rank`: what everything below the context may hold of one rank.
 
-Who it is, its device, its heap, the tensor that kernels read, and whether it may go on. `Iris` (`context.py`) is a
-`Rank` that a user makes and closes. Kernels' launchers, collectives and fused ops hold a `Rank`, so no module below
-imports the context, and the context imports each of them.
+It knows the rank's number, its device, its heap and the context tensor that kernels read, and whether the rank may go
+on. `Iris` (`context.py`) is a `Rank` that a user makes and closes. Launchers, collectives and fused ops hold a `Rank`,
+so no module below imports the context, and the context can import each of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rank:
     log: logging.LoggerAdapter
     recording: bool = False
     _segment: Segment
-    _words: torch.Tensor
+    _context_tensor: torch.Tensor
     _record_view: memoryview
     _barrier: DeviceBarrier
     _closed: bool
@@ -86,7 +86,7 @@ class Rank:
     def get_device_context(self) -> torch.Tensor:
         """int64 tensor for `DeviceContext.initialize`. Its layout is not part of the API."""
         self.check()
-        return self._words
+        return self._context_tensor
 
     def view_at(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """`tensor`, which lies on the heap, as `rank` has it. `Iris.peer_view` checks its arguments first."""
@@ -97,7 +97,7 @@ class Rank:
     def new_barrier(self) -> DeviceBarrier:
         """A barrier with counts of its own, for a stream beside the one of `device_barrier`. Collective."""
         memory = self.heap.reserve((DeviceBarrier.WORDS * self.num_ranks,), torch.int32).zero_()
-        return DeviceBarrier(self.device, self._words, self.num_ranks, memory)
+        return DeviceBarrier(self.device, self._context_tensor, self.num_ranks, memory)
 
     def barrier(self, stream: torch.cuda.Stream | None = None, group: Members | Sequence[int] = None) -> None:
         """Waits for the device, or for `stream`, then until every rank (of `group`) has come here.

@@ -1,8 +1,8 @@
-"""Which triton this goes with, and which versions a process has: told before anything of triton is imported.
+"""Which versions of triton iris works with, checked before anything of triton is imported.
 
-A triton of another version fails in some name that it lacks, deep inside; so its version is looked at first. It is read
-from the source of the module that `import triton` would take, not from what pip has noted: a copy that lies on
-PYTHONPATH in front of the installed one has no such note.
+Under another version iris would fail deep inside, at some name which that version lacks. So the version is looked at
+first. It is read from the source of the module that `import triton` would take, not from pip's notes: a copy of triton
+on PYTHONPATH, in front of the installed one, has no such note.
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ def triton_version() -> str | None:
 
 
 def versions() -> str:
-    """Of what ranks must have alike, as one line."""
+    """The versions that all ranks must have alike, as one line."""
     return f"iris {__version__}, torch {torch.__version__}, triton {triton_version()}"

@@ -4,7 +4,7 @@
     ctx.ops.matmul_reduce_scatter(out, A, B)
     ctx.tracing.export("trace.json", merge=True)  # for chrome://tracing or ui.perfetto.dev
 
-Own kernels record by `DeviceContext.initialize(words, rank, world_size, tracing=True)` (`iris/device/tracing.py`).
+Own kernels record by `DeviceContext.initialize(ctx_ptr, rank, world_size, tracing=True)` (`iris/device/tracing.py`).
 
 Each GPU has a clock of its own. Rank 0 measures how far the others' are from its by messages to and fro: a peer reads
 its clock half-way, so the shortest of many round trips gives the difference within half of that trip. It is measured
@@ -48,7 +48,7 @@ EVENT = np.dtype(
         ("pid_m", "<i4"),
         ("pid_n", "<i4"),
         ("bytes", "<i8"),
-        ("thread", "<i4"),  # the first of the warps that did it: others where warps of a program have roles
+        ("thread", "<i4"),  # the first of the warps that did it: others where the warps of a program are specialised
         ("unused", "<i4"),
     ]
 )
@@ -215,8 +215,8 @@ class Tracing:
 
     def _announce(self, address: int, capacity: int) -> None:
         self._ctx.forget_launches()
-        words = torch.tensor([address, capacity], dtype=torch.int64)
-        self._ctx.get_device_context()[TRACING_WORDS].copy_(words)
+        entries = torch.tensor([address, capacity], dtype=torch.int64)
+        self._ctx.get_device_context()[TRACING_WORDS].copy_(entries)
 
     def _clock_memory(self) -> tuple[torch.Tensor, ...]:
         world, device = self._ctx.num_ranks, self._ctx.device

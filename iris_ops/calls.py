@@ -1,8 +1,8 @@
-"""Which call of an op is like an earlier one, and what is kept for the next one like it.
+"""Finds an earlier call of an op that is like this one, and keeps what the next one like it needs.
 
 A model calls its layers with the same shapes over and over, often at the same addresses. What the first call found out
-(`Prepared`) serves all calls of the same key but for the addresses; `iris/launch/relaunch.py` keeps launches by the
-whole key.
+(`Prepared`: its problem, plan and workspace) serves all calls whose key is the same but for the addresses.
+`iris/launch/relaunch.py` keeps launches by the whole key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tensors an op takes: each check names the argument, what it was and what is expected."""
+"""Which tensors an op refuses: each check names the argument, what it was and what is expected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> Non
 
 
 def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> None:
-    """Of out, A, B, bias and scale: where they begin, their bytes. Raises if `out` shares some with another."""
+    """Where out, A, B, bias and scale begin, and their bytes. Raises if `out` shares bytes with another of them."""
     (out, *others), (size, *sizes) = begins, spans
     for name, begin, nbytes in zip(("A", "B", "bias", "scale"), others, sizes, strict=True):
         if begin < out + size and out < begin + nbytes and size and nbytes:

@@ -1,7 +1,9 @@
 """From a plan to a launch: one kernel, torch's product and a collective, or a kernel behind one that rounds rows.
 
-Here alone may another kernel run than the plan names: where rows do not begin at whole vectors, or the GPU is not a
-Hopper, the kernel's stand-in sends the same to the same places (`kernel_names.STAND_INS`). The log says so once.
+A plan knows shapes, a launch knows tensors. Where a tensor cannot be loaded as the planned kernel loads it, because its
+rows begin between vectors of 16 bytes, for one, the launch takes the kernel's stand-in (`kernel_names.STAND_INS`). A
+stand-in sends the same values to the same places, so ranks may even differ in this. `supports` says why a kernel cannot
+run on tensors, and the log repeats that once. No other module runs another kernel than the plan names.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .fp8 import lamport_stream, scaled_matmul, weight_stream
 from .fp8.lamport_stream import lamport_stream_kernel
 from .kernels import gather_matmul, hopper, lamport_gather_matmul, lamport_matmul, matmul_gather, matmul_reduce
 from .kernels.descriptors import as_stored, in_whole_vectors
-from .kernels.hopper.operands import serve
+from .kernels.hopper import operands
 from .kernels.lamport_gather_matmul import lamport_gather_matmul_kernel
 from .kernels.lamport_matmul import lamport_matmul_kernel
 from .kernels.launching import Launch
@@ -75,28 +77,42 @@ def gates(config: FusedConfig) -> bool:
 def kernel_of(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str:
     """The kernel that runs on `tensors` of a `rank`: the one that `config` stands for, or its stand-in.
 
-    Ranks may differ in this. Of B in eight bits what multiplies rounded rows is known once A has been rounded.
+    Ranks may differ in this.
     """
-    kernel, (out, A, B, _, _) = kernel_for(problem, config), tensors
+    planned = kernel_for(problem, config)
+    return planned if supports(planned, problem, config, rank, tensors) is None else STAND_INS[planned]
+
+
+def supports(kernel: str, problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
+    """Why `kernel` cannot run on `tensors`, or None; only kernels in `STAND_INS` may be unable to.
+
+    Of weights in eight bits, a kernel that multiplies rounded rows is asked once A has been rounded.
+    """
+    out, A, B, _, _ = tensors
     if kernel not in STAND_INS:
-        return kernel
+        return None
     if problem.fp8 and A.dtype != FP8 and kernel not in (names.LAMPORT_FP8, names.HOPPER_GATHER_FIRST):
-        return kernel
+        return None
     if kernel == names.LAMPORT_FP8:
-        served = weight_stream.serves(A, B)
-    elif kernel == names.HOPPER_GATHER_FIRST:
-        # rows of A that stand apart are copied by a kernel, which may find no room beside one that waits for copies
-        served = not problem.fp8 and A.is_contiguous() and (not problem.gated or as_stored(B) is not B)
-        served = served and problem.whole_vectors(problem.K) and serve(config, A, B, out)
-    elif kernel == names.HOPPER_REDUCE:
-        served = serve(config, A, B, out, column_step(problem, config))
-    elif kernel == names.HOPPER_GATHER:
+        return weight_stream.supports(A, B)
+    if kernel == names.HOPPER_GATHER_FIRST:
+        if problem.fp8:
+            return "it multiplies no weights in eight bits"
+        if not A.is_contiguous():  # a kernel would copy A's rows, and may find no room beside one that waits for copies
+            return "rows of A stand apart"
+        if problem.gated and as_stored(B) is B:
+            return "B is not the transpose of a contiguous tensor"
+        if not problem.whole_vectors(problem.K):
+            return "rows of A begin between vectors of 16 bytes"
+        return operands.supports(config, A, B, out)
+    if kernel == names.HOPPER_REDUCE:
+        return operands.supports(config, A, B, out, column_step(problem, config))
+    if kernel == names.HOPPER_GATHER:
         by_cols = problem.form == "cols"
-        size = part_of(problem.N if by_cols else problem.M, problem.world_size, rank)
-        served = size > 0 and serve(config, A, B, out, problem.part_cols if by_cols else 0)
-    else:
-        served = serve(config, A, B, out)
-    return kernel if served else STAND_INS[kernel]
+        if not part_of(problem.N if by_cols else problem.M, problem.world_size, rank):
+            return "this rank has nothing to multiply"
+        return operands.supports(config, A, B, out, problem.part_cols if by_cols else 0)
+    return operands.supports(config, A, B, out)
 
 
 def _eight_bits(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> torch.Tensor | None:
@@ -133,7 +149,7 @@ def launch(
     kernels that end with a norm (`kernel_names.ends_with_norm`).
     """
     out, A, B, bias, scale = tensors
-    kernel = kernel_of(problem, config, rank.cur_rank, tensors)
+    kernel = _said_kernel(rank, problem, config, tensors)
     rounding = a_scales = None
     if problem.fp8 and kernel not in PREPARERS and kernel != names.LAMPORT_FP8:
         weight = _eight_bits(problem, config, rank.cur_rank, tensors)
@@ -149,10 +165,7 @@ def launch(
         if rows is not A or weight.data_ptr() != B.data_ptr():
             rounding = None  # copies are for now, too
         tensors = Operands(out, rounded, weight, bias)
-        kernel = kernel_of(problem, config, rank.cur_rank, tensors)
-    planned = kernel_for(problem, config)
-    if kernel != planned:
-        _say(rank, problem, planned, kernel)
+        kernel = _said_kernel(rank, problem, config, tensors)
     if config.kernel != kernel:
         config = replace(config, kernel=kernel)
     if kernel in PREPARERS:
@@ -187,17 +200,19 @@ def launch(
     return launched if a_scales is None else relaunch.in_turn(rounding, launched)
 
 
-def _say(rank: Rank, problem: Problem, planned: str, taken: str) -> None:
-    """In the log, once for each pair of kernels of a context."""
-    said = rank.once(_Said).pairs
-    if (planned, taken) not in said:
-        said.add((planned, taken))
-        rank.log.info(
-            f"{problem.asked}: {taken} runs in place of {planned}, which needs a Hopper GPU and tensors whose rows all "
-            f"begin at multiples of 16 bytes"
-        )
+def _said_kernel(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> str:
+    """`kernel_of` a call. Where it is a stand-in, the log says why, once for each planned kernel of a context."""
+    planned = kernel_for(problem, config)
+    reason = supports(planned, problem, config, rank.cur_rank, tensors)
+    if reason is None:
+        return planned
+    taken, said = STAND_INS[planned], rank.once(_Said).planned
+    if planned not in said:
+        said.add(planned)
+        rank.log.info(f"{problem.asked}: {taken} runs in place of {planned}: {reason}")
+    return taken
 
 
 class _Said:
     def __init__(self, rank: Rank) -> None:
-        self.pairs: set[tuple[str, str]] = set()
+        self.planned: set[str] = set()

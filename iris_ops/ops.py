@@ -286,9 +286,9 @@ class Ops:
         chosen = config or self._plan(problem)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
-        objection = TORCH_WAYS[chosen.algorithm].objection(problem) if chosen.algorithm in TORCH_WAYS else None
-        if objection:
-            raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {objection}")
+        reason = TORCH_WAYS[chosen.algorithm].supports(problem) if chosen.algorithm in TORCH_WAYS else None
+        if reason:
+            raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {reason}")
         check_bias(op, bias, B)
         if epilogue is not None:
             rmsnorm_epilogue.check(epilogue, out)

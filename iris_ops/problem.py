@@ -1,7 +1,7 @@
 """From tensors to a `Problem`: what is multiplied, what is gathered or scattered, and along which dimension.
 
-Uneven splits follow `torch.chunk`: the first parts have ceil(size / world_size) elements, the last may be short or
-empty. Nothing here knows triton; `checks.py` refuses the tensors of which no problem can be made.
+Uneven splits follow `torch.chunk`: the first parts have ceil(size / world_size) elements, and the last may be short or
+empty. This module imports no triton. `checks.py` refuses tensors that make no problem.
 """
 
 from __future__ import annotations

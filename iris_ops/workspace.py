@@ -1,8 +1,8 @@
-"""The memory that calls of the fused ops share: staging slots, flags and the epoch.
+"""The memory that calls of the fused ops share: staging memory, flags and the epoch.
 
-One workspace serves problems of every shape, because a rank only stores into a peer that has entered the same call
-(`iris/device/sync.py`), and by then the peer has finished all earlier ones. It grows to the largest problem, in powers
-of two, and never gives back: a captured graph may still refer to what it used before.
+One workspace serves problems of every shape. A rank only stores into a peer that has entered the same call
+(`iris/device/sync.py`), and by then the peer has finished all earlier ones. The workspace grows to the largest problem,
+in powers of two, and never gives memory back, because a captured graph may still refer to what it used before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Workspace:
         self.kernels: dict = {}  # that follow torch's products ...
         self.products = relaunch.Calls(4)  # likewise of products of rows that copy engines bring
         self.graphs = Graphs(ctx)  # of calls that are several launches
-        ctx.barrier()  # no peer signals here before this rank's words are zero, and heaps are alike
+        ctx.barrier()  # no peer signals here before this rank's flags are zero, and heaps are alike
         self.meet()  # so that it is compiled before it is captured
 
     def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> bool:
@@ -72,10 +72,11 @@ class Workspace:
             self.products.forget()
         if exchange > self.exchange.nbytes:
             _refuse_capture(self.ctx)
-            self.exchange = self.ctx.heap.reserve((_grown(exchange),), torch.uint8).fill_(255)  # all words empty
+            memory = self.ctx.heap.reserve((_grown(exchange),), torch.uint8)
+            self.exchange = memory.fill_(255)  # the sentinel everywhere
             grown = True
         if grown:
-            self.ctx.barrier()  # words are empty before a peer's arrive, and the new memory is where peers have theirs
+            self.ctx.barrier()  # before a peer's values arrive, the memory holds the sentinel, where peers expect it
         return grown
 
     def results(self, nbytes: int) -> torch.Tensor:

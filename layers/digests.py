@@ -1,7 +1,7 @@
-"""With IRIS_DEBUG=1, what ranks are given is compared: a checksum of tokens, masks and options, before anything runs.
+"""With IRIS_DEBUG=1, ranks compare what they are given: a checksum of tokens, masks and options, before anything runs.
 
-Ranks that are given other tokens of the same length make the same calls, and each would answer from a mix. Without
-debug mode nothing is computed, and no hook is there.
+Ranks that are given different tokens of the same length make the same calls, and each would answer from a mix. Without
+debug mode nothing is computed, and there is no hook.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Layers are for inference: a gradient, of whatever kind, is refused, for it would be this rank's part only.
+"""Refuses gradients of every kind: layers are for inference, and a gradient would be of this rank's part only.
 
-So is what torch.func batches, for kernels see the memory behind a tensor. Outside of torch.func's transforms neither
-costs a call more than the look whether there is one.
+Tensors that torch.func batches are refused, too, because kernels see the memory behind a tensor. Outside of
+torch.func's transforms, neither check costs a call more than a look whether there is one.
 """
 
 from __future__ import annotations

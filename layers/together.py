@@ -1,6 +1,7 @@
 """What ranks tell each other before one of them raises, so that all raise alike; and how a message shows a name.
 
-Names come from files, which may hold anything: a message shows them escaped, cut short, and some tens at most.
+Names come from files, which may hold anything. So a message escapes them, cuts them short, and shows some tens at
+most.
 """
 
 from __future__ import annotations

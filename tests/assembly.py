@@ -26,6 +26,7 @@ from tests.untraced import copy_untraced
 
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 UNTRACED = "sm_90 without tracing"
+ENV_KERNELS = "IRIS_TEST_KERNELS"
 FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
 # Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
 REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_owners_norm", "lamport_scatter")
@@ -63,6 +64,8 @@ Kernels = dict[str, Kernel]
 class Compilation:
     """Of a target's name, its kernels by name; those of `UNTRACED` are without any call that records events.
 
+    Only those whose names match the environment's `IRIS_TEST_KERNELS`, where it is set: for tests of these.
+
     Test processes that share `folder` compile for a target once. Triton's cache keeps what was compiled before, by the
     hashes of its sources and of triton.
     """
@@ -97,7 +100,7 @@ class Compilation:
         if target == UNTRACED:
             name, source = "sm_90", folder / "source"
             copy_untraced(source)
-        command = [sys.executable, "-m", "tests.compile_kernels", name, str(folder)]
+        command = [sys.executable, "-m", "tests.compile_kernels", name, str(folder), os.environ.get(ENV_KERNELS, "")]
         # the path is for what `copy_untraced` leaves here
         environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
         errors = folder / "errors"
@@ -263,6 +266,17 @@ def unguarded_hand_overs(kernel: Kernel) -> list[str]:
     given = [index for index, line in enumerate(uses) if "mbarrier.arrive" in line]
     found += [f"{uses[index]} after {uses[index - 1]}" for index in given if "bar.sync" not in uses[index - 1]]
     return found if read and given else ["nothing is handed over"]
+
+
+def registers(kernel: Kernel, folder: Path) -> int:
+    """How many registers a thread has, by NVIDIA's assembler, which works in `folder`."""
+    from triton.backends.nvidia.compiler import get_ptxas  # iris comes before triton
+
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.text)
+    command = [get_ptxas(90).path, "-v", "-arch", "sm_90a", source, "-o", folder / "kernel.cubin"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return int(re.search(r"Used (\d+) registers", said)[1])
 
 
 # --- AMD -------------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ _POINTEES = {
     ("lamport_matmul_kernel", "staging"): "i16",
     ("lamport_stream_kernel", "staging"): "i16",
     ("lamport_gather_matmul_kernel", "staging"): "i16",
-    ("words_kernel", "staging"): "i16",
+    ("lamport_kernel", "staging"): "i16",
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }

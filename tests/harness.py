@@ -45,8 +45,8 @@ WORLDS = [int(os.environ["WORLD_SIZE"])] if UNDER_TORCHRUN else [1, 2, 3, 4]
 # The mark of a module whose tests run on CPU workers and, under torchrun, on GPUs.
 both = [pytest.mark.gpu] if UNDER_TORCHRUN else []
 
-TIMEOUT_S = 120.0
-_WAIT_LIMIT_S = 100.0  # of a wait inside a kernel: below the above, so that its own report comes first
+TIMEOUT_S = float(os.environ.get("IRIS_TEST_TIMEOUT", 120.0))
+_WAIT_LIMIT_S = TIMEOUT_S / 1.2  # of a wait inside a kernel: below the above, so that its own report comes first
 _GRACE_S = 5.0  # for the other ranks, once one has failed: they may wait for it in vain
 _POOLS_KEPT = len(WORLDS)
 _CPU_HEAP = 8 << 30  # address space; memory is taken where it is touched

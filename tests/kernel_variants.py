@@ -1,10 +1,14 @@
-"""What `compile_kernels.py` compiles for a target: every kernel, in the forms that differ."""
+"""What `compile_kernels.py` compiles for a target: every kernel, in the forms that differ.
+
+A form is a set of the kernel's constants. The forms stand here together, because most share their constants across
+kernels, and because the library needs none of them.
+"""
 
 from __future__ import annotations
 
 from iris.ccl.accumulate import accumulate_kernel
 from iris.ccl.flags import flags_kernel
-from iris.ccl.lamport import words_kernel
+from iris.ccl.lamport import lamport_kernel
 from iris.ccl.ring import ring_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
@@ -15,7 +19,8 @@ from iris_ops.kernels.hopper import lamport_pair, lamport_two_shot
 from iris_ops.kernels.hopper.gather_matmul import hopper_gather_matmul_kernel
 from iris_ops.kernels.hopper.matmul_gather import hopper_matmul_gather_kernel
 from iris_ops.kernels.hopper.matmul_reduce import hopper_matmul_reduce_kernel
-from iris_ops.kernels.hopper.operands import MOVING, MULTIPLYING, in_rows, layouts
+from iris_ops.kernels.hopper.mma import MMA_WARPS
+from iris_ops.kernels.hopper.operands import MOVER_WARPS, in_rows, layouts
 from iris_ops.kernels.lamport_gather_matmul import lamport_gather_matmul_kernel
 from iris_ops.kernels.lamport_matmul import lamport_matmul_kernel
 from iris_ops.kernels.matmul_gather import matmul_gather_kernel
@@ -168,7 +173,7 @@ def hopper_variants():
     """Warp-specialised programs, with both tiles that plans take; bias, layout of B, shared tiles in rotation."""
     common = dict(BLOCK_M=128, BLOCK_K=64, GROUP_M=8, WORLD_SIZE=WORLD_SIZE, WAITER=1)
     no_scales = dict(a_scales=None, b_scales=None)
-    options = dict(num_warps=MULTIPLYING)
+    options = dict(num_warps=MMA_WARPS)
     for n, stages in ((256, 3), (128, 5)):
         known = common | dict(BLOCK_N=n, STAGES=stages, B_TRANSPOSED=n == 256, **layouts(128, n))
         for all_reduce in (False, True):
@@ -183,7 +188,7 @@ def hopper_variants():
         scattered = eight | dict(ALL_REDUCE=False, HAS_BIAS=n == 256)
         yield f"reduce_scatter_hopper_{n}_fp8", hopper_matmul_reduce_kernel, options, scattered
         gated = n == 256
-        choice = dict(HAS_BIAS=True, MOVE=in_rows(MOVING, n // 2 if gated else n), GATED=gated)
+        choice = dict(HAS_BIAS=True, MOVE=in_rows(MOVER_WARPS, n // 2 if gated else n), GATED=gated)
         yield f"all_gather_matmul_hopper_{n}", hopper_gather_matmul_kernel, options, known | choice
         choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
         yield f"matmul_all_gather_hopper_{n}", hopper_matmul_gather_kernel, options, known | choice
@@ -245,10 +250,10 @@ def collectives():
         "exchange": dict(both, REDUCE=False, GATHER=False),
     }
     for form, layout in (("one_shot", flat), ("two_shot", rows)):
-        yield f"ccl_words_{form}", words_kernel, dict(num_warps=4), common | forms[form] | layout | dict(BLOCK=1024)
+        yield f"ccl_lamport_{form}", lamport_kernel, dict(num_warps=4), common | forms[form] | layout | dict(BLOCK=1024)
     for form in ("one_shot", "scatter"):
         known = common | forms[form] | flat | dict(BLOCK=2048, WORLD_SIZE=2)
-        yield f"ccl_words_{form}_of_two", words_kernel, dict(num_warps=8), known
+        yield f"ccl_lamport_{form}_of_two", lamport_kernel, dict(num_warps=8), known
     for form, layout in (("two_shot", rows), ("scatter", flat), ("gather", flat), ("exchange", rows)):
         known = common | forms[form] | layout
         yield f"ccl_flags_{form}", flags_kernel, dict(num_warps=8), known | dict(BLOCK=8192)

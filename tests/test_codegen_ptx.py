@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops.fp8 import weight_stream
 import pytest
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
@@ -31,10 +30,10 @@ from tests.assembly import (
     fused,
     narrow_scopes,
     narrow_stores,
+    registers,
     sound,
     unbounded_waits,
     unfenced_loads,
-    unguarded_hand_overs,
     unordered_releases,
 )
 from tests.processes import ROOT, python_path
@@ -159,137 +158,6 @@ def test_ptx_of_benchmarks_moves_16_bytes_at_a_time(compiled, target: str) -> No
         assert kernels[name].count(r"cp\.async\.cg\.shared\.global .*0x10") >= ahead, name
 
 
-def test_ptx_of_a_store_warp(compiled) -> None:
-    """Warps that multiply and warps that store: loads by TMA, 16-byte stores to every rank, barriers in between."""
-    kernel = compiled("sm_90")["example_store_warp"]
-    assert (
-        kernel.count(r"setmaxnreg\.inc") >= 2 and kernel.count(r"wgmma\.mma_async") and kernel.count(r"cp\.async\.bulk")
-    )
-    assert kernel.count(r"\bst\.global\.v4\.b32") == WORLD_SIZE * 4 * 8  # ranks, parts of a tile, 16 bytes of a thread
-    assert not unguarded_hand_overs(kernel)
-
-
-def test_ptx_of_warp_specialised_programs(compiled) -> None:
-    """Eight warps multiply asynchronously; four move tiles, to each rank 16 bytes of a thread at a time."""
-    of_words = re.compile("^(traced_)?lamport_")
-    kernels = {name: k for name, k in compiled("sm_90").items() if "_hopper_" in name and not of_words.match(name)}
-    assert len([name for name in kernels if not name.startswith("traced_")]) == 13 and len(kernels) > 13
-    for name, kernel in kernels.items():
-        for change in ("dec", "inc"):  # of those that multiply, of those that move
-            assert kernel.count(rf"setmaxnreg\.{change}\S*\s+168;") == 1, name
-        # one step of a tile's product is under way while the next begins; all have ended once, when it is handed over
-        assert kernel.count(r"wgmma\.mma_async") == 64 // 16 == 128 // 32, name
-        assert kernel.count(r"wgmma\.wait_group\S*\s+1;") == kernel.count(r"wgmma\.wait_group\S*\s+0;") == 1, name
-        assert not unguarded_hand_overs(kernel), name
-        without = Kernel(name, kernel.text.replace("bar.sync", "nothing"), kernel.shared)
-        assert len(unguarded_hand_overs(without)) >= 3, name
-        gathers, own = "gather" in name, "all_gather_matmul" in name
-        # operands that were loaded, a tile to move (in reductions also to sum), its place in shared memory
-        assert kernel.count(r"mbarrier\.try_wait") == (3 if gathers else 4), name
-        ranks = 1 if own else WORLD_SIZE if gathers else 1 + WORLD_SIZE if "all_reduce" in name else 2
-        held = 2 if own and name.endswith("256") else 4  # of 32 elements of a part that are a thread's; gated
-        assert kernel.count(r"\bst\.global\.v4\.b32") >= ranks * held, name
-
-
-def test_ptx_of_words_from_warp_specialised_programs(compiled) -> None:
-    """Tiles, and sums, go out written through, to each rank 16 bytes of a thread at a time; nothing is released."""
-    kernels = [compiled("sm_90")[name] for name in ("lamport_two_shot", "traced_lamport_two_shot")]
-    for kernel in kernels:
-        assert kernel.count(r"wgmma\.mma_async") == 64 // 16 and not unguarded_hand_overs(kernel), kernel.name
-        # operands that were loaded, a tile to send, its place in shared memory
-        assert kernel.count(r"mbarrier\.try_wait") == 3, kernel.name
-        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == 2 * 4 * WORLD_SIZE, kernel.name  # of 32 elements each
-        assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)|\bld\.volatile\.global\.(?!v4\.b32)"), kernel.name
-        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
-        assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (
-            kernel.name,
-            released,
-        )  # failure records
-        assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), kernel.name
-        # three blocks of words are polled: each until it is late, and one thread marks that
-        assert kernel.count(r"%globaltimer;") >= 6 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 3, kernel.name
-    # what is recorded: product, push, sum, push of sums, and each wait
-    assert [kernel.count(r"%smid;") for kernel in kernels] == [0, 4 + 3]
-
-
-def test_ptx_of_words_that_two_ranks_send_each_other(compiled) -> None:
-    """A tile goes out written through, 16 bytes of a thread at a time; the peer's is looked at before it is sent."""
-    names = [f"lamport_pair_{name}" for name in ("128", "128_fp8", "64", "64_of_four", "folded")]
-    names += ["lamport_pair_scatter_128", "lamport_pair_scatter_64_of_four"]
-    traced = ["traced_lamport_pair_128", "traced_lamport_pair_scatter_128"]
-    kernels = {name: compiled("sm_90")[name] for name in names + traced}
-    for name, kernel in kernels.items():
-        if name.endswith("four"):  # of eight warps each thread begins with more registers than it is to have
-            assert kernel.count(r"setmaxnreg\.dec\S*\s+232;") == 1 and kernel.count("m64n128k16") == 4, name
-        else:
-            for change in ("dec", "inc"):
-                assert kernel.count(rf"setmaxnreg\.{change}\S*\s+168;") == 1, name
-        assert kernel.count(r"wgmma\.mma_async") == 64 // 16 and not unguarded_hand_overs(kernel), name
-        # operands that were loaded, a tile to send, its place in shared memory
-        assert kernel.count(r"mbarrier\.try_wait") == 3, name
-        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == 4, name  # of 32 elements of a part that are a thread's
-        parts = 2 if "64" in name else 4
-        looks = [i for i, line in enumerate(kernel.lines) if "ld.volatile.global.v4.b32" in line]
-        sent = next(i for i, line in enumerate(kernel.lines) if "st.global.wt.v4.b32" in line)
-        # later one part is polled, asked who did not send it, and the next looked at anew
-        assert sum(i < sent for i in looks) == 4 * parts and len(looks) == 4 * (parts + 3), name
-        narrow = [kernel.count(rf"\b{access}\.(?!v4\.b32)") for access in (r"st\.global\.wt", r"ld\.volatile\.global")]
-        # who scatters ends with a word that tells the peer: looked at, polled, asked who did not send it
-        assert narrow == ([1, 3] if "scatter" in name else [0, 0]), name
-        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
-        assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (
-            name,
-            released,
-        )  # failure records
-        assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), name
-        assert kernel.count(r"%globaltimer;") >= 2 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 1, name
-    # product, push, sum, wait, of scattered words two
-    assert [kernels[name].count(r"%smid;") for name in traced] == [4, 5]
-    assert not any(kernels[name].count(r"%smid;") for name in names)
-
-
-def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
-    """Lines by TMA, whole vectors to registers, no conversion of a weight; words as in few rows; all programs fit."""
-    kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_fp8_" in name}
-    assert len(kernels) == 2 * 6 + 1
-    for name, kernel in kernels.items():
-        rows, tiles = map(int, re.findall(r"\d+", name.partition("fp8")[2]))
-        resident = 3 if (rows, tiles) in weight_stream.RINGS[3] else 1
-        stages = weight_stream.RINGS[resident][rows, tiles]
-        shared = weight_stream.shared_bytes(rows, tiles, stages)
-        assert 0 <= kernel.shared - shared <= 512, name  # barriers, and what sums of squares take
-        loads = stages * (1 + tiles) + 1 + tiles  # of A and of the weights, before and in the loop
-        assert kernel.count(r"cp\.async\.bulk\.tensor\.3d") == loads, name
-        steps = 2 * 4 * (rows // 8) * tiles  # of 16 along K, bytes, 8 rows, tiles
-        assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == steps, name
-        assert kernel.count(r"ld\.shared\.v4\.b32") >= 4 * tiles and not kernel.count(r"cvt\S*\.e4m3"), name
-        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
-        if name.startswith("skinny"):
-            assert not released and not kernel.count(r"\.sys\b|volatile"), name
-        else:
-            assert kernel.count(r"\bst\.global\.wt\.") == WORLD_SIZE == kernel.count(r"\bld\.volatile\.global") // 3, (
-                name
-            )
-            assert not kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32|b32)|sys\.acquire"), name
-            assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), name
-            assert not narrow_scopes(kernel), name
-        assert registers(kernel, tmp_path) <= (weight_stream.REGISTERS if resident == 3 else 255), name
-    room = 228 << 10  # of a multiprocessor; each program's takes a KiB of its own
-    for resident, rings in weight_stream.RINGS.items():
-        for (rows, tiles), stages in rings.items():
-            taken = weight_stream.shared_bytes(rows, tiles, stages) + 512 + 1024
-            assert resident * taken <= room < (resident + 1) * taken or (resident == 3 and 3 * taken <= room)
-
-
-def registers(kernel, folder: Path) -> int:
-    """Of a thread, by the assembler."""
-    source = folder / "kernel.ptx"
-    source.write_text(kernel.text)
-    command = [get_ptxas(90).path, "-v", "-arch", "sm_90a", source, "-o", folder / "kernel.cubin"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    return int(re.search(r"Used (\d+) registers", said)[1])
-
-
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     product = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "sm_100": r"tcgen05\.mma\S*kind::f16"}[target]
@@ -314,16 +182,6 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     assert rounding.count(r"cvt\.rn\.satfinite\.e4m3x2") and rounding.count(r"ld\.global\.v4\.b32")
 
 
-def test_ptx_of_rounded_rows(compiled) -> None:
-    """Both operands go from memory to tensor cores as they are: by TMA, and nothing converts them."""
-    rounded = re.compile("lamport_rounded|fp8_tiles|(hopper|lamport_(pair|two_shot)).*_fp8$")
-    kernels = [kernel for name, kernel in compiled("sm_90").items() if rounded.search(name)]
-    assert len(kernels) == 15
-    for kernel in kernels:
-        assert kernel.count(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3"), kernel.name
-        assert kernel.count(r"cp\.async\.bulk\.tensor") >= 2 and not kernel.count(r"cvt\S*e4m3"), kernel.name
-
-
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_fences_tma_loads_of_what_peers_stored(compiled, target: str) -> None:
     forms = ("rows_tma", "k_tma", *(("hopper_128", "hopper_256") if target == "sm_90" else ()))
@@ -333,8 +191,8 @@ def test_ptx_fences_tma_loads_of_what_peers_stored(compiled, target: str) -> Non
 
 
 @pytest.mark.parametrize("target", CUDA)
-def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> None:
-    """Sealed words go out written through and are read as volatile, 16 bytes at a time; no release to a peer."""
+def test_ptx_exchanges_lamport_values_without_fence_or_flag(compiled, target: str) -> None:
+    """Lamport values go out written through and are read as volatile, 16 bytes at a time; no release to a peer."""
     for name in EXCHANGES:
         kernel = compiled(target)[name]
         others = 1 if name == OF_TWO else WORLD_SIZE - 1
@@ -356,8 +214,8 @@ def test_ptx_exchanges_words_without_fence_or_flag(compiled, target: str) -> Non
         assert kernel.count({"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync"}[target]), name
 
 
-WORDS = {"ccl_words_one_shot": WORLD_SIZE - 1, "ccl_words_two_shot": WORLD_SIZE}  # stores to ranks
-WORDS_OF_TWO = {f"ccl_words_{form}_of_two": 2 for form in ("one_shot", "scatter")}  # the first, the next
+LAMPORT = {"ccl_lamport_one_shot": WORLD_SIZE - 1, "ccl_lamport_two_shot": WORLD_SIZE}  # stores to ranks
+LAMPORT_OF_TWO = {f"ccl_lamport_{form}_of_two": 2 for form in ("one_shot", "scatter")}  # the first, the next
 FLAGS = {
     "ccl_flags_two_shot": 2 * WORLD_SIZE,
     "ccl_flags_two_shot_bytes": 2 * WORLD_SIZE,
@@ -368,13 +226,13 @@ COPIES = {f"ccl_flags_{form}{of}": 2 * WORLD_SIZE for form in ("gather", "exchan
 
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> None:
-    """Of rows that stand apart too; words without fence or flag, and all ranks signalled by one release."""
+    """Of rows that stand apart too; Lamport values without fence or flag, and all ranks signalled by one release."""
     kernels = compiled(target)
-    for name, stores in (WORDS | WORDS_OF_TWO).items():
+    for name, stores in (LAMPORT | LAMPORT_OF_TWO).items():
         kernel = kernels[name]
         assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == stores, name
         assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)"), name
-        assert kernel.count(r"\bld\.volatile\.global\.v4\.b32") >= (2 if name in WORDS_OF_TWO else WORLD_SIZE), name
+        assert kernel.count(r"\bld\.volatile\.global\.v4\.b32") >= (2 if name in LAMPORT_OF_TWO else WORLD_SIZE), name
         assert not kernel.count(r"sys\.acquire|sys\.release\.exch\.b32"), name
     for name, stores in (FLAGS | COPIES).items():
         kernel = kernels[name]
@@ -393,9 +251,9 @@ def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> N
     assert not narrow_stores(kernels["ccl_ring"])
 
 
-def test_words_between_two_leave_room_for_another_call(compiled, tmp_path: Path) -> None:
+def test_lamport_values_between_two_leave_room_for_another_call(compiled, tmp_path: Path) -> None:
     """Two programs of 256 threads on each multiprocessor, and as many of a call in another stream."""
-    for name in WORDS_OF_TWO:
+    for name in LAMPORT_OF_TWO:
         assert 4 * 256 * registers(compiled("sm_90")[name], tmp_path) <= 65536, name
 
 

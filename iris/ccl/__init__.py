@@ -1,7 +1,7 @@
 """Collectives of whole tensors over the symmetric heap: `ctx.ccl.all_reduce(out, inp)` and its kin.
 
-A collective is what three questions answer: are parts *scattered* (each rank gets its own), is there a sum (*reduce*),
-does everyone get every result (*gather*)?
+Three questions tell one collective from another. Does each rank get a part of its own (*scatter*)? Is there a sum
+(*reduce*)? Does every rank get every result (*gather*)?
 
     collective           scatter  reduce  gather
     all_to_all           yes      no      no
@@ -10,9 +10,9 @@ does everyone get every result (*gather*)?
     all_reduce two_shot  yes      yes     yes
     all_reduce one_shot  no       yes     no
 
-Two kernels serve all of them: `lamport.py`, for small tensors, sends words that say themselves that they have arrived;
-`flags.py`, for large ones, stores straight into place and signals. `accumulate.py` and `ring.py` are further
-variants of all_reduce. `plan.py` chooses.
+Two kernels answer all of them. `lamport.py` sends small tensors as Lamport values, which need no signal. `flags.py`
+stores large tensors straight into place and signals. `accumulate.py` and `ring.py` are further variants of all_reduce.
+`plan.py` chooses.
 """
 
 from .config import Config, ReduceOp

@@ -1,11 +1,11 @@
-"""all_reduce by adding into everyone's sum, in the order of arrival: variants "atomic" and "spinlock".
+"""all_reduce by adding into every rank's sum, in the order of arrival: variants "atomic" and "spinlock".
 
 Every rank keeps a sum for each element, in fp32 or wide integers, zero at rest. All ranks add their elements to all
-sums, by remote atomics or, LOCKED, unit after unit under a lock; then each takes its own sum and leaves zero. Floating
-point sums depend on the order, so results may differ in their last bits between runs, and between ranks.
+sums, by remote atomics or, with LOCKED, unit after unit under a lock. Then each rank takes its own sum and leaves zero.
+A floating-point sum depends on the order, so results may differ in their last bits between runs, and between ranks.
 
-Two slots by the epoch's parity are enough: who adds for call e + 2 has finished e + 1, so it has everyone's signals of
-e + 1; who sent those had finished e, with its sums taken and zero again.
+Two halves of the staging memory, chosen by the epoch's parity, are enough. A rank that adds for call e + 2 has finished
+e + 1, so it has everyone's signals of e + 1. Their senders had finished e, with its sums taken and zero again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def accumulate_kernel(
     sync,
     ctx_ptr,
     units,
-    slot_elements,
+    half_elements,
     in_n,
     in_cols,
     stride_im,
@@ -62,15 +62,15 @@ def accumulate_kernel(
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    # staging: sums [2 slots][unit, BLOCK]; flags: arrived [2 slots][source rank, LANES], then locks [unit]
+    # staging: sums [parity][unit, BLOCK]; flags: arrived [parity][source rank, LANES], then locks [unit]
     source = View(inp, in_n, in_cols, stride_im, stride_in, 0, in_n, 0, IN_LAYOUT, False, 1, 1)
     target = View(out, in_n, out_cols, stride_om, stride_on, 0, in_n, 0, OUT_LAYOUT, False, 1, 1)
     epoch = next_epoch(sync)
     bases = load_bases(ctx_ptr, WORLD_SIZE)
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
-    slot = epoch & 1
-    sums = staging + tl.cast(slot, tl.int64) * slot_elements + tl.arange(0, BLOCK)
-    arrived = flags + slot * (WORLD_SIZE * LANES)
+    parity = epoch & 1
+    sums = staging + tl.cast(parity, tl.int64) * half_elements + tl.arange(0, BLOCK)
+    arrived = flags + parity * (WORLD_SIZE * LANES)
     locks = flags + 2 * WORLD_SIZE * LANES
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     advance(sync, epoch)
@@ -89,7 +89,7 @@ def accumulate_kernel(
         for unit in range(lane, units, lanes):
             place = sums + tl.cast(unit, tl.int64) * BLOCK
             total = tl.load(place, cache_modifier=".cg")
-            tl.debug_barrier()  # before it is emptied: where a unit is small, several threads load an element
+            tl.debug_barrier()  # before zero is stored: where a unit is small, several threads load an element
             tl.store(place, tl.zeros((BLOCK,), staging.dtype.element_ty))
             pointers, mask = target.place(0, unit, BLOCK, WORLD_SIZE)
             tl.store(pointers, rounded(total, inp.dtype.element_ty), mask=mask)

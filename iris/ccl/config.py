@@ -9,7 +9,7 @@ from ..errors import ArgumentError
 
 ALL_REDUCE_VARIANTS = ("atomic", "ring", "one_shot", "two_shot", "spinlock")
 REDUCE_SCATTER_VARIANTS = ("two_shot",)
-PROTOCOLS = ("words", "flags")
+PROTOCOLS = ("lamport", "flags")
 
 
 class ReduceOp(Enum):
@@ -31,7 +31,8 @@ class Config:
     `all_reduce_distribution`: whose part is what: 0 block after block in turn, 1 one range each.
     `all_reduce_num_rings`: into how many rings the data of "ring" is divided, every second one running the other way
     round; for all other variants at most 1. `reduce_scatter_variant`: "two_shot".
-    `protocol`: how arrival is known: "words" (each word says it, for small tensors) or "flags" (for large ones).
+    `protocol`: how a rank knows that data has arrived: "lamport" (the values themselves show it; for small tensors) or
+    "flags" (signals; for large ones).
     """
 
     block_size_m: int | None = None

@@ -1,23 +1,24 @@
-"""Any collective of a large tensor: stores straight into the peers' memory, and a signal when many have been made.
+"""Any collective of a large tensor: stores straight into the peers' memory, and one signal for many of them.
 
 Program number p of every rank works on the same units of every part, its *lane*, so that it only ever waits for
 programs p of the peers. Without a sum it loads a first unit, waits until the peers have entered the call, and stores
-into their `out`. With one (REDUCE), chunk after chunk, it pushes units into their owner's staging memory and signals;
-the owner sums the chunk before in fp32, in rank order, and with GATHER stores the sums into everyone's `out`. So the
-links are busy from the first chunk to the last, and rank r begins with destination r + 1, so that no link is
-everybody's.
+into their `out`. With a sum (REDUCE) it pushes units into their owner's staging memory, chunk after chunk, and signals
+each chunk. Meanwhile the owner sums the chunk before in fp32, in rank order, and with GATHER stores the sums into
+everyone's `out`. So the links are busy from the first chunk to the last. Rank r begins with destination r + 1, so that
+no two ranks begin on the same link.
 
-At the end each lane tells the peers that it is done, and waits for theirs: the kernel ends with everything in place.
-Without GATHER nothing is stored into a peer's `out`, and what arrived is known from the chunks' signals.
+At the end each lane tells the peers that it is done, and waits for theirs, so the kernel ends with everything in place.
+Without GATHER no rank stores into a peer's `out`, and the chunks' signals say what has arrived.
 
-Flags hold epochs and are compared exactly. None is set again before its wait has ended, and no staged data overwritten
-before it was read, because:
-  GATHER: who stores for call e + 1 has had all done signals of call e, which come after the lane's waits and reads.
-  REDUCE alone: two slots by parity. Who stores for e + 2 has finished e + 1, so it has everyone's chunks of e + 1;
-  who sent those had finished e.
-  The places that are told before the first signal, of each lane or of the entry, are looked at behind the first wait.
-  No REDUCE: an entry or done flag of e + 1 is set by who has had all done signals of e, which come after the entry
-  waits; and the done flag after our entry into e + 1.
+Flags hold epochs and are compared exactly. No flag is set again before its wait has ended, and no staged data is
+overwritten before it was read, because:
+  GATHER: a rank that stores for call e + 1 has had all done signals of call e, which come after the lane's waits and
+  reads.
+  REDUCE alone: two halves by parity. A rank that stores for e + 2 has finished e + 1, so it has everyone's chunks of
+  e + 1, and their senders had finished e.
+  No REDUCE: a rank sets an entry or done flag of e + 1 when it has had all done signals of e, which come after the
+  entry waits; and it sets the done flag after this rank's entry into e + 1.
+Each rank tells its peers where its `out` lies before its first signal of a lane. They read it behind their first wait.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _copy(
         tl.store(remote(ctx, places, bases, (ctx.rank + i) % WORLD_SIZE), value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["units", "chunk_units", "slot_flags"])
+@triton.jit(do_not_specialize=["units", "chunk_units", "half_flags"])
 def flags_kernel(
     inp,
     out,
@@ -113,8 +114,8 @@ def flags_kernel(
     ctx_ptr,
     units,
     chunk_units,
-    slot_elements,
-    slot_flags,
+    half_elements,
+    half_flags,
     in_n,
     in_cols,
     stride_im,
@@ -143,8 +144,8 @@ def flags_kernel(
     WAITER: tl.constexpr,
 ):
     # flags: places of `out` [rank, LANES] of int64, entered [rank], done [rank, LANES],
-    # arrived [slot][source rank, lane, chunk];
-    # staging: [slot][source rank, unit, BLOCK].
+    # arrived [parity][source rank, lane, chunk];
+    # staging: [parity][source rank, unit, BLOCK].
     source, target = views(
         (inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step),
         (out, out_n, out_cols, stride_om, stride_on, out_share, out_limit, out_step),
@@ -169,10 +170,10 @@ def flags_kernel(
     ok = True
     if REDUCE:
         advance(sync, epoch)
-        slot = 0 if GATHER else epoch & 1
-        staged = staging + tl.cast(slot, tl.int64) * slot_elements
+        parity = 0 if GATHER else epoch & 1
+        staged = staging + tl.cast(parity, tl.int64) * half_elements
         chunks = tl.cdiv(per_lane, chunk_units)
-        arrived = done + WORLD_SIZE * LANES + slot * slot_flags + lane * chunks
+        arrived = done + WORLD_SIZE * LANES + parity * half_flags + lane * chunks
         if GATHER:
             tell_place(ctx, places, LANES, out)
         for c in range(0, chunks + 1):

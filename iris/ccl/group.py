@@ -26,13 +26,13 @@ class Group:
     def __init__(self, ctx: Rank, members: list[int] | None = None) -> None:
         self.ctx = ctx
         self.rank, self.size = ctx.cur_rank, ctx.num_ranks
-        self.words = ctx.get_device_context()
+        self.context_tensor = ctx.get_device_context()
         self._group: Any = None
         if members is not None:
             self._group = members
             self.rank, self.size = members.index(ctx.cur_rank), len(members)
             self._names = torch.tensor(members, dtype=torch.int64, device=ctx.device)
-            self.words = _words(self.words, self.rank, members, self._names)
+            self.context_tensor = _of_members(self.context_tensor, self.rank, members, self._names)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -44,20 +44,20 @@ class Group:
         return self.ctx.heap.reserve((nbytes,), torch.uint8)
 
     def barrier(self) -> None:
-        """Of the members, on the host: raises on all of them where their heaps differ."""
+        """A barrier of the members on the host; raises on all of them where their heaps differ."""
         self.ctx.barrier(group=self._group)
 
 
-def _words(words: torch.Tensor, rank: int, members: list[int], names: torch.Tensor) -> torch.Tensor:
+def _of_members(context: torch.Tensor, rank: int, members: list[int], names: torch.Tensor) -> torch.Tensor:
     """The context tensor with only the members in it."""
-    listed = words.tolist()
+    listed = context.tolist()
     header, ranks = listed[: HEADER.value], listed[HEADER.value :]
     world = header[1]
     header[:2] = rank, len(members)
     header[_NAMES] = names.data_ptr()
     bases, pids = ranks[:world], ranks[world:]
     found = [*header, *(bases[m] for m in members), *(pids[m] for m in members)]
-    return torch.tensor(found, dtype=torch.int64, device=words.device)
+    return torch.tensor(found, dtype=torch.int64, device=context.device)
 
 
 def group_of(ctx: Rank, group: Any) -> Group:

@@ -1,11 +1,12 @@
-"""Any collective of a small tensor, between two ranks also of a large one: words that say whether they have arrived.
+"""Any collective of a small tensor, and between two ranks also of a large one, by Lamport values.
 
-Every rank sends its words into the others' staging memory, then takes those that came from each of them: one hop,
-without fence, flag or hand-shake. With GATHER, whoever has summed a part sends the sums in a second hop.
+A Lamport value shows by itself whether it has arrived (`iris/device/lamport.py`). Every rank sends its values into the
+others' staging memory, then takes those that came from each of them: one hop, without fence, flag or hand-shake. With
+GATHER, the rank that has summed a part sends the sums in a second hop.
 
-No wait is circular: all sends of a program come before its first wait, and the second hop's before the last waits.
-Between two ranks a program sends one unit, then another before it takes each: what is taken in a turn was sent in an
-earlier one, by the program of the same number, and sums and stores go on beside what is under way.
+No wait is circular: a program makes all its sends before its first wait, and those of the second hop before its last
+waits. Between two ranks a program sends one unit, then another before it takes each. What it takes in a turn, the
+peer's program of the same number sent in an earlier one. So sums and stores go on while values are under way.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import triton.language as tl
 from ..device import arch
 from ..device.context import DeviceContext
 from ..device.function import device_function
-from ..device.lamport import load_bases, put, seal, sum_type, take, widen
+from ..device.lamport import load_bases, put, sum_type, take, widen, without_sentinel
 from ..device.sync import advance, next_epoch
 from .view import views
 
 
 @device_function
-def _words(x, dtype: tl.constexpr, REDUCE: tl.constexpr):
+def _sendable(x, dtype: tl.constexpr, REDUCE: tl.constexpr):
     if REDUCE and dtype.is_floating():
-        return seal(x.to(tl.float32), dtype)
+        return without_sentinel(x.to(tl.float32), dtype)
     else:
         return widen(x.to(dtype))
 
@@ -52,14 +53,14 @@ def _unit_and_part(ctx, item, WORLD_SIZE: tl.constexpr):
 
 @device_function
 def _place(area, source, unit, units, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Where the words of a rank's unit stand. Of two ranks only the peer's come, so there is one block."""
+    """Where the values of a rank's unit stand. Between two ranks only the peer's arrive, so there is one block."""
     first = unit if WORLD_SIZE == 2 else tl.cast(source, tl.int64) * units + unit
     return area + first * BLOCK + tl.arange(0, BLOCK)
 
 
 @device_function
 def _send(
-    ctx, bases, source, target, slot, item, units,
+    ctx, bases, source, target, half, item, units,
     BLOCK: tl.constexpr, SCATTER: tl.constexpr, REDUCE: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """With SCATTER a unit of one other rank's part to that rank, else a unit to all of them."""
@@ -73,12 +74,12 @@ def _send(
     if not (SCATTER or REDUCE):
         places, _ = target.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
         tl.store(places, value, mask=mask)
-    sealed, place = _words(value, dtype, REDUCE), _place(slot, ctx.rank, unit, units, BLOCK, WORLD_SIZE)
+    values, place = _sendable(value, dtype, REDUCE), _place(half, ctx.rank, unit, units, BLOCK, WORLD_SIZE)
     if SCATTER:
-        put(ctx, place, sealed, mask, bases, part)
+        put(ctx, place, values, mask, bases, part)
     else:
         for i in tl.static_range(1, WORLD_SIZE):
-            put(ctx, place, sealed, mask, bases, (ctx.rank + i) % WORLD_SIZE)
+            put(ctx, place, values, mask, bases, (ctx.rank + i) % WORLD_SIZE)
 
 
 @device_function
@@ -91,21 +92,21 @@ def _keep(ctx, source, target, unit, BLOCK: tl.constexpr, WORLD_SIZE: tl.constex
 
 @device_function
 def _sum(
-    ctx, bases, source, target, slot, sums, unit, units, epoch,
+    ctx, bases, source, target, half, sums, unit, units, epoch,
     BLOCK: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ONE_OUT: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all ranks' words of a unit, once they are here, into `out`; with GATHER to everyone, too."""
+    """Puts the sum of all ranks' values of a unit into `out`, once they are here; with GATHER sends it to all, too."""
     dtype: tl.constexpr = source.data.dtype.element_ty
     mine = ctx.rank if SCATTER else 0
     pointers, mask = source.place(mine, unit, BLOCK, WORLD_SIZE)
     own = tl.load(pointers, mask=mask, other=0).to(sum_type(dtype))
-    first = _place(slot, 0, unit, units, BLOCK, WORLD_SIZE)
+    first = _place(half, 0, unit, units, BLOCK, WORLD_SIZE)
     step = 0 if WORLD_SIZE == 2 else tl.cast(units, tl.int64) * BLOCK
     total, ok = take(ctx, first, step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, own)
     if GATHER:
         if ok:
-            value, place = _words(total, dtype, True), _place(sums, ctx.rank, unit, units, BLOCK, WORLD_SIZE)
+            value, place = _sendable(total, dtype, True), _place(sums, ctx.rank, unit, units, BLOCK, WORLD_SIZE)
             for i in tl.static_range(1, WORLD_SIZE):
                 put(ctx, place, value, mask, bases, (ctx.rank + i) % WORLD_SIZE)
     places, _ = target.place(0 if ONE_OUT else mine, unit, BLOCK, WORLD_SIZE)
@@ -114,27 +115,27 @@ def _sum(
 
 @device_function
 def _receive(
-    ctx, target, words, item, units, epoch,
+    ctx, target, area, item, units, epoch,
     BLOCK: tl.constexpr, PATIENCE: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
     """A unit of another rank's part into `out`, once it is here."""
     dtype: tl.constexpr = target.data.dtype.element_ty
     unit, part = _unit_and_part(ctx, item, WORLD_SIZE)
     places, mask = target.place(part, unit, BLOCK, WORLD_SIZE)
-    place = _place(words, part, unit, units, BLOCK, WORLD_SIZE)
+    place = _place(area, part, unit, units, BLOCK, WORLD_SIZE)
     value, _ = take(ctx, place, 0, mask, part, epoch, WAITER, dtype, 1, patience=PATIENCE)
     tl.store(places, rounded(value, dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["units"])
-def words_kernel(
+def lamport_kernel(
     inp,
     out,
     staging,
     sync,
     ctx_ptr,
     units,
-    slot_words,
+    half_elements,
     in_n,
     in_cols,
     stride_im,
@@ -162,8 +163,8 @@ def words_kernel(
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
-    # staging: [2 slots], each [source rank, unit, BLOCK] words, then with GATHER the sums [owner, unit, BLOCK]; between
-    # two ranks [unit, BLOCK].
+    # staging: two halves, by the epoch's parity. Each holds [source rank, unit, BLOCK], and then with GATHER the sums
+    # [owner, unit, BLOCK]; between two ranks [unit, BLOCK].
     OTHERS: tl.constexpr = WORLD_SIZE - 1
     SOURCES: tl.constexpr = 1 if WORLD_SIZE == 2 else WORLD_SIZE
     source, target = views(
@@ -179,31 +180,31 @@ def words_kernel(
     epoch = next_epoch(sync)
     bases = load_bases(ctx_ptr, WORLD_SIZE)
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
-    slot = staging + tl.cast(epoch & 1, tl.int64) * slot_words
-    sums = slot + SOURCES * tl.cast(units, tl.int64) * BLOCK
+    half = staging + tl.cast(epoch & 1, tl.int64) * half_elements
+    sums = half + SOURCES * tl.cast(units, tl.int64) * BLOCK
 
-    # Item t of this program's is, here and at the end, a unit of the same part: in place, it has been sent before it is
-    # overwritten. A rank's own words go nowhere: what they say is read, or written, where it belongs.
+    # Item t of this program is a unit of the same part here and at the end, so a call in place has sent it before it
+    # overwrites it. A rank sends itself nothing: it reads its own values in `inp`, and writes them to `out`.
     first, step = tl.program_id(0), tl.num_programs(0)
     sends, takes = units * (OTHERS if SCATTER else 1), units * (1 if REDUCE else OTHERS)
     ahead = min(first + step, sends) if WORLD_SIZE == 2 else sends
     for item in range(first, ahead, step):
-        _send(ctx, bases, source, target, slot, item, units, BLOCK, SCATTER, REDUCE, WORLD_SIZE)
+        _send(ctx, bases, source, target, half, item, units, BLOCK, SCATTER, REDUCE, WORLD_SIZE)
     if SCATTER and not REDUCE:
         for unit in range(first, units, step):
             _keep(ctx, source, target, unit, BLOCK, WORLD_SIZE)
-    advance(sync, epoch)  # while the words are under way
+    advance(sync, epoch)  # while the values are under way
     for item in range(first, takes, step):
         if WORLD_SIZE == 2:
             if item + step < sends:
-                _send(ctx, bases, source, target, slot, item + step, units, BLOCK, SCATTER, REDUCE, WORLD_SIZE)
+                _send(ctx, bases, source, target, half, item + step, units, BLOCK, SCATTER, REDUCE, WORLD_SIZE)
         if REDUCE:
             _sum(
-                ctx, bases, source, target, slot, sums, item, units, epoch,
+                ctx, bases, source, target, half, sums, item, units, epoch,
                 BLOCK, SCATTER, GATHER, ONE_OUT, WORLD_SIZE, WAITER,
             )  # fmt: skip
         else:
-            _receive(ctx, target, slot, item, units, epoch, BLOCK, 1, WORLD_SIZE, WAITER)
+            _receive(ctx, target, half, item, units, epoch, BLOCK, 1, WORLD_SIZE, WAITER)
     if GATHER:  # the sums come behind a wait of their owner's
         for item in range(first, units * OTHERS, step):
             _receive(ctx, target, sums, item, units, epoch, BLOCK, 2, WORLD_SIZE, WAITER)

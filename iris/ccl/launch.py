@@ -11,7 +11,7 @@ import triton
 from ..device.waits import WAITERS
 from .accumulate import accumulate_kernel
 from .flags import LANES, flags_kernel
-from .lamport import words_kernel
+from .lamport import lamport_kernel
 from .plan import Machine, Plan, part_of, units_of
 from .problem import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Problem, Rows, rows_of
 from .ring import ring_kernel
@@ -32,9 +32,9 @@ class Room:
 def room(problem: Problem, plan: Plan) -> Room:
     w, units = problem.world_size, _units(problem, plan)
     elements = units * plan.block
-    if plan.protocol == "words":
+    if plan.protocol == "lamport":
         blocks = (1 if w == 2 else w) * (2 if _gathers(problem, plan) else 1)
-        return Room("words", 0, 2 * blocks * elements * _word(problem).itemsize, 255)
+        return Room("lamport", 0, 2 * blocks * elements * _sent_as(problem).itemsize, 255)
     if plan.variant == "ring":
         return Room("ring", (2 + plan.rings * w) * 2 * LANES.value, w * elements * _wide(problem).itemsize)
     if plan.variant in ("atomic", "spinlock"):
@@ -44,9 +44,9 @@ def room(problem: Problem, plan: Plan) -> Room:
         return Room("copies", table)
     per_program = -(-units // plan.programs)
     chunks = -(-per_program // plan.chunk)
-    slots = 1 if problem.op == ALL_REDUCE else 2
+    halves = 1 if problem.op == ALL_REDUCE else 2
     area = "sums" if problem.op == ALL_REDUCE else "parts"
-    return Room(area, table + slots * w * plan.programs * chunks, slots * w * elements * problem.dtype.itemsize)
+    return Room(area, table + halves * w * plan.programs * chunks, halves * w * elements * problem.dtype.itemsize)
 
 
 def writes_to_peers(problem: Problem, plan: Plan) -> bool:
@@ -55,27 +55,26 @@ def writes_to_peers(problem: Problem, plan: Plan) -> bool:
 
 
 def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> dict:
-    """Of `kernel_of(plan)`, by name."""
+    """The arguments of `kernel_of(plan)`, by name."""
     area = workspace.areas[room(problem, plan).area]
-    if plan.protocol == "words":
-        staging = area.staging.view(_word(problem))
+    if plan.protocol == "lamport":
+        staging = area.staging.view(_sent_as(problem))
     elif plan.variant in ("ring", "atomic", "spinlock"):
         staging = area.staging.view(_wide(problem))
-    else:  # who only copies has no staging
+    else:  # a collective that only copies has no staging
         staging = area.staging.view(problem.dtype) if problem.reduces else area.flags
-    slot = staging.numel() // 2
+    half = staging.numel() // 2
     args = dict(
         inp=inp,
         out=out,
         staging=staging,
         flags=area.flags,
         sync=area.sync,
-        ctx_ptr=workspace.group.words,
+        ctx_ptr=workspace.group.context_tensor,
         units=_units(problem, plan),
         chunk_units=plan.chunk,
-        slot_words=slot,
-        slot_elements=slot,
-        slot_flags=(area.flags.numel() - _table(problem)) // 2,
+        half_elements=half,
+        half_flags=(area.flags.numel() - _table(problem)) // 2,
         **_cuts(problem, plan, out, inp),
         BLOCK=plan.block,
         INTERLEAVED=plan.interleaved,
@@ -103,11 +102,11 @@ def options(plan: Plan, machine: Machine) -> dict[str, int]:
 
 def kernel_of(plan: Plan) -> triton.JITFunction:
     by_variant = {"ring": ring_kernel, "atomic": accumulate_kernel, "spinlock": accumulate_kernel}
-    return by_variant.get(plan.variant) or (words_kernel if plan.protocol == "words" else flags_kernel)
+    return by_variant.get(plan.variant) or (lamport_kernel if plan.protocol == "lamport" else flags_kernel)
 
 
 def _table(problem: Problem) -> int:
-    """Flags before those of the slots: places (of int64), entered and done."""
+    """Flags before those that say what has arrived: places (of int64), entered and done."""
     return problem.world_size * (1 + 3 * LANES.value)
 
 
@@ -122,8 +121,8 @@ def _gathers(problem: Problem, plan: Plan) -> bool:
     return problem.op == ALL_REDUCE and plan.variant != "one_shot"
 
 
-def _word(problem: Problem) -> torch.dtype:
-    """The integers that words are."""
+def _sent_as(problem: Problem) -> torch.dtype:
+    """The integers that carry Lamport values."""
     size = problem.dtype.itemsize
     if not (problem.reduces and problem.dtype.is_floating_point):
         size *= 2

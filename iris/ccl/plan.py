@@ -23,17 +23,17 @@ class Machine:
     """Programs that run at once."""
     link_gbs: float = 363.0
     """Stores to all peers together, each way."""
-    words_gbs: float = 240.0
-    """The same for words, which are polled, read and emptied again."""
+    lamport_gbs: float = 240.0
+    """The same for Lamport values, which the receiver polls, reads and overwrites by the sentinel."""
     pair_gbs: float = 340.0
-    """For words between two ranks, where sends and sums take turns."""
+    """For Lamport values between two ranks, where sends and sums take turns."""
     two_hops_gbs: float = 335.0
-    """For words in two hops between several peers, where one goes on beside the other."""
-    words_mb: float = 100.0
-    """Of so many words twice as long: they leave the cache before they are polled."""
+    """For Lamport values in two hops between several peers, where one hop goes on beside the other."""
+    lamport_mb: float = 100.0
+    """Of so many megabytes the values take twice as long: they leave the cache before they are polled."""
     launch_us: float = 1.4
     hop_us: float = 1.5
-    """A word that says itself that it has arrived: stored there, seen there."""
+    """A Lamport value: stored at the peer, seen by the peer."""
     signal_us: float = 3.6
     """A program's stores drained, its signal sent and seen."""
     enter_us: float = 1.4
@@ -115,14 +115,14 @@ _CHUNK_BYTES = 8 << 10, 64 << 10
 def _candidates(problem: Problem, config: Config) -> list[tuple[str, str]]:
     """(variant, protocol) pairs that can serve the problem and are not excluded by the config."""
     if problem.op == ALL_REDUCE:
-        found = [("one_shot", "words"), ("two_shot", "words"), ("two_shot", "flags")]
+        found = [("one_shot", "lamport"), ("two_shot", "lamport"), ("two_shot", "flags")]
         wanted = config.all_reduce_variant
         if wanted in ("ring", "atomic", "spinlock"):  # never the fastest
             found = [(wanted, "flags")]
     else:
-        found, wanted = [("two_shot", "words"), ("two_shot", "flags")], None
+        found, wanted = [("two_shot", "lamport"), ("two_shot", "flags")], None
     if problem.dtype.itemsize > 4 and not problem.dtype.is_floating_point:
-        found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]  # no wider words
+        found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]  # no wider integers
     if problem.op == REDUCE_SCATTER and not _everyone_owns(problem):
         found = [(variant, protocol) for variant, protocol in found if protocol == "flags"]
     return [
@@ -146,7 +146,7 @@ def _refusal(problem: Problem, config: Config) -> str:
 
 
 def _everyone_owns(problem: Problem) -> bool:
-    """Whether every rank has part of a reduce-scatter: who waits for no word runs ahead of the two slots."""
+    """Whether every rank has part of a reduce-scatter: a rank without one waits for nothing, and would run ahead."""
     return not problem.cols and problem.part * (problem.world_size - 1) < problem.n
 
 
@@ -164,14 +164,14 @@ def _expected_us(problem: Problem, variant: str, protocol: str, machine: Machine
     if variant in ("atomic", "spinlock"):
         sums = others * problem.n * 4
         return machine.launch_us + machine.signal_us + sums / (machine.link_gbs * 1e3)
-    if protocol == "words":
+    if protocol == "lamport":
         moved = sent * (1 if problem.reduces and problem.dtype.is_floating_point else 2)
-        words_gbs = machine.words_gbs if hops == 1 else machine.two_hops_gbs
+        lamport_gbs = machine.lamport_gbs if hops == 1 else machine.two_hops_gbs
         if others == 1:
-            words_gbs = machine.pair_gbs
+            lamport_gbs = machine.pair_gbs
         else:
-            moved *= 1 + moved / (machine.words_mb * 1e6)
-        return machine.launch_us + hops * machine.hop_us + moved / (words_gbs * 1e3)
+            moved *= 1 + moved / (machine.lamport_mb * 1e6)
+        return machine.launch_us + hops * machine.hop_us + moved / (lamport_gbs * 1e3)
     enter = 0.0 if problem.reduces else machine.enter_us
     # the sums of a reduce-scatter hide less behind the stores
     link_gbs = machine.link_gbs * (0.85 if problem.op == REDUCE_SCATTER else 1.0)
@@ -183,7 +183,7 @@ def _shares_multiprocessors(problem: Problem, protocol: str) -> bool:
 
     Not in an all-reduce by flags: its sums are stored to everyone, and the links are busy all the time as it is.
     """
-    if protocol == "words":
+    if protocol == "lamport":
         return problem.world_size == 2
     return problem.op == REDUCE_SCATTER and problem.nbytes >= problem.world_size << 22
 
@@ -219,7 +219,7 @@ def _block(problem: Problem, variant: str, protocol: str, programs: int, machine
         least, most = 4096 // itemsize, 16384 // itemsize
     else:
         least, most = 256, 4096 // itemsize
-    # by flags a program takes one unit of every part at a time; by words one at all
+    # by flags a program takes one unit of every part at a time; by Lamport values one at all
     sharers = 2 if protocol == "flags" else problem.world_size / 2
     block = most
     while block > least and units_of(problem, variant, block) * sharers < programs:
@@ -237,7 +237,7 @@ def machine_of(device: torch.device, num_programs: int) -> Machine:
     if device.type == "cpu":
         # hops are a switch of processes, and each operation of a kernel costs more than its data
         return Machine(
-            num_programs=1, link_gbs=1.0, words_gbs=0.8, two_hops_gbs=0.8, launch_us=2000.0, hop_us=2000.0,
+            num_programs=1, link_gbs=1.0, lamport_gbs=0.8, two_hops_gbs=0.8, launch_us=2000.0, hop_us=2000.0,
             pair_gbs=0.8, signal_us=4000.0, enter_us=2000.0, interpreted=True,
         )  # fmt: skip
     return Machine(num_programs, resident=1 if torch.version.hip else 2)

@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def nbytes(self) -> int:
-        """Of what a rank puts in."""
+        """The bytes that a rank puts in."""
         return self.n * self.dtype.itemsize
 
 

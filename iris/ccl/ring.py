@@ -1,14 +1,15 @@
-"""all_reduce in rings: each part travels once around to be summed, and once more, as the sum, to everyone.
+"""all_reduce in rings: each part travels once around to be summed, and once more, as the sum, to every rank.
 
 The classic algorithm: a rank only ever stores into its neighbour's memory. Partial sums travel in fp32, so that a sum
-is rounded once; its order is that of the ring, the same in each run. Program number p of every rank works on the same
-units of each part, divided into RINGS, of which every second one runs the other way round.
+is rounded once. The ring gives the order of the sum, the same in each run. Program number p of every rank works on the
+same units of each part. RINGS divides the units, and every second ring runs the other way round.
 
-Flags hold epochs, compared exactly, and one slot serves all calls. Whoever finishes call e has got every part's sum;
-a sum exists only when all ranks have entered e and consumed all partial sums of that part and lane.
+Flags hold epochs, compared exactly, and the same staging memory is right for all calls. A rank that finishes call e has
+got every part's sum. A sum exists only when all ranks have entered e and consumed all partial sums of that part and
+lane.
 
-A rank tells whom it sends to where its `out` lies, and looks at what it was told when the first partial sum has come.
-Where places differ, two neighbours at least differ from whom they hear of, so no partial sum comes round.
+A rank tells its successor where its `out` lies, and looks at what it was told when the first partial sum has come.
+Where the places differ, at least two neighbours differ, so no partial sum comes around.
 """
 
 from __future__ import annotations

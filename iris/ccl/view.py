@@ -107,7 +107,7 @@ def views(
     TILE_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Of `inp` and `out`, each what a view begins with, a tuple. ONE_OUT: `out` has one part only, this rank's."""
+    """The views of `inp` and `out`, each given as a tuple of its first fields. ONE_OUT: `out` is this rank's part."""
     source = View(*inp, IN_LAYOUT, INTERLEAVED, TILE_N, GROUP_M)
     target = View(*out, OUT_LAYOUT, INTERLEAVED and not ONE_OUT, TILE_N, GROUP_M)
     return source, target

@@ -20,12 +20,12 @@ TRACING_WORDS = slice(5, 7)
 
 
 def pack(rank: int, bases: list[int], pids: list[int], status: int, record: int, timeout_ticks: int) -> list[int]:
-    """The words of the context tensor."""
+    """What the context tensor holds."""
     return [rank, len(bases), status, record, timeout_ticks, 0, 0, 0, *bases, *pids]
 
 
 class RemoteAccess:
-    """The methods of a device context, by its rank and words."""
+    """The methods of a device context, by its rank and its context tensor."""
 
     if TYPE_CHECKING:  # fields of the aggregate that inherits from it
         rank: tl.tensor

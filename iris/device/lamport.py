@@ -1,14 +1,19 @@
-"""Data that says itself whether it has arrived: one hop between ranks, with no fence, no flag and no hand-shake.
+"""Lamport values: data that shows by itself whether it has arrived. One hop between ranks, no fence, no flag.
 
-A word of all ones is empty. Floating-point words are as wide as the data: that bit pattern is a NaN which no conversion
-or sum makes, and `seal` turns one that was loaded into another NaN. Where every bit pattern means something, as in
-integers, `widen` makes words of twice the width. The receiver polls the words themselves and leaves them empty. Each
-word is stored at once (16 to 64 bits) and loaded at once, so a word that is not empty is whole, whatever the order in
-which words arrive.
+A receiver's memory holds a sentinel, all bits one, wherever nothing has arrived. It polls the values themselves until
+none is the sentinel, and then puts the sentinel back. A sender must never send the sentinel:
 
-Two slots by the parity of an epoch that only these exchanges advance are enough: who stores for call e + 2 has finished
-e + 1, so it has everyone's words of e + 1; who sent those had finished call e, with all its words emptied. A rank has
-finished a call when the kernel has ended: one that is launched beside it touches no memory until then (`arch.follow`).
+    floating point  values keep their width. The sentinel is a NaN that no conversion and no sum makes;
+                    `without_sentinel` turns one that was loaded into another NaN.
+    integers        every bit pattern means something, so `widen` sends values of twice the width.
+
+Each value is stored and loaded at once (16 to 64 bits). So a value that is not the sentinel is whole, whatever the
+order in which values arrive.
+
+Two halves of the memory, chosen by the parity of an epoch that only these exchanges advance, are enough. A rank that
+stores for call e + 2 has finished e + 1, so it has everyone's values of e + 1. Their senders had finished call e, with
+the sentinel back in place. A rank has finished a call when its kernel has ended: a kernel that is launched beside it
+touches no memory until then (`arch.follow`).
 """
 
 import triton
@@ -21,33 +26,33 @@ from .rma import moved
 from .tracing import WAIT
 from .waits import anyone_gone, deadline, is_late, keeps_waiting, report
 
-EMPTY = tl.constexpr(-1)
+SENTINEL = tl.constexpr(-1)
 _THREADS = tl.constexpr(1024)  # of a program, at most
 
 
 @device_function
-def seal(x, dtype: tl.constexpr):
-    """fp32 `x`, rounded to `dtype`, as integer words that are never empty."""
+def without_sentinel(x, dtype: tl.constexpr):
+    """fp32 `x`, rounded to `dtype`, as integers of that width that are never the sentinel."""
     bits: tl.constexpr = dtype.primitive_bitwidth
-    words = arch.round_to(x, dtype).to(tl.core.get_int_dtype(bits, True), bitcast=True)
-    return words ^ ((words == EMPTY).to(words.dtype) << (bits - 1))  # another NaN, without the sign
+    values = arch.round_to(x, dtype).to(tl.core.get_int_dtype(bits, True), bitcast=True)
+    return values ^ ((values == SENTINEL).to(values.dtype) << (bits - 1))  # another NaN, without the sign
 
 
 @device_function
 def widen(x):
-    """Integers of 8, 16 or 32 bits as words that are never empty."""
+    """Integers of 8, 16 or 32 bits as integers of twice the width, which are never the sentinel."""
     bits: tl.constexpr = x.dtype.primitive_bitwidth
     unsigned: tl.constexpr = tl.core.get_int_dtype(bits, False)
     return x.to(unsigned, bitcast=True).to(tl.core.get_int_dtype(2 * bits, True))
 
 
 @device_function
-def unwrapped(words, dtype: tl.constexpr):
-    """What `seal`ed or `widen`ed words of `dtype` mean, in the type that sums are kept in."""
-    if words.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
-        return words.to(dtype, bitcast=True).to(sum_type(dtype))
+def unwrapped(values, dtype: tl.constexpr):
+    """What values of `dtype` from `without_sentinel` or `widen` mean, in the type that sums are kept in."""
+    if values.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
+        return values.to(dtype, bitcast=True).to(sum_type(dtype))
     else:
-        return words.to(dtype).to(sum_type(dtype))
+        return values.to(dtype).to(sum_type(dtype))
 
 
 @triton.constexpr_function
@@ -73,12 +78,13 @@ def take(
     patience: tl.constexpr = 1,
     LANES: tl.constexpr = True,
 ):
-    """Waits for COUNT blocks of words of `dtype`, `step` words apart, the first at the pointers `first`; empties them.
+    """Waits for COUNT blocks of Lamport values of `dtype`, and leaves the sentinel in their places.
 
-    `source`: which rank each word of the first block comes from; those of block i come from the i-th after it. `own`:
-    values in place of the words that would be this rank's, block number `ctx.rank`. `patience`: as in `deadline`.
-    `LANES` is off in Gluon, as in `sync`; its blocks must have no fewer words than threads. Returns (the blocks' sum in
-    `sum_type(dtype)`, in order; whether all came in time).
+    The pointers `first` are those of the first block; the blocks stand `step` values apart. `source`: which rank each
+    value of the first block comes from; those of block i come from the i-th rank after it. `own`: what stands for block
+    number `ctx.rank`, which this rank does not send itself. `patience`: as in `deadline`. `LANES` is off in Gluon, as
+    in `sync`; there, blocks must have no fewer values than threads. Returns (the blocks' sum in `sum_type(dtype)`, in
+    order; whether all came in time).
     """
     if own is not None and COUNT == 2:  # then only the peer's is looked at: two add up to the same in either order
         peer = 1 - ctx.rank
@@ -94,23 +100,23 @@ def take(
             )
         # `_look` ends with a barrier: no thread still looks
         for i in tl.static_range(COUNT):
-            tl.store(first + i * step, EMPTY, mask=_sent(ctx, mask, i, own))
+            tl.store(first + i * step, SENTINEL, mask=_sent(ctx, mask, i, own))
         return total, not missing
 
 
 @device_function
 def take_found(
-    ctx, found, words, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
+    ctx, found, values, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
 ):
-    """As `take` of one block of words, of which `found` was loaded before, by `arch.load_fresh`.
+    """As `take` of one block of values, of which `found` was loaded before, by `arch.load_fresh`.
 
     Returns (what they mean, whether any had to be waited for).
     """
-    total, missing = unwrapped(found, dtype), _any((found == EMPTY).to(tl.int32), LANES)
+    total, missing = unwrapped(found, dtype), _any((found == SENTINEL).to(tl.int32), LANES)
     waited = missing
     if missing:
-        total, missing = _poll(ctx, total, words, 0, mask, source, epoch, waiter, dtype, 1, None, 1, LANES)
-    tl.store(words, EMPTY, mask=mask)
+        total, missing = _poll(ctx, total, values, 0, mask, source, epoch, waiter, dtype, 1, None, 1, LANES)
+    tl.store(values, SENTINEL, mask=mask)
     return total, waited
 
 
@@ -125,13 +131,13 @@ def _sent(ctx, mask, i, own):
 
 @device_function
 def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own, LANES: tl.constexpr):
-    words = arch.load_fresh(first, _sent(ctx, mask, 0, own))
-    missing = (words == EMPTY).to(tl.int32)
-    total = _value(ctx, words, dtype, 0, own)
+    values = arch.load_fresh(first, _sent(ctx, mask, 0, own))
+    missing = (values == SENTINEL).to(tl.int32)
+    total = _value(ctx, values, dtype, 0, own)
     for i in tl.static_range(1, COUNT):
-        words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
-        missing |= (words == EMPTY).to(tl.int32)
-        total += _value(ctx, words, dtype, i, own)
+        values = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
+        missing |= (values == SENTINEL).to(tl.int32)
+        total += _value(ctx, values, dtype, i, own)
     return total, _any(missing, LANES)
 
 
@@ -147,11 +153,11 @@ def _any(missing, LANES: tl.constexpr):
 
 
 @device_function
-def _value(ctx, words, dtype: tl.constexpr, i, own):
+def _value(ctx, values, dtype: tl.constexpr, i, own):
     if own is None:
-        return unwrapped(words, dtype)
+        return unwrapped(values, dtype)
     else:
-        return tl.where(i == ctx.rank, own, unwrapped(words, dtype))
+        return tl.where(i == ctx.rank, own, unwrapped(values, dtype))
 
 
 @device_function
@@ -185,8 +191,8 @@ def _poll(
     if missing:
         peer = -1
         for i in tl.static_range(COUNT):
-            words = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
-            peer = tl.maximum(peer, tl.max(tl.where(words == EMPTY, source + i, -1)))
+            values = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
+            peer = tl.maximum(peer, tl.max(tl.where(values == SENTINEL, source + i, -1)))
         report(ctx, waiter, epoch, peer, epoch - 1)
     ctx.tracing.record_event_end(span)
     return total, missing
@@ -232,9 +238,9 @@ def remote(ctx, pointer, bases, to_rank):
 
 
 @device_function
-def put(ctx, pointer, words, mask, bases, to_rank):
-    """Sends sealed words to their place at `to_rank`."""
-    tl.store(remote(ctx, pointer, bases, to_rank), words, mask=mask, cache_modifier=".wt")
+def put(ctx, pointer, values, mask, bases, to_rank):
+    """Sends values, none of them the sentinel, to their place at `to_rank`."""
+    tl.store(remote(ctx, pointer, bases, to_rank), values, mask=mask, cache_modifier=".wt")
 
 
 @device_function

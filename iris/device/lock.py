@@ -1,4 +1,4 @@
-"""A lock that ranks share: a word on the heap, 0 when free, which whoever has it frees by a signal."""
+"""A lock that ranks share: an int32 on the heap, 0 when free. The rank that holds it frees it by a signal."""
 
 import triton.language as tl
 

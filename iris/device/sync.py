@@ -130,7 +130,7 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     told, or awaited, at once; not in Gluon, whose tensors need layouts.
 
     Kernels of one stream follow each other, so a rank that has entered a call has read all that earlier calls staged
-    for it. Who stores into a peer's memory calls `await_entered` first; then one staging slot serves all calls.
+    for it. A rank that stores into a peer's memory calls `await_entered` first; so all calls can share staging memory.
     """
     epoch = next_epoch(sync)
     if tl.program_id(0) == 0:

@@ -57,9 +57,9 @@ class DeviceTracing:
         payload; by default as many bytes as `address`, under `mask`, has.
         """
         if self.ENABLED:
-            slot = tl.atomic_add(self.buffer, 1, mask=self.capacity > 0, sem="relaxed", scope="gpu")
-            kept = (slot >= 0) & (slot < self.capacity)
-            record = self.buffer + HEADER_WORDS + slot * EVENT_WORDS
+            index = tl.atomic_add(self.buffer, 1, mask=self.capacity > 0, sem="relaxed", scope="gpu")
+            kept = (index >= 0) & (index < self.capacity)
+            record = self.buffer + HEADER_WORDS + index * EVENT_WORDS
             program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
             tl.store(record + 1, 0, mask=kept)
             tl.store(record + 2, _pair(event_id, arch.multiprocessor()), mask=kept)
@@ -69,7 +69,7 @@ class DeviceTracing:
             tl.store(record + 6, _payload(address, mask) if nbytes is None else nbytes, mask=kept)
             tl.store(record + 7, arch.thread(), mask=kept)  # of the one that stores
             tl.store(record, arch.clock(), mask=kept)
-            return tl.where(kept, slot, -1)
+            return tl.where(kept, index, -1)
         else:
             return -1
 
@@ -89,7 +89,7 @@ def tile_bytes(rows, cols, ROWS, COLS, dtype: tl.constexpr):
 
 @device_function
 def device_tracing(ctx_ptr, enabled: tl.constexpr):
-    """The tracing of a context tensor, whose words 5 and 6 say where its buffer is and how many events it holds."""
+    """The tracing of a context tensor, whose entries 5 and 6 say where its buffer is and how many events it holds."""
     if enabled:
         return DeviceTracing(tl.load(ctx_ptr + 5).to(tl.pointer_type(tl.int64)), tl.load(ctx_ptr + 6), True)
     else:

@@ -1,9 +1,9 @@
-"""Launching again what was launched before: a model calls its layers with the same tensors, or with others at the same
-addresses, over and over.
+"""Repeats a launch at little cost: a model calls its layers with the same tensors, or the same shapes, over and over.
 
 Triton's own way to launch a compiled kernel asks every argument for its address and encodes every tensor descriptor
-anew. Here all of that is done once, and a call is Triton's C launcher with a list of numbers. A call that differs from
-an earlier one in its addresses only, as another layer's does, puts them into a copy of that list.
+anew, which takes the host longer than many a kernel runs. Here that is done once. A repeated call is Triton's C
+launcher with a list of numbers. A call that differs from an earlier one in its addresses only, as another layer's does,
+puts its addresses into a copy of that list.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Calls:
             self._moves[key[self._tensors :], place] = launch.moved
 
     def forget(self) -> None:
-        """Of calls, not of what was prepared for them: kernels or memory that they use have changed."""
+        """Forgets calls, but not what was prepared for them: kernels or memory that they use have changed."""
         self.known.clear()
         self._moves.clear()
 
@@ -195,7 +195,7 @@ class _Native:
         maps = iter(self.how.maps or [None] * len(values))
         which = {address: i for i, address in enumerate(moving) if address}
         arguments: list[Any] = []
-        slots = []  # where arguments stand that come from an address, the number of the address, and how they come
+        openings = []  # where arguments stand that come from an address, the number of the address, and how they come
         for value in values:
             if isinstance(value, torch.Tensor):
                 address, made = value.data_ptr(), _pointer
@@ -206,7 +206,7 @@ class _Native:
                 arguments.append(value)
                 continue
             if address in which:
-                slots.append((len(arguments), which[address], made))
+                openings.append((len(arguments), which[address], made))
             arguments += made(address)
         alike, aligned = [moving.index(each) for each in moving], _aligned(moving)
 
@@ -214,7 +214,7 @@ class _Native:
             if not (aligned and _aligned(addresses)) or [addresses.index(each) for each in addresses] != alike:
                 return None  # another kernel, or which address is whose would not be known
             fresh = arguments.copy()
-            for place, number, made in slots:
+            for place, number, made in openings:
                 those = made(addresses[number])
                 fresh[place : place + len(those)] = those
             return self._again(grid, fresh)

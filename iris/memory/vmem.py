@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import platform
-from ..channel import close_all
 from ..errors import CaptureError, HeapExhausted, IrisError, NotSymmetricError, PlatformError
 from ..group import Ranks
+from ..packets import close_all
 from .base import ALIGNMENT, allocating
 from .offsets import Offsets, rounded
 from .pages import Extent, Pages, Region

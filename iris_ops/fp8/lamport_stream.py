@@ -1,11 +1,11 @@
 """`matmul_all_reduce` of few rows with weights in eight bits, by the stream of `weight_stream.py`, on NVIDIA Hopper.
 
-One shot, in the words of `lamport_matmul.py` at the same places: each rank sends its product to all, and everyone adds
-up everyone's, in rank order. So ranks may even mix the two, where one's weight does not lie as this kernel wants it;
-only a norm's squares are then added up in another order.
+One shot: each rank sends its product to all ranks as Lamport values, and each adds up everyone's, in rank order. The
+values stand in the same places as those of `lamport_matmul.py`. So ranks may even mix the two kernels, where one rank's
+weight does not lie as this kernel needs it. Only the sums of squares of a norm are then added in another order.
 
-A program sends all tiles that it multiplies before it waits for any, and takes others than it made: of 64 columns, as a
-norm's sums of squares want them (`rmsnorm_epilogue.py`). All programs run at once.
+A program sends all tiles that it multiplies before it waits for any. The columns that it sums are others than those
+that it multiplied: 64 at a time, as the sums of squares need them (`rmsnorm_epilogue.py`). All programs run at once.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
-from iris.device.lamport import load_bases, remote, seal, settled, take
+from iris.device.lamport import load_bases, remote, settled, take, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PRODUCT, PUSH, SUM
 from triton.experimental import gluon
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @gluon.jit(do_not_specialize=["M"])
 def lamport_stream_kernel(
     a, b, scales, bias, residual, weight, scaled, squares, out, staging, sync, ctx_ptr, M, N, K, stride_om,
-    stride_on, ld, slot_words, BLOCK_M: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+    stride_on, ld, half_elements, BLOCK_M: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
     TAKE: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
     TRACING: gl.constexpr = False,
 ):  # fmt: skip
@@ -54,13 +54,13 @@ def lamport_stream_kernel(
         span = tracing.record_event_start(PRODUCT, -1, out, 0, group, nbytes=0)
         at = weight_stream.multiply(stream, at, BLOCK_M)
         col, inside = weight_stream.columns_of(stream, group, ld, SUMS)
-        partial = seal(weight_stream.total(stream, scales, 0, col, 0, SUMS), dtype)
+        partial = without_sentinel(weight_stream.total(stream, scales, 0, col, 0, SUMS), dtype)
         tracing.record_event_end(span)
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(gl.int32), last_epoch + 1, settled(all_bases)
         ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
         r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))
-        mine = staging + (epoch & 1).to(gl.int64) * slot_words + rank * step
+        mine = staging + (epoch & 1).to(gl.int64) * half_elements + rank * step
         mask = inside[:, None] & (r < M)[None, :]
         nbytes = M * (min(N, (group + 1) * stream.WIDTH) - group * stream.WIDTH) * (dtype.primitive_bitwidth // 8)
         span = tracing.record_event_start(PUSH, -1, staging, 0, group, nbytes=nbytes)
@@ -72,7 +72,7 @@ def lamport_stream_kernel(
     arch.lead()
     advance(sync, epoch)  # which all programs have read
     ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-    slot = staging + (epoch & 1).to(gl.int64) * slot_words
+    half = staging + (epoch & 1).to(gl.int64) * half_elements
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, TAKE))
     for t in range(gl.program_id(0), gl.cdiv(N, SPAN), gl.num_programs(0)):
         c = t * SPAN + gl.arange(0, SPAN, layout=gl.SliceLayout(0, TAKE))
@@ -80,7 +80,7 @@ def lamport_stream_kernel(
             epilogue = add_residual(residual, weight, r, c, M, N)
         place, mask = (r * ld)[:, None] + c[None, :], (r < M)[:, None] & (c < ld)[None, :]
         span = ctx.tracing.record_event_start(SUM, rank, staging, 0, t, nbytes=0)
-        total, _ok = take(ctx, slot + place, step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, LANES=False)
+        total, _ok = take(ctx, half + place, step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, LANES=False)
         ctx.tracing.record_event_end(span)
         if HAS_BIAS:
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
@@ -91,7 +91,7 @@ def lamport_stream_kernel(
 
 
 def layouts(block_m: int) -> dict:
-    """Which thread takes what of [block_m, 64] words."""
+    """Which thread takes what of [block_m, 64] Lamport values."""
     held = block_m * SPAN.value // (32 * weight_stream.WARPS)
     across = SPAN.value // held
     return dict(TAKE=gl.BlockedLayout([1, held], [32 // across, across], [weight_stream.WARPS, 1], [1, 0]))

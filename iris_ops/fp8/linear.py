@@ -1,15 +1,15 @@
 """`linear` with a weight that is kept in eight bits: half the memory, and half the stream of a decode step.
 
-What the split layers run, by the rows of their input:
+Which kernel a split layer runs depends on the rows of its input:
 
-    linear                              what runs, by rows of its input
-    column-parallel, not gathered       few: `skinny_stream`; else the input is rounded, too
+    linear                              what runs
+    column-parallel, not gathered       few rows: `skinny_stream`; more: the input is rounded, too
     row-parallel, summed over ranks     `matmul_all_reduce` with scales
-    either, where tokens are shared     `all_gather_matmul`, `matmul_reduce_scatter` with scales
+    either, sequence parallel           `all_gather_matmul`, `matmul_reduce_scatter` with scales
 
-Row-parallel weights have a scale for each output channel and rank, for each rank rounds the columns that it holds.
-Gathered products (the head) keep their dtype. The report shows which are which. A saved model holds what the product
-used.
+A row-parallel weight has a scale for each output channel and rank, because each rank rounds the columns that it holds.
+Gathered products (the head) keep their dtype. The report shows which are which. A saved model holds the weights that
+the product used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The product of some tens of rows in eight bits with a weight in eight bits.
 
-`weight_stream.py` serves fewer rows, torch's own product more.
+`weight_stream.py` serves fewer rows, torch's own product more. Each program streams the weights of some outputs once
+and multiplies them as outputs x rows, as in `lamport_matmul.py`.
 
-Each program streams the weights of some outputs once and multiplies them as outputs x rows, as in `lamport_matmul.py`.
-Sums are the tensor cores', which cut what does not fit beside 13 bits behind the point: of numbers around zero an error
-of some 2**-8 beside the 2**-5 of rounding; where both operands have a mean of a third of their deviation, 1 to 2 %.
+The tensor cores keep the sums, and cut what does not fit into 13 bits behind the point. For numbers around zero that is
+an error of some 2**-8, beside the 2**-5 of rounding. Where both operands have a mean of a third of their deviation, it
+is 1 to 2 %.
 """
 
 from iris import platform

@@ -1,18 +1,18 @@
-"""The product of few rows with weights in eight bits, for NVIDIA Hopper: a stream of weights, half as long as in bf16.
+"""The product of few rows with weights in eight bits, for NVIDIA Hopper: half as many bytes to stream as in bf16.
 
-Tensor cores multiply what lies in registers alike, so there the weights become bf16, and A stays as it is. Torch's way
-takes A in eight bits, which a kernel rounds before; a plain kernel in Triton converts weights more slowly than memory
-gives them. What makes it cheap here:
+A product of few rows takes as long as its weights take from memory. torch's way rounds A to eight bits by a kernel of
+its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
+in registers, and A stays as it is. Three things make that cheap:
 
-    widening    moves the bits of an e4m3 to where bf16 has them. The exponent is off by 2**-120 then, of which 2**64 is
-                made up for in A and the rest in the sum. No conversion: two instructions a weight. What A holds
-                between 2**-61 and 2**63 loses nothing by that.
-    K is cut    into a slice for each warp, so none waits for another, in lines of 128. Byte i of all words of a line
-                makes product number i of four, A's columns are taken likewise, and nothing moves between threads: in
-                what order a dot product adds is free.
-    a ring      in shared memory, of lines of A and of the weights, is always on its way. It is filled across groups of
-                tiles: T tiles of 16 columns each share what they load of A. Waits for it have no deadline: they are for
-                loads of the program itself.
+    widening    The kernel moves the bits of an e4m3 to where bf16 has them, two instructions a weight. The exponent is
+                then off by 2**-120. A is scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63, and
+                the sum by the rest.
+    K is cut    Each warp has a slice of K, in lines of 128 numbers, so no warp waits for another. Byte i of all 32-bit
+                words of a line belongs to product number i of four, and A's columns are taken likewise. So nothing
+                moves between threads: a dot product may add in any order.
+    a ring      Lines of A and of the weights are always on their way to a ring in shared memory, across groups of
+                tiles. T tiles of 16 columns each share what they load of A. Waits for the ring have no deadline: they
+                are for loads of the program itself.
 """
 
 from iris import platform
@@ -225,7 +225,7 @@ def columns_of(stream, group, end, SUMS: gl.constexpr):
 
 @triton.constexpr_function
 def layout_of_sums(columns, slices):
-    """Of [slices, columns, rows]: each thread holds all slices of some columns that follow each other."""
+    """The layout of sums [slices, columns, rows]: each thread holds all slices of some adjacent columns."""
     return gl.BlockedLayout([slices, columns // 8, 1], [1, 8, 4], [1, 1, slices], [1, 2, 0])
 
 
@@ -240,7 +240,7 @@ def tiles_at_once(columns: int, programs: int) -> int:
 
 
 def rows_at_once(rows: int) -> int:
-    """Of A, as many as a program has: 8 or `MOST_ROWS`."""
+    """How many rows of A a program has: 8 or `MOST_ROWS`."""
     return 8 if rows <= 8 else MOST_ROWS
 
 
@@ -263,11 +263,17 @@ def shared_bytes(rows: int, T: int, stages: int) -> int:
     return stages * block + WARPS * triton.next_power_of_2(T) * _COLUMNS.value * rows * 4
 
 
-def serves(A: torch.Tensor, B: torch.Tensor) -> bool:
-    """Whether the product of A [M, K] and B [K, N] in fp8 is served here: on Hopper, whole vectors in all rows."""
-    if not platform.has_warp_specialisation(A.device) or A.dtype != torch.bfloat16 or B.dtype != FP8:
-        return False
-    return fits(*A.shape) and of_whole_vectors(A) and of_whole_vectors(B.t())
+def supports(A: torch.Tensor, B: torch.Tensor) -> str | None:
+    """Why the product of A [M, K] and B [K, N] in fp8 cannot be computed here, or None."""
+    if not platform.has_warp_specialisation(A.device):
+        return "it needs a Hopper GPU"
+    if A.dtype != torch.bfloat16 or B.dtype != FP8:
+        return f"it multiplies bfloat16 by {FP8}, not {A.dtype} by {B.dtype}"
+    if not fits(*A.shape):
+        return f"it is for up to {MOST_ROWS} rows and for K a multiple of {LINE}, not for {tuple(A.shape)}"
+    if not (of_whole_vectors(A) and of_whole_vectors(B.t())):
+        return "rows of A or columns of B begin between vectors of 16 bytes"
+    return None
 
 
 def operands(A: torch.Tensor, B: torch.Tensor) -> dict:

@@ -1,4 +1,8 @@
-"""How kernels are given the tensors that they read and write by tiles: which of them TMA can, and how B lies."""
+"""Which tensors TMA can load by tiles, and how a kernel is given those that it cannot.
+
+TMA loads a tile by one instruction of one thread, but needs rows that begin at multiples of 16 bytes. A tensor whose
+rows do not is given as a pointer with strides, and the kernel masks its edges.
+"""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
     tiles = gemm_tiles(problem, config)
     cut = cut_tiles(problem, config, platform.num_programs(rank.device))
     grid = grid_of(rank.device, config, max(tiles + cut * (config.splits - 1), config.comm_programs))
-    # Where a rank has few rows, weights would be read anew for each rank's: then a round of programs works on the same.
+    # Where a rank has few rows, weights would be read anew for each rank's: then a wave of programs works on the same.
     low, wide = triton.cdiv(rows, config.block_m), triton.cdiv(problem.N, config.block_n)
     columns = wide if by_k or low >= _TALL else max(1, min(wide, grid[0] // (low * w)))
     args = dict(

@@ -1,9 +1,9 @@
-"""`all_gather_matmul` for few rows: A is gathered first, in Lamport values (`lamport_steps.py`), and then
-multiplied as `lamport_matmul.py` does, every weight read once.
+"""`all_gather_matmul` of few rows: the ranks gather A first, as Lamport values, and then multiply.
 
-All programs move a piece each: they send it to every peer, and put what arrives of the peers' pieces into one local
-matrix. That matrix is whole when every program of this rank has come so far, which a count and a flag tell them all.
-Until then they ask for their first weights, so that these come from the L2 cache when the product begins.
+The product is that of `lamport_matmul.py`, which reads every weight once. Every program moves a piece of A: it sends
+the piece to every peer, and puts what arrives of the peers' pieces into one local matrix. The matrix is whole when
+every program of this rank has done so, which a count and a flag tell them all. Until then programs prefetch their first
+weights, so that these come from the L2 cache when the product begins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.function import device_function
-from iris.device.lamport import load_bases, seal
+from iris.device.lamport import load_bases, without_sentinel
 from iris.device.sync import wait
 from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import triton
@@ -54,7 +54,7 @@ def _send_piece(
     r, c = row + tl.arange(0, PIECE_M), col + tl.arange(0, PIECE_K)
     mask = (r < own.rows)[:, None] & (c < tl.where(own.cols > 0, exchange.ld, 0))[None, :]
     place = exchange.pointers(rank, r, c)
-    exchange.send_to_all(seal(values.to(tl.float32), dtype), place, mask, TO_SELF=False)
+    exchange.send_to_all(without_sentinel(values.to(tl.float32), dtype), place, mask, TO_SELF=False)
     tracing.record_event_end(span)
     above, before = exchange.corner(rank, BY_K)
     part = whole.until(above + own.rows, before + own.cols)
@@ -88,7 +88,7 @@ def lamport_gather_matmul_kernel(
     part_cols,
     ld,
     gathered_ld,
-    slot_words,
+    half_elements,
     PIECE_M: tl.constexpr,
     PIECE_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -112,7 +112,7 @@ def lamport_gather_matmul_kernel(
     FOLDED: tl.constexpr = TMA_G and len(gathered_tile.block_shape) == 3
     dtype: tl.constexpr = out.dtype.element_ty
     epoch = tl.load(sync) + 1
-    exchange = exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER)
+    exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER)
     own = Matrix(a, a_rows, a_cols, stride_am, stride_ak, False)
     whole = Matrix(gathered, M, K, gathered_ld, 1, False)
     A = Matrix(gathered_tile, M, K, gathered_ld, 1, TMA_G)

@@ -1,20 +1,19 @@
 """Products of few rows whose results are reduced, scattered or gathered: `matmul_all_reduce`, `matmul_reduce_scatter`
-and `matmul_all_gather` where what follows the product must cost next to nothing.
+and `matmul_all_gather`, where what follows the product must cost next to nothing.
 
-There the product is a stream of weights. Each program streams the weights of some columns once, multiplies them as
-B-columns x A-rows, so that the tensor cores' rows are full however few rows A has, and sends its tile in Lamport
-values, which say themselves whether they have arrived (`lamport_steps.py`).
+With few rows the product is a stream of weights. Each program streams the weights of some columns once. It multiplies
+them as B-columns x A-rows, so that the tensor cores' rows are full however few rows A has. It sends its tile as Lamport
+values, which show by themselves whether they have arrived (`lamport_steps.py`).
 
     EXCHANGE   a tile goes to     then
-    "all"      every rank         each sums everyone's, in rank order: all-reduce in one shot
+    "all"      every rank         each rank sums everyone's, in rank order: all-reduce in one shot
     "owners"   its rows' owners   they sum it and send the sums to everyone: all-reduce in two shots
     "scatter"  its owners         they sum it: reduce-scatter
-    "gather"   every rank         each puts it in its place: all-gather
+    "gather"   every rank         each rank puts it in its place: all-gather
 
-A program sends all of its tiles before it takes any. Where each program has one tile, a rank's own part of "all" stays
-in registers, and the rank sends itself nothing.
-Programs start over `stagger` ticks, so that the first send while the last still stream. Larger results take the kernels
-of `matmul_reduce.py` and `matmul_gather.py`.
+No wait is circular: a program sends all of its tiles before it takes any. Where each program has one tile, a rank's own
+part of "all" stays in registers, and the rank sends itself nothing. Programs start over `stagger` ticks, so that the
+first send while the last still stream. Larger results take the kernels of `matmul_reduce.py` and `matmul_gather.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.function import device_function
-from iris.device.lamport import load_bases, seal, settled, unwrapped
+from iris.device.lamport import load_bases, settled, unwrapped, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PRODUCT, PUSH, SUM, device_tracing, tile_bytes
 import torch
@@ -111,7 +110,7 @@ def _sum_own_part(
             if ok:
                 nbytes = tile_bytes(own_rows - row, own_cols - col, SHARE, BLOCK_N, dtype)
                 span = ctx.tracing.record_event_start(PUSH, -1, exchange.buffer, share, tile_n, nbytes=nbytes)
-                exchange.send_to_all(seal(total, dtype), exchange.own_sums() + place, mask, TO_SELF=True)
+                exchange.send_to_all(without_sentinel(total, dtype), exchange.own_sums() + place, mask, TO_SELF=True)
                 ctx.tracing.record_event_end(span)
         else:
             target, inside = C.until(own_rows, own_cols).pointers(row, col, SHARE, BLOCK_N)
@@ -188,7 +187,7 @@ def lamport_matmul_kernel(
     part_rows,
     part_cols,
     ld,
-    slot_words,
+    half_elements,
     stagger,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -240,12 +239,12 @@ def lamport_matmul_kernel(
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(tl.int32), last_epoch + 1, settled(all_bases)
         ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-        exchange = exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER)
+        exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER)
         if EXCHANGE == "gather":
             if HAS_BIAS:
                 product = add_bias(product, bias, col, N, BLOCK_N)
             _store_own(exchange, product, C, r, c, own_row, BY_COLS)
-        partial = seal(product, dtype)
+        partial = without_sentinel(product, dtype)
         if KEEPS_OWN:
             kept = partial
         nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, dtype) // (WORLD_SIZE if TO_OWNERS else 1)
@@ -257,7 +256,7 @@ def lamport_matmul_kernel(
         tracing.record_event_end(span)
 
     ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-    exchange = exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER)
+    exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER)
     if MEETS:
         exchange.tell_peers()
     arch.lead()

@@ -1,7 +1,7 @@
-"""The steps of kernels whose ranks exchange Lamport values: where these stand, who sends them, who takes them.
+"""The steps of kernels whose ranks exchange Lamport values: where values stand, who sends them, who takes them.
 
-A Lamport value says itself whether it has arrived (`iris/device/lamport.py`). Every rank has two buffers for them,
-which calls take in turn, by the parity of the epoch. All ranks lay a buffer out alike:
+A Lamport value shows by itself whether it has arrived (`iris/device/lamport.py`). Every rank has two buffers for them,
+and the parity of the epoch says which one a call uses. All ranks lay a buffer out alike:
 
     [source rank, part_rows, ld]   what each rank has sent
     [M, ld]                        all-reduces in two shots: the sums that owners send
@@ -11,10 +11,10 @@ A rank sends by storing into its own block of a peer's buffer. It takes by polli
 where it leaves the sentinel behind. No step here waits for anything but values, so a kernel that sends all of its own
 before it takes any cannot wait in a circle.
 
-    send_tile, send_to_owners     a tile goes to every rank, or of its rows or columns each to its owner
-    sum_all, take_sums            what all ranks have sent is summed, or has been by its owner
-    take_parts                    what peers have sent goes to its place in a gathered matrix
-    tell_peers, hear_from_peers   each rank knows that its peers have begun this call
+    send_tile, send_to_owners     a tile goes to every rank, or each of its rows or columns to its owner
+    sum_all, take_sums            a rank sums what all ranks have sent, or takes sums that owners have sent
+    take_parts                    a rank puts what peers have sent into its place in a gathered matrix
+    tell_peers, hear_from_peers   each rank learns that its peers have begun this call
 """
 
 from iris.device import arch
@@ -161,7 +161,7 @@ class Exchange:
             tl.store(target, arch.round_to(tile, dtype), mask=inside)
         return ok
 
-    # Parts may be empty, and who gets nothing from a peer would not know that it has finished the call before.
+    # Parts may be empty. A rank that gets nothing from a peer would not know that the peer is in this call.
 
     @device_function
     def tell_peers(self):
@@ -184,9 +184,9 @@ class Exchange:
 
 
 @device_function
-def exchange_of(ctx, bases, epoch, staging, slot_words, part_rows, part_cols, ld, WAITER: tl.constexpr):
-    """The `Exchange` of call number `epoch`; `staging`: two buffers of `slot_words` values each."""
-    buffer = staging + tl.cast(epoch & 1, tl.int64) * slot_words
+def exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER: tl.constexpr):
+    """The `Exchange` of call number `epoch`; `staging`: two buffers of `half_elements` values each."""
+    buffer = staging + tl.cast(epoch & 1, tl.int64) * half_elements
     own_block = buffer + (ctx.rank * part_rows).to(tl.int64) * ld
     step = tl.cast(part_rows, tl.int64) * ld
     behind = buffer + ctx.world_size * step

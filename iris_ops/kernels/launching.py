@@ -94,8 +94,8 @@ def call_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, out: torch.
 
 
 def exchange_memory(workspace: Workspace, problem: Problem, cols: int) -> dict:
-    words = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
-    return dict(staging=words, ld=exchange_ld(cols), slot_words=words.numel() // 2)
+    values = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
+    return dict(staging=values, ld=exchange_ld(cols), half_elements=values.numel() // 2)
 
 
 def gathered_arguments(problem: Problem, A: torch.Tensor, gathered: torch.Tensor, tile: object, tma: bool) -> dict:

@@ -1,12 +1,12 @@
 """`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owner, who sums them.
 
-Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. A tile is
-signalled one tile later, when its stores have long landed. The owner adds what arrived to its own tile in fp32, in rank
-order from its own on, and stores the part. A rank's own tiles come last, or, behind the first `early` tiles of each
-other owner, between the others' (`tile_orders.turn`). A wait looks at tiles that come earlier in the same order on the
-peers, so no wait can be circular, with any number of programs.
+Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. It signals a tile
+one tile later, when the stores have long landed. The owner adds what arrived to its own tile in fp32, in rank order
+from its own on, and stores the part. A rank's own tiles come last, or, behind the first `early` tiles of each other
+owner, between the others' (`tile_orders.turn`). A wait looks at tiles that come earlier in the same order on the peers,
+so no wait can be circular, with any number of programs.
 
-`matmul_all_reduce` in two shots is this kernel with owners whose sums go to everyone.
+`matmul_all_reduce` in two shots is this kernel with owners who send their sums to everyone.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def matmul_reduce_kernel(
 
     ok = True  # nothing has been missed so far
     entered = False  # the peers are known to be in this call
-    pending = -1  # the slot that was pushed last and not yet signalled
+    pending = -1  # the index that was pushed last and not yet signalled
     pending_owner = 0
     for t in range(tl.program_id(0), tiles.count(), tl.num_programs(0)):
-        owner, slot, tile_m, tile_n, row, col, rows, cols = tiles.at(t)
+        owner, index, tile_m, tile_n, row, col, rows, cols = tiles.at(t)
         if (row < rows) & (col < cols):
             nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, dtype)
             span = ctx.tracing.record_event_start(PRODUCT, owner, out, tile_m, tile_n, nbytes=0)
@@ -114,17 +114,17 @@ def matmul_reduce_kernel(
             if owner != ctx.rank:
                 if ok:
                     span = ctx.tracing.record_event_start(PUSH, owner, staging, tile_m, tile_n, nbytes=nbytes)
-                    target = packed_rows(staging, ctx.rank * owned + slot, down, BLOCK_M, BLOCK_N)
+                    target = packed_rows(staging, ctx.rank * owned + index, down, BLOCK_M, BLOCK_N)
                     tl.store(ctx.remote(target, owner), arch.round_to(acc, dtype), mask=own_row[:, None])
                     ctx.tracing.record_event_end(span)
-                pending = slot
+                pending = index
                 pending_owner = owner
             else:
                 span = ctx.tracing.record_event_start(SUM, owner, out, tile_m, tile_n, nbytes=nbytes)
                 for i in tl.static_range(1, WORLD_SIZE):
                     source = (ctx.rank + i) % WORLD_SIZE
-                    ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok
-                    staged = packed_rows(staging, source * owned + slot, down, BLOCK_M, BLOCK_N)
+                    ok = wait(ctx, flags + source * owned + index, epoch, source, WAITER, exact=True) and ok
+                    staged = packed_rows(staging, source * owned + index, down, BLOCK_M, BLOCK_N)
                     acc += tl.load(staged, mask=own_row[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
                 ctx.tracing.record_event_end(span)
                 if HAS_BIAS:

@@ -1,14 +1,15 @@
-"""What follows an all-reduce in a decoder, in the all-reduce's own kernel: the residual sum, and a norm's first half.
+"""The residual sum and the first half of an RMSNorm, in the kernel of the all-reduce before them.
 
-An RMSNorm of rows h scales each by 1 / sqrt(mean(h^2) + eps), of which no program knows the mean when it has summed its
-columns. But a factor of a whole row may as well be applied to what the next product makes of the row. So here
+An RMSNorm scales each row h by 1 / sqrt(mean(h^2) + eps). A program has summed some columns only, so it does not know
+the mean. But a factor of a whole row may as well be applied to what the next product makes of the row. So here
 
     out     = h = residual + sum over ranks of A @ B (+ bias)
     scaled  = h * weight                                     rounded, as the norm's result would be
     squares = sums of h^2 over `SPAN` columns each           float32 [cdiv(N, SPAN), M]
 
-and who multiplies `scaled` next scales the rows of the product (`iris_ops/local/skinny_matmul.py`). A decoding step's
-norm is a kernel of 2 to 3 us that moves a few KB, twice a layer.
+and the product that follows multiplies `scaled` and scales the rows of its result
+(`iris_ops/local/skinny_matmul.py`). Without this, the norm of a decode step is a kernel of 2 to 3 us that moves a few
+KB, twice a layer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Units of work along K, where tiles do not fill a wave of programs (stream-K: Osama et al., 2023).
+"""Units of work along K, for tiles that do not fill a wave of programs (stream-K: Osama et al., 2023).
 
-Tiles that do not fill a wave would leave most programs idle for a tile's time. So programs share those tiles: each
-takes some steps of a tile along K, leaves the sum in memory and signals it, and who takes the tile's last steps adds up
-what the others have left. What is left stands earlier in the order of units, and waits for nobody: so it is right with
-any number of programs.
+The last tiles of a product may be fewer than the programs, and most programs would wait a tile's time for them. So
+programs share those tiles. Each takes some steps of a tile along K, leaves its sum in memory and signals it. The
+program that takes a tile's last steps adds up what the others have left. What it waits for stands earlier in the order
+of units, and its maker waits for nobody. So it is right with any number of programs.
 
     unit_tile, join_parts   portable kernels, whose programs take units from a common count: behind whole tiles, each
                             shared tile is split in SPLITS equal parts

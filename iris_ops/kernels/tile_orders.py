@@ -76,7 +76,7 @@ class OwnedTiles:
     An owner sums its own tiles with what its peers send. So a rank computes others' tiles early and its own ones late,
     when its peers' have arrived; each rank begins with the next rank's, so that no two send to the same one (`turn`).
 
-    An owner's tiles are numbered by their place in its part; that number is the slot in which others stage theirs.
+    An owner's tiles are numbered by their place in its part; by that index others stage theirs.
     """
 
     rank: tl.tensor
@@ -120,7 +120,10 @@ class OwnedTiles:
 
     @device_function
     def at(self, t):
-        """(owner, slot, block row and column in the owner's part, first row and column, where owner's end) of number t.
+        """Where tile number t lies.
+
+        (owner, index at the owner, block row and column in the owner's part, first row and column, where the owner's
+        rows and columns end).
 
         A tile whose first row or column lies beyond the owner's is none: short parts have fewer.
         """
@@ -164,7 +167,7 @@ def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
 
 @aggregate
 class OthersFirst:
-    """Of num_m by num_n tiles, between two ranks, first those with rows of the peer's.
+    """The order of num_m by num_n tiles between two ranks: those with rows of the peer's come first.
 
     Those travel while this rank multiplies its own, and behind its last tile it has nothing to send. `group` columns of
     tiles at a time, column by column: the peer's of a group, then its `own` row blocks from number `begin` on, which

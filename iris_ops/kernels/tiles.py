@@ -1,4 +1,8 @@
-"""What all fused kernels share: matrices, the product of one tile, and packed tiles in staging memory."""
+"""What all fused kernels share: matrices read by tiles, the product of one tile, and packed tiles in staging memory.
+
+There is one K loop for all portable kernels. A matrix is a tensor descriptor where the hardware can load it so, else a
+pointer with two strides; a kernel does not see which.
+"""
 
 from iris.device import arch
 from iris.device.function import device_function
@@ -81,7 +85,7 @@ class Matrix:
 
 @device_function
 def first_row(row, rows, BLOCK_M: tl.constexpr):
-    """Where a tile from `row` on is loaded of a matrix of so many rows."""
+    """The first row that is loaded for a tile from `row` on, in a matrix of so many rows."""
     return tl.minimum(row, tl.maximum(rows - BLOCK_M, 0))
 
 
@@ -152,10 +156,10 @@ def add_bias(acc, bias, col, cols, BLOCK_N: tl.constexpr):
 
 
 @device_function
-def packed_rows(staging, slot, r, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Addresses of the rows r of staged tile number `slot`.
+def packed_rows(staging, index, r, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Addresses of the rows r of staged tile number `index`.
 
     A staged tile is [ROWS, COLS] contiguous: always aligned, whatever the shape of the matrix it belongs to.
     """
-    start = staging + slot.to(tl.int64) * (ROWS * COLS)
+    start = staging + index.to(tl.int64) * (ROWS * COLS)
     return start + (r * COLS)[:, None] + tl.arange(0, COLS)[None, :]

@@ -1,11 +1,11 @@
-"""Attention of one new token a row over a static cache: read once, by many programs, and only where the mask sees.
+"""Attention of one new token a row over a static cache: programs read the cache once, and only where the mask shows it.
 
 torch's attention with a mask copies the cache for grouped heads, walks it with one program a head, and reads all of it,
 however little is filled. Here each program takes a stretch of the cache for one kv head and all query heads that use
-it, and reads from the first place that the mask shows to the last; a second kernel weighs the stretches together. Sums
-are kept in fp32. Where there are short caches enough, a stretch is the whole of one, and there is no second kernel.
+it. It reads from the first place that the mask shows to the last. A second kernel weighs the stretches together. Sums
+are kept in fp32. Where there are enough short caches, a stretch is a whole one, and there is no second kernel.
 
-`layers/serving/attention.py` has transformers' models attend by it.
+`layers/serving/attention.py` has the models of transformers attend by it.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
 
     def blocks_until_the_end(parts: int) -> float:
         of_each = triton.cdiv(blocks, parts)
-        rounds, rest = divmod(pairs * parts, at_once)
+        waves, rest = divmod(pairs * parts, at_once)
         last = of_each * max(1, triton.cdiv(rest, multiprocessors) / _SATURATING) + _BESIDES if rest else 0
-        return rounds * (of_each * _RESIDENT / _SATURATING + _BESIDES) + last + (_BESIDES if parts > 1 else 0)
+        return waves * (of_each * _RESIDENT / _SATURATING + _BESIDES) + last + (_BESIDES if parts > 1 else 0)
 
     return min(range(min(_MOST_PARTS, blocks), 0, -1), key=blocks_until_the_end)
 

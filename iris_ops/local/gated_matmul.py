@@ -1,6 +1,7 @@
-"""A gated product without an exchange, such as a gated MLP's first half where its input is whole (see `gating`).
+"""A gated product without an exchange, such as the first half of a gated MLP whose input is whole (see `gating`).
 
-By warp-specialised programs where they should take less time than torch's product and the gate behind it, by the model.
+Warp-specialised programs compute it where the model says that they take less time than torch's product and the gate
+behind it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from ..checks import check_bias, check_gradient
 from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
-from ..planning.candidates import COPY_GATHER_CONFIGS
+from ..planning.candidates import copy_gather_configs
 from ..planning.machine import machine_of
 from ..planning.tile_model import gemm_us
 from ..planning.torch_model import expected_us, gate_us
@@ -37,7 +38,7 @@ def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
     """How warp-specialised programs should multiply; None if torch should."""
     if not machine.warp_specialised or problem.dtype.itemsize != 2 or problem.M <= FEW:
         return None
-    ours = {config: gemm_us(problem, config, machine) for config in COPY_GATHER_CONFIGS}
+    ours = {config: gemm_us(problem, config, machine) for config in copy_gather_configs(machine)}
     config = min(ours, key=ours.__getitem__)
     theirs = expected_us(*problem.gemm, machine) + gate_us(problem, machine)
     return config if ours[config] + machine.launch_us < theirs else None
@@ -73,7 +74,7 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
     out = A.new_empty(A.shape[0], B.shape[1] // 2)
     problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, True)
     config = chosen(problem, machine_of(ctx.device))
-    if config is None or as_stored(B) is B or not operands.serve(config, A, B, out):
+    if config is None or as_stored(B) is B or operands.supports(config, A, B, out):
         gating.multiply(out, A, B, bias)
         return out
     if bias is not None and bias.stride(0) != 1:

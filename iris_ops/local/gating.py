@@ -1,7 +1,8 @@
-"""Products that are gated: silu(A @ first) * (A @ second), for B = [first, second], as gated MLPs have them.
+"""Gated products: silu(A @ first) * (A @ second), for B = [first, second], as gated MLPs have them.
 
-Warp-specialised (`kernels/hopper/gather_matmul.py`) a tile has columns of both, and is gated on its way to memory:
-neither half is ever written or read. Else a small kernel gates what torch's product leaves.
+In a warp-specialised kernel (`kernels/hopper/gather_matmul.py`) a tile has columns of both halves, and the mover warps
+gate it on its way to memory: neither half is ever written or read. Elsewhere torch multiplies, and a small kernel gates
+the result.
 """
 
 from __future__ import annotations

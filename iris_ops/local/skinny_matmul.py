@@ -1,18 +1,19 @@
-"""The product of a decoding step's few rows with a linear's weight: a stream of weights, with many of them under way.
+"""The product of a decode step's few rows with a linear's weight: a stream of weights, with many of them under way.
 
 cuBLAS cuts such products along K, into parts that a second kernel adds up, and has fewer bytes under way. Here each
 program streams the weights of some outputs once, as `iris_ops/kernels/lamport_matmul.py` does for products with an
-exchange, and multiplies them as outputs x rows, so that the tensor cores' rows are full however few rows the input has.
+exchange. It multiplies them as outputs x rows, so that the tensor cores' rows are full however few rows the input has.
 Four fifths of a multiprocessor's shared memory are always on their way from memory.
 
-What limits it beyond 16 rows is less the memory than what shared memory is written and read in a multiprocessor, 128
-bytes a cycle. So one warp group multiplies, and not two that would both read the rows, and where outputs are too few
-for programs on all multiprocessors the rows are divided into blocks: the weights are then read once more, from L2.
-Where each program would have 32 of 64 rows, it has half as many outputs instead, and the rows are the tensor cores'.
+Beyond 16 rows shared memory, at 128 bytes a cycle, limits the product more than memory does. Hence three choices:
+  One warp group multiplies: two would both read the rows.
+  Where outputs are too few for programs on all multiprocessors, the rows are divided into blocks. The weights are then
+  read once more, from L2.
+  Where each program would have 32 of 64 rows, it has half as many outputs instead, and the tensor cores multiply rows x
+  outputs.
 
-Weights in eight bits have a kernel of their own (`skinny_stream.py`).
-
-A launch from Python keeps the host busy longer than torch's product. So this serves what is compiled or captured.
+Weights in eight bits have a kernel of their own (`skinny_stream.py`). A launch from Python keeps the host busy longer
+than torch's product, so this serves only what is compiled or captured.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, ga
 
 
 def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
-    """Of how many rows, at most, a product of so many outputs is served, with a weight that is not in eight bits.
+    """The most rows of a product of so many outputs that is served here, with a weight that is not in eight bits.
 
     As measured on an H200: up to 64 rows; where half of the multiprocessors at most have a program for each block of
     rows, two blocks' worth; where less than a sixth have one, 32 in `compiled` code, of whose products norms become

@@ -1,4 +1,8 @@
-"""Which configurations a plan weighs of each way (`ways.py`): tiles that fit the device."""
+"""The configurations that a plan weighs for each way (`ways.py`): tiles that fit the device.
+
+More candidates would not make a better plan, only a slower one: a first call waits for it. So each way has a handful of
+tiles whose rates are known (`tile_model.py`), in the algorithms that the way knows.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +16,22 @@ from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 from . import tritonblas
 from .machine import INTERPRETER, Machine
 from .tile_model import (
-    COPY_GATHER_TILES,
     FP8_TILES,
     FP32_TILES,
     GPU_TILES,
-    HOPPER_TILES,
     LAMPORT_TILES,
-    PAIR_TILES,
-    TWO_SHOT_TILES,
     gemm_us,
+    specialised_tiles,
 )
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 
 _MOST_INTERPRETED = 1 << 19  # elements of a block
 # Into how many parts a tile is cut at most that programs share.
 _SHARES = 4
-# Row blocks, of all owners together, that a round of 132 programs works on: then it reads least of A and B together.
-_ROUND_HEIGHT = 16
+# Row blocks, of all owners together, that a wave of 132 programs works on: then it reads least of A and B together.
+_WAVE_HEIGHT = 16
 # With weights in eight bits (`weight_stream.py`); or, where a rank's do not lie as they must, the tile in its place.
 FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
-# Of rows that copy engines bring; programs that share tiles are no faster there, by measurement.
-COPY_GATHER_CONFIGS = tuple(
-    FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm="copy_gather")
-    for (m, n, k, w), (s, _) in COPY_GATHER_TILES.items()
-)
 
 
 def lamport(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
@@ -63,7 +59,7 @@ def overlapped(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         return [replace(each, splits=s) if s > 1 else each for each, s in zip(found, splits, strict=True)]
     aligned = problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)
     if machine.warp_specialised and problem.dtype.itemsize == 2 and aligned:
-        return [each for each in found if each.block_m < min(HOPPER_TILES)[0]]
+        return [each for each in found if each.block_m < min(specialised_tiles(machine.architecture).overlapped)[0]]
     return found
 
 
@@ -91,12 +87,13 @@ def _narrow(problem: Problem, block_m: int, block_n: int, machine: Machine) -> b
 
 def specialised_lamport(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     """Tiles that specialised warps send: between two ranks in one shot, else in two."""
-    return _lamport_configs("one_shot" if problem.world_size == 2 else "two_shot", problem.fp8)
+    algorithm = "one_shot" if problem.world_size == 2 else "two_shot"
+    return _specialised(machine.architecture, algorithm, problem.fp8)
 
 
 def brought(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     """Tiles of rows that copy engines bring: no higher than a rank's rows."""
-    return [each for each in COPY_GATHER_CONFIGS if each.block_m <= problem.part_rows]
+    return [each for each in copy_gather_configs(machine) if each.block_m <= problem.part_rows]
 
 
 def streamed(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
@@ -116,11 +113,11 @@ def copied(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
 
 
 def hopper(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-    """Tiles that specialised warps push, whole or, where they fill no round, shared along K."""
-    # owners take turns, so a round of programs works on this many row blocks of each
-    group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _ROUND_HEIGHT // problem.world_size)
+    """Tiles that specialised warps push, whole or, where they fill no wave, shared along K."""
+    # owners take turns, so a wave of programs works on this many row blocks of each
+    group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _WAVE_HEIGHT // problem.world_size)
     programs = machine.num_programs
-    return [x for x in _hopper_configs(group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
+    return [x for x in _pushed(machine.architecture, group_m) if x.splits == 1 or shared_tiles(problem, x, programs)[0]]
 
 
 @lru_cache(maxsize=256)
@@ -141,17 +138,23 @@ def _tiled(tiles: tuple, algorithms: tuple[str, ...], comm_programs: int) -> tup
 
 
 @lru_cache(maxsize=256)
-def _hopper_configs(group_m: int) -> tuple[FusedConfig, ...]:
-    kinds = product(HOPPER_TILES.items(), (1, _SHARES))
+def _pushed(architecture: str, group_m: int) -> tuple[FusedConfig, ...]:
+    kinds = product(specialised_tiles(architecture).overlapped.items(), (1, _SHARES))
     return tuple(
         FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_specialised=True)
         for ((m, n, k, w), (s, _)), splits in kinds
     )
 
 
-@lru_cache(maxsize=4)
-def _lamport_configs(algorithm: str, of_fp8: bool) -> tuple[FusedConfig, ...]:
-    tiles = PAIR_TILES[of_fp8] if algorithm == "one_shot" else TWO_SHOT_TILES
+def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
+    """Configurations for rows that copy engines bring. By measurement, sharing tiles makes them no faster."""
+    return _specialised(machine.architecture, "copy_gather", False)
+
+
+@lru_cache(maxsize=16)
+def _specialised(architecture: str, algorithm: str, fp8: bool) -> tuple[FusedConfig, ...]:
+    known = specialised_tiles(architecture)
+    tiles = {"one_shot": known.of_pair(fp8), "two_shot": known.two_shot, "copy_gather": known.copy_gather}[algorithm]
     return tuple(
         FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm=algorithm)
         for (m, n, k, w), (s, _) in tiles.items()
@@ -161,7 +164,7 @@ def _lamport_configs(algorithm: str, of_fp8: bool) -> tuple[FusedConfig, ...]:
 def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     """2 where the last tiles of an all_gather_matmul are better cut in two, so that fewer programs are without work.
 
-    Of a single round of tiles all are cut: while some units move data, others multiply. By measurement: more parts,
+    Of a single wave of tiles all are cut: while some units move data, others multiply. By measurement: more parts,
     parts of larger tiles, and parts in reductions cost more to add up than they save.
     """
     if config.algorithm != "overlapped" or machine.name == INTERPRETER:

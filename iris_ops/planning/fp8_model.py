@@ -1,4 +1,4 @@
-"""Products with weights in eight bits, as numbers: which sizes there are kernels for, and how long they take."""
+"""Products with weights in eight bits, as numbers: which sizes have kernels, and how long these take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the models of times know of a device."""
+"""What the planner knows of a device: its rates, its latencies and what its kernels can do.
+
+Each `Machine` says where its numbers come from. A GPU that is not in the table gets the H200's rates, scaled by its
+multiprocessors.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,11 @@ class Machine:
     """A program's shared memory, at most."""
     warp_specialised: bool = False
     """Whether warps of a program can be given different work (`pipeline.py`)."""
+
+    @property
+    def architecture(self) -> str:
+        """The architecture whose warp-specialised kernels run here, as their folder is called; "" where none do."""
+        return "hopper" if self.warp_specialised else ""
 
     def stages(self, block_bytes: int) -> int:
         """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""

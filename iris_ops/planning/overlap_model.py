@@ -1,7 +1,9 @@
 """How long a configuration should take: an analytical model in the manner of tritonBLAS.
 
-(https://github.com/ROCm/tritonBLAS): rounds of tiles for the product (`tile_model.py`), bytes over the link's rate for
-the collective, fixed latencies for hops, and how much of one the other hides, by measurement on H200s.
+(https://github.com/ROCm/tritonBLAS). The product takes waves of tiles (`tile_model.py`). The collective takes its bytes
+over the link's rate, and a fixed latency for each hop. How much of one hides behind the other was measured on H200s.
+Each function gives (link, total) in microseconds: the transfer alone, and all of the call, for a product of `gemm`
+microseconds. `ways.py` says which function is a kernel's.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from .waves import early_tiles, gemm_tiles, programs_of, skew_steps
 
 # Hops that nothing hides: the entry, then what the last tiles wait for.
 _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
-# Of the link's rate, what words get that are polled, emptied and stored once more.
-_WORDS = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
-_WORDS_TWICE = 0.8  # in two shots
+# Of the link's rate, what Lamport values get, which are polled, overwritten by the sentinel and stored once more.
+_LAMPORT = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
+_LAMPORT_TWICE = 0.8  # in two shots
 _KEPT_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
-_ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the words of 64 x 64
-_HIDDEN_BY_MORE = 0.3  # how much of the words' way more than two rounds of products hide
+_ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the values of 64 x 64
+_HIDDEN_BY_MORE = 0.3  # how much of the values' way more than two waves of products hide
 # How much of the shorter of product and transfer the longer one does not hide; measured on H200s.
 _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
 # What one program stores to its peers, GB/s, while few others do.
@@ -32,15 +34,15 @@ _PUSHED = 0.75
 # program.
 _LAST_SUM_US = 10.0
 _BETWEEN_US = 5.0
-# Of words from warp-specialised programs, for each 64 x 128 of a tile: while the link rests between two rounds, and
-# behind the last. Programs drift apart: each round adds to the rest by that part.
-_WORDS_BETWEEN_US, _WORDS_LAST_US, _WORDS_DRIFT = 3.0, 3.5, 0.15
-# Of words that two ranks swap: their share of the link's rate where it is full; behind the last, as above; in a single
-# round, of which nothing came before; the part of a product in 16 bits that each round beyond so many adds, since
-# programs drift apart; in eight bits none was seen.
-_SWAPPED, _SWAPPED_LAST_US, _SWAPPED_ALONE_US, _SWAPPED_ROUNDS, _SWAPPED_DRIFT = 0.9, 1.5, 1.3, 4, 0.014
-# The same, behind the last and in a single round, for each 64 x 128 of a tile of which each rank sums its own rows.
-_SCATTERED_LAST_US, _SCATTERED_ALONE_US = 2.5, 1.5
+# In two shots by warp-specialised programs, for each 64 x 128 of a tile: how long the link rests between two waves, and
+# what comes behind the last. Programs drift apart: each wave adds that part to the rest.
+_LAMPORT_BETWEEN_US, _LAMPORT_LAST_US, _LAMPORT_DRIFT = 3.0, 3.5, 0.15
+# Between two ranks: the share of the link's rate where it is full; what comes behind the last wave, as above; what a
+# single wave adds, before which nothing came. Programs drift apart: each wave beyond so many adds that part of a
+# product in 16 bits; in eight bits none was seen.
+_PAIR, _PAIR_LAST_US, _PAIR_ALONE_US, _PAIR_WAVES, _PAIR_DRIFT = 0.9, 1.5, 1.3, 4, 0.014
+# The same two times for a reduce-scatter, in which each rank sums its own rows of a tile.
+_PAIR_SCATTER_LAST_US, _PAIR_SCATTER_ALONE_US = 2.5, 1.5
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
 # What a hop takes less where tiles are small.
@@ -62,64 +64,64 @@ def copy_gathered(problem: Problem, config: FusedConfig, machine: Machine, gemm:
 
 
 def lamport(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total): words behind the product, of which the last round hides those of the rounds before."""
-    # each word's way: in one shot of an all-reduce everyone gets everything
+    """(link, total): values travel behind the product; the last wave hides those of the waves before."""
+    # in one shot of an all-reduce every rank gets everything
     shots = 2 if config.algorithm == "two_shot" else 1
     nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
     kept = keeps_own(problem, config, machine)
-    rate = _WORDS_TWICE if shots == 2 else _SWAPPED if kept and problem.world_size == 2 else _WORDS[problem.op]
+    rate = _LAMPORT_TWICE if shots == 2 else _PAIR if kept and problem.world_size == 2 else _LAMPORT[problem.op]
     link = nbytes / (machine.link_gbs * rate * 1e3)
     if problem.op in (ALL_REDUCE, REDUCE_SCATTER) and config.block_m >= 64:  # else there is little to hide
         # sums, which are the second shot, begin behind all products
-        rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
-        hidden = 1 - 1 / rounds
-        if problem.op == ALL_REDUCE and rounds > 2:  # so many words slow the products behind them
+        waves = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
+        hidden = 1 - 1 / waves
+        if problem.op == ALL_REDUCE and waves > 2:  # so many values slow the products behind them
             hidden = _HIDDEN_BY_MORE
         gemm -= min(link / shots, gemm) * hidden
     shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
     one_group = config.num_warps == 4 and config.block_m >= 64 and not problem.fp8
-    words = _ONE_GROUP_US * config.block_m / 64 if one_group else 0.0
+    rest = _ONE_GROUP_US * config.block_m / 64 if one_group else 0.0
     if kept:
-        words -= _KEPT_US
-    return link, gemm + link + words + _hops(problem, shots) * machine.exchange_us
+        rest -= _KEPT_US
+    return link, gemm + link + rest + _hops(problem, shots) * machine.exchange_us
 
 
 def lamport_two_shot(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total): words of one round of tiles travel, there and back, while the next are multiplied."""
+    """(link, total): values of one wave of tiles travel, there and back, while the next wave is multiplied."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
-    rounds = -(-tiles // programs)
-    last = (tiles - (rounds - 1) * programs) / tiles if tiles else 0
+    waves = -(-tiles // programs)
+    last = (tiles - (waves - 1) * programs) / tiles if tiles else 0
     area = config.block_m * config.block_n / (64 * 128)
-    # where the link is full, it rests while the words of a round are summed
-    rests = (rounds - 1) * area * _WORDS_BETWEEN_US * (1 + _WORDS_DRIFT * (rounds - 2))
+    # where the link is full, it rests while the values of a wave are summed
+    rests = (waves - 1) * area * _LAMPORT_BETWEEN_US * (1 + _LAMPORT_DRIFT * (waves - 2))
     full = tile_us(problem, config, machine) + link + rests
-    return link, max(gemm + link * last, full) + area * _WORDS_LAST_US
+    return link, max(gemm + link * last, full) + area * _LAMPORT_LAST_US
 
 
 def lamport_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total): a tile's words travel while the next is multiplied; those of the last round behind it."""
+    """(link, total): a tile's values travel while the next is multiplied; those of the last wave behind it."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
-    rounds = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
+    waves = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
     if not problem.fp8:
-        gemm *= 1 + _SWAPPED_DRIFT * max(0, rounds - _SWAPPED_ROUNDS)
-    full = tile_us(problem, config, machine) + link / _SWAPPED
+        gemm *= 1 + _PAIR_DRIFT * max(0, waves - _PAIR_WAVES)
+    full = tile_us(problem, config, machine) + link / _PAIR
     area = config.block_m * config.block_n / (64 * 128)
-    # the last round has as many words as each, full or not: programs without a tile there do not hold back theirs
-    alone = _SWAPPED_ALONE_US if rounds == 1 else 0.0
-    return link, max(gemm + link / rounds, full) + area * _SWAPPED_LAST_US + alone
+    # the last wave sends as much as each, full or not: programs without a tile there do not hold back their values
+    alone = _PAIR_ALONE_US if waves == 1 else 0.0
+    return link, max(gemm + link / waves, full) + area * _PAIR_LAST_US + alone
 
 
 def lamport_pair_scatter(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total): the peer's words travel while own tiles are multiplied, as far as those are other rounds' work."""
+    """(link, total): the peer's values travel while own tiles are multiplied, as far as those are other waves' work."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
-    rounds = max(1, -(-tiles // programs))
+    waves = max(1, -(-tiles // programs))
     sending = max(1, -(-tiles // 2 // programs))
     area = config.block_m * config.block_n / (64 * 128)
-    sent = gemm * sending / rounds + link / _SWAPPED / sending
-    alone = _SCATTERED_ALONE_US if rounds == 1 else 0.0
-    return link, max(gemm, sent) + area * (_SCATTERED_LAST_US + alone)
+    sent = gemm * sending / waves + link / _PAIR / sending
+    alone = _PAIR_SCATTER_ALONE_US if waves == 1 else 0.0
+    return link, max(gemm, sent) + area * (_PAIR_SCATTER_LAST_US + alone)
 
 
 def hopper_overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -185,9 +187,9 @@ def overlapped(problem: Problem, config: FusedConfig, machine: Machine, gemm: fl
     if problem.op == REDUCE_SCATTER:
         hops += 0.5 * (problem.world_size - 2)
     else:
-        # a single round of tiles that are pushed as they end, or wait for rows that they multiply, hides nothing
-        rounds = gemm_tiles(problem, config) / programs_of(config, machine.num_programs)
-        exposed = 1 if rounds <= 1 else 0.7 if rounds <= 2 else exposed
+        # a single wave of tiles that are pushed as they end, or wait for rows that they multiply, hides nothing
+        waves = gemm_tiles(problem, config) / programs_of(config, machine.num_programs)
+        exposed = 1 if waves <= 1 else 0.7 if waves <= 2 else exposed
     return link, max(gemm, link) + exposed * min(gemm, link) + _hops(problem, hops) * machine.hop_us
 
 

@@ -1,7 +1,7 @@
-"""Which configuration serves a problem: arithmetic on shapes, dtype, world size and device rates, nothing else.
+"""Chooses the configuration that serves a problem: arithmetic on shapes, dtype, world size and device rates.
 
-So it is the same on every rank without talking, and it can explain itself. Candidates are whole configurations, and
-the one that should take least time by the model of `overlap_model.py` is chosen.
+Nothing else is read, so every rank chooses the same without talking, and the plan can explain itself. Candidates are
+whole configurations. The planner takes the one that should take least time by `overlap_model.py`.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _weigh(
     others: set[str] = set()
     for way in (way for way in WAYS if problem.op in way.ops):
         unhidden = "" if hides(way, problem) else "nothing would hide the exchange of so large a result"
-        if objection := way.supports(problem, machine) or unhidden:
-            rejected.append((way.kernel, objection))
+        if reason := way.supports(problem, machine) or unhidden:
+            rejected.append((way.kernel, reason))
             continue
         for candidate in way.configs(problem, machine):
             if algorithm not in (None, candidate.algorithm):
@@ -159,13 +159,14 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
 
     Best is, by measurement, about the time that all of them take to push a tile at once; a third more where tiles go to
     everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each
-    gain nothing. Where two ranks swap words, two fifths of what those of a round take, from three rounds on.
+    gain nothing. Where two ranks exchange Lamport values, it is two fifths of what a wave's values take, from three
+    waves on.
     """
     programs = programs_of(config, machine.num_programs)
     if kernel_for(problem, config) == LAMPORT_PAIR and not problem.fp8:
-        rounds = -(-gemm_tiles(problem, config) // programs)
-        round_us = problem.link_bytes / (machine.link_gbs * 1e3) / max(1, rounds)
-        return round(0.4 * round_us) if rounds > 2 else 0
+        waves = -(-gemm_tiles(problem, config) // programs)
+        wave_us = problem.link_bytes / (machine.link_gbs * 1e3) / max(1, waves)
+        return round(0.4 * wave_us) if waves > 2 else 0
     if problem.op == GATHER_MATMUL or config.algorithm != "overlapped":
         return 0
     if config.warp_specialised and (problem.op == REDUCE_SCATTER or config.splits == 1 or config.block_n < 256):

@@ -1,6 +1,8 @@
-"""How long a rank's product takes in tiles of ours: rounds of them over multiprocessors, or its operands' stream.
+"""How long a rank's product takes in tiles of our kernels: waves of tiles, or the stream of its operands.
 
-By measurement on H200s; `overlap_model.py` adds what follows.
+A product takes as many waves as its tiles need programs, each as long as one tile takes. A product of few rows takes as
+long as its weights take from memory. The tables here say which tiles there are and what share of the chip's rate a full
+wave of them reaches, measured on H200s, an architecture's tables side by side. `overlap_model.py` adds the transfer.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ import torch
 
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
+from .hopper_tiles import HOPPER
 from .kernel_names import LAMPORT_PAIR, LAMPORT_PAIR_SCATTER, LAMPORT_TWO_SHOT, kernel_for
 from .machine import INTERPRETER, Machine
+from .tiles import SpecialisedTiles, Tiles
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 
-# (block_m, block_n, block_k, warps): (stages, fewer where shared memory has no room for them; share of the chip's rate
-# that a full wave of such tiles reaches, bf16).
-Tiles = dict[tuple[int, int, int, int], tuple[int, float]]
+# The tiles of warp-specialised kernels, by the name of their architecture (`Machine.architecture`).
+SPECIALISED_TILES = {"hopper": HOPPER}
+# The tiles of portable kernels whose transfers overlap.
 GPU_TILES: Tiles = {
     (128, 256, 64, 8): (3, 1.0),
     (128, 128, 64, 8): (4, 0.86),
@@ -28,20 +32,9 @@ GPU_TILES: Tiles = {
     (16, 64, 128, 4): (5, 0.12),
     (16, 128, 128, 4): (4, 0.14),
 }
-# The same for warp-specialised programs, which multiply while tiles are moved.
-HOPPER_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)}
-# Of those, what only stores its tiles, for copy engines move the rows that it multiplies.
-COPY_GATHER_TILES: Tiles = {(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)}
-# What sends words (`lamport_two_shot.py`).
-TWO_SHOT_TILES: Tiles = {(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)}
-# What swaps words with the one peer (`lamport_pair.py`), by whether operands are in eight bits.
-PAIR_TILES: dict[bool, Tiles] = {
-    False: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 4): (8, 0.80)},
-    True: {(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)},
-}
-# For few rows: enough weights under way for the memory's full rate; measured on H200s. What bounds tiles 64 wide if not
-# memory is shared memory, written and read at 128 bytes a cycle: a second warp group reads A once more, but puts and
-# takes words sooner.
+# For few rows: enough weights are under way for the memory's full rate; measured on H200s. Tiles that are 64 wide are
+# bound by memory or by shared memory, which is written and read at 128 bytes a cycle. There a second warp group reads A
+# once more, but sends and takes Lamport values sooner.
 LAMPORT_TILES: Tiles = {
     (16, 64, 256, 4): (5, 0.25),
     (16, 64, 128, 4): (8, 0.25),
@@ -61,7 +54,7 @@ FP8_TILES: Tiles = {
 _FP8_RATE = 1.85  # of products in eight bits, over those in 16
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
-_SOONER = 0.3  # of a low tile, what is saved in an empty last round: where few multiply, each gets its operands sooner
+_SOONER = 0.3  # of a low tile, what is saved in an empty last wave: where few multiply, each gets its operands sooner
 _ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES: Tiles = {
@@ -71,7 +64,7 @@ FP32_TILES: Tiles = {
     (16, 64, 64, 4): (3, 0.4),
 }
 _FP32_SHARE = 0.05
-_ONE_ROUND = 4  # of tiles, with none before: of its product and its stream the shorter one is not hidden wholly
+_ONE_WAVE = 4  # of tiles, with none before: of its product and its stream the shorter one is not hidden wholly
 _COOLEST_US = 125.0  # of products, which are a fourteenth faster than those of 500
 # What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
 _POINTERS = 0.15, 0.38
@@ -80,9 +73,14 @@ _PARTS_GBS = 28.0
 # Until the parts of shared tiles are joined, before other tiles; of 128 x 256 where there are no others.
 _JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
 _JOIN_ALONE_US = 25.0
-# What it takes more in all-reduces of less than three rounds of 128 x 256: 128 x 128, for each thousand along K, and
+# What it takes more in all-reduces of less than three waves of 128 x 256: 128 x 128, for each thousand along K, and
 # 128 x 256.
-_FEW_ROUNDS, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
+_FEW_WAVES, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
+
+
+def specialised_tiles(architecture: str) -> SpecialisedTiles:
+    """The tables of `Machine.architecture`; Hopper's where no kernel is warp-specialised, for questions about it."""
+    return SPECIALISED_TILES.get(architecture, HOPPER)
 
 
 def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
@@ -99,14 +97,14 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     programs = programs_of(config, machine.num_programs)
     whole_us = tile_us(problem, config, machine)
     cut = cut_tiles(problem, config, programs)
-    rounds = -(-(tiles - cut) // programs)
+    waves = -(-(tiles - cut) // programs)
     if bm == 64 and kernel_for(problem, config) in (LAMPORT_PAIR, LAMPORT_PAIR_SCATTER):
-        rounds -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
-    compute = rounds * whole_us
+        waves -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
+    compute = waves * whole_us
     shared, sharers = shared_tiles(problem, config, programs)
     if shared:
         join = _JOIN_US[problem.op] if tiles > programs else _JOIN_ALONE_US * bm * bn / (128 * 256)
-        if problem.op == ALL_REDUCE and tiles > programs and tiles * bm * bn < _FEW_ROUNDS * programs * 128 * 256:
+        if problem.op == ALL_REDUCE and tiles > programs and tiles * bm * bn < _FEW_WAVES * programs * 128 * 256:
             join += _JOIN_WIDE_US if bn == 256 else _JOIN_DEEP_US * max(0.0, k - 2560) / 1e3
         compute = (tiles // programs + shared / sharers) * whole_us + join
     elif cut:
@@ -114,23 +112,23 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
-    few_rows = config.lamport
-    if few_rows and bm == bn == 64 and tiles > programs:
+    lamport = config.lamport
+    if lamport and bm == bn == 64 and tiles > programs:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
-    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if few_rows and not config.warp_specialised else 1
+    again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if lamport and not config.warp_specialised else 1
     itemsize = 1 if problem.fp8 else problem.dtype.itemsize
     stream = (m * k + k * n * again) * itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
-    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if few_rows else 0.9 * programs
+    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if lamport else 0.9 * programs
     stream *= max(1.0, enough / max(1, min(tiles, programs)))
-    # as the chip comes to its power limit, below which two rounds of tiles leave it
+    # as the chip comes to its power limit, below which two waves of tiles leave it
     cool = config.warp_specialised and problem.op == ALL_REDUCE and tiles <= 2 * programs and not shared
     coolest = _COOLEST_US if cool else 500.0
     warmth = log(min(max(compute, coolest), 2000.0) / 500.0) / log(4.0)
     compute *= 1 + 0.07 * warmth
     if config.warp_specialised and problem.op == ALL_REDUCE and bm == 128 and tiles <= programs:
-        return (compute**_ONE_ROUND + stream**_ONE_ROUND) ** (1 / _ONE_ROUND)
+        return (compute**_ONE_WAVE + stream**_ONE_WAVE) ** (1 / _ONE_WAVE)
     return max(compute, stream)
 
 
@@ -138,18 +136,19 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     """The product of one tile in one program."""
     fp32 = problem.dtype == torch.float32
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    few_rows = config.lamport
+    lamport, specialised = config.lamport, specialised_tiles(machine.architecture)
     if fp32:
         shares = FP32_TILES
-    elif few_rows:
-        of_words = TWO_SHOT_TILES if kernel_for(problem, config) == LAMPORT_TWO_SHOT else PAIR_TILES[problem.fp8]
-        shares = of_words if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
+    elif lamport:
+        two_shot = kernel_for(problem, config) == LAMPORT_TWO_SHOT
+        exchanged = specialised.two_shot if two_shot else specialised.of_pair(problem.fp8)
+        shares = exchanged if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
     else:
-        roles = COPY_GATHER_TILES if problem.op == GATHER_MATMUL else HOPPER_TILES
-        shares = roles if config.warp_specialised else GPU_TILES
+        moved = specialised.copy_gather if problem.op == GATHER_MATMUL else specialised.overlapped
+        shares = moved if config.warp_specialised else GPU_TILES
     unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
-    if not (problem.whole_vectors(problem.K) or few_rows) and machine.name.startswith("NVIDIA"):
+    if not (problem.whole_vectors(problem.K) or lamport) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
     kind = _FP32_SHARE if fp32 else _FP8_RATE if problem.fp8 else 1.0
     rate = machine.tflops * share * kind / machine.num_programs  # TFLOP/s of one program

@@ -1,4 +1,8 @@
-"""How long torch's own product takes, cuBLAS's or hipBLASLt's, and the gate behind one."""
+"""How long torch's own product takes, cuBLAS's or hipBLASLt's, and the gate behind one: a model fitted to measurements.
+
+It covers the products that a plan compares with its own kernels. It reckons with waves of the library's tiles, like the
+model of our kernels, but the library chooses its tiles by rules that it does not tell.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its e
 
 
 def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, in_fp8: bool = False) -> float:
-    """Microseconds of a product [m, k] @ [k, n] in 16 bits: rounds of the tiles that suit it best, or its stream.
+    """Microseconds of a product [m, k] @ [k, n] in 16 bits: waves of the tiles that suit it best, or its stream.
 
     Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on. `in_fp8`: of weights in
     eight bits, and rows that are rounded first (`fp8/scaled_matmul.py`).
@@ -40,18 +44,18 @@ def expected_in_turn(
     rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2, in_fp8: bool = False
 ) -> list[float]:
     """Microseconds of each of several products after each other, of so many rows: they warm the chip together."""
-    rounds = [_rounds_us(m, n, k, machine, most_splits) for m in rows]
-    warm = _heated(sum(rounds)) / max(sum(rounds), 1e-9)
+    waves = [_waves_us(m, n, k, machine, most_splits) for m in rows]
+    warm = _heated(sum(waves)) / max(sum(waves), 1e-9)
     streams = ((m * k + k * n + m * n) * 2 / (_STREAMED * machine.hbm_gbs * 1e3) for m in rows)
-    found = [max(us * warm, stream) + machine.launch_us for us, stream in zip(rounds, streams, strict=True)]
+    found = [max(us * warm, stream) + machine.launch_us for us, stream in zip(waves, streams, strict=True)]
     if not in_fp8:
         return found
     return [torch_us(us) + rounding_us(m, k, machine) for us, m in zip(found, rows, strict=True)]
 
 
 @lru_cache(maxsize=4096)
-def _rounds_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> float:
-    rounds = []
+def _waves_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> float:
+    waves = []
     for bm, bn, share in _tiles(m):
         tiles = ceil(m / bm) * ceil(n / bn)
         for splits in range(1, most_splits + 1):
@@ -60,8 +64,8 @@ def _rounds_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> fl
                 continue  # in three and more only where programs would be without a tile
             rate = machine.tflops * share / machine.num_programs * 1e6
             tile_us = 2.0 * bm * bn * k / splits / rate
-            rounds.append(ceil(units / machine.num_programs) * tile_us + _SPLIT_US[min(splits, 3)])
-    return min(rounds)
+            waves.append(ceil(units / machine.num_programs) * tile_us + _SPLIT_US[min(splits, 3)])
+    return min(waves)
 
 
 def _tiles(m: int) -> list[tuple[int, int, float]]:

@@ -21,11 +21,11 @@ from .torch_model import expected_in_turn, expected_us
 
 @dataclass(frozen=True)
 class TorchWay:
-    """`objection`: why a problem cannot be served so, if it cannot. `times`: microseconds of the product, of what
+    """`supports`: why a problem cannot be served so, if it cannot. `times`: microseconds of the product, of what
     travels, and of both together. `elements`: of staging memory that a call takes.
     """
 
-    objection: Callable[[Problem], str | None]
+    supports: Callable[[Problem], str | None]
     times: Callable[[Problem, FusedConfig, Machine], tuple[float, float, float]]
     elements: Callable[[Problem], int]
 
@@ -36,7 +36,7 @@ class TorchWay:
 _BETWEEN_US = 2.3
 
 
-def _sequential_objection(problem: Problem) -> str | None:
+def _sequential_supports(problem: Problem) -> str | None:
     """Why this problem cannot be served so."""
     if problem.form not in ("", "rows"):
         return f"the collectives of whole tensors gather and scatter rows, not {problem.form}"
@@ -54,7 +54,7 @@ def _sequential_us(problem: Problem, config: FusedConfig, machine: Machine) -> t
     link = collectives.Machine(machine.num_programs, resident=2)
     share = machine.link_gbs / 380.0  # of an H200's
     link = replace(
-        link, **{name: share * getattr(link, name) for name in ("link_gbs", "words_gbs", "pair_gbs", "two_hops_gbs")}
+        link, **{name: share * getattr(link, name) for name in ("link_gbs", "lamport_gbs", "pair_gbs", "two_hops_gbs")}
     )
     gemm = expected_us(*problem.gemm, machine, in_fp8=problem.fp8)
     moved = collectives.plan(_collective(problem), Config(), link).expected_us
@@ -88,7 +88,7 @@ COPY_US = 8.0
 _LEAST_ROWS = 512
 
 
-def _copy_gather_objection(problem: Problem) -> str | None:
+def _copy_gather_supports(problem: Problem) -> str | None:
     """Why this problem cannot be served so."""
     if problem.op != GATHER_MATMUL or problem.form != "rows":
         return "copy engines serve all_gather_matmul by rows"
@@ -96,7 +96,7 @@ def _copy_gather_objection(problem: Problem) -> str | None:
 
 
 def steps_of(problem: Problem, config: FusedConfig) -> list[range]:
-    """Whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
+    """The ranks whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
     others = problem.world_size - 1
     together = min(others, max(config.ranks_together, -(-_LEAST_ROWS // max(1, problem.part_rows))))
     if others == 0:
@@ -142,6 +142,6 @@ def copy_gather_elements(problem: Problem) -> int:
 
 
 TORCH_WAYS = {
-    "sequential": TorchWay(_sequential_objection, _sequential_us, sequential_elements),
-    "copy_gather": TorchWay(_copy_gather_objection, _copy_gather_us, copy_gather_elements),
+    "sequential": TorchWay(_sequential_supports, _sequential_us, sequential_elements),
+    "copy_gather": TorchWay(_copy_gather_supports, _copy_gather_us, copy_gather_elements),
 }

@@ -1,6 +1,7 @@
-"""Into how many tiles a rank's product falls, and which of them are cut, shared or computed early: arithmetic.
+"""How many tiles a rank's product has, and which of them are cut, shared or computed early: arithmetic.
 
-`programs` is how many run at once on the device; a configuration may take fewer.
+`programs` is how many programs run at once on the device. All of them taking a tile is a wave. A configuration may take
+fewer programs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
 
 
 def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many tiles are cut along K: those that do not fill a round of programs; of few rounds all of them.
+    """How many tiles are cut along K: those that do not fill a wave of programs; of few waves all of them.
 
     Only all_gather_matmul by rows cuts tiles so.
     """
@@ -40,14 +41,14 @@ def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def loose_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many tiles fill no round of warp-specialised programs, which may share them: the same whatever K is."""
+    """How many tiles fill no wave of warp-specialised programs, which may share them: the same whatever K is."""
     if config.splits == 1 or not config.warp_specialised or problem.op == GATHER_MATMUL:
         return 0
     return gemm_tiles(problem, config) % programs_of(config, programs)
 
 
 def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[int, int]:
-    """(tiles that warp-specialised programs share, by how many): those that do not fill a round (`stream_k.Units`).
+    """(tiles that warp-specialised programs share, by how many): those that do not fill a wave (`stream_k.Units`).
 
     A tile is cut into about `config.splits` parts at most, each of one step along K at least.
     """
@@ -79,10 +80,10 @@ def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: fl
 def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
     """How many tiles of each other owner a rank computes before the first of its own; see `tile_orders.turn`.
 
-    Warp-specialised, a quarter of a round: warps that multiply do not wait for what others move. Else all of them, but
+    Warp-specialised, a quarter of a wave: warps that multiply do not wait for what others move. Else all of them, but
     in an all-reduce among three or more: the sums of own tiles go to several peers each, and the link would be idle
-    before and too narrow at the end. Two rounds ahead, others' tiles have arrived when they are summed. Mixed owners
-    share less of their operands: what a round reads must fit in L2, unless there are few rounds.
+    before and too narrow at the end. Two waves ahead, others' tiles have arrived when they are summed. Mixed owners
+    share less of their operands: what a wave reads must fit in L2, unless there are few waves.
     """
     rows, cols, _ = owned_part(problem, config)
     owned, programs = _count(rows, cols, config), config.num_programs or programs
@@ -97,9 +98,9 @@ def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def columns_together(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """Of how many columns of tiles `tile_orders.OthersFirst` first has the peer's: all, or a round's.
+    """How many columns of tiles `tile_orders.OthersFirst` takes at a time, the peer's tiles first: all, or a wave's.
 
-    The same of B is read for own tiles behind them, best from L2; then tiles are sent behind the last round, too.
+    The same of B is read for own tiles behind them, best from L2; then tiles are sent behind the last wave, too.
     """
     num_m, num_n = -(-problem.M // config.block_m), -(-problem.N // config.block_n)
     if problem.K * problem.N * problem.dtype.itemsize <= _L2_BYTES:

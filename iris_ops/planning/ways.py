@@ -1,8 +1,8 @@
 """The ways in which a problem can be served, a row each: which kernel, for what, and in which configurations.
 
-A plan asks each row of the problem's op for its configurations and takes the fastest (`plan.py`). `supports` says why a
-row cannot serve a problem, or gives None; the reasons stand in the plan's trace. `predict` says how long a
-configuration takes, with the row's model of `overlap_model.py`. `workspace_size.py` says how much memory.
+A plan asks each row of the problem's op for its configurations and takes the fastest (`plan.py`). `supports` gives the
+reason why a row cannot serve a problem, or None. The reasons stand in the plan's trace. `predict` gives the time of a
+configuration, by the row's function of `overlap_model.py`. `workspace_size.py` gives its memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _of_16_bits(problem: Problem, machine: Machine) -> str | None:
 
 
 def _rounded(problem: Problem, machine: Machine) -> str | None:
-    """Where rows are rounded to eight bits, too: only what Hopper's tensor cores take."""
+    """For weights in eight bits, whose rows of A are rounded, too: only what Hopper's tensor cores take."""
     if not problem.fp8:
         return None
     if not machine.warp_specialised or problem.dtype != torch.bfloat16:
@@ -114,16 +114,16 @@ def _brought(problem: Problem, machine: Machine) -> str | None:
 
 def _torch(algorithm: str) -> Supports:
     def supports(problem: Problem, machine: Machine) -> str | None:
-        objection = TORCH_WAYS[algorithm].objection(problem)
+        reason = TORCH_WAYS[algorithm].supports(problem)
         if problem.fp8:
             streams = problem.op == ALL_REDUCE and _stream(problem, machine) is None
-            return "few rows: a stream of weights needs no library" if streams else objection
+            return "few rows: a stream of weights needs no library" if streams else reason
         if not machine.name.startswith("NVIDIA") or problem.dtype.itemsize != 2:
             return "the time of the library's product is not known here"
         if problem.world_size == 1:
             return "one rank: no collective to follow"
         few = problem.gemm[0] <= 64
-        return "few rows: a stream of weights needs no library" if few else objection
+        return "few rows: a stream of weights needs no library" if few else reason
 
     return supports
 

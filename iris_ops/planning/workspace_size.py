@@ -7,7 +7,7 @@ from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, TMA_ALIGNMENT, P
 from .torch_ways import TORCH_WAYS
 from .waves import loose_tiles
 
-# Words of the exchange area: a row of them is a multiple.
+# Elements of the exchange area: a row has a multiple of so many.
 _EXCHANGE_GRANULE = 16
 # What a mover of all_gather_matmul pushes before it signals: long against the signal, short against a tile's product.
 _PIECE_BYTES = 1 << 19
@@ -24,10 +24,10 @@ def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tupl
         rows, cols = exchanged_part(problem, config)
         behind = rows * w * exchange_ld(cols) if config.algorithm == "two_shot" else exchange_ld(w)
         if config.algorithm == "one_shot" and problem.op == ALL_REDUCE:
-            behind = 0  # everyone gets words from everyone
-        words = w * rows * exchange_ld(cols) + behind
+            behind = 0  # every rank gets values from every rank
+        elements = w * rows * exchange_ld(cols) + behind
         gathered = problem.M * exchange_ld(problem.K) if problem.op == GATHER_MATMUL else 0
-        return 0, gathered * itemsize, 2 * words * itemsize
+        return 0, gathered * itemsize, 2 * elements * itemsize
     flags, nbytes = staged(problem, config)
     cut = parts(problem, config, programs)
     return flags + cut, nbytes + cut * config.block_m * config.block_n * 4, 0
@@ -60,7 +60,7 @@ def parts(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
-    """(rows, columns) that one rank sends to another at most, in words."""
+    """(rows, columns) of the Lamport values that one rank sends to another at most."""
     if problem.op == GATHER_MATMUL:
         return gathered_part(problem)[:2]
     shared = config.algorithm == "two_shot"
@@ -68,7 +68,7 @@ def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 
 def exchange_ld(cols: int) -> int:
-    """Words of a row in the exchange area: whole vectors, also where the columns are odd."""
+    """Elements of a row in the exchange area: whole vectors, also where the columns are odd."""
     return -(-cols // _EXCHANGE_GRANULE) * _EXCHANGE_GRANULE
 
 

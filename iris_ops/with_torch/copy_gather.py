@@ -11,7 +11,7 @@ barriers it has come through, which is the same number on all ranks and never co
 With `warp_specialised` all rows are multiplied by one kernel, `kernels/hopper/gather_matmul.py`, which waits for the
 flags itself. Else torch multiplies, behind small kernels that wait, in a stream of their own so that no copy waits for
 one. A rank's rows that are few go with the next one's then: a product reads all of B however few rows it has. So do as
-many ranks' as the configuration says: a product has a last round that most multiprocessors sit out, and where the own
+many ranks' as the configuration says: a product has a last wave that most multiprocessors sit out, and where the own
 rows' product hides all copies one step is enough. All ranks make the same copies; the products are each rank's own
 affair.
 

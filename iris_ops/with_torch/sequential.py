@@ -1,10 +1,10 @@
-"""The product by torch, which is cuBLAS's or hipBLASLt's, and the collective of `iris.ccl` after it, or, for
-`all_gather_matmul`, before it. In eight bits whichever product `fp8/scaled_matmul.py` takes; the model reckons with
-torch's.
+"""torch's product, and then the collective of `iris.ccl`; for `all_gather_matmul` the collective first.
 
-Nothing overlaps here, and each half is the fastest there is: with some hundred rows a library's product, whose programs
-share operands between multiprocessors, gains more on ours than an overlap would hide. As in the other algorithms, what
-travels is rounded once to the tensors' dtype, and sums are kept in fp32 in rank order.
+Nothing overlaps here, and each half is the fastest there is. With some hundred rows a library's product gains more on
+ours than an overlap would hide, because its programs share operands between multiprocessors. As in the other
+algorithms, what travels is rounded once to the tensors' dtype, and sums are kept in fp32 in rank order.
+
+With weights in eight bits the product is the one that `fp8/scaled_matmul.py` takes. The model reckons with torch's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's own product, which is cuBLAS's or hipBLASLt's."""
+"""torch's own product, which is cuBLAS's or hipBLASLt's, into a tensor that exists."""
 
 from __future__ import annotations
 

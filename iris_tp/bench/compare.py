@@ -1,4 +1,4 @@
-"""Who computes the same, one beside the other: checked first, then timed in turns."""
+"""Contenders that compute the same: each is checked first, then all are timed in turns."""
 
 from collections.abc import Callable
 from functools import partial

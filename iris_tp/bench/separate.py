@@ -1,6 +1,7 @@
-"""The same by torch: its product, then its collective, or the other way round (NCCL, gloo on CPUs).
+"""The same result by torch: its product and its collective, one after the other (NCCL, gloo on CPUs).
 
-Parts of unequal size are padded; columns are copied into place, as serving engines do.
+torch's collectives move equal parts, so parts of unequal size are padded, and gathered columns are copied into place,
+as serving engines do.
 """
 
 import torch

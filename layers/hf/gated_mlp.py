@@ -1,12 +1,12 @@
 """Gated MLPs, `down(silu(gate(x)) * up(x))`, whose first half is one kernel.
 
-Where rows are few it is `skinny_matmul`'s; where they are many, and warps can have roles, that of
-`iris_ops.all_gather_matmul_roles`, be the rows here or, with shared tokens, on all ranks.
+With few rows the kernel is `skinny_matmul`'s. With many rows, on a GPU with warp-specialised kernels, it is
+`hopper_gather_matmul_kernel`, whether the rows are here or, with sequence parallelism, spread over the ranks.
 
 A module is exchanged only if its forward reads just so, its gate and up are one product (see `fused`), its activation
 is silu, and nobody else has hooked it. What it holds stays, under the same names. The kernel passes over gate, up and
-activation, so where one of them is exchanged or hooked later, all of them are called again. Where ranks share tokens
-that makes another op, so then it is done on all ranks or on none.
+activation. So where a user exchanges or hooks one of them later, all of them are called again. With sequence
+parallelism that makes another op, so then all ranks do it or none.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class GatedMLP(nn.Module):
         return same and not any(is_hooked(each) for each in now)
 
 
-def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, with_roles: bool) -> bool:
+def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, specialised: bool) -> bool:
     """Whether a warp-specialised kernel may multiply `x`: it has many rows, or a number that a compiler leaves open."""
-    if not with_roles or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
+    if not specialised or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
         return False
     held = [t for t in (x, merged.weight, merged.bias) if t is not None]
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in held)

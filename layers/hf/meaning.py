@@ -1,12 +1,12 @@
-"""Whether ops mean on a rank's part what they meant on the whole, seen by their sizes.
+"""Finds ops that mean something else on a rank's part than on the whole, by the sizes of their tensors.
 
-One code runs twice, once on parts that are whole and once on a rank's, so its ops correspond one by one. A dimension
-that is of another size in the second run is one that is split. Most ops treat its entries alike, one by one; they are
-right on any part. Wrong, though every shape fits, are those that
+The same code runs twice, once on whole tensors and once on a rank's parts, so the ops of the two runs correspond one by
+one. A dimension whose size differs in the second run is split. Most ops treat the entries of a dimension alike, one by
+one: they are right on any part. Three kinds are wrong, though every shape fits:
 
-    join entries            a product's inner dimension, a sum, a softmax, a norm
-    tell them by place      a slice, chunks (gate and up side by side), a concatenation
-    count them              arange, or a factor that is computed from their number
+    they join entries            a product's inner dimension, a sum, a softmax, a norm
+    they tell them by place      a slice, chunks (gate and up side by side), a concatenation
+    they count them              arange, or a factor that is computed from their number
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """RMSNorms as one kernel each: torch's, in place of the six that a Hugging Face module spells out.
 
-A module is exchanged only if it is a plain one: a copy of it with a random weight is tried beside torch's function.
-(Gemma's adds one to its weight, and stays.) In bf16 and fp16 torch's rounds once, where the module rounds twice.
+A module is exchanged only if it is a plain RMSNorm: a copy of it with a random weight is tried beside torch's function.
+(Gemma's adds one to its weight, and stays.) In bf16 and fp16 torch's function rounds once, where the module rounds
+twice.
 """
 
 from __future__ import annotations

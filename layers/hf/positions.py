@@ -1,4 +1,4 @@
-"""What a Hugging Face model knows of positions: how many there are, and which is the first."""
+"""How many positions a Hugging Face model has, and which number is the first."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@
                         o_proj, down_proj       matmul_reduce_scatter: this rank's rows of the sum
 
 So norms and sums take 1/w of the work, and the reduction's second half, which spreads the sums to all ranks, happens
-inside the next product. It pays for many tokens: fewer, or a number that w does not divide, run as usual (an engine
-adds a few to such prompts). `parallelize` does it unless told otherwise, for the families of `KNOWN`.
+inside the next product. It pays for many tokens. Few tokens, or a number that w does not divide, run as usual (an
+engine adds a few to such prompts). `parallelize` does it unless told otherwise, for the families of `KNOWN`.
 
-Whether a call shares its tokens is decided at the entrance and told to all that follows (`Sharing`). A share is told
-from whole hidden states by its two dimensions, [rows, H] and not [B, T, H]; how B*T divides into B and T is read off
-the position embeddings, which stay whole.
+A call decides at the entrance of the model whether it is sequence parallel, and tells all that follows (`Sharing`). A
+share has two dimensions, [rows, H], where whole hidden states have three, [B, T, H]. How B*T divides into B and T is
+read off the position embeddings, which stay whole.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GatheringColumn(ColumnParallelLinear):
 
     @property
     def served_by(self) -> str:
-        return f"{self.named(LOCAL)}, of shared tokens {self.op}"
+        return f"{self.named(LOCAL)}, sequence parallel {self.op}"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # as many tokens a rank
         if input.dim() != 2:
@@ -102,13 +102,13 @@ class GatheringColumn(ColumnParallelLinear):
 
 
 class ScatteringRow(RowParallelLinear):
-    """A row-parallel linear that keeps this rank's rows of the sum, [rows, N], where tokens are shared."""
+    """A row-parallel linear that keeps this rank's rows of the sum, [rows, N], in a sequence-parallel call."""
 
     sharing: Sharing
 
     @property
     def served_by(self) -> str:
-        return f"{self.op}, of shared tokens {self.named(SCATTERED)}"
+        return f"{self.op}, sequence parallel {self.named(SCATTERED)}"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.sharing.now:
@@ -268,7 +268,7 @@ def share_tokens(model: nn.Module, styles: dict[str, str], ctx: Iris, least: int
 
 
 def sharing_of(model: nn.Module) -> Sharing | None:
-    """What decides for `model`, if it may share tokens."""
+    """What decides for `model`, if it may run sequence parallel."""
     return next((each.sharing for each in model.modules() if isinstance(each, ScatteringRow)), None)
 
 

@@ -1,8 +1,8 @@
-"""How a transformers model attends while it is served: a decode step by `decode_attention`, a prompt by torch's cuDNN.
+"""How a model of transformers attends while it is served: `decode_attention` for a step, torch's cuDNN for a prompt.
 
-`use(model)` registers this as an attention implementation with transformers and sets it on the model. Prompts without
-padding have no mask then, even while a CUDA graph is captured, where transformers would make one, and go to
-`prefill_attention`. Whatever is neither goes to transformers' `sdpa` as before.
+`use(model)` registers this as an attention implementation with transformers and sets it on the model. A prompt without
+padding has no mask then, even while a CUDA graph is captured, where transformers would make one. It goes to
+`prefill_attention`. Everything else goes to transformers' `sdpa` as before.
 """
 
 from __future__ import annotations

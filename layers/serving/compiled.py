@@ -1,30 +1,29 @@
 """A model's decoder layers under torch.compile: one code for all of them, with few kernels between the products.
 
-Layer by layer, not the whole model, so that compiling takes as long as for one layer. For the layers to share what is
-compiled, nothing that differs between them may be looked at while it is traced, except tensors:
+Layers are compiled one by one, not the whole model, so that compiling takes as long as for one layer. Layers share
+compiled code only if nothing that differs between them is looked at while it is traced, except tensors:
 
-- Each is a call of one function, with the layer and its part of the cache as arguments.
-- The cache that a layer sees, `_Slots`, holds that part only and passes over the layer's index.
-- torch's own marks on a static cache, which tie code to one address, are left behind by `detach`.
+- Each layer is a call of one function, with the layer and its part of the cache as arguments.
+- The cache that a layer sees, `_LayerCache`, holds that part only and passes over the layer's index.
+- `detach` leaves behind torch's own marks on a static cache, which tie code to one address.
 
 A layer ends with a sum that the next one begins to norm. For one kernel to do both, what is compiled ends with the next
-layer's `input_layernorm`, where there is one, and begins with an `_Ahead` in its place, which knows the result already.
-In bf16 steps of few rows that norm comes in two halves (`step_norms`). A hook that exchanges what a layer returns, or
-changes it in place, has it normed anew; in torch's inference mode, which counts no changes, the latter would not be
-seen. A norm with hooks is called as it is.
+layer's `input_layernorm`, where there is one. It begins with a `_Normed` in place of its own, which knows the result
+already. In bf16 steps of few rows that norm comes in two halves (`step_norms`). Where a hook exchanges what a layer
+returns, or changes it in place, the norm is computed anew. torch's inference mode counts no changes, so there a change
+in place would go unseen. A norm with hooks is called as it is.
 
-A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew, and so are a rank's
-rows where tokens are shared. Layers that truly differ (of Gemma, some with a sliding window) are compiled apart, and so
-are prompts with and without padding.
+A step has a fixed shape. A prompt's length is dynamic, so that another one compiles nothing anew; with sequence
+parallelism a rank's rows are dynamic, too. Layers that truly differ (of Gemma, some with a sliding window) are compiled
+apart, and so are prompts with and without padding. The rotary embedding before the layers of a step is compiled, too:
+some ten kernels on a few numbers.
 
-Of a step, the rotary embedding before the layers is compiled too: some ten kernels on a few numbers.
+Layers are compiled inside `with compiled.serving(...)` only. There an instance's `forward` is the compiled one, and the
+hooks around it run as they are. Outside, the model's `generate()` runs eagerly as before. Each layer would add to its
+length in the cache by one small kernel; here the lengths of all layers advance at once when the block ends.
 
-Layers are compiled inside `with compiled.serving(...)` only: there an instance's `forward` is the compiled one, and the
-hooks around it run as they are. Outside, `generate()` of the model runs eagerly as before. What a layer adds to its
-length in the cache, one small kernel each, is added for all layers at once when the block ends.
-
-Code is compiled for one engine: another one, of other sizes or on another context, has its own, and none of theirs
-count as recompilations of another's. A context that is exchanged in the layers is seen by its name (`iris.names`).
+Code is compiled for one engine. Another one, of other sizes or on another context, has its own, and none of theirs
+count as recompilations of another's. A context that is exchanged in the layers is seen by its name (`iris.registry`).
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class CompiledLayers:
         self._norms: list[Any] = [] if None in norms else norms
         self._known: tuple = None, None  # what the last layer returned, and what the next one's norm makes of that
         self._version: int | None = None  # of what it returned
-        self._slots = [tuple(t.detach() for t in (c.keys, c.values, c.cumulative_length)) for c in cache.layers]
+        self._caches = [tuple(t.detach() for t in (c.keys, c.values, c.cumulative_length)) for c in cache.layers]
         self._lengths = [each.cumulative_length for each in cache.layers]
         step_norms.keep_in_graphs()
         self._backend = _Backend(backend, self._lengths[0].device)
@@ -93,7 +92,7 @@ class CompiledLayers:
         for index, layer in enumerate(self.layers):
             vars(layer)["forward"] = functools.partial(self._forward, index, length)
             if self._norms:
-                vars(layer)[_NORM] = _Ahead(self._norms[index])  # comes before the child of that name
+                vars(layer)[_NORM] = _Normed(self._norms[index])  # comes before the child of that name
         rotary = self._rotary if length == 1 else []
         for module in rotary:
             vars(module)["forward"] = functools.partial(self._rotate, module)
@@ -120,7 +119,7 @@ class CompiledLayers:
             normed = self._normed(index, length, args[0])
         shared = args[0].dim() == 2  # this rank's rows of all tokens, see `sequence`
         alone = shared and len(args[0]) == 1  # torch holds a size of 1 for fixed, and with it the length
-        if 1 < length < self._slots[index][0].shape[2] and not alone:  # one that fills the cache is compiled apart
+        if 1 < length < self._caches[index][0].shape[2] and not alone:  # one that fills the cache is compiled apart
             for each in (args[0], normed) if shared else ():
                 torch._dynamo.mark_dynamic(each, 0)
             for each in tree_leaves((args[shared:], given, None if shared else normed)):
@@ -129,7 +128,7 @@ class CompiledLayers:
                         torch._dynamo.mark_dynamic(each, dim)
         self._backend.left = False
         try:
-            self._known = self._compiled(layer, following, normed, name, *self._slots[index], args, given)
+            self._known = self._compiled(layer, following, normed, name, *self._caches[index], args, given)
         except torch._dynamo.exc.TorchDynamoException as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise self._refusal(layer, " ".join(lines[: 1 + lines[0].endswith(":")])) from error  # who raised what
@@ -160,8 +159,8 @@ def _run(
     layer: Any, following: Any, normed: Any, name: str, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor,
     args: tuple, kwargs: dict,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    """What is compiled: a layer's forward with the cache's slots as its argument `name`, and the norm that follows."""
-    kwargs = {name: _Slots(keys, values, start), **kwargs}
+    """What is compiled: a layer's forward, with its part of the cache as argument `name`, and the norm that follows."""
+    kwargs = {name: _LayerCache(keys, values, start), **kwargs}
     if following is None:
         return type(layer).forward(layer, *args, **kwargs), None
     halves = isinstance(normed, tuple)
@@ -225,7 +224,7 @@ class _Backend:
         return self._compile(graph, inputs, **self.options)
 
 
-class _Ahead:
+class _Normed:
     """A layer's norm, of which one result is known."""
 
     def __init__(self, norm: nn.Module):
@@ -235,7 +234,7 @@ class _Ahead:
         return self.known[1] if x is self.known[0] else self.norm(x)
 
 
-class _Slots:
+class _LayerCache:
     """One layer's cache [B, heads, L, D], filled to `start`."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor):

@@ -1,24 +1,24 @@
-"""Generation with a static cache and captured steps, thin enough to read: `Engine(model, ctx).generate(prompts)`.
+"""Generation with a static cache and captured steps: `Engine(model, ctx).generate(prompts)`.
 
-Drives a split Hugging Face model as it is. The prompts run once through the model, left-padded to one length, and fill
-a cache of fixed size. Then each step makes one token a row. A step reads and writes the engine's own tensors only (the
-last tokens, their positions, what was generated, how much), so on a GPU it is captured once in a CUDA graph and
-replayed: no Python and no host synchronisation between tokens. On CPUs the same step runs eagerly.
+The engine drives a split Hugging Face model as it is. The prompts run once through the model, left-padded to one
+length, and fill a cache of fixed size. Then each step makes one token a row. A step reads and writes the engine's own
+tensors only (the last tokens, their positions, what was generated, how much). So on a GPU it is captured once in a CUDA
+graph and replayed: no Python and no host synchronisation between tokens. On CPUs the same step runs eagerly.
 
 Prompts of few tokens take the device less time than the host needs to launch their kernels (25 ms for 32 layers). So on
 a GPU those, too, are captured, when a shape comes for the second time (`graphs`): batch, length, with or without
-padding. Longer ones gain nothing and run eagerly; a captured one would keep its activations' memory. Where the host is
-the limit, lengths are on a grid, so that a graph serves all that are a little shorter: they end with tokens that none
-of theirs looks at, and the cache forgets them.
+padding. Longer ones gain nothing and run eagerly, because a captured one would keep its activations' memory. Where the
+host is the limit, lengths are on a grid, so that one graph serves all lengths that are a little shorter. Such a prompt
+ends with tokens at which none of its own looks, and the cache forgets them.
 
-Ranks agree on every token without a word. Logits are gathered by an op that gives every rank the same bits, and the
-noise that a sample is drawn with comes from a generator of the engine's own, seeded alike on all ranks. Where to stop
-is read from the same tokens.
+Ranks agree on every token without talking. An op gathers the logits and gives every rank the same bits. The noise of a
+sample comes from a generator of the engine's own, seeded alike on all ranks. Where to stop is read from the same
+tokens.
 
-Layers with a sliding window get a cache of full length too: the mask alone keeps the window, so a step stays the same
-whatever the position. Where ranks share the tokens of prompts (`sequence`) but do not divide them, a few tokens that
-mean nothing are put behind: attention is causal, and the cache forgets them. Not a server: one batch at a time, all
-rows to the end of the longest.
+Layers with a sliding window get a cache of full length, too: the mask alone keeps the window, so a step stays the same
+whatever the position. With sequence parallelism (`sequence`) the ranks must divide the tokens of a prompt, so a few
+tokens that mean nothing are put behind: attention is causal, and the cache forgets them. This is not a server: it takes
+one batch at a time, and runs all rows to the end of the longest.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Engine:
         return longer if longer <= self.max_length else length
 
     def _step(self, batch: int) -> int:
-        """Between lengths at which ranks that share tokens have as many each."""
+        """The step between lengths at which all ranks of a sequence-parallel call have as many tokens."""
         return 1 if self._sharing is None else self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
 
     @_untracked

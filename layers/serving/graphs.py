@@ -1,11 +1,11 @@
-"""Work that comes again: eager the first time, captured in a CUDA graph the second, replayed from then on.
+"""Runs work that comes again: eager the first time, captured in a CUDA graph the second, replayed from then on.
 
-The eager run compiles and allocates whatever a capture could not. Work that comes once is never captured. Kept are the
-graphs that were used last, `most` of them. They share their memory: a replay overwrites what another one left, so a
-result is to be used, or copied, before the next work is run. What was taken stays reserved until all of them are gone.
+The eager run compiles and allocates whatever a capture could not. Work that comes once is never captured. The graphs
+that were used last, `most` of them, are kept. They share their memory: a replay overwrites what another graph left, so
+a result must be used, or copied, before the next work runs. The memory stays reserved until all of them are gone.
 
-A capture must not compile anything: work that would is run eagerly once more, and captured the next time. Where one
-fails for another reason no other is tried, and a warning says so: what has no graph runs eagerly.
+A capture must not compile anything. Work that would compile is run eagerly once more, and captured the next time. If a
+capture fails for another reason, no other is tried, and a warning says so: work without a graph runs eagerly.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Attention of a prompt, each token over those before it, on GPUs where torch has cuDNN do it: Hopper and Blackwell.
+"""Attention of a prompt, each token over those before it, by cuDNN through torch on Hopper and Blackwell.
 
-cuDNN makes a plan for each shape, some 50 ms, and a server meets a new length with almost every prompt. So lengths have
-a grid, eight to an octave, and what lies between is padded behind, where no token of the prompt looks. Where that would
-take longer than it saves, in short prompts and between the first steps of the grid, flash attention does it, which has
-no plans but takes 1.2 to 2 times as long. Which one depends on shapes alone, so that a prompt gives the same bits
-whenever it comes.
+cuDNN makes a plan for each shape, which takes some 50 ms, and a server meets a new length with almost every prompt. So
+lengths have a grid, eight to an octave. A length between two steps is padded behind, where no token of the prompt
+looks. For short prompts, and between the first steps of the grid, padding would take longer than cuDNN saves. Then
+flash attention serves, which has no plans but takes 1.2 to 2 times as long. The choice depends on shapes alone, so a
+prompt gives the same bits whenever it comes.
 
-A mask would take cuDNN's causal attention away, and would be asked of all places of a cache, however few are filled.
-So prompts with padding are put in order first, tokens that are seen before those that are not: then no token of a
+A mask would take cuDNN's causal attention away, and it would cover all places of a cache, however few are filled. So
+prompts with padding are put in order first: tokens that are seen stand before those that are not. Then no token of a
 prompt looks at padding, either.
 """
 

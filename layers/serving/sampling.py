@@ -1,7 +1,7 @@
 """How an engine chooses tokens: the likeliest, or one drawn among those that hold `top_p` of the probability.
 
-On the device, from tensors that a graph may replay: what is drawn comes from a generator of its own, which all ranks
-seed alike, and by which the same logits give the same tokens on each of them.
+The choice is made on the device, from tensors that a graph may replay. Every rank draws from a generator of the
+engine's own, seeded alike on all ranks, so the same logits give the same tokens on each of them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Norms of a decoding step without kernels of their own, in what `compiled` gives to a compiler.
+"""RMSNorms of a decode step without kernels of their own, in the graph that torch.compile compiles (`compiled`).
 
-A norm between an all-reduce and products of few rows is taken apart (`iris_ops/kernels/rmsnorm_epilogue.py`): its first
-half ends the all-reduce's kernel, which adds the residual too, and its second half, a factor of each row, goes to the
+A norm between an all-reduce and products of few rows is taken apart (`iris_ops/kernels/rmsnorm_epilogue.py`). Its first
+half ends the all-reduce's kernel, which adds the residual, too. Its second half, a factor of each row, goes to the
 products.
 
     matmul_all_reduce -> add -> rms_norm -> skinny_matmul, ...    two kernels and one of the compiler's between them
     matmul_all_reduce_norm -> skinny_matmul, ...                  two kernels
 
-That is right only if nobody but such products sees the norm's result, and if nothing comes between the all-reduce and
-the norm, which might change what they read, or make what the one kernel would need earlier. So it is done where the
-graph says so. Between two layers, whose graphs are compiled apart, a norm comes in two halves from the start: functions
-that stay in the graph until they are folded. Where they cannot be, they are torch's code as any other, and `fold` says
-so.
+That is right only if nobody but such products sees the norm's result. And nothing between the all-reduce and the norm
+may change what they read, or make what the one kernel would need earlier. The graph shows whether that is so.
+
+Between two layers, whose graphs are compiled apart, a norm comes in two halves from the start. The halves are functions
+that stay in the graph until `fold` folds them. Where it cannot, they become torch's code like any other, and `fold`
+says so.
 """
 
 from __future__ import annotations

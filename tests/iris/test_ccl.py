@@ -20,8 +20,8 @@ from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
 
 pytestmark = both
 
-FLAGS, WORDS = Config(protocol="flags"), Config(protocol="words")
-ONE, TWO = Config(all_reduce_variant="one_shot"), Config(all_reduce_variant="two_shot", protocol="words")
+FLAGS, LAMPORT = Config(protocol="flags"), Config(protocol="lamport")
+ONE, TWO = Config(all_reduce_variant="one_shot"), Config(all_reduce_variant="two_shot", protocol="lamport")
 OTHERS = [Config(all_reduce_variant=variant) for variant in ("ring", "atomic", "spinlock")]
 SMALL = dict(block_size_m=8, block_size_n=8)  # several units a part, also of small tensors
 
@@ -149,24 +149,24 @@ def small(config: Config) -> Config:
 CASES = [
     # every op by both protocols, and as the plan has it
     *(Case("all_reduce", (9, 37), config) for config in (None, ONE, TWO, FLAGS)),
-    *(Case(op, (15, 37), config) for op in ("all_gather", "reduce_scatter") for config in (None, WORDS, FLAGS)),
-    *(Case("all_to_all", (9, 120), config) for config in (None, WORDS, FLAGS)),
+    *(Case(op, (15, 37), config) for op in ("all_gather", "reduce_scatter") for config in (None, LAMPORT, FLAGS)),
+    *(Case("all_to_all", (9, 120), config) for config in (None, LAMPORT, FLAGS)),
     *(Case("all_reduce", (9, 37), config) for config in OTHERS),
     # several units, fewer than a vector, one element, one dimension, three
     *(Case("all_reduce", (700,), small(config)) for config in (ONE, TWO, FLAGS)),
     *(Case("all_reduce", (1,), config) for config in (ONE, TWO, FLAGS)),
     *(Case("all_reduce", (3, 5, 7), replace(small(config), all_reduce_distribution=0)) for config in (TWO, FLAGS)),
-    *(Case("all_gather", (1,), config) for config in (WORDS, FLAGS)),
+    *(Case("all_gather", (1,), config) for config in (LAMPORT, FLAGS)),
     *(Case("reduce_scatter", (5, 2, 3), config) for config in (None, FLAGS)),  # with four ranks, one has no rows
-    *(Case("all_to_all", (1, 24), config) for config in (WORDS, FLAGS)),
+    *(Case("all_to_all", (1, 24), config) for config in (LAMPORT, FLAGS)),
     *(Case("all_reduce", (700,), small(config)) for config in OTHERS),
     Case("all_reduce", (700,), replace(small(OTHERS[0]), all_reduce_num_rings=3, all_reduce_distribution=0)),
     *(Case("all_reduce", (3,), config, dtype) for config in OTHERS for dtype in (torch.int64, torch.float32)),
     # rows that stand apart
     *(Case("all_reduce", (6, 40), small(config), pad=3, in_place=True) for config in OTHERS),
     *(Case("all_reduce", (6, 40), small(config), pad=3) for config in (ONE, TWO, FLAGS)),
-    *(Case(op, (6, 24), small(config), pad=8) for op in ("all_gather", "all_to_all") for config in (WORDS, FLAGS)),
-    *(Case("reduce_scatter", (24, 20), small(config), pad=4) for config in (WORDS, FLAGS)),
+    *(Case(op, (6, 24), small(config), pad=8) for op in ("all_gather", "all_to_all") for config in (LAMPORT, FLAGS)),
+    *(Case("reduce_scatter", (24, 20), small(config), pad=4) for config in (LAMPORT, FLAGS)),
     # dtypes: sums of floats and integers, any bits where nothing is summed
     *(
         Case("all_reduce", (130,), config, dtype)
@@ -178,14 +178,14 @@ CASES = [
     *(
         Case("all_gather", (33,), config, dtype)
         for dtype in (torch.int8, torch.int16, torch.float32)
-        for config in (WORDS, FLAGS)
+        for config in (LAMPORT, FLAGS)
     ),
     *(Case(op, (12, 24), None, torch.int64) for op in ("all_gather", "all_to_all")),
     # out elsewhere; in place
     *(Case("all_reduce", (5, 16), config, on_heap=False) for config in (ONE, FLAGS)),
-    *(Case("all_gather", (5, 16), config, on_heap=False) for config in (WORDS, FLAGS)),
+    *(Case("all_gather", (5, 16), config, on_heap=False) for config in (LAMPORT, FLAGS)),
     *(Case("all_reduce", (300,), small(config), in_place=True) for config in (ONE, TWO, FLAGS)),
-    *(Case("all_gather", (30,), config, in_place=True) for config in (WORDS, FLAGS)),
+    *(Case("all_gather", (30,), config, in_place=True) for config in (LAMPORT, FLAGS)),
     # a reduce-scatter into tiles
     *(
         Case("reduce_scatter", (19, 37), Config(8, 16, swizzle_size=1, all_reduce_distribution=d), tiles=True)
@@ -211,11 +211,11 @@ def check_lanes(ctx: iris.Iris, programs: int) -> None:
         assert plan.programs == programs and plan.chunk < plan_units(plan, case, ctx.num_ranks), "too few chunks"
     # four units on three lanes: the last has none
     copies = [Case("all_gather", (3500,), config), Case("all_to_all", (4, 2700), config)]
-    if ctx.num_ranks == 2:  # so do words
-        words = [replace(case, config=replace(config, protocol="words")) for case in several + copies]
-        plans = [ctx.ccl.plan(case.op, (call := Call(ctx, case)).out, call.inp, case.config) for case in words]
-        assert all((plan.protocol, plan.programs) == ("words", programs) for plan in plans), plans
-        several += words
+    if ctx.num_ranks == 2:  # so does Lamport
+        lamport = [replace(case, config=replace(config, protocol="lamport")) for case in several + copies]
+        plans = [ctx.ccl.plan(case.op, (call := Call(ctx, case)).out, call.inp, case.config) for case in lamport]
+        assert all((plan.protocol, plan.programs) == ("lamport", programs) for plan in plans), plans
+        several += lamport
     alike = [case for case in CASES if case.config and (ctx.num_ranks == 2 or by_lanes(case.config))]
     check_cases(ctx, [*several, *copies, *alike[::2]])
 
@@ -236,9 +236,9 @@ def test_lanes(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("n, served", [(4, False), (5, True), (6, True)])
-def test_words_scatter_sums_only_where_every_rank_has_a_part(n: int, served: bool) -> None:
+def test_lamport_scatters_sums_only_where_every_rank_has_a_part(n: int, served: bool) -> None:
     """Of three: who waits for no word would run ahead."""
     problem = Problem(REDUCE_SCATTER, n, 2, 0, torch.float32, 3)
     machine = machine_of(torch.device("cpu"), 1)
     with nullcontext() if served else pytest.raises(ArgumentError, match="expected protocol 'flags'"):
-        assert plan(problem, Config(protocol="words"), machine).protocol == "words"
+        assert plan(problem, Config(protocol="lamport"), machine).protocol == "lamport"

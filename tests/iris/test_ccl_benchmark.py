@@ -28,7 +28,7 @@ def test_a_run_on_cpus(tmp_path: Path, options: list[str]) -> None:
 
 
 def row(nbytes: int, ours: float, theirs: float) -> dict:
-    plan = {"variant": "one_shot", "protocol": "words", "programs": 4, "block": 256}
+    plan = {"variant": "one_shot", "protocol": "lamport", "programs": 4, "block": 256}
     return {
         "op": "all_reduce",
         "bytes": nbytes,
@@ -43,8 +43,8 @@ def row(nbytes: int, ours: float, theirs: float) -> dict:
 def test_the_table_shows_bandwidth_and_ratios() -> None:
     text = ccl_report.op_table([row(2048, 5.0, 10.0), row(2 << 20, 10.0, 80.0)], "graph")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    assert cells[2] == ["2 KiB", "one_shot words 4 x 256", "5.0", "1", "10.0 (2.00x)"]
-    assert cells[3][:4] == ["2 MiB", "one_shot words 4 x 256", "10.0", "315"]
+    assert cells[2] == ["2 KiB", "one_shot lamport 4 x 256", "5.0", "1", "10.0 (2.00x)"]
+    assert cells[3][:4] == ["2 MiB", "one_shot lamport 4 x 256", "10.0", "315"]
     assert cells[4] == ["geometric mean", "", "", "", "4.00x"]
     rows = [row(2048, 5.0, 10.0), row(2 << 20, 10.0, 80.0)]
     rows[0]["results"].pop()

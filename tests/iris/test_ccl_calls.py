@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from tests.checks import poison
 from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
-from tests.iris.test_ccl import FLAGS, ONE, OTHERS, TWO, WORDS, Call, Case, expected, small
+from tests.iris.test_ccl import FLAGS, LAMPORT, ONE, OTHERS, TWO, Call, Case, expected, small
 from tests.processes import run_fresh
 
 pytestmark = both
@@ -40,12 +40,12 @@ CASES = [
     Case("all_reduce", (40, 9), small(FLAGS), torch.float32),
     Case("all_reduce", (1000,), replace(small(FLAGS), comm_sms=2)),
     Case("reduce_scatter", (9, 50), small(FLAGS)),
-    Case("reduce_scatter", (8, 33), WORDS),
+    Case("reduce_scatter", (8, 33), LAMPORT),
     Case("reduce_scatter", (2, 3), None),  # with three and four ranks, some have no rows
     Case("all_gather", (70,), small(FLAGS)),
-    Case("all_gather", (5, 4), WORDS, torch.int8),
+    Case("all_gather", (5, 4), LAMPORT, torch.int8),
     Case("all_to_all", (3, 24), small(FLAGS)),
-    Case("all_to_all", (3, 48), WORDS),
+    Case("all_to_all", (3, 48), LAMPORT),
     *(Case("all_reduce", (130,), small(config), torch.int32) for config in OTHERS),
 ]
 
@@ -237,8 +237,8 @@ def refuse(ctx: iris.Iris) -> None:
         ),
         (
             ArgumentError,
-            "config.protocol is 'words', which cannot serve torch.int64 with .*; expected protocol 'flags' or None",
-            lambda: ccl.all_reduce(x.long(), y.long(), config=WORDS),
+            "config.protocol is 'lamport', which cannot serve torch.int64 with .*; expected protocol 'flags' or None",
+            lambda: ccl.all_reduce(x.long(), y.long(), config=LAMPORT),
         ),
         *(
             (
@@ -247,7 +247,7 @@ def refuse(ctx: iris.Iris) -> None:
                 f"cannot serve .*; expected protocol '{right}' or None",
                 lambda config=config, wrong=wrong: ccl.all_reduce(x, y, config=replace(config, protocol=wrong)),
             )
-            for configs, wrong, right in ((OTHERS, "words", "flags"), ([ONE], "flags", "words"))
+            for configs, wrong, right in ((OTHERS, "lamport", "flags"), ([ONE], "flags", "lamport"))
             for config in configs
         ),
         (HeapExhausted, "are free", lambda: other.ccl.all_reduce(x, y, config=ONE)) if w > 1 else None,

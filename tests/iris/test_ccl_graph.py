@@ -11,7 +11,7 @@ import torch
 
 from tests.checks import assert_only_launches, poison
 from tests.harness import WORLDS, run_ranks
-from tests.iris.test_ccl import FLAGS, ONE, OTHERS, TWO, WORDS, Call, Case
+from tests.iris.test_ccl import FLAGS, LAMPORT, ONE, OTHERS, TWO, Call, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
 
@@ -19,8 +19,8 @@ REPLAYS = 500
 INPUTS = 4
 DETERMINISTIC = [
     *(Case("all_reduce", (4, 5000), config) for config in (None, ONE, TWO, FLAGS, OTHERS[0])),
-    *(Case(op, (16, 3000), config) for op in ("all_gather", "reduce_scatter") for config in (WORDS, FLAGS)),
-    *(Case("all_to_all", (16, 3000), config) for config in (WORDS, FLAGS)),
+    *(Case(op, (16, 3000), config) for op in ("all_gather", "reduce_scatter") for config in (LAMPORT, FLAGS)),
+    *(Case("all_to_all", (16, 3000), config) for config in (LAMPORT, FLAGS)),
     Case("all_reduce", (4, 1 << 20), None),
     Case("all_reduce", (300, 700), FLAGS, pad=8),
     *(Case("all_reduce", (5000,), config, torch.int32) for config in OTHERS[1:]),

@@ -29,8 +29,8 @@ def _attributes(ctx):
     assert bases.dtype == torch.uint64 and bases.shape == (ctx.num_ranks,) and bases.device == ctx.device
     assert torch.equal(bases, ctx.heap_bases)
     assert all(int(base) % (2 << 20) == 0 for base in bases.cpu())
-    words = ctx.get_device_context()
-    assert words.dtype == torch.int64 and words.device == ctx.device
+    context = ctx.get_device_context()
+    assert context.dtype == torch.int64 and context.device == ctx.device
     first = ctx.empty(1)
     assert int(bases[ctx.cur_rank]) <= first.data_ptr() < int(bases[ctx.cur_rank]) + ctx.heap_size
     return ctx.cur_rank, ctx.num_ranks, ctx.heap_size

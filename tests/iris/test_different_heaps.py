@@ -7,6 +7,7 @@ import threading
 
 import iris
 from iris.errors import ArgumentError, DtypeError, NotSymmetricError, ThreadError
+from iris_ops import FusedConfig
 import pytest
 import torch
 
@@ -24,9 +25,9 @@ def run(world: int, body, *args) -> None:
 # --- allocations that differ -----------------------------------------------------------------------------------------
 
 
-def multiply(ctx: iris.Iris) -> torch.Tensor:
-    out = torch.empty(64, 64, device=ctx.device)
-    A, B = (torch.full(shape, 1.0, device=ctx.device) for shape in ((64, 32), (32, 64)))
+def multiply(ctx: iris.Iris, rows: int = 64) -> torch.Tensor:
+    out = torch.empty(rows, 64, device=ctx.device)
+    A, B = (torch.full(shape, 1.0, device=ctx.device) for shape in ((rows, 32), (32, 64)))
     ctx.ops.matmul_all_reduce(out, A, B)
     return out
 
@@ -51,6 +52,7 @@ def ragged(rank: int, world: int, where: str) -> None:
     same = ctx.ones(3)
     ctx.barrier()
     ctx.empty(19 if rank == 0 else 18, 1536)
+    ctx.empty(5)  # which lies elsewhere, too
     message = "heaps differ.*llocation number 2 differs between ranks"
     if rank == 0 or world == 2:
         message += r".*a tensor \(19, 1536\) of torch.float32 \(116736 bytes at offset 256\) on rank 0.*empty_ragged"
@@ -66,6 +68,27 @@ def ragged(rank: int, world: int, where: str) -> None:
 @pytest.mark.parametrize("where", FOUND_BY)
 def test_allocations_that_differ_are_found_wherever_ranks_meet(where: str) -> None:
     run(2, ragged, where)
+
+
+GROWING = {
+    "an op": multiply,
+    "a collective": lambda ctx, rows=64: ctx.ccl.all_reduce(torch.empty(rows, 64), torch.ones(rows, 64)),
+}
+
+
+def growing(rank: int, world: int, what: str) -> None:
+    ctx = iris.iris(1 << 24)
+    GROWING[what](ctx)
+    ctx.empty(100 * (1 + rank))
+    GROWING[what](ctx)  # which needs no more, and compares nothing
+    with pytest.raises(NotSymmetricError, match=r"heaps differ.*llocation number 1 differs between ranks"):
+        GROWING[what](ctx, 512)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("what", GROWING)
+def test_growing_finds_allocations_that_differ(what: str) -> None:
+    run(2, growing, what)
 
 
 def two_slots(ctx: iris.Iris) -> None:
@@ -105,11 +128,19 @@ def test_frees_that_differ_are_found() -> None:
 
 
 def unshifted(rank: int, world: int) -> None:
-    """A user's allocation that differs moves no workspace: calls that need no new memory stay right."""
+    """A user's allocation that differs moves no workspace: calls at which no ranks meet stay right.
+
+    The second of them takes memory, for what peers write in place of an `out` that does not lie on the heap.
+    """
     ctx = iris.iris(1 << 24)
     multiply(ctx)
+    config, A, B = FusedConfig(32, 32, 32, num_warps=4), torch.ones(64, 32), torch.ones(32, 64)
+    ctx.ops.matmul_all_reduce(ctx.empty(64, 64), A, B, config=config)
     ctx.empty(1000 * (1 + rank))
     assert (multiply(ctx) == 32 * world).all()
+    out, (_, taken) = torch.empty(64, 64), ctx.heap.used
+    ctx.ops.matmul_all_reduce(out, A, B, config=config)
+    assert (out == 32 * world).all() and ctx.heap.used[1] > taken
     with pytest.raises(NotSymmetricError, match="heaps differ"):
         ctx.close()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Words that say themselves whether they have arrived are never empty, and mean what was sealed."""
+"""A value that a rank sends is never the sentinel, and means what it meant before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from multiprocessing import shared_memory
 import time
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris.device.lamport import seal
+from iris.device.lamport import without_sentinel
 import numpy as np
 import pytest
 import torch
@@ -17,28 +17,28 @@ import triton.language as tl
 from tests.harness import ON_GPU
 from tests.processes import patient
 
-WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def seal_kernel(x, out, SIZE: tl.constexpr, DTYPE: tl.constexpr):
     i = tl.arange(0, SIZE)
-    tl.store(out + i, seal(tl.load(x + i).to(tl.float32), DTYPE))
+    tl.store(out + i, without_sentinel(tl.load(x + i).to(tl.float32), DTYPE))
 
 
 @pytest.mark.skipif(ON_GPU, reason="needs no ranks")
-@pytest.mark.parametrize("dtype", WORDS, ids=str)
-def test_sealed_words_are_not_empty(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_what_is_sent_is_not_the_sentinel(dtype: torch.dtype) -> None:
     """NaNs stay NaNs, those of all ones too, and all else, signs and infinities included, its own bits."""
-    empty = torch.full((4,), -1, dtype=WORDS[dtype]).view(dtype)
+    empty = torch.full((4,), -1, dtype=INTEGERS[dtype]).view(dtype)
     others = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), float("nan"), 7e4, -1e-3], dtype=dtype)
     x = torch.cat((empty, others, torch.randn(19, dtype=dtype)))
-    out = torch.full((32,), -1, dtype=WORDS[dtype])
+    out = torch.full((32,), -1, dtype=INTEGERS[dtype])
     seal_kernel[(1,)](x, out, 32, TYPES[dtype])
     assert (out != -1).all()
-    sealed, numbers = out.view(dtype), ~x.isnan()
-    assert sealed[~numbers].isnan().all() and torch.equal(out[numbers], x.view(WORDS[dtype])[numbers])
+    sent, numbers = out.view(dtype), ~x.isnan()
+    assert sent[~numbers].isnan().all() and torch.equal(out[numbers], x.view(INTEGERS[dtype])[numbers])
 
 
 def store_in_turn(name: str, words: list[int], ready, enough) -> None:

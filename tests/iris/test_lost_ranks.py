@@ -105,6 +105,33 @@ def test_who_waits_for_a_lost_rank_names_it(wait: str, fault: str, tmp_path: Pat
     assert ended[VICTIM].exitcode == (0 if fault == "raise" else -signal.SIGKILL), ended[VICTIM].traceback
 
 
+def _silently(rank: int, world: int, how: str, folder: str) -> None:
+    """The victim's sockets stay open when its process ends, for a child has them; or are closed while it lives."""
+    ctx, seen = iris.iris(1 << 20), Path(folder, "seen")
+    ctx.barrier()
+    if rank == VICTIM:
+        if how == "closed":
+            ctx.hosts.close()
+        elif os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(600):
+            time.sleep(0.1)
+            if seen.exists():
+                break
+        os._exit(0)
+    reason = "its process ended" if how == "outlived" else "its process ended, or it closed the context"
+    with pytest.raises(PeerLostError, match=rf"rank {rank} lost rank {VICTIM} before mine: {reason}\. "):
+        ctx.hosts.all_gather(None, "mine")
+    seen.touch()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["outlived", "closed"])
+def test_processes_and_their_connections_are_both_watched(how: str, tmp_path: Path) -> None:
+    ended = run_fresh(2, _silently, how, str(tmp_path), env={"IRIS_TIMEOUT": "5"})
+    assert ended[0].exitcode == 0, ended[0].traceback
+
+
 PLACES = {
     "before": None,
     "between the meeting and its calls": (Channel, "_accept"),

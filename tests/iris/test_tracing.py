@@ -53,7 +53,7 @@ def check_fields(ctx):
     after = time.monotonic_ns()
     events = ctx.tracing.events()
     assert len(events) == 18 and ctx.tracing.dropped == 0
-    assert np.array_equal(ctx._words.cpu()[tracing.TRACING_WORDS], [ctx.tracing._buffer.data_ptr(), 100])
+    assert np.array_equal(ctx._context_tensor.cpu()[tracing.TRACING_WORDS], [ctx.tracing._buffer.data_ptr(), 100])
     for block in range(3):
         for half in range(2):
             mine = {int(e["event"]): e for e in events if e["program"] == block + 3 * half}
@@ -224,9 +224,9 @@ def test_programs_that_share_a_multiprocessor_stand_on_lines_of_their_own():
     assert tracing.lanes(nested) == [0, 0, 0, 0]
     shared = events_of((0, 1, 0, 10), (0, 2, 5, 15), (1, 3, 6, 8), (0, 1, 7, 9), (0, 4, 10, 12), (0, 5, 11, 20))
     assert tracing.lanes(shared) == [0, 1, 0, 0, 0, 2]
-    roles = events_of((0, 1, 0, 10), (0, 1, 5, 12), (0, 1, 6, 7), (0, 1, 11, 20), (0, 1, 20, 25), (0, 1, 22, 30))
-    roles["thread"] = [0, 256, 256, 0, 256, 0]  # each kind of warps keeps its line, also when the other's is free
-    assert tracing.lanes(roles) == [0, 1, 1, 0, 1, 0]
+    found = events_of((0, 1, 0, 10), (0, 1, 5, 12), (0, 1, 6, 7), (0, 1, 11, 20), (0, 1, 20, 25), (0, 1, 22, 30))
+    found["thread"] = [0, 256, 256, 0, 256, 0]  # each kind of warps keeps its line, also when the other's is free
+    assert tracing.lanes(found) == [0, 1, 1, 0, 1, 0]
 
 
 def test_clocks_that_drift_apart_are_interpolated():

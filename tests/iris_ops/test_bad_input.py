@@ -263,13 +263,13 @@ def test_config_refuses_blocks_larger_than_triton_s(value: dict[str, int]) -> No
 
 
 @pytest.mark.parametrize("value", [dict(block_m=32), dict(block_n=512), dict(num_warps=4), dict(num_stages=1)], ids=str)
-def test_config_refuses_what_warps_with_roles_cannot_do(value: dict[str, int]) -> None:
+def test_config_refuses_what_specialised_warps_cannot_do(value: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match="FusedConfig.warp_specialised is True with tiles of .*; expected"):
         FusedConfig(**value, warp_specialised=True)
     FusedConfig(**value)
 
 
-def test_config_has_one_warp_group_multiply_tiles_of_words_up_to_64_x_128() -> None:
+def test_config_has_one_warp_group_multiply_lamport_tiles_up_to_64_x_128() -> None:
     low = FusedConfig(64, 128, 64, num_warps=4, num_stages=8, warp_specialised=True, algorithm="one_shot")
     for changes in (dict(block_m=128, num_stages=5), dict(algorithm="two_shot"), dict(algorithm="overlapped")):
         with pytest.raises(
@@ -288,7 +288,7 @@ def test_config_refuses_more_shared_memory_than_there_is(blocks: tuple[int, int,
     FusedConfig(m, n, k, num_stages=stages - 1, warp_specialised=stages > 2)
 
 
-def test_config_has_room_for_two_tiles_where_words_are_swapped() -> None:
+def test_config_has_room_for_two_tiles_where_two_ranks_exchange() -> None:
     FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True)
     with pytest.raises(
         ArgumentError, match="warp_specialised is True with blocks of .* bytes of shared memory; expected"

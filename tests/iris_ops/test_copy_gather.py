@@ -30,7 +30,7 @@ from tests.reference import Case
 pytestmark = both
 
 H200 = machine_named("NVIDIA H200", 132)
-ROLES = FusedConfig(128, 128, 64, num_stages=5, warp_specialised=True, algorithm="copy_gather")
+SPECIALISED = FusedConfig(128, 128, 64, num_stages=5, warp_specialised=True, algorithm="copy_gather")
 
 
 def problem(M: int, world_size: int, N: int = 2560, K: int = 8192) -> Problem:
@@ -71,13 +71,13 @@ def test_steps_hide_copies() -> None:
     assert total > copies > gemm, "nothing hides so much"
 
 
-def test_programs_with_roles_take_all_rows_where_their_tiles_fill_rounds() -> None:
+def test_specialised_programs_take_all_rows_where_their_tiles_fill_waves() -> None:
     """Between products by torch many multiprocessors wait for the last tiles of each."""
     assert (
         plan(problem(5120, 4, 14336), H200).warp_specialised and not plan(problem(2048, 2, 5120), H200).warp_specialised
     )
     for rows, N in ((8192, 14336), (512, 256)):
-        gemm, copies, total = astuple(predict(problem(rows, 4, N), ROLES, H200))
+        gemm, copies, total = astuple(predict(problem(rows, 4, N), SPECIALISED, H200))
         assert total > max(gemm, copies) and (total < 1.02 * gemm if rows == 8192 else total > gemm + copies / 2)
 
 
@@ -116,7 +116,7 @@ def test_results_are_right_in_steps(world_size: int) -> None:
     for M in (2000, 1999, 5, 3) if ON_GPU else (24, 23, 5, 3):
         case = Case(GATHER_MATMUL, "rows", M, 40, 24, config=config, seed=M)
         cases = [case, replace(case, uneven=True, bias=False, pad=8), replace(case, dtype=torch.float32, on_heap=False)]
-        cases += [replace(each, config=ROLES, transposed=not each.transposed) for each in cases]
+        cases += [replace(each, config=SPECIALISED, transposed=not each.transposed) for each in cases]
         run_ranks(world_size, check_in_steps, cases)
 
 
@@ -139,7 +139,7 @@ def one_row_along_k(ctx: iris.Iris) -> None:
     """Parts of a single row that is at most one wide: those along K are taken as rows, of which one rank has one."""
     like = dict(dtype=torch.bfloat16, device=ctx.device)
     bias = torch.arange(16, **like)
-    for K, chosen in ((1, config()), (0, config()), (1, ROLES), (1, None), (0, None)):
+    for K, chosen in ((1, config()), (0, config()), (1, SPECIALISED), (1, None), (0, None)):
         wide = torch.full((3, 16), torch.nan, **like)
         A = torch.full((1, part_of(K, ctx.num_ranks, ctx.cur_rank)), 2.0, **like)
         ctx.ops.all_gather_matmul(wide[1:2], A, torch.ones(K, 16, **like), bias, config=chosen)
@@ -166,7 +166,7 @@ def counts_wrap(ctx: iris.Iris, config: FusedConfig) -> None:
     assert int(workspace.barrier.passed) == 3 - 2**31
 
 
-@pytest.mark.parametrize("config", [config(), ROLES], ids=["steps", "roles"])
+@pytest.mark.parametrize("config", [config(), SPECIALISED], ids=["steps", "specialised"])
 def test_flags_are_told_apart_where_counts_wrap(config: FusedConfig) -> None:
     run_ranks(2, counts_wrap, config)
 
@@ -187,7 +187,7 @@ def at_once(ctx: iris.Iris, M: int, K: int, between: int) -> list[bool]:
         if not ON_GPU:
             patch.setattr(platform, "has_warp_specialisation", lambda device: True)
         patch.setattr(gather_matmul, "product", told)
-        ctx.ops.all_gather_matmul(out, wide[:, :K], weight[:, :K].t(), config=ROLES)
+        ctx.ops.all_gather_matmul(out, wide[:, :K], weight[:, :K].t(), config=SPECIALISED)
     assert (out == K).all() or (served and not ON_GPU)
     return served
 
@@ -225,7 +225,7 @@ def test_who_gave_up_at_the_entry_lets_nobody_use_its_rows() -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_steps_are_captured(world_size: int) -> None:
     """Replays with late ranks, and captured and eager calls in turn, which set the same marks."""
-    for M, config in product((512, 37), (FusedConfig(algorithm="copy_gather"), ROLES)):
+    for M, config in product((512, 37), (FusedConfig(algorithm="copy_gather"), SPECIALISED)):
         case = Case(GATHER_MATMUL, "rows", M, 512, 1024, config=config)
         assert run_ranks(world_size, in_steps_on, 1, replay, case, 1000) == [0] * world_size
         run_ranks(world_size, in_steps_on, 1, captured_and_eager, case)

@@ -47,7 +47,7 @@ CASES = [
     Case(GATHER_MATMUL, "k", 16, 20, 40, config=BLOCKS),
     Case(REDUCE_SCATTER, "cols", 16, 36, 16, config=BLOCKS),
     Case(MATMUL_GATHER, "rows", 3, 16, 8, config=BLOCKS),  # with four ranks, one has nothing to send
-    # In words, where a rank that has nothing to send, or gets nothing, must still hear from all.
+    # By Lamport values, where a rank that has nothing to send, or gets nothing, must still hear from all.
     *(
         Case(op, form, m, 20, 24, config=replace(BLOCKS, algorithm="one_shot"))
         for m, (op, form) in enumerate(FORMS, 1)
@@ -55,11 +55,11 @@ CASES = [
     ),
 ]
 # By warp-specialised programs where there are such.
-WORDS = FusedConfig(64, 64, 32, num_stages=2, num_programs=2, warp_specialised=True, algorithm="two_shot")
-SWAP = replace(WORDS, algorithm="one_shot")  # between two ranks
-WORDS_CASES = [Case(ALL_REDUCE, "", m, 136, 24, config=config) for config in (WORDS, SWAP) for m in (2, 70)]
-WORDS_CASES += [Case(REDUCE_SCATTER, "rows", m, 136, 24, config=SWAP) for m in (2, 70)]
-CASES += WORDS_CASES
+LAMPORT = FusedConfig(64, 64, 32, num_stages=2, num_programs=2, warp_specialised=True, algorithm="two_shot")
+PAIR = replace(LAMPORT, algorithm="one_shot")  # between two ranks
+LAMPORT_CASES = [Case(ALL_REDUCE, "", m, 136, 24, config=config) for config in (LAMPORT, PAIR) for m in (2, 70)]
+LAMPORT_CASES += [Case(REDUCE_SCATTER, "rows", m, 136, 24, config=PAIR) for m in (2, 70)]
+CASES += LAMPORT_CASES
 
 
 class Known:
@@ -203,10 +203,12 @@ def deadlines_kernel(ctx_ptr, out, WORLD_SIZE: tl.constexpr):
 
 
 def more_patience(ctx: iris.Iris) -> None:
-    words, out = ctx.get_device_context(), torch.zeros(2, dtype=torch.int64, device=ctx.device)
-    deadlines_kernel[(1,)](words, out, ctx.num_ranks)
+    context, out = ctx.get_device_context(), torch.zeros(2, dtype=torch.int64, device=ctx.device)
+    deadlines_kernel[(1,)](context, out, ctx.num_ranks)
     once, twice = out.tolist()
-    assert twice - once > 0.9 * words[4].item(), "who waits for one that waits itself must not be the first to give up"
+    assert twice - once > 0.9 * context[4].item(), (
+        "who waits for one that waits itself must not be the first to give up"
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLDS[:1])
@@ -358,7 +360,7 @@ def miss_a_rank(outer: iris.Iris, case: Case) -> str | None:
     outer.barrier()
     for _ in range(3):
         ctx = iris.iris(64 << 20)
-        ctx._words[4] = platform.ticks(0.3)  # of waits in kernels only: making a context takes longer
+        ctx._context_tensor[4] = platform.ticks(0.3)  # of waits in kernels only: making a context takes longer
         call = Call(ctx, case)
         call.run()
         call.check()
@@ -380,7 +382,7 @@ def miss_a_rank(outer: iris.Iris, case: Case) -> str | None:
 @pytest.mark.skipif(not ON_GPU, reason="on CPUs the call itself raises; see above")
 @pytest.mark.parametrize("world_size", [size for size in WORLDS if size > 1])
 @pytest.mark.parametrize(
-    "case", CASES[:5] + WORDS_CASES, ids=lambda case: f"{case.M}-{case.op}-{case.config.algorithm}"
+    "case", CASES[:5] + LAMPORT_CASES, ids=lambda case: f"{case.M}-{case.op}-{case.config.algorithm}"
 )
 def test_threads_of_a_program_give_up_together(case: Case, world_size: int) -> None:
     """Threads read the clock at different times. If one gave up before the others, the kernel would never end."""

@@ -1,4 +1,4 @@
-"""Ops of shared tokens with B in eight bits, against float64: gathers, gated or not, and reduce-scatters."""
+"""Ops of sequence parallelism with B in eight bits, against float64: gathers, gated or not, and reduce-scatters."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ MANY = [
     (2000, 2048, 1040, True, BF16, None),
     (300, 528, 272, True, BF16, FusedConfig(128, 256, 64, splits=4, warp_specialised=True)),
 ]
-UNFUSED = {REDUCE_SCATTER: ("sequential",), GATHER_MATMUL: ("sequential", "copy_gather")}
-UNFUSED[GATED] = UNFUSED[GATHER_MATMUL]
+WITH_TORCH_ALONE = {REDUCE_SCATTER: ("sequential",), GATHER_MATMUL: ("sequential", "copy_gather")}
+WITH_TORCH_ALONE[GATED] = WITH_TORCH_ALONE[GATHER_MATMUL]
 
 
 class Numbers:
@@ -113,7 +113,7 @@ def test_numbers(world_size: int, op: str, form: str, case: tuple) -> None:
     run_ranks(world_size, numbers_body, op, form, *case)
 
 
-@pytest.mark.parametrize("op, algorithm", [(op, each) for op in UNFUSED for each in UNFUSED[op]])
+@pytest.mark.parametrize("op, algorithm", [(op, each) for op in WITH_TORCH_ALONE for each in WITH_TORCH_ALONE[op]])
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2])
 def test_products_that_are_torchs(world_size: int, op: str, algorithm: str) -> None:
     case = 96 * world_size, 64, 256, op != GATED, BF16, FusedConfig(algorithm=algorithm)

@@ -27,8 +27,8 @@ pytestmark = both
 
 H200 = machine_named("NVIDIA H200", 132)
 ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
-ROLES = FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True, algorithm="copy_gather")
-SMALL = replace(ROLES, block_n=128, group_m=2, num_programs=3)
+SPECIALISED = FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True, algorithm="copy_gather")
+SMALL = replace(SPECIALISED, block_n=128, group_m=2, num_programs=3)
 OTHERS = [None, FusedConfig(algorithm="copy_gather"), FusedConfig(64, 64, 32, num_warps=4, comm_programs=2)]
 # rows, columns of both halves, depth, bias, dtype
 CASES = [
@@ -84,13 +84,13 @@ def gathered_body(ctx: iris.Iris, cases: list[tuple], configs: list[FusedConfig 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.some(2)
 def test_gathered(world_size: int) -> None:
-    run_ranks(world_size, gathered_body, CASES, [*OTHERS, ROLES, SMALL])
+    run_ranks(world_size, gathered_body, CASES, [*OTHERS, SPECIALISED, SMALL])
 
 
 @torch.no_grad()
 def strided_body(ctx: iris.Iris) -> None:
     """Results in rows and columns that stand apart; B by columns; ranks of which one has no columns, or no rows."""
-    for config in (ROLES, FusedConfig(algorithm="copy_gather")):
+    for config in (SPECIALISED, FusedConfig(algorithm="copy_gather")):
         for M, N in ((130, 256), (ctx.num_ranks - 1 or 1, 256), (64, 0 if ctx.cur_rank == 0 else 64)):
             _, mine, B, b, exact = operands(ctx, M, N, 64, True, torch.bfloat16, M)
             wide, apart = torch.zeros(M, N // 2 + 8).bfloat16().to(ctx.device), torch.zeros(M, N + 2).bfloat16()
@@ -133,7 +133,7 @@ def biases_body(ctx: iris.Iris) -> None:
         return relaunch.Launch(lambda: True, lambda addresses: lambda: True)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gated_matmul, "chosen", lambda *_: ROLES)
+        patch.setattr(gated_matmul, "chosen", lambda *_: SPECIALISED)
         if not ON_GPU:
             patch.setattr(platform, "has_warp_specialisation", lambda device: True)
             patch.setattr(gather_matmul, "relaunch", SimpleNamespace(launch=launch))
@@ -152,12 +152,12 @@ def test_a_product_with_a_bias_is_another_one() -> None:
     run_ranks(1, biases_body)
 
 
-@pytest.mark.parametrize("chosen", [None, ROLES, SMALL], ids=["torch", "roles", "small"])
+@pytest.mark.parametrize("chosen", [None, SPECIALISED, SMALL], ids=["torch", "specialised", "small"])
 def test_alone(chosen: FusedConfig | None) -> None:
     """In one kernel where warps are specialised, B is a weight's transpose, and rows begin at whole vectors."""
     for served in run_ranks(2, alone_body, chosen):
-        roles = ON_GPU and chosen is not None and platform.has_warp_specialisation(torch.device("cuda", 0))
-        assert len(served) == (4 if roles else 0)
+        specialised = ON_GPU and chosen is not None and platform.has_warp_specialisation(torch.device("cuda", 0))
+        assert len(served) == (4 if specialised else 0)
 
 
 def gradient_body(ctx: iris.Iris) -> None:

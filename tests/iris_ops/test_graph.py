@@ -24,15 +24,15 @@ REPLAYS = 1000
 INPUTS = 8  # different inputs that replays take in random order
 ONE_SHOT = FusedConfig(16, 64, 64, num_warps=4, algorithm="one_shot")
 TWO_SHOT = FusedConfig(64, 64, 32, num_warps=8, algorithm="two_shot")
-ROLES = FusedConfig(128, 128, 64, num_stages=5, num_programs=7, splits=4, stagger_us=5, warp_specialised=True)
-WORDS = FusedConfig(64, 128, 64, num_stages=3, num_programs=7, warp_specialised=True, algorithm="two_shot")
+SPECIALISED = FusedConfig(128, 128, 64, num_stages=5, num_programs=7, splits=4, stagger_us=5, warp_specialised=True)
+LAMPORT = FusedConfig(64, 128, 64, num_stages=3, num_programs=7, warp_specialised=True, algorithm="two_shot")
 VARIANTS = [
     (ALL_REDUCE, "", TWO_SHOT),
-    (ALL_REDUCE, "", WORDS),
-    *((op, form, replace(WORDS, algorithm="one_shot")) for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "rows"))),
+    (ALL_REDUCE, "", LAMPORT),
+    *((op, form, replace(LAMPORT, algorithm="one_shot")) for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "rows"))),
     *((op, form, ONE_SHOT) for op, form in FORMS),
     *((op, form, None) for op, form in FORMS),
-    *((op, form, ROLES) for op, form in FORMS if op != GATHER_MATMUL),
+    *((op, form, SPECIALISED) for op, form in FORMS if op != GATHER_MATMUL),
     *((op, form, FusedConfig(algorithm="sequential")) for op, form in FORMS if form in ("", "rows")),
     (GATHER_MATMUL, "rows", FusedConfig(algorithm="copy_gather")),
 ]

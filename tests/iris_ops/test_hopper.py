@@ -9,7 +9,8 @@ import random
 
 import iris
 from iris import platform
-from iris_ops import FusedConfig, launch
+from iris_ops import FusedConfig
+from iris_ops.kernels.hopper import operands
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
 import pytest
 import torch
@@ -31,17 +32,20 @@ CONFIGS = [
     replace(SMALLEST, block_m=128, block_n=128, block_k=64, num_stages=3, num_programs=7, splits=4),
     replace(SMALLEST, num_programs=0, splits=2, stagger_us=5),
 ] if ON_GPU else [SMALLEST, replace(SMALLEST, splits=4, stagger_us=3)]  # fmt: skip
-# All-reduce in words: tiles lower and higher than an owner's rows, one and many a program.
-WORDS = [replace(SMALLEST, algorithm="two_shot"), replace(SMALLEST, block_m=128, num_programs=0, algorithm="two_shot")]
-WORDS += [
-    replace(WORDS[1], block_n=128, block_k=64, num_stages=5),
-    replace(WORDS[0], block_n=256, block_k=64, num_programs=7),
+# All-reduce by Lamport values: tiles lower and higher than an owner's rows, one and many a program.
+LAMPORT = [
+    replace(SMALLEST, algorithm="two_shot"),
+    replace(SMALLEST, block_m=128, num_programs=0, algorithm="two_shot"),
+]
+LAMPORT += [
+    replace(LAMPORT[1], block_n=128, block_k=64, num_stages=5),
+    replace(LAMPORT[0], block_n=256, block_k=64, num_programs=7),
 ] if ON_GPU else []  # fmt: skip
 # The same in one shot, which warp-specialised programs serve between two ranks.
-SWAPS = [replace(SMALLEST, algorithm="one_shot"), replace(SMALLEST, block_m=128, num_programs=0, algorithm="one_shot")]
-SWAPS += [
-    replace(SWAPS[1], block_n=128, block_k=64, num_stages=5),
-    replace(SWAPS[0], block_n=256, block_k=64, num_programs=7),
+PAIRS = [replace(SMALLEST, algorithm="one_shot"), replace(SMALLEST, block_m=128, num_programs=0, algorithm="one_shot")]
+PAIRS += [
+    replace(PAIRS[1], block_n=128, block_k=64, num_stages=5),
+    replace(PAIRS[0], block_n=256, block_k=64, num_programs=7),
 ] if ON_GPU else []  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -58,23 +62,29 @@ def case_of(op: str, form: str, turn: int = 0, **changes) -> Case:
     return replace(case, config=CONFIGS[turn % len(CONFIGS)], **changes)
 
 
-def in_words(cases: list[Case], world_size: int) -> list[Case]:
-    """The all-reduces and, between two ranks, scattered rows among them, by words in as many configurations."""
+def in_lamport(cases: list[Case], world_size: int) -> list[Case]:
+    """The all-reduces among them and, between two ranks, the scattered rows, by Lamport values."""
     found = [case for case in cases if case.op == ALL_REDUCE]
     swapped = found + [case for case in cases if (case.op, case.form) == (REDUCE_SCATTER, "rows")]
-    ways = [(WORDS, found), (SWAPS, swapped)] if world_size == 2 else [(WORDS, found)]
+    ways = [(LAMPORT, found), (PAIRS, swapped)] if world_size == 2 else [(LAMPORT, found)]
     return [replace(case, config=way[turn % len(way)]) for way, found in ways for turn, case in enumerate(found)]
 
 
 @contextmanager
 def looked_at(found: list[bool]):
     """Puts into `found` of each launch whether warp-specialised programs serve it."""
-    serve = launch.serve
-    launch.serve = lambda *args: found.append(serve(*args)) or found[-1]
+    supports = operands.supports
+
+    def looking(*args) -> str | None:
+        reason = supports(*args)
+        found.append(reason is None)
+        return reason
+
+    operands.supports = looking
     try:
         yield
     finally:
-        launch.serve = serve
+        operands.supports = supports
 
 
 def check_served(ctx: iris.Iris, cases: list[Case]) -> list[str]:
@@ -98,7 +108,7 @@ def test_op_is_right(world_size: int, op: str, form: str) -> None:
     # one step along K, a part of one, and many; a single block of rows
     called += [case_of(op, form, turn, K=depth) for turn, depth in enumerate((CONFIGS[0].block_k, 8, 5 * K))]
     called.append(case_of(op, form, 1, M=16, K=8, pad=8))
-    for cases in filter(None, (called, in_words(called, world_size))):
+    for cases in filter(None, (called, in_lamport(called, world_size))):
         assert_same_bits(cases, run_ranks(world_size, check_served, cases))
 
 
@@ -145,7 +155,7 @@ def test_random_calls(world_size: int) -> None:
 def test_parts_may_be_empty(world_size: int, op: str, form: str) -> None:
     """A rank that has none itself is served by portable kernels: nothing can be loaded or stored by TMA."""
     called = [case_of(op, form, turn, M=world_size + 1) for turn in range(len(CONFIGS))]
-    called += in_words(called, world_size) + in_words([case_of(op, form, M=1)], world_size)
+    called += in_lamport(called, world_size) + in_lamport([case_of(op, form, M=1)], world_size)
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
@@ -169,7 +179,7 @@ def test_ranks_may_differ_in_depth(world_size: int, op: str, form: str) -> None:
     """By a step along K, and so that one has nothing to multiply, for which a portable kernel serves."""
     depths = [64 * world_size + 1, max(1, world_size - 1)]
     called = [case_of(op, form, turn, K=depth, uneven=True) for depth in depths for turn in range(len(CONFIGS))]
-    called += in_words(called, world_size)
+    called += in_lamport(called, world_size)
     assert_same_bits(called, run_ranks(world_size, check_uneven, called))
 
 
@@ -198,11 +208,11 @@ def check_mixed(ctx: iris.Iris, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("op, form", PUSHED)
-def test_ranks_with_and_without_roles_work_together(world_size: int, op: str, form: str) -> None:
+def test_ranks_with_and_without_specialised_warps_work_together(world_size: int, op: str, form: str) -> None:
     """Short and empty parts, too, of which each kind of kernel computes other tiles."""
     called = [case_of(op, form, turn, transposed=turn % 2 == 0) for turn in range(len(CONFIGS))]
     called += [case_of(op, form, turn, M=M // 2 + 1) for turn in (0, 1)]
-    called += in_words(called, world_size)
+    called += in_lamport(called, world_size)
     assert_same_bits(called, run_ranks(world_size, check_mixed, called))
 
 
@@ -234,6 +244,6 @@ def follow_each_other(ctx: iris.Iris, cases: list[Case], rounds: int) -> list[st
 def test_calls_of_all_shapes_share_the_workspace(world_size: int) -> None:
     called = [case_of(op, form, turn) for turn, (op, form) in enumerate(PUSHED)]
     called += [case_of(op, form, turn, M=M + 200, K=8) for turn, (op, form) in enumerate(PUSHED)]
-    called += in_words(called, world_size)
+    called += in_lamport(called, world_size)
     called += [replace(case, config=None) for case in called]
     assert_same_bits(called, run_ranks(world_size, follow_each_other, called, 20 if ON_GPU else 1))

@@ -1,5 +1,5 @@
 """All-reduces of few rows in one shot, to the bit: by programs of one tile each, which keep their own part in
-registers, by one that takes several, and by tiles of few columns; in turn, for their words share places.
+registers, by one that takes several, and by tiles of few columns; in turn, for their values share places.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def test_what_cannot_be_captured_now_is_tried_again() -> None:
 # --- that it changes nothing -----------------------------------------------------------------------------------------
 
 TURNS = 200
-UNFUSED = [(op, form, config) for op, form, config in VARIANTS if config and config.algorithm in TORCH_WAYS]
+WITH_TORCH_ALONE = [(op, form, config) for op, form, config in VARIANTS if config and config.algorithm in TORCH_WAYS]
 SHAPES = [(128, 512, 256), (37, 129, 50), (2048, 1024, 512)]
 gpu = pytest.mark.gpu
 ranks = pytest.mark.parametrize("world_size", WORLDS, scope="session")
@@ -214,7 +214,7 @@ def alternate(ctx: iris.Iris, case: Case, turns: int) -> int:
 @gpu
 @ranks
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("op, form, config", UNFUSED)
+@pytest.mark.parametrize("op, form, config", WITH_TORCH_ALONE)
 def test_calls_in_all_ways_in_turn(
     world_size: int, op: str, form: str, config: FusedConfig, shape: tuple[int, int, int]
 ) -> None:
@@ -253,7 +253,7 @@ def beside_others(ctx: iris.Iris, cases: list[Case]) -> list[int]:
 @gpu
 @ranks
 def test_graphs_keep_what_they_work_in(world_size: int) -> None:
-    cases = [Case(op, form, 512, 1024, 768, config=config) for op, form, config in UNFUSED]
+    cases = [Case(op, form, 512, 1024, 768, config=config) for op, form, config in WITH_TORCH_ALONE]
     cases += [replace(case, bias=False, N=512) for case in cases]
     assert run_ranks(world_size, beside_others, cases) == [[0] * len(cases)] * world_size
 

@@ -7,15 +7,17 @@ work that they take must be every tile once. The interpreter's plans have one pr
 from __future__ import annotations
 
 from dataclasses import replace
+import logging
 from math import isfinite
 import random
 from types import SimpleNamespace
 
-from iris import platform
+import iris
+from iris import log, platform
 from iris_ops import FusedConfig
 from iris_ops.fp8 import weight_stream
 from iris_ops.kernels.hopper import operands
-from iris_ops.launch import LAUNCHERS, kernel_of
+from iris_ops.launch import LAUNCHERS, kernel_of, supports
 from iris_ops.operands import Operands
 from iris_ops.planning.kernel_names import SPECIALISED_LAMPORT, kernel_for
 from iris_ops.planning.machine import Machine, machine_named
@@ -27,6 +29,7 @@ from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATH
 import pytest
 import torch
 
+from tests.harness import run_ranks
 from tests.reference import FORMS
 
 MACHINES = [
@@ -62,16 +65,16 @@ def tensors_of(problem: Problem, rank: int, rng: random.Random) -> tuple[torch.T
 
 def drawn_config(rng: random.Random) -> FusedConfig:
     m, n, k = (rng.choice([16, 64, 128, 256]) for _ in range(3))
-    roles = rng.random() < 0.4
+    specialised = rng.random() < 0.4
     return FusedConfig(
-        *((rng.choice([64, 128]), 128, 64) if roles else (m, n, k)),
+        *((rng.choice([64, 128]), 128, 64) if specialised else (m, n, k)),
         group_m=rng.choice([1, 3, 8]),
         num_stages=2,
         num_programs=rng.choice([0, 0, 1, 7, 1000]),
         comm_programs=rng.choice([1, 16, 500]),
         stagger_us=rng.choice([0, 50, 1000]),
         splits=rng.choice([1, 2, 7]),
-        warp_specialised=roles,
+        warp_specialised=specialised,
         algorithm=rng.choice(["overlapped", "one_shot", "two_shot"]),
     )
 
@@ -90,8 +93,8 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
     if problem.fp8:  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
-        with_roles = config.algorithm == "overlapped" or kernel_for(problem, config) in SPECIALISED_LAMPORT
-        restored = with_roles and not operands.serve(config, *eight, tensors[0], 1 << 10)
+        specialised = config.algorithm == "overlapped" or kernel_for(problem, config) in SPECIALISED_LAMPORT
+        restored = specialised and operands.supports(config, *eight, tensors[0], 1 << 10) is not None
         if restored or problem.M <= weight_stream.MOST_ROWS:
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
@@ -110,11 +113,11 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         cut = (gemm_tiles(problem, config) - args["rounded"]) * (args["SPLITS"] - 1)
         own = problem.world_size * -(-args["part_rows"] // config.block_m) * args["PIECES"]
         assert args["parts"].numel() >= cut * tile and flags >= own + cut
-    if "slot_words" in args:
+    if "half_elements" in args:
         w, behind = problem.world_size, args.get("EXCHANGE", "gather")
         behind = "all" if "PLACES" in args else behind
         more = {"all": 0, "owners": problem.M * args["ld"]}.get(behind, w)
-        assert args["slot_words"] >= w * args["part_rows"] * args["ld"] + more
+        assert args["half_elements"] >= w * args["part_rows"] * args["ld"] + more
 
 
 def check_begins(tiles: int, args: dict, steps: int) -> None:
@@ -149,3 +152,46 @@ def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: 
                 check_arguments(problem, config, machine, rank, rng)
             except Exception as error:
                 raise AssertionError(f"{problem}, rank {rank}, {config}") from error
+
+
+def reason_for(op: str, config: FusedConfig, eight_bits: bool = False, *, pad: int = 0, **sizes: int) -> str | None:
+    """Why the kernel of `config` cannot run on tensors whose rows stand `pad` elements apart; B is a transpose."""
+    asked = dict(M=256, N=512, K=256) | sizes
+    problem = Problem(op, "", **asked, world_size=2, dtype=torch.bfloat16, fp8=eight_bits)
+    A, out = empty((problem.M, problem.K), torch.bfloat16, pad=pad), empty((problem.M, problem.N), torch.bfloat16)
+    B = empty((problem.K, problem.N), FP8 if eight_bits else torch.bfloat16, transposed=True)
+    return supports(kernel_for(problem, config), problem, config, 0, Operands(out, A, B))
+
+
+def test_a_stand_in_runs_for_the_reason_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reasons that the log repeats: each names what a user can change."""
+    pushed = FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True)
+    streamed = FusedConfig(16, 64, 128, num_warps=4, algorithm="one_shot")
+    assert reason_for(ALL_REDUCE, pushed) == reason_for(ALL_REDUCE, streamed, True, M=8) == "it needs a Hopper GPU"
+    monkeypatch.setattr(platform, "has_warp_specialisation", lambda device: True)
+    assert reason_for(ALL_REDUCE, pushed) is None and reason_for(ALL_REDUCE, streamed, True, M=8) is None
+    assert "between vectors of 16 bytes" in reason_for(ALL_REDUCE, pushed, pad=1)
+    assert "between vectors of 16 bytes" in reason_for(ALL_REDUCE, streamed, True, M=8, pad=1)
+    assert reason_for(ALL_REDUCE, pushed, K=0) == "there is nothing to multiply"
+    brought = replace(pushed, algorithm="copy_gather")
+    assert reason_for(GATHER_MATMUL, brought, pad=8) == "rows of A stand apart"
+    assert reason_for(GATHER_MATMUL, brought, True) == "it multiplies no weights in eight bits"
+
+
+def test_a_stand_in_is_said_once() -> None:
+    run_ranks(2, said_once)
+
+
+def said_once(ctx: iris.Iris) -> None:
+    """No GPU is a Hopper here: the portable kernel runs, and one line of the log says why."""
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())
+    log.logger.addHandler(listener)
+    A, B = torch.randn(64, 32, device=ctx.device), torch.randn(32, 64, device=ctx.device)
+    out, config = ctx.zeros(64, 64, dtype=torch.bfloat16), FusedConfig(64, 64, 32, num_stages=2, warp_specialised=True)
+    for _ in range(2):
+        ctx.ops.matmul_all_reduce(out, A.bfloat16(), B.bfloat16(), config=config)
+    log.logger.removeHandler(listener)
+    lines = [line for line in said if "in place of" in line]
+    assert len(lines) == 1 and "matmul_reduce runs in place of hopper.matmul_reduce: it needs a Hopper GPU" in lines[0]

@@ -10,6 +10,7 @@ import iris
 from iris import platform
 from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import lamport_two_shot, operands
+from iris_ops.kernels.hopper.mma import MMA_WARPS
 from iris_ops.kernels.stream_k import Units
 from iris_ops.kernels.tile_orders import OthersFirst, SourceTiles, grouped, own_blocks, turn
 from iris_ops.operands import Operands
@@ -122,11 +123,11 @@ def test_own_tiles_come_behind_what_they_sum(kept_by: int) -> None:
     run_ranks(1, check_turns, kept_by)
 
 
-ROLES = FusedConfig(64, 64, 64, warp_specialised=True)
+SPECIALISED = FusedConfig(64, 64, 64, warp_specialised=True)
 
 
 def product_of(tiles: int, steps: int) -> Problem:
-    """A rank's product of so many tiles, and so many steps along K, with the blocks of `ROLES`."""
+    """A rank's product of so many tiles, and so many steps along K, with the blocks of `SPECIALISED`."""
     return Problem(MATMUL_GATHER, "rows", 64 * tiles, 64, 64 * steps, 1, torch.bfloat16)
 
 
@@ -137,7 +138,7 @@ def check_units(ctx: iris.Iris) -> None:
         (132, 131, 1, 4, 20), (3, 1, 2, 8, 20), (132, 184, 64, 4, 40),
         (132, 142, 5, 4, 20), (16, 3, 3, 4, 1000), (16, 1, 16, 64, 30),
     ):  # fmt: skip
-        problem, config = product_of(tiles, steps), replace(ROLES, splits=splits, stagger_us=stagger_us)
+        problem, config = product_of(tiles, steps), replace(SPECIALISED, splits=splits, stagger_us=stagger_us)
         shared, sharers = shared_tiles(problem, config, programs)
         skew = skew_steps(problem, config, programs, 100.0)
         count = tiles - shared + 2 * programs
@@ -164,13 +165,13 @@ def check_units(ctx: iris.Iris) -> None:
                 assert all(unit < 2 * programs for _, _, unit, _ in others) and last >= programs
 
 
-def test_programs_share_the_tiles_that_fill_no_round() -> None:
+def test_programs_share_the_tiles_that_fill_no_wave() -> None:
     run_ranks(1, check_units)
 
 
 def test_how_programs_share_tiles_is_within_bounds() -> None:
     for programs, tiles, steps, splits in ((132, 160, 112, 4), (132, 100, 9, 4), (132, 131, 1, 2), (5, 7, 40, 3)):
-        problem, config = product_of(tiles, steps), replace(ROLES, splits=splits)
+        problem, config = product_of(tiles, steps), replace(SPECIALISED, splits=splits)
         assert gemm_tiles(problem, config) == tiles
         shared, sharers = shared_tiles(problem, config, programs)
         assert shared == tiles % programs and shared <= sharers <= min(programs, splits * shared, shared * steps)
@@ -206,7 +207,7 @@ def test_steps_of_shared_tiles_are_counted_as_deep_as_int32_goes(monkeypatch: py
     monkeypatch.setattr(platform, "num_programs", lambda device: 132)
     ctx = SimpleNamespace(device=torch.device("cpu"))
     workspace = SimpleNamespace(flags=torch.zeros(1 << 10), staging=torch.zeros(1 << 25, dtype=torch.uint8))
-    config = replace(ROLES, block_m=128, block_n=128, splits=4)
+    config = replace(SPECIALISED, block_m=128, block_n=128, splits=4)
     for K, shared, programs in ((1 << 21, 130, 132), (1 << 22, 0, 130)):
         asked = Problem(MATMUL_GATHER, "rows", 1280, 1664, K, 1, torch.bfloat16)
         A, B = (torch.empty(size, K, dtype=torch.bfloat16, device="meta") for size in (1280, 1664))
@@ -222,7 +223,7 @@ def test_the_workspace_has_room_for_parts_of_shared_tiles() -> None:
             sizes = set()
             for K in (64, 200, 8192):
                 problem = Problem(op, form, 3001, 5120, K, 4, torch.bfloat16)
-                config = replace(ROLES, block_m=128, block_n=256, splits=4, num_programs=num_programs)
+                config = replace(SPECIALISED, block_m=128, block_n=256, splits=4, num_programs=num_programs)
                 (flags, nbytes, _), (alone, staged, _) = (
                     workspace_size(problem, each, 132) for each in (config, replace(config, splits=1))
                 )
@@ -295,10 +296,10 @@ def test_groups_of_row_blocks_are_about_equally_high() -> None:
     run_ranks(1, check_groups)
 
 
-def test_every_thread_has_words_of_its_own() -> None:
-    """Of words that several threads hold, each would see other ones, and they would part before a barrier."""
+def test_every_thread_has_values_of_its_own() -> None:
+    """Of values that several threads hold, each would see other ones, and they would part before a barrier."""
     for m, n, w in product((64, 128, 256), (64, 128, 256), range(1, 17)):
         moved, own = operands.layouts(m, n), lamport_two_shot.layouts(m, n, w)
-        assert own["SUMMED"] * n >= 8 * 32 * operands.MOVING and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
-        assert moved["ROWS"] * n >= 8 * 32 * operands.MOVING, (m, n)
-        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * operands.MULTIPLYING and m % moved["ROWS"] == 0, (m, n)
+        assert own["SUMMED"] * n >= 8 * 32 * operands.MOVER_WARPS and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
+        assert moved["ROWS"] * n >= 8 * 32 * operands.MOVER_WARPS, (m, n)
+        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * MMA_WARPS and m % moved["ROWS"] == 0, (m, n)

@@ -149,11 +149,11 @@ def test_each_way_is_weighed_or_rejected_by_name(machine: Machine) -> None:
 def test_small_all_reduces_take_one_shot_and_large_ones_overlap(world_size: int) -> None:
     for N, K in ((8192, 2048), (4096, 1024), (8192, 7168)):
         assert plan(problem(ALL_REDUCE, "", 1, N, K, world_size), H200).algorithm == "one_shot"
-    for M in (4096 if world_size == 2 else 2048, 8192):  # two ranks swap words longer
+    for M in (4096 if world_size == 2 else 2048, 8192):  # two ranks exchange Lamport values longer
         assert plan(problem(ALL_REDUCE, "", M, 8192, 2048, world_size), H200).algorithm == "overlapped"
 
 
-def test_all_reduces_of_some_hundred_rows_are_words_from_programs_with_roles() -> None:
+def test_all_reduces_of_some_hundred_rows_are_lamport_from_specialised_programs() -> None:
     """Between two ranks in one shot, which sends no more than two; nowhere in the kernels of another platform."""
     for w, algorithm in ((2, "one_shot"), (4, "two_shot")):
         chosen = plan(problem(ALL_REDUCE, "", 512, 8192, 2048, w), H200)
@@ -177,7 +177,7 @@ def test_rows_that_begin_between_vectors_are_left_to_torch_s_product() -> None:
             assert not plan(problem(op, form, 3000, 5120, 4100), H200).warp_specialised
 
 
-def test_warps_have_roles_where_hopper_pushes_many_rows() -> None:
+def test_warps_are_specialised_where_hopper_pushes_many_rows() -> None:
     """Never in fp32, or elsewhere than on Hopper; a plan says so."""
     said = "hopper."
     for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "cols"), (MATMUL_GATHER, "rows"), (GATHER_MATMUL, "rows")):
@@ -199,11 +199,11 @@ def test_collectives_have_a_most_that_they_move(op: str, rows: int) -> None:
     width = collectives.MAX_ELEMENTS // 3
     sizes = (1 << 11, width) if op == GATHER_MATMUL else (width, 1 << 11)
     form = "" if op == ALL_REDUCE else "rows"
-    few, many = (TORCH_WAYS["sequential"].objection(problem(op, form, M, *sizes, w=1)) for M in (rows, 4))
+    few, many = (TORCH_WAYS["sequential"].supports(problem(op, form, M, *sizes, w=1)) for M in (rows, 4))
     assert few is None
     assert many is None if op == ALL_REDUCE else many.startswith("a collective moves at most")
     wide = collectives.MAX_ELEMENTS + 1
-    assert TORCH_WAYS["sequential"].objection(problem(ALL_REDUCE, "", 1, wide, 16)).endswith(f"in a call, not {wide}")
+    assert TORCH_WAYS["sequential"].supports(problem(ALL_REDUCE, "", 1, wide, 16)).endswith(f"in a call, not {wide}")
 
 
 def test_an_odd_number_of_gates_and_ups_is_refused() -> None:
@@ -221,7 +221,7 @@ def test_splits_of_other_ways_are_passed_over() -> None:
     assert waves.shared_tiles(asked, replace(config, splits=4), 132) == (0, 0)
 
 
-def test_programs_share_tiles_only_where_some_fill_no_round() -> None:
+def test_programs_share_tiles_only_where_some_fill_no_wave() -> None:
     for columns, fills in ((132 * 128, True), (100 * 128, False)):
         chosen = plan(problem(MATMUL_GATHER, "rows", 256, columns, 4096, w=2), H200)
         assert ("hopper.matmul_gather 128x128x64, programs share" in chosen.explain()) != fills
@@ -243,7 +243,7 @@ def test_one_rank_waits_for_nobody() -> None:
         assert alone.total_us == pytest.approx(alone.gemm_us + H200.launch_us), op
 
 
-def test_tiles_are_cut_that_fill_no_round() -> None:
+def test_tiles_are_cut_that_fill_no_wave() -> None:
     """Of less than two rounds all of them."""
     for columns, cut in ((3, 12), (6, 24), (8, 0), (9, 4)):
         gather = problem(GATHER_MATMUL, "rows", 512, 128 * columns, 4096)
@@ -328,13 +328,13 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
             assert len(seen) == 1 and (seen == [given]) == (config is not None)
 
 
-@pytest.mark.parametrize("rows, among, algorithm, with_roles", [
+@pytest.mark.parametrize("rows, among, algorithm, specialised", [
     (16, 2, "one_shot", False), (17, 2, "one_shot", False), (128, 8, "two_shot", False), (256, 8, "two_shot", True),
     (512, 2, "one_shot", True), (8192, 2, "overlapped", True), (8192, 8, "overlapped", True),
 ])  # fmt: skip
-def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, with_roles) -> None:
+def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, specialised) -> None:
     found = plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, fp8=True), H200)
-    assert (found.algorithm, found.warp_specialised) == (algorithm, with_roles)
+    assert (found.algorithm, found.warp_specialised) == (algorithm, specialised)
     # what has no tensor cores for them, or none that were measured, leaves the product to torch
     others = [(H200, torch.float16), (replace(H200, warp_specialised=False), torch.bfloat16)]
     for machine, dtype in others:

@@ -24,8 +24,8 @@ pytestmark = both
 H200 = machine_named("NVIDIA H200", 132)
 
 
-# Ops measured before warps had roles in them, and rows whose plan changed with what is known of products, or with
-# collectives between two ranks, which are faster than then.
+# Ops measured before they had warp-specialised kernels; and rows whose plan changed since, because products, or
+# collectives between two ranks, are known to be faster.
 OLDER = {
     "ops_between_h100_x2": ((ALL_REDUCE, 200, 8192, 14336),),
     "ops_between_h200_x2": (

@@ -22,10 +22,10 @@ from tests.reference import FORMS, Case
 pytestmark = both
 on_ranks = pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2], scope="session")
 
-# Tiles of 64 rows and of 128, in words and pushed, warp-specialised where the GPU has them; several tiles a program.
+# Tiles of 64 rows and of 128, several a program; as Lamport values and pushed; warp-specialised where the GPU can.
 FEW = FusedConfig(64, 64, 64, num_warps=4, num_stages=3, algorithm="one_shot")
 MANY = FusedConfig(64, 64, 64, group_m=2, num_warps=4, num_stages=3, num_programs=3, comm_programs=2)
-ROLES = FusedConfig(128, 128, 64, num_stages=3, num_programs=5, warp_specialised=True)
+SPECIALISED = FusedConfig(128, 128, 64, num_stages=3, num_programs=5, warp_specialised=True)
 # Below a tile's half, half of it, between, all but 17, all but some that cost little; the same behind whole tiles.
 ROWS = [20, 32, 40, 47, 60, 64, 65, 70, 100, 112, 120, 129, 150] if ON_GPU else [20, 40, 47, 65, 100]
 
@@ -40,7 +40,7 @@ def folds_of(ctx: iris.Iris, cases: list[Case]) -> tuple[list[str], set[int]]:
         digests = check_cases(ctx, cases)
         ctx.device_barrier()
         left = ctx.ops._own_workspace().exchange != 255
-        assert not left.any(), "words that nobody expects: sent twice, or for no row"
+        assert not left.any(), "values that nobody expects: sent twice, or for no row"
         return digests, heights
     finally:
         for module in modules:
@@ -61,14 +61,14 @@ def calls_of(op: str, form: str, config: FusedConfig, world_size: int) -> list[C
 
 
 @on_ranks
-@pytest.mark.parametrize("config", [FEW, MANY, ROLES], ids=["few", "many", "roles"])
+@pytest.mark.parametrize("config", [FEW, MANY, SPECIALISED], ids=["few", "many", "specialised"])
 @pytest.mark.parametrize("op, form", FORMS)
 def test_rows_that_no_tile_divides(world_size: int, op: str, form: str, config: FusedConfig) -> None:
-    if config is ROLES and (op == GATHER_MATMUL or not ON_GPU):
+    if config is SPECIALISED and (op == GATHER_MATMUL or not ON_GPU):
         pytest.skip("no program warp-specialised pushes these")
     cases = calls_of(op, form, config, world_size)
     if op == ALL_REDUCE and config is not MANY:
-        others = ("two_shot", "one_shot") if config is ROLES else ("two_shot",)
+        others = ("two_shot", "one_shot") if config is SPECIALISED else ("two_shot",)
         cases += [replace(case, config=replace(config, algorithm=other)) for other in others for case in cases]
     found = run_ranks(world_size, folds_of, cases)
     assert_same_bits(cases, [digests for digests, _ in found])

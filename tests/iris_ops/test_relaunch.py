@@ -196,4 +196,4 @@ def test_what_is_kept_of_a_call_keeps_no_memory(world_size: int) -> None:
 def served(case: Case, world_size: int) -> bool:
     problem = Problem(case.op, case.form, case.M, case.N, case.K, world_size, case.dtype)
     kind = case.config and TORCH_WAYS.get(case.config.algorithm)
-    return not (kind and kind.objection(problem))
+    return not (kind and kind.supports(problem))

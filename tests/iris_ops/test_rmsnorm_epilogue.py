@@ -65,7 +65,7 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, inside) -> list[t
     chosen = config or ctx.ops.plan(NORM, M, N, K, dtype)
     assert inside in (None, ends_with_norm(problem, chosen))
     mine = A[ctx.cur_rank], B[ctx.cur_rank].t().contiguous().t(), residual, weight, bias
-    for call in range(5):  # both slots; from the third call on as repeated, and at other addresses
+    for call in range(5):  # both parities; from the third call on as repeated, and at other addresses
         if call > 2:
             out, scaled, squares = torch.empty_like(out), torch.empty_like(scaled), torch.empty_like(squares)
             mine = [None if t is None else t.clone() for t in mine]

@@ -82,8 +82,8 @@ PUSHED = [(op, form, "overlapped") for op, form in FORMS if op != GATHER_MATMUL]
 
 @pytest.mark.parametrize("op, form, algorithm", PUSHED)
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
-def test_warps_with_roles_record_themselves(world_size, op, form, algorithm):
-    """What is sent, too; where they have roles, each kind by a thread of its own."""
+def test_specialised_warps_record_themselves(world_size, op, form, algorithm):
+    """What is sent, too; where they are specialised, each kind by a thread of its own."""
     if algorithm == "one_shot" and world_size != 2:
         pytest.skip("no program warp-specialised serves these")
     config = FusedConfig(64, 64, 64, num_stages=2, num_programs=3, splits=2, warp_specialised=True, algorithm=algorithm)
@@ -92,9 +92,9 @@ def test_warps_with_roles_record_themselves(world_size, op, form, algorithm):
     found = run_ranks(world_size, check_traced, case)
     rounding = 1e-3 if algorithm == "two_shot" else 0  # of a tile's bytes over all ranks
     assert sum(sent for _, sent, _ in found) == pytest.approx(world_size * problem.link_bytes, rel=rounding, abs=0)
-    roles = ON_GPU and platform.has_warp_specialisation(torch.device("cuda", torch.cuda.current_device()))
+    specialised = ON_GPU and platform.has_warp_specialisation(torch.device("cuda", torch.cuda.current_device()))
     for kinds, _, threads in found:
-        assert kinds[PRODUCT.value] and threads == (2 if roles else 1)
+        assert kinds[PRODUCT.value] and threads == (2 if specialised else 1)
         assert world_size == 1 or kinds[PUSH.value]
 
 

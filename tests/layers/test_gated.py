@@ -97,7 +97,7 @@ def serve_few_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def serve_many_rows(patch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose warps can have roles; here a kernel behind torch's product gates."""
+    """As on a GPU whose warps can be specialised; here a kernel behind torch's product gates."""
     patch.setattr(gated_mlp, "has_many_rows", lambda *_: True)
 
 
@@ -222,7 +222,7 @@ def test_what_is_passed_over_is_called_once_it_is_exchanged_or_hooked(serve) -> 
 
 
 def who_is_served_body(ctx) -> None:
-    """Prompts of an MLP on GPUs whose warps can have roles; here another kernel gates."""
+    """Prompts of an MLP on GPUs whose warps can be specialised; here another kernel gates."""
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "has_warp_specialisation", lambda device: True)

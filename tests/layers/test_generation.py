@@ -104,11 +104,17 @@ def refused_body(ctx) -> None:
     beyond = ids.clone()
     beyond[1, 2] = 120
     for call, words in [
-        (lambda: model.generate_batch(lists, max_new_tokens=3), batching),
-        (lambda: model.init_continuous_batching(), batching),
-        (lambda: model.continuous_batching_context_manager().__enter__(), batching),
+        (lambda: model.generate_batch(lists, max_new_tokens=3), f"^generate_batch is called on .*{batching}"),
+        (lambda: model.init_continuous_batching(), f"^init_continuous_batching is called on .*{batching}"),
+        (
+            lambda: model.continuous_batching_context_manager().__enter__(),
+            f"^continuous_batching_context_manager is called on .*{batching}",
+        ),
         (lambda: manager(model, *configs), batching),
-        (lambda: model.generate(ids, max_new_tokens=3, cache_implementation="paged"), batching),
+        (
+            lambda: model.generate(ids, max_new_tokens=3, cache_implementation="paged"),
+            f"cache_implementation is 'paged': .*{batching}",
+        ),
         (
             lambda: model.generate(ids, max_new_tokens=10**12, cache_implementation="static"),
             r"a static cache are 2, 10{11}7: a cache of that takes \d+ GiB, expected at most",

@@ -158,12 +158,12 @@ def test_report_says_style_shape_bytes_and_op(world_size: int) -> None:
         assert report.bytes == nbytes, "a tied head shares the embedding's memory, and nothing whole is kept"
         start, stop = layers.shard.chunk(64, world_size, rank)
         down = rows["model.layers.1.mlp.down_proj"]
-        by_tokens = "matmul_all_reduce, of shared tokens matmul_reduce_scatter"
+        by_tokens = "matmul_all_reduce, sequence parallel matmul_reduce_scatter"
         assert (down.style, down.shape, down.op) == ("rowwise", (36, stop - start), by_tokens)
         assert down.bytes == 36 * (stop - start) * 4
         head = rows["lm_head"]
         assert head.op == "matmul_all_gather" and head.bytes == 0 and "tied to model.embed_tokens.weight" in head.style
-        assert rows["model.layers.0.self_attn.qkv_proj"].op == "matmul (local), of shared tokens all_gather_matmul"
+        assert rows["model.layers.0.self_attn.qkv_proj"].op == "matmul (local), sequence parallel all_gather_matmul"
         assert rows["model.norm"].style == "replicate" and rows["model.norm"].op == "-"
         assert text.startswith(f"rank {rank} of {world_size}: {nbytes:,} bytes")
         assert "model.layers.*.mlp.down_proj  (2)" in text

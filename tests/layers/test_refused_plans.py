@@ -109,6 +109,14 @@ class Masked(Pair):
         return super().forward(x * mask[:, None])
 
 
+class ReadMasked(Masked):
+    """As no run tells."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.up(x * mask[:, None]))
+        return F.linear(y, self.down.weight[:, : y.shape[-1]])
+
+
 class Summed(Pair):
     """Its second product takes one token's."""
 
@@ -192,6 +200,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
     ),
     "a weight read by a method": (lambda: Stack(Read), PAIR, r"layers.0.down .* reads its (weight|bias)"),
     "a weight read in a loop": (lambda: Stack(ReadInLoop), PAIR, r"layers.0.down .* reads its (weight|bias)"),
+    "a weight read where nothing can be run": (
+        ReadMasked,
+        {"up": "colwise", "down": "rowwise"},
+        "down would be split, but a forward around it reads its weight",
+    ),
     "a weight read by another's forward": (lambda: Stack(Unbound), PAIR, "layers.0.down .* reads its (weight|bias)"),
     "a linear in a list": (lambda: Stack(Listed), PAIR, "layers.0.up is held in a list, a tuple or a dict"),
     "n_heads": (t5, attention(T5_SELF, ["q", "k", "v"], "o"), r"encoder.block.0.layer.0.SelfAttention would fail"),

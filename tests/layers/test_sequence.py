@@ -137,7 +137,7 @@ def default_body(ctx) -> list[bool]:
             model(prompts)  # launched piece by piece, with tokens enough for a graph only
             assert seen[1] == 3
             found.append(seen[0] == 2)
-            assert ("of shared tokens all_gather_matmul" in str(report)) == found[-1]
+            assert ("sequence parallel all_gather_matmul" in str(report)) == found[-1]
     return found
 
 

@@ -279,7 +279,7 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="has the functions of its process exchanged")
 @pytest.mark.parametrize("name, gates", [("kv2", 2), ("width130", 2), ("bias", 2), ("offset_norm", 0)])
-@pytest.mark.parametrize("sequence_parallel", [False, 4], ids=["all tokens", "shared tokens"])
+@pytest.mark.parametrize("sequence_parallel", [False, 4], ids=["all tokens", "sequence parallel"])
 @pytest.mark.some(2)
 def test_the_engine_makes_the_same_tokens_by_it(name: str, gates: int, sequence_parallel: bool | int) -> None:
     """14 tokens of prompts, and four behind; shared, each of three ranks has six of them, as few as are served."""

@@ -24,7 +24,12 @@ def test_what_a_fault_replaces_is_there_once(file: str) -> None:
         if fault.file == file:
             assert text.count(fault.old) == 1 and fault.new != fault.old, fault.name
             compile(text.replace(fault.old, fault.new), file, "exec")
-            assert fault.tests and all((ROOT / test).exists() for test in fault.tests), fault.name
+            assert fault.tests and all(map(is_there, fault.tests)), fault.name
+
+
+def is_there(test: str) -> bool:
+    file, _, name = test.partition("::")
+    return not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
 @pytest.mark.parametrize(
@@ -42,3 +47,6 @@ def test_a_fault_is_caught_or_missed_and_taken_out_again(tmp_path: Path, new: st
 def test_a_text_or_tests_that_are_not_there_are_said(tmp_path: Path) -> None:
     assert try_fault(tmp_path, FAULTS[0], FAST, 60)["outcome"] == "not there"
     assert run_tests(tmp_path, FAULTS[0].tests, FAST, 60)["ended"] == "no such tests"
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    ended = run_tests(tmp_path, ["test_one.py::test_two"], FAST, 60)["ended"]
+    assert ended == "no such tests", "a test that is not there fails nothing"

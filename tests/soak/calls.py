@@ -32,8 +32,8 @@ def draw_collective(rng: random.Random, world: int) -> ccl.Case:
     rows, cols = rng.choice([1, 2, 3, 5, 9, 16]), rng.choice([1, 3, 8, 37, 64])
     dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32, torch.int32])
     configs = [None, ccl.FLAGS]
-    if dtype.is_floating_point and world in (2, 4):  # words of other numbers of ranks are refused for some shapes
-        configs += {"all_reduce": [ccl.ONE, ccl.TWO], "reduce_scatter": []}.get(op, [ccl.WORDS])
+    if dtype.is_floating_point and world in (2, 4):  # others are refused for some shapes
+        configs += {"all_reduce": [ccl.ONE, ccl.TWO], "reduce_scatter": []}.get(op, [ccl.LAMPORT])
     return ccl.Case(
         op,
         (rows, cols * world if op == "all_to_all" else cols),

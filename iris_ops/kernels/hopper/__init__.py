@@ -1,4 +1,7 @@
-"""Warp-specialised kernels for NVIDIA Hopper: the same names as the portable ones, which stand in for them."""
+"""Warp-specialised kernels for NVIDIA Hopper, named like the portable kernels that stand in for them.
+
+`pipeline.py` is what they share, `mma.py` all that another architecture would do otherwise.
+"""
 
 from . import gather_matmul, lamport_pair, lamport_two_shot, matmul_gather, matmul_reduce
 

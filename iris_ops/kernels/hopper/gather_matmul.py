@@ -1,9 +1,9 @@
 """`all_gather_matmul` by warp-specialised programs (`pipeline.py`), of rows that copy engines bring.
 
 Tiles of this rank's rows come first, then those of each rank in the order in which they arrive
-(`with_torch/copy_gather.py`). The multiplying warps look for a rank's flag before they load its first rows, two steps
-before they need them. The moving warps store finished tiles, or gate them: of two matrices side by side, silu(A @
-first) * (A @ second). With one rank it is a product without an exchange.
+(`with_torch/copy_gather.py`). The MMA warps look for a rank's flag before they load its first rows, two steps before
+they need them. The mover warps store finished tiles. Of a gated product, whose B is two matrices side by side, they
+store silu(A @ first) * (A @ second). With one rank it is a product without an exchange.
 """
 
 from collections.abc import Callable
@@ -31,6 +31,7 @@ from ..stream_k import Units
 from ..tile_orders import SourceTiles
 from ..tiles import first_row, known
 from . import operands
+from .mma import Mma
 from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, part_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 @device_function
 def _of_source(row, part_rows, M, BLOCK_M: tl.constexpr):
-    """Of the rank whose row `row` is: (where its rows end, whence a tile from `row` on is loaded)."""
+    """For the rank that owns row `row`: (where its rows end, the first row to load for a tile from `row` on)."""
     begin = row // part_rows * part_rows
     end = min(M, begin + part_rows)
     return end, begin + first_row(row - begin, end - begin, BLOCK_M)
@@ -47,7 +48,7 @@ def _of_source(row, part_rows, M, BLOCK_M: tl.constexpr):
 
 @aggregate
 class _Gathered:
-    """Where other ranks' rows than those of `rank` arrive: in `rows` [M, K], when the rank's flag is `expected`."""
+    """The rows of all ranks but `rank`: they have arrived in `rows` [M, K] once their rank's flag is `expected`."""
 
     rank: base_value
     rows: base_value
@@ -64,7 +65,7 @@ class _Gathered:
 
     @gluon.jit
     def load(self, ctx, own, row, k, loaded, place):
-        """Rows from `row` on: this rank's from `own`."""
+        """Loads rows from `row` on; this rank's own come from `own`."""
         first = self.rank * self.part_rows
         if (ctx.world_size == 1) | (row >= first) & (row < first + self.part_rows):
             async_load(own, [row - first, k], loaded, place)
@@ -73,12 +74,15 @@ class _Gathered:
 
     @gluon.jit
     def first(self, row):
-        """Whence a tile from `row` on is loaded: rows of one rank."""
+        """The first row to load for a tile from `row` on; all rows of a tile are one rank's."""
         return _of_source(row, self.part_rows, self.M, self.BLOCK_M)[1]
 
     @gluon.jit
     def await_rows(self, ctx, row, ready, wanted, WAITER: gl.constexpr):
-        """How many ranks' rows, from the next rank's on, are here once `row` is; so many were `ready` before."""
+        """Waits until `row` has arrived. Returns how many ranks' rows are here then, from the next rank's on.
+
+        `ready`: how many were here before; `wanted`: whether the row is needed at all.
+        """
         order = (row // self.part_rows - self.rank + ctx.world_size) % ctx.world_size
         if wanted & (order > ready):
             for i in range(ready + 1, order + 1):
@@ -92,7 +96,7 @@ class _Gathered:
 
 @gluon.jit
 def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr, MOVE: gl.constexpr):
-    """The moving warps: each tile to its place, or half as many columns of it, gated."""
+    """What the mover warps do: store each tile, or, of a gated product, half as many columns."""
     PARTS: gl.constexpr = shared.PARTS
     ROWS: gl.constexpr = shared.BLOCK_M // PARTS
     done = 0
@@ -126,8 +130,8 @@ def hopper_gather_matmul_kernel(
     a, gathered, b, bias, out, flags, passed, ctx_ptr, M, N, K, stride_om, part_rows,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVING: gl.constexpr,
-    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, gathered, b: descriptors of this rank's rows, of all ranks' [M, K], and of B [K, N] or [N, K].
 
@@ -140,6 +144,7 @@ def hopper_gather_matmul_kernel(
     rank = ctx.rank % WORLD_SIZE  # alone, any is the first
     tiles = SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M, BLOCK_M)
     gl.warp_specialize(
@@ -147,14 +152,14 @@ def hopper_gather_matmul_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, others, b, NOWHERE, NOWHERE, shared, units, tiles, bias, out, flags, 0, M, N, B_TRANSPOSED,
-                    HAS_BIAS, ACC, WAITER,
+                    ctx, a, others, b, NOWHERE, NOWHERE, mma, shared, units, tiles, bias, out, flags, 0, M, N, HAS_BIAS,
+                    WAITER,
                 ),
             ),
             (_store_tiles, (shared, units, tiles, out, M, N, stride_om, GATED, MOVE)),
         ],
-        [MOVING],
-        [MOVING_REGISTERS],
+        [MOVER_WARPS],
+        [MOVER_REGISTERS],
     )  # fmt: skip
 
 
@@ -201,7 +206,7 @@ def _arguments(
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])
         args |= dict(
             b=operands.described(both, (2, config.block_n // 2, config.block_k)),
-            MOVE=operands.in_rows(operands.MOVING, config.block_n // 2),
+            MOVE=operands.in_rows(operands.MOVER_WARPS, config.block_n // 2),
         )
     rows = args["a"] if gathered is A else operands.described(gathered, (config.block_m, config.block_k))
     return args | dict(

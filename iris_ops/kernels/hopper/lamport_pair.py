@@ -1,23 +1,22 @@
-"""Two ranks exchange Lamport values in one shot, by warp-specialised programs (`pipeline.py`): `matmul_all_reduce`, and
-`matmul_reduce_scatter` by rows.
+"""Two ranks exchange Lamport values in one shot: `matmul_all_reduce`, and `matmul_reduce_scatter` by rows.
 
-For results of some megabytes: signals, and the stores that they wait for, cost there as much as they hide. Between two
-ranks one shot sends no more than two: whether each sends all that it has multiplied, or each a half and then the sums.
-And it is one hop, with nobody to wait for but the peer's same tile. The values stand in the same places as those of
-`lamport_matmul.py`, so the ranks may even mix the two; only a rank's own tiles stay in shared memory.
+For results of some megabytes, where signals, and the stores that they wait for, cost as much as they hide. Between two
+ranks one shot sends no more than two: each sends all that it has multiplied, or a half and then the sums. And one shot
+is one hop, in which a rank waits for nothing but the same tile of its peer. The values stand in the same places as
+those of `lamport_matmul.py`, so the ranks may even mix the two kernels. Only a rank's own tiles stay in shared memory.
 
-    MMA warps     one tile's product after the other
+    MMA warps     compute one tile's product after the other (`pipeline.py`)
     mover warps   all-reduce: send a finished tile to the peer, then take the peer's, add it and store the sum
-                  reduce-scatter: send what a finished tile has of the peer's rows; take, add and store own rows
+                  reduce-scatter: send the peer's rows of a finished tile; take, add and store own rows
 
-All-reduce: both ranks compute their tiles in the same order, and send a tile before they wait for anything but earlier
-tiles. In the portable kernel a program sends all of its tiles before it waits. So of the tiles that are waited for, the
-first is under way.
+No wait of an all-reduce is circular. Both ranks compute their tiles in the same order, and a program sends a tile
+before it waits for anything but earlier tiles. In the portable kernel a program sends all of its tiles before it waits.
+So of all tiles that are waited for, the first is under way.
 
-Reduce-scatter: tiles with rows of the peer's come first (`tile_orders.OthersFirst`). While those travel, own ones are
-multiplied, and behind the last nothing is sent. A program sends a tile before it waits for anything but earlier ones.
-What a rank waits for is among its peer's first tiles; tiles with rows of both, for which both wait, stand in the same
-order on both. So again the first is under way, with any number of programs.
+No wait of a reduce-scatter is circular. Tiles with rows of the peer's come first (`tile_orders.OthersFirst`). While
+those travel, a rank multiplies its own, and behind the last it sends nothing. A program sends a tile before it waits
+for anything but earlier ones. What a rank waits for is among its peer's first tiles. Tiles with rows of both, for which
+both wait, stand in the same order on both. So again the first is under way, with any number of programs.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.lamport import load_bases, put, remote, seal, take, take_found
+from iris.device.lamport import load_bases, put, remote, take, take_found, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
 from triton.experimental import gluon
@@ -37,7 +36,8 @@ from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tile_orders import OthersFirst, PartTiles, own_blocks
 from ..tiles import start_in_turn
-from .operands import MOVING, lamport_specialised_arguments
+from .mma import Mma
+from .operands import MOVER_WARPS, lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, pace, part_of, places_of, rows_of
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 # Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
 PLACES = 2
 # Each thread of the mover warps has a value of its own.
-_THREADS = gl.constexpr(32 * MOVING)
-_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVING], [0]))
+_THREADS = gl.constexpr(32 * MOVER_WARPS)
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVER_WARPS], [0]))
 
 
 @gluon.jit
@@ -75,18 +75,18 @@ def _value_places(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.c
 
 @gluon.jit
 def _send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.constexpr):
-    """Tile number `done`, which stays where it is, to `there`, this rank's values at the peer."""
+    """Sends tile number `done` to `there`, this rank's values at the peer. The tile stays in shared memory."""
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
-        values = seal(part_of(shared, done, part).load(MOVE).to(gl.float32), shared.product.dtype)
+        values = without_sentinel(part_of(shared, done, part).load(MOVE).to(gl.float32), shared.product.dtype)
         target, mask = _value_places(shared, there, part, row, col, first, rows, M, ld, MOVE)
         gl.store(target, values, mask=mask, cache_modifier=".wt")
 
 
 @gluon.jit
 def _look(shared, theirs, row, col, first, rows, M, ld, exists, MOVE: gl.constexpr):
-    """What there is now of all parts of a peer's tile, which may not exist."""
+    """Loads what has arrived so far of all parts of a peer's tile, which may not exist."""
     found = ()
     for part in gl.static_range(shared.PARTS):
         place, mask = _value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
@@ -99,7 +99,7 @@ def _add(
     ctx, shared, done, found, theirs, peer, out, bias, row, col, first, rows, M, N, ld, stride_om, epoch,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """Tile number `done` and the peer's, of which was `found` so much before, to `out`."""
+    """Stores the sum of tile number `done` and the peer's to `out`. `found`: what `_look` has loaded of the peer's."""
     for part in range(shared.PARTS):
         place, mask = _value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
         total, waited = take_found(ctx, found[0], place, mask, peer, epoch, WAITER, shared.product.dtype, LANES=False)
@@ -119,10 +119,10 @@ def _add(
 
 @gluon.jit
 def _swap_tiles(
-    ctx, shared, tiles, slot, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
+    ctx, shared, tiles, half, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The mover warps of an all-reduce: each tile is sent before the one before it is taken."""
+    """What the mover warps of an all-reduce do: send each tile before they take the one before it."""
     peer = 1 - ctx.rank
     programs = gl.num_programs(0)
     count = gl.cdiv(gl.maximum(tiles.num_m * tiles.num_n - gl.program_id(0), 0), programs)
@@ -137,7 +137,7 @@ def _swap_tiles(
             row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
-            span = ctx.tracing.record_event_start(PUSH, peer, slot, tile_m, tile_n, nbytes=nbytes)
+            span = ctx.tracing.record_event_start(PUSH, peer, half, tile_m, tile_n, nbytes=nbytes)
             push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
             _send(shared, i, there, row, col, 0, M, M, ld, push, MOVE)
             ctx.tracing.record_event_end(span)
@@ -153,10 +153,10 @@ def _swap_tiles(
 
 @gluon.jit
 def _scatter_tiles(
-    ctx, shared, tiles, slot, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
+    ctx, shared, tiles, half, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The mover warps of a reduce-scatter: of each tile the peer's rows are sent, and the own ones taken."""
+    """What the mover warps of a reduce-scatter do: send the peer's rows of each tile, and take the own ones."""
     peer = 1 - ctx.rank
     first, rows = ctx.rank * part_rows, part_at(M, part_rows, ctx.rank)
     peer_first, peer_rows = peer * part_rows, part_at(M, part_rows, peer)
@@ -171,7 +171,7 @@ def _scatter_tiles(
         found = _look(shared, theirs, row, col, first, rows, M, ld, own > 0, MOVE)
         if own < end - row:
             nbytes = tile_bytes(end - row - own, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
-            span = ctx.tracing.record_event_start(PUSH, peer, slot, tile_m, tile_n, nbytes=nbytes)
+            span = ctx.tracing.record_event_start(PUSH, peer, half, tile_m, tile_n, nbytes=nbytes)
             push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
             _send(shared, i, there, row, col, peer_first, peer_rows, M, ld, push, MOVE)
             ctx.tracing.record_event_end(span)
@@ -184,26 +184,26 @@ def _scatter_tiles(
             ctx.tracing.record_event_end(span)
         else:
             give_back(shared, i, shared.PARTS - 1)
-    if gl.program_id(0) == 0:  # who is sent nothing else would not know that the peer has finished the call before
+    if gl.program_id(0) == 0:  # a rank to which nothing else is sent must still learn that its peer is in this call
         lanes = gl.arange(0, _THREADS, layout=_LANES)
-        behind = slot + 2 * (part_rows.to(gl.int64) * ld) + lanes
-        here = gl.zeros([_THREADS], slot.dtype.element_ty, _LANES)
+        behind = half + 2 * (part_rows.to(gl.int64) * ld) + lanes
+        here = gl.zeros([_THREADS], half.dtype.element_ty, _LANES)
         put(ctx, behind, here, lanes == ctx.rank, bases, peer)
         take(ctx, behind, 0, lanes == peer, peer + 0 * lanes, epoch, WAITER, shared.product.dtype, 1, LANES=False)
 
 
 @gluon.jit
 def _move_tiles(
-    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED: gl.constexpr,
+    ctx, shared, tiles, half, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED: gl.constexpr,
     HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The mover warps; `MOVED`: what they do with the tiles."""
+    """What the mover warps do: find where values stand, then `MOVED` with all tiles, then advance the epoch."""
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     peer = 1 - ctx.rank
     step = part_rows.to(gl.int64) * ld
-    there = remote(ctx, slot + ctx.rank * step, bases, peer)  # this rank's values at the peer
+    there = remote(ctx, half + ctx.rank * step, bases, peer)  # this rank's values at the peer
     MOVED(
-        ctx, shared, tiles, slot, there, slot + peer * step, bases, out, bias, M, N, part_rows, ld, stride_om, epoch,
+        ctx, shared, tiles, half, there, half + peer * step, bases, out, bias, M, N, part_rows, ld, stride_om, epoch,
         spread, HAS_BIAS, MOVE, WAITER,
     )  # fmt: skip
     advance(sync, epoch)  # which all warps have read
@@ -211,77 +211,79 @@ def _move_tiles(
 
 @gluon.jit
 def _specialise(
-    ctx, a, b, a_scales, b_scales, bias, out, staging, sync, tiles, M, N, K, stride_om, part_rows, ld, slot_words,
-    spread, MOVED: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr,
-    PLACES: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
+    ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
+    half_elements, spread, MOVED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, PRODUCT: gl.constexpr,
+    MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """MMA warps multiply `tiles`, one after the other; mover warps do `MOVED` with the finished ones."""
     epoch = gl.load(sync) + 1
-    slot = staging + (epoch & 1).to(gl.int64) * slot_words
-    units = Units(tiles.num_m * tiles.num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    half = staging + (epoch & 1).to(gl.int64) * half_elements
+    units = Units(tiles.num_m * tiles.num_n, gl.cdiv(K, mma.BLOCK_K), 0, 0, 0, False)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, tiles.BLOCK_M, tiles.BLOCK_N, ROWS, PRODUCT, PLACES)
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, M, N,
-                    B_TRANSPOSED, False, ACC, WAITER,
+                    ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, out, out, sync, epoch, M, N,
+                    False, WAITER,
                 ),
             ),
             (
                 _move_tiles,
                 (
-                    ctx, shared, tiles, slot, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED,
+                    ctx, shared, tiles, half, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED,
                     HAS_BIAS, MOVE, WAITER,
                 ),
             ),
         ],
-        [MOVING],
-        [MOVING_REGISTERS],
+        [MOVER_WARPS],
+        [MOVER_REGISTERS],
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "stagger"])
 def lamport_pair_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, slot_words, spread,
-    stagger,
+    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, half_elements,
+    spread, stagger,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
-    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr,
-    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
     start_in_turn(stagger)
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     _specialise(
-        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, tiles, M, N, K, stride_om, part_rows, ld, slot_words,
-        spread, _swap_tiles, BLOCK_K, STAGES, HAS_BIAS, B_TRANSPOSED, ACC, PRODUCT, MOVE, ROWS, PLACES, MOVING,
-        MOVING_REGISTERS, WAITER,
+        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
+        half_elements, spread, _swap_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVER_WARPS,
+        MOVER_REGISTERS, WAITER,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "group"])
 def lamport_pair_scatter_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, slot_words, spread,
-    group,
+    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, half_elements,
+    spread, group,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
-    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVING: gl.constexpr,
-    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     begin, own = own_blocks(ctx.rank * part_rows, part_at(M, part_rows, ctx.rank), M, BLOCK_M)
     tiles = OthersFirst(num_m, num_n, begin, own, group, BLOCK_M, BLOCK_N)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     _specialise(
-        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, tiles, M, N, K, stride_om, part_rows, ld, slot_words,
-        spread, _scatter_tiles, BLOCK_K, STAGES, HAS_BIAS, B_TRANSPOSED, ACC, PRODUCT, MOVE, ROWS, PLACES, MOVING,
-        MOVING_REGISTERS, WAITER,
+        ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
+        half_elements, spread, _scatter_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVER_WARPS,
+        MOVER_REGISTERS, WAITER,
     )  # fmt: skip
 
 

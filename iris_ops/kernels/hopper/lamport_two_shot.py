@@ -1,22 +1,23 @@
-"""`matmul_all_reduce` in two shots of words by warp-specialised programs (`pipeline.py`).
+"""`matmul_all_reduce` in two shots of Lamport values, by warp-specialised programs (`pipeline.py`).
 
-For results of some megabytes: too large for the product to hide nothing of them, as in `lamport_matmul.py`, and so
-small that signals, and the stores that they wait for, cost as much as what they hide. The same words stand in the same
-places as in `lamport_matmul.py`, so ranks may even mix the two.
+For results of some megabytes. They are so large that their exchange must hide behind the product, which it does not in
+`lamport_matmul.py`, and so small that signals cost as much as they hide. The values stand in the same places as those
+of `lamport_matmul.py`, so ranks may even mix the two kernels.
 
-    multiplying warps  one tile's product after the other; then they put the sums that owners send in their places
-    moving warps       send a finished tile's rows to their owners; behind each tile they sum what all ranks have sent
-                       for this rank's own rows, in columns that are complete, and send the sums to everyone
+    MMA warps     compute one tile's product after the other; behind the last they take the sums that owners send, and
+                  store them to `out`
+    mover warps   send a finished tile's rows to their owners; behind each tile they sum what all ranks have sent for
+                  this rank's own rows, in columns that are complete, and send the sums to everyone
 
-A program sums no column before it has sent all of its own tiles of that and earlier columns. So of all tiles that are
-waited for, the first is always under way, and it is right with any number of programs.
+No wait is circular: a program sums no column before it has sent all of its own tiles of that and of earlier columns. So
+of all tiles that are waited for, the first is always under way, with any number of programs.
 """
 
 from typing import TYPE_CHECKING
 
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.lamport import load_bases, remote, seal, take
+from iris.device.lamport import load_bases, remote, take, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
 import triton
@@ -27,7 +28,8 @@ from ...problem import Problem
 from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tile_orders import PartTiles, by_columns
-from .operands import MOVING, MULTIPLYING, in_rows, lamport_specialised_arguments
+from .mma import MMA_WARPS, Mma
+from .operands import MOVER_WARPS, in_rows, lamport_specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
 if TYPE_CHECKING:
@@ -38,20 +40,19 @@ if TYPE_CHECKING:
     from ...workspace import Workspace
     from ..launching import Launch
 
-# Vectors that a moving thread loads at a time, of all ranks together.
+# Vectors that a mover thread loads at a time, of all ranks together.
 _UNDER_WAY = 8
 _ALL = gl.constexpr(1 << 20)  # row blocks work on the same columns of B
 
 
 @gluon.jit
 def _multiply_and_take(
-    ctx, a, b, a_scales, b_scales, shared, units, tiles, sums, out, sync, M, N, part_rows, ld, stride_om, epoch,
-    B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, TAKE: gl.constexpr, WAITER: gl.constexpr,
+    ctx, a, b, a_scales, b_scales, mma, shared, units, tiles, sums, out, sync, M, N, part_rows, ld, stride_om, epoch,
+    TAKE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: products, which no bias is added to, and behind them all owners' sums to `out`."""
+    """What the MMA warps do: multiply, without the bias, and behind the last tile put all owners' sums into `out`."""
     multiply_tiles(
-        ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, out, out, sync, epoch, M, N, B_TRANSPOSED, False,
-        ACC, WAITER,
+        ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, out, out, sync, epoch, M, N, False, WAITER,
     )  # fmt: skip
     ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.BLOCK_M // shared.PARTS)  # there are twice as many warps as move
     step = part_rows.to(gl.int64) * ld
@@ -71,13 +72,13 @@ def _multiply_and_take(
 
 
 @gluon.jit
-def _send(ctx, shared, done, slot, bases, row, col, M, part_rows, ld, spread, MOVE: gl.constexpr):
-    """The finished tile's rows to where their owners expect this rank's."""
-    mine = slot + (ctx.rank * part_rows).to(gl.int64) * ld
+def _send(ctx, shared, done, half, bases, row, col, M, part_rows, ld, spread, MOVE: gl.constexpr):
+    """Sends the finished tile's rows to where their owners expect this rank's."""
+    mine = half + (ctx.rank * part_rows).to(gl.int64) * ld
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
-        words = seal(rows_of(shared, done, part, MOVE).to(gl.float32), shared.product.dtype)
+        values = without_sentinel(rows_of(shared, done, part, MOVE).to(gl.float32), shared.product.dtype)
         r, c, own = places_of(shared, part, row, M, MOVE)
         c = col + c
         for i in gl.static_range(1, ctx.world_size + 1):  # our own too: every rank sums the same numbers
@@ -85,36 +86,36 @@ def _send(ctx, shared, done, slot, bases, row, col, M, part_rows, ld, spread, MO
             down = r - to * part_rows
             theirs = (own & (down >= 0) & (down < part_at(M, part_rows, to)))[:, None] & (c < ld)[None, :]
             place = (down.to(gl.int64) * ld)[:, None] + c[None, :]
-            gl.store(remote(ctx, mine, bases, to) + place, words, mask=theirs, cache_modifier=".wt")
+            gl.store(remote(ctx, mine, bases, to) + place, values, mask=theirs, cache_modifier=".wt")
 
 
 @gluon.jit
 def _sum(
-    ctx, slot, sums, bases, bias, row, col, own_rows, N, part_rows, ld, epoch, spread, dtype: gl.constexpr,
+    ctx, half, sums, bases, bias, row, col, own_rows, N, part_rows, ld, epoch, spread, dtype: gl.constexpr,
     BLOCK_N: gl.constexpr, ROWS: gl.constexpr, SUMMED: gl.constexpr, HAS_BIAS: gl.constexpr, MOVE: gl.constexpr,
     WAITER: gl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; the sums to everyone."""
+    """Sums ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; sends the sums to all."""
     step = part_rows.to(gl.int64) * ld
     r = row + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, MOVE))
     c = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MOVE))
     place = (r.to(gl.int64) * ld)[:, None] + c[None, :]
     share, tile_n = row // ROWS, col // BLOCK_N
-    span = ctx.tracing.record_event_start(SUM, ctx.rank, slot, share, tile_n, nbytes=0)
+    span = ctx.tracing.record_event_start(SUM, ctx.rank, half, share, tile_n, nbytes=0)
     found = ()
     complete = True
     for i in gl.static_range(ROWS // SUMMED):  # all before the first is sent: loads wait behind stores to peers
         mask = (r + i * SUMMED < own_rows)[:, None] & (c < ld)[None, :]
-        words = slot + place + i * SUMMED * ld
-        total, ok = take(ctx, words, step, mask, 0, epoch, WAITER, dtype, ctx.world_size, LANES=False)
+        values = half + place + i * SUMMED * ld
+        total, ok = take(ctx, values, step, mask, 0, epoch, WAITER, dtype, ctx.world_size, LANES=False)
         if HAS_BIAS:
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
-        found = found + (seal(total, dtype),)
+        found = found + (without_sentinel(total, dtype),)
         complete = complete & ok
     ctx.tracing.record_event_end(span)
     if complete:
         nbytes = tile_bytes(own_rows - row, N - col, ROWS, BLOCK_N, dtype)
-        span = ctx.tracing.record_event_start(PUSH, -1, slot, share, tile_n, nbytes=nbytes)
+        span = ctx.tracing.record_event_start(PUSH, -1, half, share, tile_n, nbytes=nbytes)
         begin = arch.clock()
         for i in gl.static_range(ROWS // SUMMED):
             pace(begin, spread, i, ROWS // SUMMED)
@@ -127,10 +128,10 @@ def _sum(
 
 @gluon.jit
 def _move_tiles(
-    ctx, shared, tiles, slot, sums, bias, sync, M, N, part_rows, ld, epoch, spread, ROWS: gl.constexpr,
+    ctx, shared, tiles, half, sums, bias, sync, M, N, part_rows, ld, epoch, spread, ROWS: gl.constexpr,
     SUMMED: gl.constexpr, HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The moving warps."""
+    """What the mover warps do: send tiles to their owners, and sum own rows as soon as their columns are complete."""
     dtype: gl.constexpr = shared.product.dtype
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     own_rows = part_at(M, part_rows, ctx.rank)
@@ -145,16 +146,16 @@ def _move_tiles(
         # each row goes to one owner
         nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, dtype) // ctx.world_size
         tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
-        span = ctx.tracing.record_event_start(PUSH, -1, slot, tile_m, tile_n, nbytes=nbytes)
+        span = ctx.tracing.record_event_start(PUSH, -1, half, tile_m, tile_n, nbytes=nbytes)
         push = gl.where(t + programs < count, spread, 0)  # nothing is loaded behind the last
-        _send(ctx, shared, done, slot, bases, row, col, M, part_rows, ld, push, MOVE)
+        _send(ctx, shared, done, half, bases, row, col, M, part_rows, ld, push, MOVE)
         ctx.tracing.record_event_end(span)
         done += 1
         while (unit < shares * tiles.num_n) & ((unit // gl.maximum(shares, 1) + 1) * tiles.num_m <= t + programs):
             share, tile_n = by_columns(unit, shares)
             row, col = share * ROWS, tile_n * tiles.BLOCK_N
             _sum(
-                ctx, slot, sums, bases, bias, row, col, own_rows, N, part_rows, ld, epoch,
+                ctx, half, sums, bases, bias, row, col, own_rows, N, part_rows, ld, epoch,
                 push, dtype, tiles.BLOCK_N, ROWS, SUMMED, HAS_BIAS, MOVE, WAITER,
             )  # fmt: skip
             unit += programs
@@ -163,51 +164,52 @@ def _move_tiles(
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread"])
 def lamport_two_shot_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, slot_words, spread,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, half_elements,
+    spread, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
     PRODUCT: gl.constexpr, MOVE: gl.constexpr, TAKE: gl.constexpr, ROWS: gl.constexpr, OWNED: gl.constexpr,
-    SUMMED: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
+    SUMMED: gl.constexpr, MOVER_WARPS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
     TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     epoch = gl.load(sync) + 1
-    slot = staging + (epoch & 1).to(gl.int64) * slot_words
-    sums = slot + WORLD_SIZE * (part_rows.to(gl.int64) * ld)
+    half = staging + (epoch & 1).to(gl.int64) * half_elements
+    sums = half + WORLD_SIZE * (part_rows.to(gl.int64) * ld)
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, _ALL)
     units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     gl.warp_specialize(
         [
             (
                 _multiply_and_take,
                 (
-                    ctx, a, b, a_scales, b_scales, shared, units, tiles, sums, out, sync, M, N, part_rows, ld,
-                    stride_om, epoch, B_TRANSPOSED, ACC, TAKE, WAITER,
+                    ctx, a, b, a_scales, b_scales, mma, shared, units, tiles, sums, out, sync, M, N, part_rows, ld,
+                    stride_om, epoch, TAKE, WAITER,
                 ),
             ),
             (
                 _move_tiles,
                 (
-                    ctx, shared, tiles, slot, sums, bias, sync, M, N, part_rows, ld, epoch, spread, OWNED, SUMMED,
+                    ctx, shared, tiles, half, sums, bias, sync, M, N, part_rows, ld, epoch, spread, OWNED, SUMMED,
                     HAS_BIAS, MOVE, WAITER,
                 ),
             ),
         ],
-        [MOVING],
-        [MOVING_REGISTERS],
+        [MOVER_WARPS],
+        [MOVER_REGISTERS],
     )  # fmt: skip
 
 
 def layouts(block_m: int, block_n: int, world_size: int) -> dict:
     """What this kernel is given beside `operands.layouts`; OWNED: of a tile, the rows of one owner."""
     parts = triton.next_power_of_2(world_size)
-    lines = MOVING * 32 * 8 // block_n  # of which all moving threads hold a vector each
+    lines = MOVER_WARPS * 32 * 8 // block_n  # of which all mover threads hold a vector each
     owned = max(lines, block_m // parts)
     summed = min(owned, lines * max(1, _UNDER_WAY // parts))
-    return dict(TAKE=in_rows(MULTIPLYING, block_n), OWNED=owned, SUMMED=summed)
+    return dict(TAKE=in_rows(MMA_WARPS, block_n), OWNED=owned, SUMMED=summed)
 
 
 def launcher(

@@ -1,4 +1,8 @@
-"""`matmul_all_gather` by warp-specialised programs (`pipeline.py`): tiles travel while the next are multiplied."""
+"""`matmul_all_gather` by warp-specialised programs (`pipeline.py`): tiles travel while the next are multiplied.
+
+The mover warps store each finished tile into every rank's `out`. Nobody consumes a tile inside the kernel, so no tile
+is signalled: at the end the last program of a rank vouches for all of them.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -13,6 +17,7 @@ from ...problem import Problem
 from ..matmul_gather import gather_arguments
 from ..stream_k import Units
 from ..tile_orders import PartTiles
+from .mma import Mma
 from .operands import specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
@@ -29,7 +34,10 @@ if TYPE_CHECKING:
 def _push_tiles(
     ctx, shared, units, tiles, whole, out, sync, M, N, stride_om, spread, MOVE: gl.constexpr, WAITER: gl.constexpr
 ):  # fmt: skip
-    """The moving warps: each tile to every rank. `out`: where this rank's part, M by N, begins in the `whole`."""
+    """What the mover warps do: store each tile at every rank.
+
+    `out`: where this rank's part, M by N, begins in the `whole`.
+    """
     epoch = enter(ctx, sync, whole, LANES=False)
     ok = await_entered(ctx, sync, epoch, WAITER, whole, LANES=False)  # before that, a peer may still read its out
     targets = ()
@@ -69,8 +77,8 @@ def hopper_matmul_gather_kernel(
     spread,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVING: gl.constexpr,
-    MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
@@ -79,6 +87,7 @@ def hopper_matmul_gather_kernel(
     tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
     units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
     part = out + ctx.rank.to(gl.int64) * row_step * stride_om + ctx.rank.to(gl.int64) * col_step
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
@@ -86,14 +95,14 @@ def hopper_matmul_gather_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, shared, units, tiles, bias, parts, left, epoch, M, N,
-                    B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
+                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
+                    HAS_BIAS, WAITER,
                 ),
             ),
             (_push_tiles, (ctx, shared, units, tiles, out, part, sync, M, N, stride_om, spread, MOVE, WAITER)),
         ],
-        [MOVING],
-        [MOVING_REGISTERS],
+        [MOVER_WARPS],
+        [MOVER_REGISTERS],
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""`matmul_reduce_scatter` and the two shots of `matmul_all_reduce` by warp-specialised programs (`pipeline.py`).
+"""`matmul_reduce_scatter`, and `matmul_all_reduce` in two shots, by warp-specialised programs (`pipeline.py`).
 
-The same tiles, in the same order, staged and signalled in the same places as by `matmul_reduce.py`; only that
-pushes, signals, waits and sums are the moving warps' business, while the others multiply on. An owner's own product is
-rounded before it is summed, as its peers' are.
+Tiles, their order, and where they are staged and signalled are those of `matmul_reduce.py`. Here the mover warps push,
+signal, wait and sum, while the MMA warps multiply on. An owner rounds its own product before it sums it, as its peers
+round theirs.
 """
 
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from ..launching import NO_SCALES
 from ..matmul_reduce import reduce_arguments
 from ..stream_k import Units
 from ..tile_orders import OwnedTiles
+from .mma import Mma
 from .operands import specialised_arguments
 from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @gluon.jit
 def _stage(shared, done, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
-    """The finished tile, rows `row` to `end` of M, to `staged` [BLOCK_M, BLOCK_N], in its owner's memory."""
+    """Pushes the finished tile, rows `row` to `end` of M, to `staged` [BLOCK_M, BLOCK_N] in its owner's memory."""
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
@@ -54,7 +55,7 @@ def _packed(shared, part, row, end, M, MOVE: gl.constexpr):
 
 @gluon.jit
 def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: gl.constexpr):
-    """What each of `sources`, staged tiles, has of a part of the tile."""
+    """Loads one part of the tile from each of `sources`, the tiles that peers have staged."""
     place, inside = _packed(shared, part, row, end, M, MOVE)
     found = ()
     for i in gl.static_range(COUNT):
@@ -64,17 +65,20 @@ def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: 
 
 @gluon.jit
 def _sum(
-    ctx, shared, staging, slot, owned, out, stride_om, row, end, M, width, ALL_REDUCE: gl.constexpr,
+    ctx, shared, staging, index, owned, out, stride_om, row, end, M, width, ALL_REDUCE: gl.constexpr,
     MOVE: gl.constexpr, done, ok,
 ):  # fmt: skip
-    """The finished tile and what peers have staged for it in `slot` of `owned`, to `out`: rows to `end`, by `width`."""
+    """Adds what peers have staged for the finished tile, number `index` of `owned`, and stores the sum to `out`.
+
+    Rows to `end`, `width` columns.
+    """
     ELEMENTS: gl.constexpr = shared.BLOCK_M * shared.BLOCK_N
     OTHERS: gl.constexpr = ctx.world_size - 1
     sources = ()
     targets = ()
     for i in gl.static_range(OTHERS):
         peer = (ctx.rank + 1 + i) % ctx.world_size
-        sources = sources + (staging + (peer * owned + slot).to(gl.int64) * ELEMENTS,)
+        sources = sources + (staging + (peer * owned + index).to(gl.int64) * ELEMENTS,)
         if ALL_REDUCE:
             targets = targets + (ctx.remote(out, peer),)
     AHEAD: gl.constexpr = 4 // OTHERS if OTHERS else 0  # parts under way; as many as there are registers for
@@ -104,7 +108,7 @@ def _move_tiles(
     ctx, shared, units, tiles, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE: gl.constexpr,
     MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The moving warps: others' tiles to their owners; own ones are summed, and the sums stored, or sent to all."""
+    """What the mover warps do: push others' tiles to their owners, and sum own ones, for `out` or for all ranks."""
     BLOCK_M: gl.constexpr = shared.BLOCK_M
     BLOCK_N: gl.constexpr = shared.BLOCK_N
     ELEMENTS: gl.constexpr = BLOCK_M * BLOCK_N
@@ -117,12 +121,12 @@ def _move_tiles(
     for unit in range(gl.program_id(0), units.count(programs), programs):
         t, _, _, complete = units.at(unit, programs)
         if complete:
-            owner, slot, tile_m, tile_n, row, col, rows, cols = tiles.at(t)
+            owner, index, tile_m, tile_n, row, col, rows, cols = tiles.at(t)
             inside = (row < rows) & (col < cols)  # else there is no such tile in a short part
             nbytes = tile_bytes(rows - row, cols - col, BLOCK_M, BLOCK_N, staging.dtype.element_ty)
             if owner != ctx.rank:
                 await_tile(shared, done)
-                number = ctx.rank * owned + slot
+                number = ctx.rank * owned + index
                 staged = ctx.remote(staging + number.to(gl.int64) * ELEMENTS, owner)
                 span = ctx.tracing.record_event_start(PUSH, owner, staged, tile_m, tile_n, nbytes=nbytes)
                 # nothing is loaded behind the last
@@ -138,7 +142,7 @@ def _move_tiles(
                 if inside:
                     for i in gl.static_range(1, ctx.world_size):
                         source = (ctx.rank + i) % ctx.world_size
-                        ok = wait(ctx, flags + source * owned + slot, epoch, source, WAITER, exact=True) and ok
+                        ok = wait(ctx, flags + source * owned + index, epoch, source, WAITER, exact=True) and ok
                 # only an all-reduce has all of `out`, others this rank's part
                 first_row, first_col = row, col
                 if not ALL_REDUCE:
@@ -147,7 +151,7 @@ def _move_tiles(
                 if ALL_REDUCE:  # part by part, as it is summed
                     push = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                 _sum(
-                    ctx, shared, staging, slot, owned, out + first_row.to(gl.int64) * stride_om + first_col, stride_om,
+                    ctx, shared, staging, index, owned, out + first_row.to(gl.int64) * stride_om + first_col, stride_om,
                     row, rows, M, cols - col, ALL_REDUCE, MOVE, done, ok,
                 )  # fmt: skip
                 if ALL_REDUCE:
@@ -164,7 +168,7 @@ def hopper_matmul_reduce_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, BY_COLS: gl.constexpr, ALL_REDUCE: gl.constexpr,
     HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr,
-    ROWS: gl.constexpr, MOVING: gl.constexpr, MOVING_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
+    ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
     TRACING: gl.constexpr = False,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel.
@@ -173,6 +177,7 @@ def hopper_matmul_reduce_kernel(
     """
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
     units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
@@ -181,8 +186,8 @@ def hopper_matmul_reduce_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, M, N,
-                    B_TRANSPOSED, HAS_BIAS, ACC, WAITER,
+                    ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
+                    HAS_BIAS, WAITER,
                 ),
             ),
             (
@@ -190,8 +195,8 @@ def hopper_matmul_reduce_kernel(
                 (ctx, shared, units, tiles, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE, MOVE, WAITER),
             ),
         ],
-        [MOVING],
-        [MOVING_REGISTERS],
+        [MOVER_WARPS],
+        [MOVER_REGISTERS],
     )  # fmt: skip
 
 

@@ -1,5 +1,8 @@
-"""What warp-specialised kernels (`pipeline.py`) are given: descriptors, and as layouts which thread holds what.
-And which calls they serve.
+"""What a launcher gives a warp-specialised kernel (`pipeline.py`), and why such a kernel cannot compute a call.
+
+A launcher describes A and B as the hardware loads them, a block at a time. It says as layouts which thread holds what:
+of the product the MMA warps' threads (`mma.py`), of a finished tile's parts the mover warps'. Layouts are constants of
+the kernel, so they are made here, on the host, from the configuration alone.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from ...problem import FP8, Problem
 from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
 from ..launching import grid_of, parts_memory
+from .mma import MMA_WARPS, MOVER_REGISTERS, accumulator
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -28,21 +32,28 @@ if TYPE_CHECKING:
     from ...operands import Operands
     from ...workspace import Workspace
 
-MULTIPLYING, MOVING = 8, 4  # warps; those that multiply may be four, too
-# A thread's, by how many warps multiply; as many are left for each of their threads: all warps share 64 Ki.
-_MOVING_REGISTERS = {8: 168, 4: 232}
-# Elements of a tile that each thread of the moving warps holds at a time.
+MOVER_WARPS = 4  # mover warps
+# Elements of a tile that each thread of the mover warps holds at a time.
 _HELD = 32
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
 
 
-def serve(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> bool:
-    """Whether warp-specialised programs compute a call: asked for, on Hopper, and rows of all begin at whole vectors.
+def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> str | None:
+    """Why warp-specialised programs cannot compute a call, or None.
 
     `step`: the width of a part in a row of B or `out`. Ranks may differ in this: the portable kernel does the same.
     """
-    known_to = config.warp_specialised and A.dtype in _GLUON_TYPES and platform.has_warp_specialisation(A.device)
-    return known_to and all(of_whole_vectors(t, step) for t in (A, as_stored(B), out))
+    if not config.warp_specialised:
+        return "its configuration asks for no specialised warps"
+    if A.dtype not in _GLUON_TYPES:
+        return f"it does not multiply {A.dtype}"
+    if not platform.has_warp_specialisation(A.device):
+        return "it needs a Hopper GPU"
+    if not (A.numel() and B.numel() and out.numel()):
+        return "there is nothing to multiply"
+    if not all(of_whole_vectors(t, step) for t in (A, as_stored(B), out)):
+        return "rows of A, B or out begin between vectors of 16 bytes"
+    return None
 
 
 def arguments(
@@ -67,22 +78,18 @@ def arguments(
     )
 
 
-def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MULTIPLYING) -> dict:
-    """How a tile lies in the multiplying warps' registers, in shared memory and in the moving warps' registers.
+def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARPS) -> dict:
+    """How a tile lies in the MMA warps' registers, in shared memory and in the mover warps' registers.
 
     `itemsize`: bytes of an operand's element; `warps`: how many multiply.
     """
-    high = min(warps, block_m // 16)
-    wide = warps // high
     return dict(
-        ACC=gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[high, wide], instr_shape=[16, block_n // wide, 32 // itemsize]
-        ),
+        ACC=accumulator(block_m, block_n, itemsize, warps),
         PRODUCT=gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]),
-        MOVE=in_rows(MOVING, block_n),
-        ROWS=MOVING * 32 * _HELD // block_n,
-        MOVING=MOVING,
-        MOVING_REGISTERS=_MOVING_REGISTERS[warps],
+        MOVE=in_rows(MOVER_WARPS, block_n),
+        ROWS=MOVER_WARPS * 32 * _HELD // block_n,
+        MOVER_WARPS=MOVER_WARPS,
+        MOVER_REGISTERS=MOVER_REGISTERS[warps],
     )
 
 

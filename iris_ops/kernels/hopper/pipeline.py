@@ -1,23 +1,27 @@
-"""Warp-specialised programs, for NVIDIA Hopper: eight warps multiply, four move finished tiles.
+"""Warp-specialised programs: MMA warps multiply tiles, mover warps move finished ones.
 
 In the portable kernels all warps of a program do everything, so a tile's product waits while the last tile is pushed,
-signalled or summed. Here a finished tile goes through shared memory to the moving warps, and the next product begins at
-once: its first operands were loaded meanwhile. Only Gluon, Triton's language with explicit layouts, gives warps
-different work; it has no interpreter. Such a kernel stages, signals and orders its tiles as the portable one does, so
-ranks may even mix the two.
+signalled or summed. Here a finished tile goes through shared memory to the mover warps. The next product begins at
+once: its first operands were loaded meanwhile. A kernel of this folder stages, signals and orders its tiles as the
+portable one does, so ranks may even mix the two. The product itself is `mma.Mma`'s.
 
-    multiplying warps  load operands into a ring in shared memory, STAGES - 1 steps ahead and across tiles; accumulate
-                       in registers; round into `product` in shared memory, once it is `free`
-    moving warps       wait until it is `ready`, and do with it what the op's own function does
+    MMA warps     load operands into a ring in shared memory, STAGES - 1 steps ahead and across tiles; accumulate;
+                  round the sums into `product` in shared memory, once that is `free`
+    mover warps   wait until `product` is `ready`, and do with it what the op's own function does
 
-Stores that queue for the link hold up the loads of the next product behind them. So the moving warps `pace` a push: it
-takes as long as if all programs pushed a tile at once, and the link gives each its share. A program's last push, behind
-which nothing is loaded, and the sums of an all-reduce go at once.
+No warps do nothing but load: a load is one instruction of one thread, and the MMA warps know when a stage is free.
+Only Gluon, Triton's language with explicit layouts, gives warps different work. It has no interpreter.
 
-Waits between warps have no deadline: they are for loads, or for warps of the same program, whose own waits for peers
-all end (`iris/device/waits.py`) and who take tiles all the same when one has failed.
-What is computed are `stream_k.Units`; where a tile stands says the op's own object: `place(tile)`, (first row, first
-column, whether to add the bias). What is computed beyond a short part, or beyond the matrix, is not stored.
+Stores that queue for the link hold up the loads of the next product behind them. So the mover warps `pace` a push: it
+takes as long as the link takes for a tile of every program. A program's last push, behind which nothing is loaded, and
+the sums of an all-reduce go at once.
+
+Waits between warps have no deadline. They are for loads, or for warps of the same program. The waits of those for peers
+all end (`iris/device/waits.py`), and when one has failed the warps take tiles all the same.
+
+The work is cut into `stream_k.Units`. An op's own object says where a tile stands: `place(tile)` gives its first row,
+its first column, and whether to add the bias. What a tile has beyond a short part, or beyond the matrix, is not
+stored.
 """
 
 from iris.device import arch
@@ -30,9 +34,6 @@ from iris.triton_private import (
     mbarrier,
     program_barrier,
     reinterpret,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 import triton
 from triton.experimental import gluon
@@ -40,14 +41,14 @@ from triton.experimental.gluon import language as gl
 
 from ..tiles import first_row, known, rows_from
 
-NOWHERE = gl.constexpr(None)  # what rows are gathered from that all lie in `a`, and scales that there are not
+NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and for scales where there are none
 
 
 @aggregate
 class Shared:
-    """A program's shared memory: the ring of operands, finished tiles, and what says which warps may go on.
+    """A program's shared memory: the ring of operands, the finished tiles, and the barriers between its warps.
 
-    The finished tiles, PLACES of them, lie in `product` in PARTS of some rows each, and take turns.
+    `product` has PLACES for finished tiles, which take turns. A tile lies there in PARTS of some rows each.
     """
 
     a_parts: base_value
@@ -78,8 +79,10 @@ def allocate(
     a, b, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1,
 ):  # fmt: skip
-    """The shared memory of one program; a, b: descriptors of its operands. Products, in `dtype`, are in parts of ROWS
-    rows. Where `a` has three dimensions its rows are folded, see `tiles.first_row`.
+    """The shared memory of one program, whose operands have the descriptors a and b.
+
+    A finished tile, in `dtype`, lies in parts of ROWS rows. Where `a` has three dimensions its rows are folded
+    (`tiles.first_row`).
     """
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
@@ -96,8 +99,7 @@ def allocate(
 
 
 @gluon.jit
-def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.constexpr):
-    GATED: gl.constexpr = len(b.block_shape) == 3
+def _load(ctx, a, gathered, b, mma, shared, stage, row, col, k):
     loaded = shared.loaded.index(stage)
     mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes)
     rows = shared.a_parts.index(stage)
@@ -107,9 +109,9 @@ def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.cons
         async_load(a, [0, 0, k], loaded, rows)
     else:
         async_load(a, [row, k], loaded, rows)
-    if GATED:
+    if mma.GATED:
         async_load(b, [0, col, k], loaded, shared.b_parts.index(stage))
-    elif B_TRANSPOSED:
+    elif mma.B_TRANSPOSED:
         async_load(b, [col, k], loaded, shared.b_parts.index(stage))
     else:
         async_load(b, [k, col], loaded, shared.b_parts.index(stage))
@@ -117,9 +119,9 @@ def _load(ctx, a, gathered, b, shared, stage, row, col, k, B_TRANSPOSED: gl.cons
 
 @gluon.jit
 def _begin(units, tiles, a, gathered, unit, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
-    """(unit, row, column, where along K to begin, where to end) of the first unit from `unit` on that has steps.
+    """The first unit from `unit` on that has steps: (unit, row, column, where along K it begins, where it ends).
 
-    The row is whence its tile is loaded.
+    The row is the first that is loaded for the unit's tile.
     """
     programs = gl.num_programs(0)
     tile, first, steps, _ = units.at(unit, programs)
@@ -138,10 +140,11 @@ def _begin(units, tiles, a, gathered, unit, BLOCK_M: gl.constexpr, BLOCK_K: gl.c
 
 @gluon.jit
 def _join(ctx, units, parts, left, epoch, unit, tile, steps, complete, acc, WAITER: gl.constexpr):
-    """The product of a unit, `steps` of `tile`: of a shared tile what others have left is added, or this is left.
+    """Joins a unit of a shared tile with what other programs computed of the tile; other units pass unchanged.
 
-    `parts`: fp32 [program, BLOCK_M, BLOCK_N]; `left`: a flag for each, both this rank's own. A wait that failed has
-    marked the rank, which then vouches for nothing (`sync.leave`).
+    A program that has the tile's last steps adds what the others left. Else it leaves its own sum and signals it.
+    `parts`: fp32 [program, BLOCK_M, BLOCK_N]; `left`: a flag for each; both are this rank's own memory. A wait that
+    failed has marked the rank, which then vouches for nothing (`sync.leave`).
     """
     programs = gl.num_programs(0)
     if units.SHARED:
@@ -149,7 +152,7 @@ def _join(ctx, units, parts, left, epoch, unit, tile, steps, complete, acc, WAIT
             p = unit % programs
             if complete:
                 q = p
-                while units.begin(q) > tile * units.steps:  # who had the steps before
+                while units.begin(q) > tile * units.steps:  # the program before had earlier steps of this tile
                     q -= 1
                     wait(ctx, left + q, epoch, ctx.rank, WAITER, exact=True)
                     acc += gl.load(_place_of(acc, parts, q), cache_modifier=".cg")
@@ -165,29 +168,26 @@ def _place_of(acc, parts, number):
     ACC: gl.constexpr = acc.type.layout
     r = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC))
     c = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, ACC))
-    # by blocks of 8 x 8, which a warp's threads hold between them
+    # by blocks of 8 x 8, which the threads of one warp hold together
     place = (r // 8 * (8 * acc.shape[1]) + r % 8 * 8)[:, None] + (c // 8 * 64 + c % 8)[None, :]
     return parts + number.to(gl.int64) * (acc.shape[0] * acc.shape[1]) + place
 
 
 @gluon.jit
 def multiply_tiles(
-    ctx, a, gathered, b, a_scales, b_scales, shared, units, tiles, bias, parts, left, epoch, M, N,
-    B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, WAITER: gl.constexpr,
+    ctx, a, gathered, b, a_scales, b_scales, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
+    HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: each unit's product, in fp32; complete ones, rounded, are handed over.
+    """What the MMA warps do: multiply each unit in fp32, and hand complete tiles over, rounded.
 
-    `gathered`: whence rows come that are not in `a`, or None: its `load` and, before it, `first` and `await_rows`. A
-    `b` of three dimensions, [2, N, K], is two matrices of N columns, of which a tile has as many columns each.
-    `a_scales`, `b_scales`: of the product's rows and columns where operands are in eight bits, or None.
+    `gathered` loads rows that are not in `a`, by its `first`, `await_rows` and `load`, or is None. A `b` of three
+    dimensions, [2, N, K], is two matrices of N columns, and a tile has as many columns of each. `a_scales`, `b_scales`:
+    of the product's rows and columns where the operands are in eight bits, or None.
     """
     BLOCK_M: gl.constexpr = shared.BLOCK_M
     BLOCK_N: gl.constexpr = shared.BLOCK_N
-    BLOCK_K: gl.constexpr = a.block_shape[-1]
+    BLOCK_K: gl.constexpr = mma.BLOCK_K
     STAGES: gl.constexpr = shared.STAGES
-    GATED: gl.constexpr = len(b.block_shape) == 3
-    BOTH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], a.dtype)
-    ALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], a.dtype)
     finished = reinterpret(
         shared.product, shared.product.dtype, [shared.PLACES, BLOCK_M, BLOCK_N], shared.product.layout
     )
@@ -200,7 +200,7 @@ def multiply_tiles(
         ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
     for i in gl.static_range(STAGES - 1):
         if unit < count:
-            _load(ctx, a, gathered, b, shared, i, row, col, k, B_TRANSPOSED)
+            _load(ctx, a, gathered, b, mma, shared, i, row, col, k)
             k += BLOCK_K
             if k >= end:
                 unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
@@ -211,35 +211,26 @@ def multiply_tiles(
     done = 0
     for u in range(gl.program_id(0), count, programs):
         tile, _, steps, complete = units.at(u, programs)
-        start = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
+        start = mma.zeros()
         if HAS_BIAS and b_scales is None:  # first, while the accumulator's registers are all that is used
             _row, own_col, own = tiles.place(tile)
-            c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
+            c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma.LAYOUT))
             second = 0
-            if GATED:
+            if mma.GATED:
                 second = c // (BLOCK_N // 2)
                 c = c % (BLOCK_N // 2)
             c += own_col
             values = gl.load(bias + second * N + c, mask=(c < N) & own & complete, other=0.0)
             start += values.to(gl.float32)[None, :]
         span = ctx.tracing.record_event_start(PRODUCT, -1, parts, tile, nbytes=0)
-        acc = warpgroup_mma_init(start)
+        acc = mma.begin(start)
         for _i in range(steps):
             mbarrier.wait(shared.loaded.index(stage), phase)
-            x, y = shared.a_parts.index(stage), shared.b_parts.index(stage)
-            if shared.FOLDED:
-                x = reinterpret(x, x.dtype, [BLOCK_M, BLOCK_K], ALL)
-            if GATED:
-                y = reinterpret(y, y.dtype, [BLOCK_N, BLOCK_K], BOTH)
-            if B_TRANSPOSED:
-                y = y.permute((1, 0))
-            acc = warpgroup_mma(x, y, acc, is_async=True)
-            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+            acc = mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc)
+            acc = mma.await_last_but_one(acc)
             if unit < count:
                 program_barrier()  # all warps have multiplied the step before, whose place is free now
-                _load(
-                    ctx, a, gathered, b, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k, B_TRANSPOSED
-                )
+                _load(ctx, a, gathered, b, mma, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k)
                 k += BLOCK_K
                 if k >= end:
                     unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
@@ -247,7 +238,7 @@ def multiply_tiles(
                         ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
             last = stage == STAGES - 1
             stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-        product = warpgroup_mma_wait(0, deps=(acc,))
+        product = mma.result(acc)
         ctx.tracing.record_event_end(span)
         product = _join(ctx, units, parts, left, epoch, u, tile, steps, complete, product, WAITER)
         if complete:
@@ -265,7 +256,7 @@ def multiply_tiles(
 def _scaled(
     product, tiles, tile, a_scales, b_scales, bias, M, N, FOLDED: gl.constexpr, HAS_BIAS: gl.constexpr
 ):  # fmt: skip
-    """The product of a tile whose operands were in eight bits, with the bias."""
+    """The product of a tile whose operands were in eight bits, times their scales, plus the bias."""
     ACC: gl.constexpr = product.type.layout
     row, col, own = tiles.place(tile)
     i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
@@ -286,13 +277,13 @@ def await_tile(shared, done):
 
 @gluon.jit
 def part_of(shared, done, part):
-    """Where part number `part` of the finished tile `done` lies: some rows."""
+    """The shared memory of part number `part` of the finished tile number `done`."""
     return shared.product.index(done % shared.PLACES * shared.PARTS + part)
 
 
 @gluon.jit
 def give_back(shared, done, part):
-    """With its last part, which has been loaded, the place of tile `done` is free again."""
+    """Frees the place of tile number `done` once the last of its parts has been loaded."""
     if part == shared.PARTS - 1:
         program_barrier()
         mbarrier.arrive(shared.free.index(done % shared.PLACES), count=1)
@@ -300,7 +291,7 @@ def give_back(shared, done, part):
 
 @gluon.jit
 def rows_of(shared, done, part, MOVE: gl.constexpr):
-    """What `part_of` says, loaded and, with the last of them, given back."""
+    """The part that `part_of` names, in registers; loading the last one frees the tile's place."""
     values = part_of(shared, done, part).load(MOVE)
     give_back(shared, done, part)
     return values
@@ -308,16 +299,16 @@ def rows_of(shared, done, part, MOVE: gl.constexpr):
 
 @gluon.jit
 def pace(begin, spread, part, parts):
-    """Waits until number `part` of so many is to be pushed, if the first was at `begin` and all take `spread` ticks."""
+    """Waits until part number `part` of `parts` is due: the first was at `begin`, and all take `spread` ticks."""
     while arch.clock() - begin < spread * part // parts:
         pass
 
 
 @gluon.jit
 def places_of(shared, part, row, rows, MOVE: gl.constexpr):
-    """(rows of A, columns in the tile, which of the rows are the tile's own) of what `rows_of` gives.
+    """Where the values that `rows_of` gives stand: (rows of A, columns in the tile, which rows are the tile's own).
 
-    `row`: the tile's first; `rows`: how many A has.
+    `row`: the tile's first row; `rows`: how many A has.
     """
     ROWS: gl.constexpr = shared.BLOCK_M // shared.PARTS
     i = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))

@@ -1,0 +1,83 @@
+"""How a message, with file descriptors, travels through a Unix socket that keeps packets apart.
+
+A message may be longer than a packet, so it goes in several. The first says how long the message is and how many
+descriptors come with it, and the kernel hands the descriptors over with that packet. Sockets do not block: `send` and
+`receive` go as far as they can and remember how far that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+import os
+import pickle
+import socket
+import struct
+
+_HEAD = struct.Struct("!QH")  # bytes of the message, descriptors
+_MAX_FDS, _MAX_PACKET = 64, 1 << 16
+_CHUNK = 48 << 10  # bytes of a message in one packet
+
+
+def packets_of(data: bytes, num_fds: int) -> Iterator[bytes | memoryview]:
+    """The packets of a pickled message that comes with so many descriptors."""
+    yield _HEAD.pack(len(data), num_fds) + data[:_CHUNK]
+    view = memoryview(data)
+    for begin in range(_CHUNK, len(data), _CHUNK):
+        yield view[begin : begin + _CHUNK]
+
+
+def send(peer: socket.socket, sending: dict[int, list], rank: int) -> bool:
+    """Sends packets until the socket is full; descriptors go with the first. False if nobody reads any more."""
+    packet, packets, fds = sending[rank]
+    try:
+        while packet is not None:
+            if fds:
+                socket.send_fds(peer, [packet], fds)
+            else:
+                peer.send(packet)
+            packet, fds = next(packets, None), []
+    except BlockingIOError:
+        pass
+    except OSError:
+        del sending[rank]
+        return False
+    if packet is None:
+        del sending[rank]
+    else:
+        sending[rank] = [packet, packets, fds]
+    return True
+
+
+def receive(peer: socket.socket, buffers: dict[int, tuple], rank: int) -> tuple | None:
+    """(where the sender is, what it says, descriptors), once all of its message has come."""
+    reset = False
+    while True:
+        try:
+            data, fds, flags, _ = socket.recv_fds(peer, _MAX_PACKET, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # told once, before what the peer said until it ended
+            if reset:
+                raise
+            reset = True
+            continue
+        if not data:
+            raise ConnectionResetError
+        if rank not in buffers:
+            length, descriptors = _HEAD.unpack_from(data)
+            if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) != descriptors:
+                close_all(fds)
+                raise ConnectionError(f"{descriptors} file descriptors were sent, {len(fds)} came; raise `ulimit -n`")
+            buffers[rank] = length, bytearray(data[_HEAD.size :]), list(fds)
+        else:
+            buffers[rank][1].extend(data)
+        length, body, received = buffers[rank]
+        if len(body) >= length:
+            del buffers[rank]
+            at, value = pickle.loads(bytes(body))
+            return at, value, received
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

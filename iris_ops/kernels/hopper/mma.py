@@ -1,0 +1,113 @@
+"""The product of two blocks in shared memory on Hopper: `wgmma`, by the MMA warps of a warp-specialised program.
+
+`pipeline.py` loads blocks, walks over tiles and hands finished ones over. It asks this class for all that the
+hardware's product decides:
+
+    warps        how many warps multiply
+    registers    how many registers a thread of the mover warps has, beside so many MMA warps
+    layout       which thread of the MMA warps holds what of the fp32 sums [BLOCK_M, BLOCK_N]
+    forms        what a block in shared memory looks like to the product: A [BLOCK_M, BLOCK_K], B [BLOCK_K, BLOCK_N]
+    steps        start a tile's sums, issue a product, wait until the one before has read its blocks, take the result
+
+So another architecture is another class with these names, in a folder beside this one. Blackwell's tcgen05 keeps the
+sums in tensor memory: its `begin` would store them there, its `issue` would commit to a barrier, and its `result` would
+load them into registers. The kernels and the pipeline would stay as they are. The classes cannot inherit from a common
+one, because Triton from 3.8 on refuses that.
+
+`wgmma` runs beside the warps that issue it. It reads its blocks until it is waited for, so one product stays under way
+while the blocks of the product before it are loaded anew. For as long, its sums must not be touched: they are in the
+registers of the threads that issued it.
+"""
+
+from iris.triton_private import (
+    aggregate,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..tiles import known
+
+MMA_WARPS = 8  # of a program; four can multiply, too
+# Registers that a thread of the mover warps has, by the number of MMA warps. All warps share 64 Ki of them, and the MMA
+# warps take what is left.
+MOVER_REGISTERS = {8: 168, 4: 232}
+_SUM_ROWS = 16  # of a warp, in one product
+
+
+def accumulator(block_m: int, block_n: int, itemsize: int, warps: int) -> gl.NVMMADistributedLayout:
+    """Which thread of `warps` warps holds what of the sums [block_m, block_n].
+
+    `itemsize`: bytes of an operand's element. The warps share the rows; where they are more than blocks of 16 rows,
+    they share the columns, too.
+    """
+    high = min(warps, block_m // _SUM_ROWS)
+    wide = warps // high
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[high, wide], instr_shape=[16, block_n // wide, 32 // itemsize]
+    )
+
+
+@aggregate
+class Mma:
+    """The products of one program: blocks of A, which may be folded, by blocks of B, which may be two matrices'.
+
+    FOLDED: A's block comes as [2, BLOCK_M / 2, BLOCK_K] (`tiles.first_row`). GATED: B's comes as [2, BLOCK_N / 2,
+    BLOCK_K], a half of each of two matrices. B_TRANSPOSED: B's comes as [BLOCK_N, BLOCK_K].
+    """
+
+    LAYOUT: gl.constexpr
+    A_FORM: gl.constexpr
+    B_FORM: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    BLOCK_K: gl.constexpr
+    FOLDED: gl.constexpr
+    GATED: gl.constexpr
+    B_TRANSPOSED: gl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, a, b, LAYOUT, BLOCK_M, BLOCK_N, B_TRANSPOSED):
+        m, n, k = int(known(BLOCK_M).value), int(known(BLOCK_N).value), int(known(a.block_shape[-1]).value)
+        self.LAYOUT = gl.constexpr(LAYOUT)
+        # A block of two parts lies in memory as a whole one does.
+        self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([m, k], a.dtype))
+        self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([n, k], b.dtype))
+        self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(m), known(n), known(k)
+        self.FOLDED, self.GATED = known(len(a.block_shape) == 3), known(len(b.block_shape) == 3)
+        self.B_TRANSPOSED = known(B_TRANSPOSED)
+
+    @gluon.jit
+    def zeros(self):
+        """The sums of a tile before its first product, fp32 [BLOCK_M, BLOCK_N]; a bias may be added to them."""
+        return gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, self.LAYOUT)
+
+    @gluon.jit
+    def begin(self, sums):
+        """The same sums, as the hardware adds to them from now on."""
+        return warpgroup_mma_init(sums)
+
+    @gluon.jit
+    def issue(self, rows, columns, acc):
+        """Begins to add the product of two blocks, which lie in shared memory as they were loaded."""
+        if self.FOLDED:
+            rows = reinterpret(rows, rows.dtype, [self.BLOCK_M, self.BLOCK_K], self.A_FORM)
+        if self.GATED:
+            columns = reinterpret(columns, columns.dtype, [self.BLOCK_N, self.BLOCK_K], self.B_FORM)
+        if self.B_TRANSPOSED:
+            columns = columns.permute((1, 0))
+        return warpgroup_mma(rows, columns, acc, is_async=True)
+
+    @gluon.jit
+    def await_last_but_one(self, acc):
+        """Waits until this warp's product before the one just issued has read its blocks."""
+        return warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+
+    @gluon.jit
+    def result(self, acc):
+        """The finished sums, in registers."""
+        return warpgroup_mma_wait(0, deps=(acc,))

@@ -1,0 +1,18 @@
+"""The tiles of the warp-specialised kernels on Hopper, measured on H200s; see `tiles.Tiles`.
+
+Another architecture is another file like this one, under its name in `tile_model.SPECIALISED_TILES`. The kernels differ
+in what their mover warps do meanwhile. That takes registers, shared memory and issue cycles from the MMA warps, so each
+has tiles and rates of its own.
+"""
+
+from __future__ import annotations
+
+from .tiles import SpecialisedTiles
+
+HOPPER = SpecialisedTiles(
+    overlapped={(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.95)},
+    copy_gather={(128, 256, 64, 8): (3, 1.0), (128, 128, 64, 8): (5, 0.99)},
+    two_shot={(128, 128, 64, 8): (5, 0.95), (64, 128, 64, 8): (7, 0.73)},
+    pair={(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 4): (8, 0.80)},
+    pair_fp8={(128, 128, 64, 8): (5, 1.03), (64, 128, 64, 8): (8, 0.77)},
+)

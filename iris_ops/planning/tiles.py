@@ -1,0 +1,28 @@
+"""What a table of tiles says: which tiles a kind of kernel takes, and how near to the chip's rate each comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# (block_m, block_n, block_k, warps): (stages, fewer where shared memory has no room for them; share of the chip's rate
+# that a full wave of such tiles reaches, bf16).
+Tiles = dict[tuple[int, int, int, int], tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class SpecialisedTiles:
+    """The tiles of an architecture's warp-specialised kernels, by what their mover warps do meanwhile."""
+
+    overlapped: Tiles
+    """They push tiles, signal and sum: `matmul_reduce`, `matmul_gather`."""
+    copy_gather: Tiles
+    """They only store tiles, because copy engines bring the rows: `gather_matmul`."""
+    two_shot: Tiles
+    """They send Lamport values to owners, and the sums to everyone: `lamport_two_shot`."""
+    pair: Tiles
+    """They exchange Lamport values with the one peer: `lamport_pair`."""
+    pair_fp8: Tiles
+    """The same with operands in eight bits."""
+
+    def of_pair(self, fp8: bool) -> Tiles:
+        return self.pair_fp8 if fp8 else self.pair

@@ -1,0 +1,154 @@
+"""The PTX of the kernels for NVIDIA Hopper: MMA and mover warps, weights in eight bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+import re
+
+import iris  # noqa: F401  (before triton: it may set up the interpreter)
+from iris_ops.fp8 import weight_stream
+import pytest
+
+from tests.assembly import (
+    CAS_A_REPORT,
+    LOCAL,
+    WORLD_SIZE,
+    Kernel,
+    narrow_scopes,
+    registers,
+    unguarded_hand_overs,
+)
+
+pytestmark = pytest.mark.compile
+
+
+def test_ptx_of_a_store_warp(compiled) -> None:
+    """Warps that multiply and warps that store: loads by TMA, 16-byte stores to every rank, barriers in between."""
+    kernel = compiled("sm_90")["example_store_warp"]
+    assert (
+        kernel.count(r"setmaxnreg\.inc") >= 2 and kernel.count(r"wgmma\.mma_async") and kernel.count(r"cp\.async\.bulk")
+    )
+    assert kernel.count(r"\bst\.global\.v4\.b32") == WORLD_SIZE * 4 * 8  # ranks, parts of a tile, 16 bytes of a thread
+    assert not unguarded_hand_overs(kernel)
+
+
+def test_ptx_of_warp_specialised_programs(compiled) -> None:
+    """Eight warps multiply asynchronously; four move tiles, to each rank 16 bytes of a thread at a time."""
+    lamport = re.compile("^(traced_)?lamport_")
+    kernels = {name: k for name, k in compiled("sm_90").items() if "_hopper_" in name and not lamport.match(name)}
+    assert len([name for name in kernels if not name.startswith("traced_")]) == 13 and len(kernels) > 13
+    for name, kernel in kernels.items():
+        for change in ("dec", "inc"):  # of those that multiply, of those that move
+            assert kernel.count(rf"setmaxnreg\.{change}\S*\s+168;") == 1, name
+        # one step of a tile's product is under way while the next begins; all have ended once, when it is handed over
+        assert kernel.count(r"wgmma\.mma_async") == 64 // 16 == 128 // 32, name
+        assert kernel.count(r"wgmma\.wait_group\S*\s+1;") == kernel.count(r"wgmma\.wait_group\S*\s+0;") == 1, name
+        assert not unguarded_hand_overs(kernel), name
+        without = Kernel(name, kernel.text.replace("bar.sync", "nothing"), kernel.shared)
+        assert len(unguarded_hand_overs(without)) >= 3, name
+        gathers, own = "gather" in name, "all_gather_matmul" in name
+        # operands that were loaded, a tile to move (in reductions also to sum), its place in shared memory
+        assert kernel.count(r"mbarrier\.try_wait") == (3 if gathers else 4), name
+        ranks = 1 if own else WORLD_SIZE if gathers else 1 + WORLD_SIZE if "all_reduce" in name else 2
+        held = 2 if own and name.endswith("256") else 4  # of 32 elements of a part that are a thread's; gated
+        assert kernel.count(r"\bst\.global\.v4\.b32") >= ranks * held, name
+
+
+def test_ptx_of_lamport_values_from_warp_specialised_programs(compiled) -> None:
+    """Tiles, and sums, go out written through, to each rank 16 bytes of a thread at a time; nothing is released."""
+    kernels = [compiled("sm_90")[name] for name in ("lamport_two_shot", "traced_lamport_two_shot")]
+    for kernel in kernels:
+        assert kernel.count(r"wgmma\.mma_async") == 64 // 16 and not unguarded_hand_overs(kernel), kernel.name
+        # operands that were loaded, a tile to send, its place in shared memory
+        assert kernel.count(r"mbarrier\.try_wait") == 3, kernel.name
+        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == 2 * 4 * WORLD_SIZE, kernel.name  # of 32 elements each
+        assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)|\bld\.volatile\.global\.(?!v4\.b32)"), kernel.name
+        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
+        assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (
+            kernel.name,
+            released,
+        )  # failure records
+        assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), kernel.name
+        # three blocks of values are polled: each until it is late, and one thread marks that
+        assert kernel.count(r"%globaltimer;") >= 6 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 3, kernel.name
+    # what is recorded: product, push, sum, push of sums, and each wait
+    assert [kernel.count(r"%smid;") for kernel in kernels] == [0, 4 + 3]
+
+
+def test_ptx_of_lamport_values_that_two_ranks_exchange(compiled) -> None:
+    """A tile goes out written through, 16 bytes of a thread at a time; the peer's is looked at before it is sent."""
+    names = [f"lamport_pair_{name}" for name in ("128", "128_fp8", "64", "64_of_four", "folded")]
+    names += ["lamport_pair_scatter_128", "lamport_pair_scatter_64_of_four"]
+    traced = ["traced_lamport_pair_128", "traced_lamport_pair_scatter_128"]
+    kernels = {name: compiled("sm_90")[name] for name in names + traced}
+    for name, kernel in kernels.items():
+        if name.endswith("four"):  # of eight warps each thread begins with more registers than it is to have
+            assert kernel.count(r"setmaxnreg\.dec\S*\s+232;") == 1 and kernel.count("m64n128k16") == 4, name
+        else:
+            for change in ("dec", "inc"):
+                assert kernel.count(rf"setmaxnreg\.{change}\S*\s+168;") == 1, name
+        assert kernel.count(r"wgmma\.mma_async") == 64 // 16 and not unguarded_hand_overs(kernel), name
+        # operands that were loaded, a tile to send, its place in shared memory
+        assert kernel.count(r"mbarrier\.try_wait") == 3, name
+        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == 4, name  # of 32 elements of a part that are a thread's
+        parts = 2 if "64" in name else 4
+        looks = [i for i, line in enumerate(kernel.lines) if "ld.volatile.global.v4.b32" in line]
+        sent = next(i for i, line in enumerate(kernel.lines) if "st.global.wt.v4.b32" in line)
+        # later one part is polled, asked who did not send it, and the next looked at anew
+        assert sum(i < sent for i in looks) == 4 * parts and len(looks) == 4 * (parts + 3), name
+        narrow = [kernel.count(rf"\b{access}\.(?!v4\.b32)") for access in (r"st\.global\.wt", r"ld\.volatile\.global")]
+        # who scatters ends with a word that tells the peer: looked at, polled, asked who did not send it
+        assert narrow == ([1, 3] if "scatter" in name else [0, 0]), name
+        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
+        assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (
+            name,
+            released,
+        )  # failure records
+        assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), name
+        assert kernel.count(r"%globaltimer;") >= 2 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 1, name
+    # product, push, sum, wait, of scattered values two
+    assert [kernels[name].count(r"%smid;") for name in traced] == [4, 5]
+    assert not any(kernels[name].count(r"%smid;") for name in names)
+
+
+def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
+    """Lines by TMA, whole vectors to registers, no conversion of a weight; values as in few rows; all programs fit."""
+    kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_fp8_" in name}
+    assert len(kernels) == 2 * 6 + 1
+    for name, kernel in kernels.items():
+        rows, tiles = map(int, re.findall(r"\d+", name.partition("fp8")[2]))
+        resident = 3 if (rows, tiles) in weight_stream.RINGS[3] else 1
+        stages = weight_stream.RINGS[resident][rows, tiles]
+        shared = weight_stream.shared_bytes(rows, tiles, stages)
+        assert 0 <= kernel.shared - shared <= 512, name  # barriers, and what sums of squares take
+        loads = stages * (1 + tiles) + 1 + tiles  # of A and of the weights, before and in the loop
+        assert kernel.count(r"cp\.async\.bulk\.tensor\.3d") == loads, name
+        steps = 2 * 4 * (rows // 8) * tiles  # of 16 along K, bytes, 8 rows, tiles
+        assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == steps, name
+        assert kernel.count(r"ld\.shared\.v4\.b32") >= 4 * tiles and not kernel.count(r"cvt\S*\.e4m3"), name
+        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
+        if name.startswith("skinny"):
+            assert not released and not kernel.count(r"\.sys\b|volatile"), name
+        else:
+            assert kernel.count(r"\bst\.global\.wt\.") == WORLD_SIZE == kernel.count(r"\bld\.volatile\.global") // 3, (
+                name
+            )
+            assert not kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32|b32)|sys\.acquire"), name
+            assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), name
+            assert not narrow_scopes(kernel), name
+        assert registers(kernel, tmp_path) <= (weight_stream.REGISTERS if resident == 3 else 255), name
+    room = 228 << 10  # of a multiprocessor; each program's takes a KiB of its own
+    for resident, rings in weight_stream.RINGS.items():
+        for (rows, tiles), stages in rings.items():
+            taken = weight_stream.shared_bytes(rows, tiles, stages) + 512 + 1024
+            assert resident * taken <= room < (resident + 1) * taken or (resident == 3 and 3 * taken <= room)
+
+
+def test_ptx_of_rounded_rows(compiled) -> None:
+    """Both operands go from memory to tensor cores as they are: by TMA, and nothing converts them."""
+    rounded = re.compile("lamport_rounded|fp8_tiles|(hopper|lamport_(pair|two_shot)).*_fp8$")
+    kernels = [kernel for name, kernel in compiled("sm_90").items() if rounded.search(name)]
+    assert len(kernels) == 15
+    for kernel in kernels:
+        assert kernel.count(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3"), kernel.name
+        assert kernel.count(r"cp\.async\.bulk\.tensor") >= 2 and not kernel.count(r"cvt\S*e4m3"), kernel.name
