@@ -12,7 +12,10 @@ fields of `FusedConfig` in place of the plan's, in the same run and checked alik
 """
 
 import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
+from functools import partial
 import itertools
 import sys
 import time
@@ -153,7 +156,7 @@ def run_row(row: Row, team: Team, found: list[rivals.Contender], dtype: torch.dt
         else:
             estimates[name] = team.slowest([local])[0]
     for mode in sorted(args.modes):  # eager first: a capture that fails may leave a rival unusable
-        time_mode(mode, inputs, calls, estimates, results, budget)
+        time_mode(mode, inputs, {c.name: c for c in found if c.name in calls}, calls, estimates, results, budget)
     gemms = [r.get("graph_us") or r.get("eager_us") for r in results.values() if r["kind"] == rivals.GEMM]
     gemm_us = min((us for us in gemms if us), default=None)
     itemsize = dtype.itemsize
@@ -185,6 +188,7 @@ def get_ready(contender: rivals.Contender, inputs: Inputs, result: dict) -> Call
 def time_mode(
     mode: str,
     inputs: Inputs,
+    found: dict[str, rivals.Contender],
     calls: dict[str, Call],
     estimates: dict[str, float],
     results: dict[str, dict],
@@ -199,7 +203,8 @@ def time_mode(
         if mode == "eager":
             batches[name] = timing.eager_batch(call, count, copies)
             continue
-        captured, reason = team.attempt(lambda call=call, count=count: timing.graph_batch(call, count, copies))
+        capture = found[name].capture
+        captured, reason = team.attempt(partial(captured_batch, capture, call, count, copies))
         if reason:
             results[name]["notes"].append(f"no CUDA graph ({reason})")
         else:
@@ -210,7 +215,7 @@ def time_mode(
         results[name]["notes"].append(f"failed while timed, {mode} ({reason})")
     for name, taken in timings.items():
         if name in outputs:
-            alone = results[name]["kind"] == rivals.GEMM
+            alone = found[name].alone
             error, reason = team.attempt(
                 lambda name=name, alone=alone: replayed_error(inputs, batches[name], outputs[name], alone)
             )
@@ -222,6 +227,13 @@ def time_mode(
                 continue
         results[name][f"{mode}_us"] = taken.call_us
         results[name][f"{mode}_host_us"] = taken.host_us
+
+
+def captured_batch(
+    capture: Callable[[], AbstractContextManager], call: Call, count: int, copies: int
+) -> tuple[timing.Batch, torch.Tensor]:
+    with capture():
+        return timing.graph_batch(call, count, copies)
 
 
 def record(row: Row) -> dict:
