@@ -127,11 +127,18 @@ def run(team: Team, args: argparse.Namespace) -> None:
         heap.close()
 
 
-def run_row(row: Row, team: Team, found: list[rivals.Contender], dtype: torch.dtype, args: argparse.Namespace) -> dict:
+def run_row(
+    row: Row,
+    team: Team,
+    found: list[rivals.Contender],
+    dtype: torch.dtype,
+    args: argparse.Namespace,
+    make: type[Inputs] = Inputs,
+) -> dict:
     if not row.serves(team.world):
         note = f"left out: {team.world} ranks do not divide the columns"
         return {**record(row), "link_us": None, "gemm_us": None, "floor_us": None, "results": [], "notes": [note]}
-    inputs, reason = team.attempt(lambda: Inputs(row, team, dtype))
+    inputs, reason = team.attempt(lambda: make(row, team, dtype))
     if reason:
         raise RuntimeError(f"{row}: no inputs: {reason}")
     results: dict[str, dict] = {}

@@ -15,6 +15,8 @@ import sys
 from iris_tp.bench.team import Team
 import torch
 
+from benchmarks import freshness
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -122,6 +124,7 @@ def describe_run(team: Team, args: argparse.Namespace) -> dict:
         "world": team.world,
         "dtype": args.dtype,
         "versions": versions,
+        "commit": freshness.commit(),
     }
 
 
@@ -164,6 +167,8 @@ def summary(result: dict) -> str:
 
 
 def write(report: dict, args: argparse.Namespace) -> None:
+    """The JSON file of a run so far, with the digests of the code that made it."""
+    report["code"] = freshness.recorded(report)
     path(report, args).write_text(json.dumps(rounded(report), indent=1, allow_nan=False) + "\n")
 
 

@@ -81,7 +81,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype) -> list[Contende
     if not team.cuda or not installed(team):
         return []
     return [
-        Contender(f"cuBLAS + {name}", RIVAL, {"ar": _prepare(team, one_shot)}, _served(one_shot))
+        Contender(f"cuBLAS + {name}", RIVAL, {"ar": _prepare(team, one_shot)}, served(one_shot))
         for one_shot, name in NAMES.items()
     ]
 
@@ -100,5 +100,5 @@ def _prepare(team: Team, one_shot: bool) -> Callable[[Inputs], Call]:
     return prepare
 
 
-def _served(one_shot: bool) -> Callable[[Row, int, torch.dtype], bool]:
+def served(one_shot: bool) -> Callable[[Row, int, torch.dtype], bool]:
     return lambda row, world, dtype: serves(one_shot, row.M, row.N, world, dtype)
