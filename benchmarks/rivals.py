@@ -17,7 +17,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 import functools
+import importlib.util
 import math
+import os
 
 from iris_tp.bench import separate
 from iris_tp.bench.inputs import Call, Inputs
@@ -97,6 +99,17 @@ class Heap:
     def close(self) -> None:
         if "ctx" in vars(self):
             self.ctx.close()
+
+
+def installed(team: Team, module: str, name: str) -> bool:
+    """Whether a rival can be imported, and IRIS_WITHOUT does not name it; says so where it cannot."""
+    if module in os.environ.get("IRIS_WITHOUT", "").split(","):
+        team.say(f"without {name}: IRIS_WITHOUT names it")
+    elif importlib.util.find_spec(module) is None:
+        team.say(f"without {name}: it is not installed")
+    else:
+        return True
+    return False
 
 
 def heaps(team: Team, rows: list[Row], dtype: torch.dtype, gib: float) -> tuple[Heap, Heap]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import functools
-import importlib.util
 
 from iris_tp.bench.inputs import Call, Inputs
 from iris_tp.bench.rows import Row
@@ -18,6 +17,7 @@ from iris_tp.bench.team import Team
 import torch
 import torch.distributed as dist
 
+from benchmarks import rivals
 from benchmarks.rivals import RIVAL, Contender
 
 NAMES = {True: "FlashInfer one-shot", False: "FlashInfer two-shot"}
@@ -29,10 +29,7 @@ LATE = 16  # rows from which on a kernel lets the next one start only at its end
 
 def installed(team: Team) -> bool:
     """Whether FlashInfer can be imported; says so where it cannot."""
-    found = importlib.util.find_spec("flashinfer") is not None
-    if not found:
-        team.say("without FlashInfer: it is not installed")
-    return found
+    return rivals.installed(team, "flashinfer", "FlashInfer")
 
 
 def serves(one_shot: bool, rows: int, columns: int, world: int, dtype: torch.dtype) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 import functools
-import importlib.util
 import os
 from typing import Any
 
@@ -19,6 +18,7 @@ from iris_tp.bench.team import Team
 import torch
 import torch.distributed as dist
 
+from benchmarks import rivals
 from benchmarks.rivals import RIVAL, Contender
 
 NAME = "vLLM custom all-reduce"
@@ -30,10 +30,7 @@ QUIET = {"VLLM_SKIP_P2P_CHECK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_U
 
 def installed(team: Team) -> bool:
     """Whether vLLM can be imported; says so where it cannot."""
-    found = importlib.util.find_spec("vllm") is not None
-    if not found:
-        team.say("without vLLM: it is not installed")
-    return found
+    return rivals.installed(team, "vllm", "vLLM")
 
 
 def serves(nbytes: int, world: int, dtype: torch.dtype) -> bool:

@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
+import signal
 import statistics
 import subprocess
 import sys
@@ -48,17 +49,19 @@ Rows = list[tuple[int, int]]
 
 def measure_apart(args: argparse.Namespace, rows: Rows, config: Any) -> dict:
     """What vLLM takes for `rows` of (batch, prompt length), or why it does not run: {"failed": reason}."""
-    if importlib.util.find_spec("vllm") is None:
-        return {"failed": "not installed"}
+    without = os.environ.get("IRIS_WITHOUT", "").split(",")
+    if importlib.util.find_spec("vllm") is None or "vllm" in without:
+        return {"failed": "not installed" if "vllm" not in without else "IRIS_WITHOUT names it"}
     if args.device != "cuda":
         return {"failed": "needs GPUs"}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         asked = {"folder": folder, "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "dtype": args.dtype}
         # the second attempt is without FlashInfer, whose kernels may be missing for this model
-        for fused in [True, False] if importlib.util.find_spec("flashinfer") else [False]:
+        fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without
+        for fused in [True, False] if fusing else [False]:
             found = _child({**asked, "fused": fused, "out": f"{folder}/{fused}.json"}, folder, args.vllm_limit)
-            if "rows" in found:
+            if "rows" in found or "late" in found:
                 break
     return found
 
@@ -67,17 +70,24 @@ def _child(asked: dict, folder: str, limit_s: float) -> dict:
     environment = {**os.environ, **SETTINGS, "VLLM_CACHE_ROOT": f"{folder}/cache"}
     line = [sys.executable, "-m", "benchmarks.vllm_engine", json.dumps(asked)]
     started = time.monotonic()
-    try:
-        done = subprocess.run(line, env=environment, timeout=limit_s, capture_output=True, text=True)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not ready after {limit_s:.0f} s"}
-    out = Path(asked["out"])
-    print(done.stdout[-2000:], f"vLLM took {time.monotonic() - started:.0f} s", flush=True)
-    if done.returncode or not out.exists():
-        print(done.stderr[-6000:], file=sys.stderr, flush=True)
-        reasons = [text for text in done.stderr.splitlines() if "Error" in text] or ["no reason told"]
-        return {"failed": reasons[-1][-160:]}
-    return json.loads(out.read_text())
+    out, log = Path(asked["out"]), Path(folder) / "log"
+    with (
+        log.open("w") as told,
+        subprocess.Popen(line, env=environment, stdout=told, stderr=told, start_new_session=True) as child,
+    ):
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # its ranks, too, which would keep the GPUs' memory
+            code = None
+    print(f"vLLM: {code} after {time.monotonic() - started:.0f} s", flush=True)
+    if out.exists():  # each row is written when it is done
+        return json.loads(out.read_text())
+    print(log.read_text()[-8000:], file=sys.stderr, flush=True)
+    if code is None:
+        return {"failed": f"not ready after {limit_s:.0f} s", "late": True}
+    reasons = [text for text in log.read_text().splitlines() if "Error" in text] or ["no reason told"]
+    return {"failed": reasons[-1][-160:]}
 
 
 def measure(asked: dict) -> dict:
