@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 import functools
 import json
+import textwrap
 from typing import Any
 
 from iris.errors import IrisError
@@ -23,6 +24,8 @@ from benchmarks import freshness, report
 
 CHANGED = "changed since"
 UNKNOWN = "unknown"
+VERSIONS = ("torch", "triton", "NCCL")
+WIDTH = 160
 PROGRAMS = 132  # of an H100 and an H200
 # what else of a configuration decides which code runs
 _FIELDS = ("algorithm", "block_m", "block_n", "block_k", "num_warps", "num_stages", "warp_specialised", "splits")
@@ -44,11 +47,18 @@ def gpus(run: dict[str, Any]) -> str:
     return f"{run['world']} x {run['gpu'].removeprefix('NVIDIA ').split()[0]}"
 
 
-def header(runs: Iterable[dict[str, Any]], folder: str, text: str = "") -> str:
-    """Who measured a table: GPU, date, versions and commit of each run, linked to all of its rows."""
-    told = {run["file"]: run for run in runs}.values()
-    lines = [f"[{run['file']}]({folder}{run['file']}.md): {report.headline(run)}" for run in told]
-    return "  \n".join([*([text] if text else []), *lines])
+def header(runs: Iterable[dict[str, Any]], folder: str | None, text: str = "") -> str:
+    """Who measured a table: GPU, dtype, versions, and each run's date and commit, with a `folder` linked to all rows."""
+    by_machine: dict[str, dict[str, str]] = {}
+    for run in runs:
+        versions = ", ".join(f"{name} {run['versions'][name]}" for name in VERSIONS if run["versions"].get(name))
+        commit = f", commit {run['commit']}" if run.get("commit") else ""
+        machine = f"{run['world']} x {run['gpu']}, {run['dtype']}; {versions}"
+        name = run["file"] if folder is None else f"[{run['file']}]({folder}{run['file']}.md)"
+        by_machine.setdefault(machine, {})[run["file"]] = f"{name} {run['date']}{commit}"
+    told = [f"{machine}: {', '.join(files.values())}." for machine, files in by_machine.items()]
+    paragraph = " ".join([*([text] if text else []), *told])
+    return textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def changed(run: dict[str, Any], row: dict[str, Any] | None = None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 import functools
+import statistics
 from typing import Any
 
 from iris_tp.bench.rows import CALLS
@@ -20,9 +21,8 @@ Run = dict[str, Any]
 Wanted = tuple[str, int, int, int] | tuple[str, int, int, int, str]
 
 README_ROWS: list[Wanted] = [
-    ("ar", 8192, 8192, 7168), ("ar", 2048, 8192, 2048), ("ar", 512, 8192, 2048), ("ar", 64, 8192, 2048),
-    ("ar", 1, 8192, 2048), ("rs", 8192, 8192, 7168), ("rs", 2048, 8192, 2048), ("ag", 8192, 14336, 8192),
-    ("ag", 8192, 2560, 8192), ("ga", 8192, 14336, 8192),
+    ("ar", 8192, 8192, 7168), ("ar", 2048, 8192, 2048), ("ar", 64, 8192, 2048), ("ar", 1, 8192, 2048),
+    ("rs", 8192, 8192, 7168), ("ag", 8192, 2560, 8192), ("ga", 8192, 14336, 8192),
 ]  # fmt: skip
 TWO: list[Wanted] = [
     ("ar", 8192, 8192, 7168), ("ar", 2048, 8192, 2048), ("ar", 1024, 5120, 12800), ("ar", 512, 8192, 2048),
@@ -45,7 +45,7 @@ OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
 MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
 OPS_TEXT = (
     "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where it"
-    " is faster.  "
+    " is faster."
 )
 SIZES = [2 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 
@@ -83,10 +83,38 @@ def timed(row: dict[str, Any], mode: str = "graph") -> dict[str, float]:
     }
 
 
-def ops(patterns: Sequence[str], wanted: Sequence[Wanted], folder: str, floor: bool = True) -> str:
+def readme(folder: str) -> str:
+    """Rows of ops on two GPUs, and a step of each model on two, with vLLM among its rivals where it was measured."""
+    used, rows = _op_rows(OPS_TWO, README_ROWS, floor=False)
+    for model, name in MODELS.items():
+        for run in newest(f"llm_{model}_compiled_{{gpu}}_x2"):
+            row = run["rows"][0]
+            results = {each["key"]: each for each in row["results"] if each["status"] == "ok"}
+            ours = _ms(results["ours"], "step")
+            vllm = _beside_ms(results.get("vllm"), ours, "step")
+            cells = [f"{name}, a step, ms", f"{row['batch']} x {row['prompt']}", figure(ours)]
+            nccl = _beside_ms(results.get("nccl"), ours, "step")
+            rows.append([*cells, nccl, f"vLLM {vllm}" if vllm else "", changed(run)])
+            used.append(run)
+    head = ["op, µs", "M, N, K", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
+    text = (
+        "CUDA graphs, median, slowest rank; in brackets how many times ours a rival takes, in bold where it is faster."
+    )
+    return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}"
+
+
+def ops(patterns: Sequence[str], wanted: Sequence[Wanted], folder: str) -> str:
     """Rows of the four ops, each from the first of the files that has it."""
+    used, rows = _op_rows(patterns, wanted, floor=True)
+    head = ["op", "M, N, K", "floor", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
+    return f"{header(used, folder, OPS_TEXT)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
+
+
+def _op_rows(patterns: Sequence[str], wanted: Sequence[Wanted], floor: bool) -> tuple[list[Run], list[list[str]]]:
     runs = [run for pattern in patterns for run in newest(pattern)]
-    used, rows, before = [], [], ""
+    used: list[Run] = []
+    rows: list[list[str]] = []
+    before = ""
     for want in wanted:
         found = next(
             ((run, row) for run in runs for row in run["rows"] if _is(row, want) and "ours" in timed(row)), None
@@ -108,8 +136,7 @@ def ops(patterns: Sequence[str], wanted: Sequence[Wanted], folder: str, floor: b
         cells += [beside(nccl, ours), beside(times[best], ours, best.removeprefix("cuBLAS + ")) if best else ""]
         rows.append([*cells, changed(run, row)])
         before = want[0]
-    head = ["op", "M, N, K", *(["floor"] * floor), "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
-    return f"{header(used, folder, OPS_TEXT)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
+    return used, rows
 
 
 def _nothing() -> str:
@@ -145,7 +172,7 @@ def models(ranks: int, folder: str, most: int | None = None) -> str:
                 cells += [figure(mine), *(_beside_ms(results.get(key), mine, kind) for key in others)]
             rows.append([*cells, changed(run)])
     head = ["model", "batch x prompt", "step", *others.values(), "first token", *others.values(), CHANGED]
-    text = "ms, CUDA graphs, decoder layers compiled; in brackets how many times ours a rival takes, in bold where it is faster.  "
+    text = "ms, CUDA graphs, decoder layers compiled; in brackets how many times ours, in bold where faster."
     return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
 
@@ -183,7 +210,7 @@ def collectives(ranks: int, folder: str) -> str:
             cells = [f"`{op}`" if op != before else "", size_name(row["bytes"]), us(times["ours"])]
             rows.append([*cells, *(beside(times.get(name), times["ours"]) for name in names), changed(run)])
             before = op
-    text = "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours, in bold where faster.  "
+    text = "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours, in bold where faster."
     return f"{header([run], folder, text)}\n\n{lines_of(['op', 'size', 'ours', *names, CHANGED], rows, 2)}"
 
 
@@ -203,7 +230,7 @@ def norms(folder: str) -> str:
             rows.append([*cells, changed(run, row)])
     shown = [name.removeprefix("cuBLAS + ").removesuffix(", norm") for name in names]
     text = (
-        "µs a call in a CUDA graph, median, slowest rank. Rivals multiply by cuBLAS; in brackets how many times ours.  "
+        "µs a call in a CUDA graph, median, slowest rank. Rivals multiply by cuBLAS; in brackets how many times ours."
     )
     return f"{header([run], folder, text)}\n\n{lines_of(['M, N, K', 'ours', *shown, CHANGED], rows, 1)}"
 
@@ -223,7 +250,7 @@ def means(folder: str) -> str:
     for pattern, what in FILES.items():
         for gpu in ("h100", "h200"):
             file = pattern.format(gpu=gpu)
-            if not (report.RESULTS / f"{file}.json").exists():
+            if not _exists(file):
                 continue
             run = run_of(file)
             runs.append(run)
@@ -232,10 +259,54 @@ def means(folder: str) -> str:
             rows.append([f"[{gpus(run)}]({folder}{file}.md), {what}", *cells, _together(marks)])
     head = ["rows", *(f"`{call}`" for call in CALLS.values()), CHANGED]
     text = (
-        "How many times ours cuBLAS + NCCL takes in a CUDA graph, geometric mean of all rows, and behind the bar the"
-        " best rival of each row.  "
+        "How many times ours cuBLAS + NCCL takes in a CUDA graph, geometric mean of all rows, and behind the stroke the"
+        " best rival of each row."
     )
     return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 1)}"
+
+
+def floors(folder: str) -> str:
+    """By file, how many times the floor ours take, geometric means of rows of 2048 and more."""
+    runs = [run for pattern in (*OPS_TWO[:2], *OPS_FOUR) for run in newest(pattern)]
+    rows = []
+    for run in runs:
+        cells = []
+        for op in CALLS:
+            large = [row for row in run["rows"] if row["op"] == op and row["M"] >= 2048 and row["floor_us"]]
+            mean = geometric_mean([timed(row)["ours"] / row["floor_us"] for row in large if "ours" in timed(row)])
+            cells.append(f"{mean:.2f}" if mean else "")
+        marks = {changed(run, row) for row in run["rows"]}
+        rows.append([f"[{run['file']}]({folder}{run['file']}.md)", *cells, _together(marks)])
+    head = ["rows from 2048 on", *(f"`{call}`" for call in CALLS.values()), CHANGED]
+    text = "How many times the floor ours take in a CUDA graph, geometric mean."
+    return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 1)}"
+
+
+def hosts(folder: str) -> str:
+    """By file, how long an eager call of ours keeps the host busy."""
+    rows, used = [], []
+    for run in (run for pattern in ("ops_{gpu}_x2", "ops_{gpu}_x4") for run in _eager(pattern)):
+        busy = [each["eager_host_us"] for row in run["rows"] for each in row["results"] if _eager_ours(each)]
+        figures = (us(min(busy)), us(statistics.median(busy)), us(max(busy)))
+        rows.append([f"[{gpus(run)}]({folder}{run['file']}.md)", *figures, changed(run)])
+        used.append(run)
+    head = ["rows of the ops", "least", "median", "most", CHANGED]
+    return f"{header(used, folder, 'Host time of an eager call of ours, µs.')}\n\n{lines_of(head, rows, 1)}"
+
+
+def _eager(pattern: str) -> list[Run]:
+    """The newest of those files that have eager calls."""
+    found = [run_of(pattern.format(gpu=gpu)) for gpu in ("h100", "h200") if _exists(pattern.format(gpu=gpu))]
+    found = [run for run in found if any(_eager_ours(each) for row in run["rows"] for each in row["results"])]
+    return [max(found, key=lambda run: run["date"])] if found else []
+
+
+def _eager_ours(result: dict) -> bool:
+    return result["name"] == "ours" and "eager_host_us" in result
+
+
+def _exists(file: str) -> bool:
+    return (report.RESULTS / f"{file}.json").exists()
 
 
 def _together(marks: set[str]) -> str:

@@ -1,4 +1,7 @@
-"""What a run leaves behind: who ran what, where, with which versions; figures as JSON."""
+"""What a run leaves behind: who ran what, where, with which versions; figures as JSON.
+
+`python -m benchmarks.report` writes the tables of README and docs from these files (`pages.py`).
+"""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -142,8 +145,10 @@ def left_out(report: dict) -> list[str]:
 
 
 def headline(report: dict) -> str:
+    """GPU, dtype, date, versions and, of files that tell, the commit."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
-    return f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}; {versions}."
+    commit = f", commit {report['commit']}" if report.get("commit") else ""
+    return f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}{commit}; {versions}."
 
 
 def slug(gpu: str) -> str:
@@ -189,3 +194,9 @@ def rounded(value):
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    from benchmarks.pages import main
+
+    main()
