@@ -47,17 +47,34 @@ def gpus(run: dict[str, Any]) -> str:
     return f"{run['world']} x {run['gpu'].removeprefix('NVIDIA ').split()[0]}"
 
 
-def header(runs: Iterable[dict[str, Any]], folder: str | None, text: str = "") -> str:
-    """Who measured a table: GPU, dtype, versions, and each run's date and commit, with a `folder` linked to all rows."""
+def header(runs: Iterable[dict[str, Any]], folder: str, text: str = "") -> str:
+    """Who measured a table: GPU, dtype, versions, and each run's date and commit, linked to all of its rows."""
     by_machine: dict[str, dict[str, str]] = {}
     for run in runs:
-        versions = ", ".join(f"{name} {run['versions'][name]}" for name in VERSIONS if run["versions"].get(name))
-        commit = f", commit {run['commit']}" if run.get("commit") else ""
-        machine = f"{run['world']} x {run['gpu']}, {run['dtype']}; {versions}"
-        name = run["file"] if folder is None else f"[{run['file']}]({folder}{run['file']}.md)"
-        by_machine.setdefault(machine, {})[run["file"]] = f"{name} {run['date']}{commit}"
-    told = [f"{machine}: {', '.join(files.values())}." for machine, files in by_machine.items()]
-    paragraph = " ".join([*([text] if text else []), *told])
+        name = f"[{run['file']}]({folder}{run['file']}.md)"
+        by_machine.setdefault(machine(run), {})[run["file"]] = f"{name} {when(run)}"
+    told = [f"{where}: {', '.join(files.values())}." for where, files in by_machine.items()]
+    return filled(" ".join([*([text] if text else []), *told]))
+
+
+def in_short(runs: Iterable[dict[str, Any]], text: str) -> str:
+    """The same without the runs' names."""
+    by_machine: dict[str, set[str]] = {}
+    for run in runs:
+        by_machine.setdefault(machine(run), set()).add(when(run))
+    return filled(" ".join([text, *(f"{where}: {'; '.join(sorted(dates))}." for where, dates in by_machine.items())]))
+
+
+def machine(run: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in VERSIONS if run["versions"].get(name))
+    return f"{run['world']} x {run['gpu']}, {run['dtype']}; {versions}"
+
+
+def when(run: dict[str, Any]) -> str:
+    return run["date"] + (f", commit {run['commit']}" if run.get("commit") else "")
+
+
+def filled(paragraph: str) -> str:
     return textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 

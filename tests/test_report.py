@@ -21,7 +21,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A checkout of a kernel that imports a module of device code and one of the host."""
     files = {
         "iris_ops/kernels/__init__.py": "",
-        "iris_ops/kernels/a_kernel.py": "from . import steps\nfrom iris.device.waits import wait\nfrom iris import host\n",
+        "iris_ops/kernels/a_kernel.py": "from . import steps\nfrom iris import host\nfrom iris.device import waits\n",
         "iris_ops/kernels/other.py": "x = 1\n",
         "iris_ops/kernels/steps.py": '"""What it does."""\n\n\ndef step():\n    return 1  # a step\n',
         "iris/device/waits.py": "def wait():\n    return 2\n",
