@@ -1,15 +1,17 @@
-"""The collectives of `ctx.ccl` beside NCCL and torch's symmetric memory: `python -m benchmarks.ccl --ranks 4`.
+"""The collectives of `ctx.ccl` beside those of NCCL, torch, vLLM and FlashInfer: `python -m benchmarks.ccl --ranks 4`.
 
 Sizes are what nccl-tests counts: bytes of the input of all_reduce, reduce_scatter and all_to_all, of the output of
 all_gather; so bytes on the link are 2 (w - 1) / w of them for all_reduce and (w - 1) / w for the others.
 
-Every contender of a row is checked, poisoned output first, before it is timed, and our graphs once more by a replay.
+Every contender of a row is checked, poisoned output first, before it is timed, and graphs once more by a replay, but
+those of contenders that sum in place.
 One that raises or is wrong is named and not timed. Prints the tables of `ccl_report.py` and writes
 ccl_<gpu>_x<ranks>.json after every row. `--sweep` times our variants instead, over programs and blocks, and what the
 plan would have taken.
 """
 
 import argparse
+from functools import partial
 import sys
 import time
 
@@ -17,10 +19,11 @@ from iris_tp.bench import timing
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import ccl_report, report
+from benchmarks import ccl_installed, ccl_report, report
 from benchmarks.ccl_case import COPIES, Case, Contender, Ours
 from benchmarks.ccl_rivals import symmetric_memory, torch_distributed
 from benchmarks.ccl_sweep import sweep
+from benchmarks.ops import captured_batch
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 KIB, MIB = 1 << 10, 1 << 20
@@ -59,6 +62,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         found.append(torch_distributed(team))
         if team.cuda:
             found += symmetric_memory(team, max(args.sizes), dtype)
+            found += ccl_installed.contenders(team, max(args.sizes), dtype)
     measured = {**report.describe_run(team, args), "rows": []}
     begin = time.monotonic()
     # sizes outermost: a run that is cut short has every op
@@ -107,6 +111,7 @@ def measure(case: Case, found: list[Contender], row: dict, args: argparse.Namesp
         calls[contender.name] = pair[1]
         if contender.plan:
             result["plan"] = contender.plan(case)
+    captures = {contender.name: contender.capture for contender in found}
     budget = BUDGET if team.cuda else timing.INTERPRETED
     if not calls:
         return
@@ -117,17 +122,19 @@ def measure(case: Case, found: list[Contender], row: dict, args: argparse.Namesp
             if mode == "eager":
                 batches[name] = timing.eager_batch(call, count, COPIES)
                 continue
-            captured, reason = team.attempt(lambda call=call, count=count: timing.graph_batch(call, count, COPIES))
+            captured, reason = team.attempt(partial(captured_batch, captures[name], call, count, COPIES))
             if reason:
                 results[name]["notes"].append(f"no CUDA graph ({reason})")
             else:
                 batches[name], outputs[name] = captured
+        # a rival that sums in place has no right result after its first call
+        replayable = {contender.name for contender in found if contender.kind == "ours" or not contender.in_place}
         round_us = sum(estimates[name] * batch.calls for name, batch in batches.items())
         timings, failed = timing.interleave(team, batches, budget.repeats_for(round_us, len(batches)))
         for name, reason in failed.items():
             results[name]["notes"].append(f"failed while timed, {mode} ({reason})")
         for name, taken in timings.items():
-            if name == "ours" and name in outputs and not _replay_is_right(case, batches[name], outputs[name]):
+            if name in replayable and name in outputs and not _replay_is_right(case, batches[name], outputs[name]):
                 report.drop(results[name], "WRONG", "wrong result of a replay")
                 continue
             results[name][f"{mode}_us"] = taken.call_us

@@ -1,6 +1,7 @@
 """One row of `benchmarks.ccl` on one rank: its inputs, what every rank must get, and who computes it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 import functools
 import math
@@ -106,6 +107,7 @@ class Contender:
     serves: Callable[[Case], bool]
     in_place: bool = False  # what it returns was its input: poison would be summed
     plan: Callable[[Case], dict] | None = None
+    capture: Callable[[], AbstractContextManager] = nullcontext  # in which a graph is made
 
 
 class Ours:

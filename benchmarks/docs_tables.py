@@ -1,19 +1,16 @@
-"""Tables of docs/ from benchmarks/results: `python -m benchmarks.docs_tables` writes them, `--check` only compares.
+"""Tables that go through all result files: the rows of a kernel, and the rows that a rival leads.
 
-    <!-- measured NAME -->   some rows in which a plan took the kernel of that name, beside the strongest rivals
-    <!-- lost -->            all rows in which a rival is faster than ours, by the reason
+    of_kernel    some rows in which a plan took the kernel of that name, beside the strongest rivals
+    lost         all rows in which a rival is faster than ours, by the reason, where `_REASONS` knows it
 
-A table ends at `<!-- end -->`. Where a rival is newly ahead, `_REASONS` has to say why.
+`pages.py` puts them on their pages.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-import json
+import functools
 from pathlib import Path
-import re
-import sys
 from typing import Any
 
 from iris_ops.config import FusedConfig
@@ -21,13 +18,23 @@ from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.problem import Problem
 import torch
 
-RESULTS = Path(__file__).parent / "results"
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-OPS_FILES = ("ops_h200_x2", "ops_h200_x4", "ops_models_h200_x2", "ops_models_h200_x4")
-CCL_FILES = ("ccl_h100_x2", "ccl_h200_x4")
+from benchmarks.marks import CHANGED, changed, header, newest, run_of
+from benchmarks.report import RESULTS
+
+KERNEL_PAGES = "docs/kernels"
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("ops_{gpu}_x2", "ops_{gpu}_x4", "ops_models_{gpu}_x2", "ops_models_{gpu}_x4", "ccl_{gpu}_x2", "ccl_{gpu}_x4")
+PAGES = {  # of each kernel, by the name in its comment
+    name: f"{KERNEL_PAGES}/{path.name}"
+    for path in sorted((ROOT / KERNEL_PAGES).glob("*.md"))
+    for line in path.read_text().splitlines()
+    if line.startswith("<!-- measured ")
+    for name in line.split()[2:3]
+}
 # Why a rival of that name is ahead in an op, in graphs and in eager calls.
 _TILES = "A tile of cuBLAS fills the waves of these rows; ours left multiprocessors idle"
 _GATHERS = "Both have copy engines bring rows; cuBLAS's tiles are some percent ahead of ours at these widths"
+UNEXPLAINED = "Not known yet"
 _POWER = "Not known: the product of 22 ms takes nearly all of the time"
 _HOST = "The host's time of an eager call; in graphs ours is ahead"
 _REASONS = {
@@ -42,19 +49,25 @@ _OF_ROWS = {(16384, 16384, 26624): _POWER}  # where a row has a reason of its ow
 _OPS = {"ar": "matmul_all_reduce", "rs": "matmul_reduce_scatter", "ag": "all_gather_matmul", "ga": "matmul_all_gather"}
 _PROTOCOLS = {"words": "ccl.lamport", "flags": "ccl.flags"}
 _MOST = 5  # rows of a table
-_PLACE = re.compile(r"<!-- (measured \S+|lost) -->\n.*?<!-- end -->", re.DOTALL)
+_NONE = "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
 
 
-def tables() -> dict[str, str]:
-    """By the kernel's name."""
+def of_kernel(name: str, folder: str) -> str:
+    """Some rows that ran a kernel; `folder`: the way from its page to the result files."""
+    rows = _rows().get(name)
+    return _table(rows, folder) if rows else _NONE
+
+
+@functools.cache
+def _rows() -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """All rows of the newest files, by the kernel that ours ran."""
     found: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-    for file in (*OPS_FILES, *CCL_FILES):
-        run = json.loads((RESULTS / f"{file}.json").read_text()) | {"file": file}
+    for run in (run for pattern in FILES for run in newest(pattern)):
         for row in run["rows"]:
             ours = next(each for each in row["results"] if each["kind"] == "ours")
             if ours["status"] == "ok" and ours.get("graph_us"):
                 found.setdefault(_kernel(run, row, ours["plan"]), []).append((run, row))
-    return {kernel: _table(rows) for kernel, rows in found.items()}
+    return found
 
 
 def _kernel(run: dict[str, Any], row: dict[str, Any], plan: dict[str, Any]) -> str:
@@ -72,15 +85,18 @@ def _kernel(run: dict[str, Any], row: dict[str, Any], plan: dict[str, Any]) -> s
     return kernel_for(problem, config)
 
 
-def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> str:
     """Some of `rows`: every op's smallest and largest, and others spread between them."""
     chosen = list(_spread(rows))
+    text = (
+        "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where "
+        "it wins."
+    )
     lines = [
-        "µs a call in a CUDA graph, bf16, median, slowest rank; in brackets how many times ours a rival takes, in bold "
-        "where it wins.",
+        header([run for run, _ in chosen], folder, text),
         "",
-        "| GPUs, date | op | size | ours | cuBLAS + NCCL | best other rival |",
-        "|---|---|---|---:|---:|---:|",
+        f"| GPUs, date | op | size | ours | cuBLAS + NCCL | best other rival | {CHANGED} |",
+        "|---|---|---|---:|---:|---:|---|",
     ]
     if chosen[0][0]["benchmark"] == "ccl":
         lines[2] = lines[2].replace("cuBLAS + ", "")
@@ -92,12 +108,8 @@ def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
         size = f"{row['M']}, {row['N']}, {row['K']}" if "M" in row else _bytes(row["bytes"])
         op = f"`{_OPS.get(row['op'], row['op'])}`"
         cells = [_gpus(run), op, size, _us(ours), _rival(nccl, ours, False), _rival(others, ours, True)]
-        lines.append(f"| {' | '.join(cells)} |")
-    files = sorted({run["file"] for run, _ in chosen})
-    links = ", ".join(f"[{file}](../../benchmarks/results/{file}.md)" for file in files)
-    versions = chosen[0][0]["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "nccl") if name in versions)
-    return "\n".join([*lines, "", f"Every row: {links}; {named}."])
+        lines.append(f"| {' | '.join([*cells, changed(run, row)])} |")
+    return "\n".join(lines)
 
 
 def _spread(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -139,77 +151,57 @@ def lost() -> str:
     """Every row of the results in which a rival takes less time than ours, by the reason, the widest lead first."""
     rows: dict[str, list[tuple[float, str]]] = {}
     for path in sorted(RESULTS.glob("*.json")):
-        run = json.loads(path.read_text())
-        for row in run["rows"] if run.get("benchmark") in ("ops", "ccl") else ():
-            timed = [each for each in row["results"] if each["status"] == "ok"]
-            for called in ("graph", "eager"):
-                us = {each["name"]: each[f"{called}_us"] for each in timed if each.get(f"{called}_us")}
-                rivals = [each["name"] for each in timed if each["kind"] == "rival" and each["name"] in us]
-                best = min(rivals, key=us.__getitem__, default="ours")
-                if us.get(best, 0) < us.get("ours", 0):
-                    lead = us["ours"] / us[best] - 1
-                    line = _lost_row(run, row, called, us, best)
-                    rows.setdefault(_why(run, row, called, best), []).append((lead, line))
+        run = run_of(path.stem)
+        for row in run.get("rows", ()):
+            for called, times, unit in _timed(run, row):
+                ours = times.pop("ours", None)
+                best = min(times, key=times.__getitem__, default=None)
+                if ours and best and times[best] < ours:
+                    line = _lost_row(run, row, called, (_time(ours, unit), f"{best} {_time(times[best], unit)}"))
+                    lead = ours / times[best] - 1
+                    rows.setdefault(_why(row, called, best), []).append((lead, line.format(f"{100 * lead:.1f} %")))
     parts = []
     for why, lines in sorted(rows.items(), key=lambda each: -max(each[1])[0]):
         parts += [f"### {why}", ""]
-        parts += ["| GPUs, date | op | size | called | ours, µs | the rival, µs | ahead by |"]
-        parts += ["|---|---|---|---|---:|---:|---:|"]
+        parts += [f"| GPUs, date | op | size | called | ours, µs | the rival, µs | ahead by | {CHANGED} |"]
+        parts += ["|---|---|---|---|---:|---:|---:|---|"]
         parts += [line for _, line in sorted(lines, reverse=True)] + [""]
     return "\n".join(parts[:-1])
 
 
+def _timed(run: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[str, dict[str, float], str]]:
+    """How a row was called, what ours and each rival took by name, and in which unit."""
+    benchmark = str(run.get("benchmark", "")).partition("_")[0]
+    done = [each for each in row.get("results", ()) if each["status"] == "ok"]
+    if benchmark in ("ops", "norms", "ccl"):
+        for called in ("graph", "eager"):
+            known = [each for each in done if each["kind"] != "gemm" and each.get(f"{called}_us")]
+            yield called, {each["name"]: each[f"{called}_us"] for each in known}, ""
+    elif benchmark == "llm":
+        known = [each for each in done if each["key"] in ("ours", "nccl", "sequence-nccl", "transformers", "vllm")]
+        for kind, called in (("step", "step"), ("first", "first token")):
+            field = f"{kind}_graph_ms"
+            yield called, {each["name"]: each[field] for each in known if each.get(field)}, " ms"
+
+
+def _time(value: float, unit: str) -> str:
+    return _us(value) + unit if not unit or value >= 10 else f"{value:.2f}{unit}"
+
+
 def _sizes(row: dict[str, Any]) -> tuple[int, ...]:
-    return (row["M"], row["N"], row["K"]) if "M" in row else (row["bytes"],)
+    return (row["M"], row["N"], row["K"]) if "M" in row else ()
 
 
-def _why(run: dict[str, Any], row: dict[str, Any], called: str, best: str) -> str:
-    why = _OF_ROWS.get(_sizes(row)) or _REASONS.get((row["op"], best), ("", ""))[called == "eager"]
-    if not why:
-        where = f"{run['gpu']}, {row['op']} {_sizes(row)}"
-        raise LookupError(f"{where}: {best} is ahead in a {called} call; say in _REASONS why")
-    return why
+def _why(row: dict[str, Any], called: str, best: str) -> str:
+    reasons = _REASONS.get((row.get("op", "model"), best), ("", ""))
+    return _OF_ROWS.get(_sizes(row)) or reasons[called == "eager"] or UNEXPLAINED
 
 
-def _lost_row(run: dict[str, Any], row: dict[str, Any], called: str, us: dict[str, float], best: str) -> str:
-    cells = [
-        _gpus(run),
-        f"`{_OPS.get(row['op'], row['op'])}`",
-        ", ".join(map(str, _sizes(row))) if "M" in row else _bytes(row["bytes"]),
-        called,
-        _us(us["ours"]),
-        f"{best} {_us(us[best])}",
-        f"{100 * (us['ours'] / us[best] - 1):.1f} %",
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def rendered(page: str, made: dict[str, str]) -> str:
-    """`page` with its tables as the results have them now; `made`: those of `tables`, by name, and of `lost`."""
-    none = "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
-    return _PLACE.sub(lambda place: f"<!-- {place[1]} -->\n{made.get(place[1], none)}\n<!-- end -->", page)
-
-
-def pages() -> Iterator[tuple[Path, str, str]]:
-    """Every page with such a table: its path, its text, and what it should be."""
-    made = {f"measured {kernel}": table for kernel, table in tables().items()} | {"lost": lost()}
-    for path in sorted(DOCS.rglob("*.md")):
-        page = path.read_text()
-        if _PLACE.search(page):
-            yield path, page, rendered(page, made)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a page is not what it should be")
-    check = parser.parse_args().check
-    for path, page, new in pages():
-        if new != page:
-            if check:
-                sys.exit(f"{path} is out of date: python -m benchmarks.docs_tables")
-            path.write_text(new)
-            print(path)
-
-
-if __name__ == "__main__":
-    main()
+def _lost_row(run: dict[str, Any], row: dict[str, Any], called: str, times: tuple[str, str]) -> str:
+    """The row's line, with a place for the lead."""
+    if "batch" in row:
+        op, size = run["model"] + (", compiled" if run.get("compiled") else ""), f"{row['batch']} x {row['prompt']}"
+    else:
+        op = "`matmul_all_reduce_norm`" if run["benchmark"] == "norms" else f"`{_OPS.get(row['op'], row['op'])}`"
+        size = ", ".join(map(str, _sizes(row))) or _bytes(row["bytes"])
+    return f"| {' | '.join([_gpus(run), op, size, called, *times, '{}', changed(run, row)])} |"

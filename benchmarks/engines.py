@@ -9,6 +9,7 @@
     transformers    transformers' own tensor parallelism by the same plan, on the same weights
     async-tp        the sequence-parallel layers with the ops that torch's compiler puts there (`_micro_pipeline_tp`):
                     torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; steps as cuBLAS + NCCL
+    vllm            vLLM itself, with an engine, ranks and weights of its own (`vllm_engine.py`)
 
 Weights are random unless the model is a folder. They are drawn on each rank's device, so that a 70B shape starts in
 seconds: split ones by the rank's own seed, whole ones by one seed for all.
@@ -47,7 +48,7 @@ SHAPES: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
-UNSHARED, SEQUENCE_NCCL = "ours-unshared", "sequence-nccl"
+UNSHARED, SEQUENCE_NCCL, VLLM = "ours-unshared", "sequence-nccl", "vllm"
 FP8, FP8_SHARED = IN_FP8 = "ours-fp8", "fp8-shared"
 NAMES = {
     OURS: "ours",
@@ -58,6 +59,7 @@ NAMES = {
     SEQUENCE_NCCL: "cuBLAS + NCCL, sequence parallel",
     TRANSFORMERS: "transformers",
     ASYNC_TP: "torch async-TP",
+    VLLM: "vLLM",
 }
 
 
@@ -248,6 +250,14 @@ def config_of(name: str, depth: int | None = None):
         config.num_hidden_layers = depth
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:depth]
+    return config
+
+
+def config_for_others(name: str, depth: int | None = None):
+    """`config_of`, as other engines read it from a folder: with the name of the model's class."""
+    config = config_of(name, depth)
+    if name in SHAPES:
+        config.architectures = [f"{SHAPES[name][0]}ForCausalLM"]
     return config
 
 

@@ -20,7 +20,7 @@ import time
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import engines, report, truth
+from benchmarks import engines, report, truth, vllm_engine
 from benchmarks.table import markdown
 
 EAGER_STEPS = 4
@@ -49,11 +49,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="decoder layers by torch.compile, for all who can")
     parser.add_argument("--profile", action="store_true", help="prints what kernels take, in prompts and in steps")
     parser.add_argument("--quick", action="store_true", help="one round, one batch, one prompt length")
+    parser.add_argument(
+        "--vllm-limit", type=report.at_least(1.0), default=240, help="seconds for vLLM's start and rows; %(default)s"
+    )
     parser.set_defaults(dtype=None)  # which depends on the device
     args = parser.parse_args(argv)
     report.settle(args, argv, "llm")
     gpu = args.device == "cuda"
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
+    args.vllm = {}
+    if engines.VLLM in args.contenders and "RANK" in os.environ:
+        parser.error("--contenders vllm: expected no torchrun, for vLLM starts ranks of its own")
     if not gpu and set(args.contenders) == {engines.ASYNC_TP}:
         parser.error("--contenders async-tp: expected others on CPUs, for it needs GPUs")
     args.model = args.model or ("llama-3-8b" if gpu else "tiny")
@@ -90,10 +96,12 @@ def run(team: Team, args: argparse.Namespace) -> None:
     team.synchronize()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     say(f"{args.title}, {config.num_hidden_layers} layers: {weights / 2**30:.2f} GiB of weights on each rank")
-    wanted = list(dict.fromkeys([*args.contenders, engines.NCCL]))  # by whose errors the others' are judged
+    # cuBLAS + NCCL: by whose errors the others' are judged
+    wanted = [key for key in dict.fromkeys([*args.contenders, engines.NCCL]) if key != engines.VLLM]
     found, failed = engines.contenders(team, ctx, model, wanted)
     if engines.NCCL in failed:
         raise RuntimeError(f"{engines.NAMES[engines.NCCL]}: {failed[engines.NCCL]}")
+    missing = [f"vLLM: {args.vllm['failed']}"] if "failed" in args.vllm else []
     measured = {
         **report.describe_run(team, args),
         "model": args.title,
@@ -103,7 +111,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         "output": args.output,
         "allowed": {"times": truth.ALLOWED, "eps": truth.FLOOR, "fp8": truth.FP8},
         "weights_gib": weights / 2**30,
-        "notes": [f"{engines.NAMES[key]}: {reason}" for key, reason in failed.items()],
+        "notes": [f"{engines.NAMES[key]}: {reason}" for key, reason in failed.items()] + missing,
         "rows": [],
     }
     rows = rows_of(args)
@@ -113,6 +121,9 @@ def run(team: Team, args: argparse.Namespace) -> None:
             say(f"stopped: {len(rows) - number + 1} rows left out")
             break
         row = run_row(team, ctx, found, batch, prompt, args, lambda: time.monotonic() - begin > args.time_limit)
+        if "rows" in args.vllm:
+            row["results"].append(vllm_engine.result_of(args.vllm, batch, prompt))
+            row["results"].sort(key=lambda result: args.contenders.index(result["key"]))
         measured["rows"].append(row)
         measured["left_out"] = [f"{batch} x {prompt}" for batch, prompt in rows[number:]]
         say(f"{number}/{len(rows)} batch {batch}, prompt {prompt}: " + " | ".join(map(summary, row["results"])))
@@ -344,8 +355,9 @@ def render(measured: dict) -> str:
                 continue
             keys = ("first_graph_ms", "first_eager_ms", "step_graph_ms", "step_eager_ms")
             line += [_cell(result, ours, key) for key in keys]
-            line += [f"{result['tokens_per_s']:.0f}", f"{result['memory_gib']:.1f}"]
-            lines.append([*line, f"{max(result['errors'].values()):.1e}"])
+            memory = f"{result['memory_gib']:.1f}" if "memory_gib" in result else "-"
+            error = f"{max(result['errors'].values()):.1e}" if "errors" in result else "-"
+            lines.append([*line, f"{result['tokens_per_s']:.0f}", memory, error])
     notes = measured["notes"] + [
         f"{row['batch']} x {row['prompt']}, {result['name']}: {note}"
         for row in measured["rows"]
@@ -372,8 +384,16 @@ def _cell(result: dict, ours: dict, key: str) -> str:
     return f"{result[key]:.2f}{ratio}"
 
 
+def beside_vllm(args: argparse.Namespace) -> dict:
+    """What vLLM takes, if it is asked for: measured before the ranks start, for it wants the GPUs for itself."""
+    if engines.VLLM not in args.contenders:
+        return {}
+    return vllm_engine.measure_apart(args, rows_of(args), engines.config_for_others(args.model, args.layers))
+
+
 def main() -> None:
     args = parse()
+    args.vllm = beside_vllm(args)
     sys.exit(launch(run, args, limit_s=args.time_limit + 150))
 
 

@@ -12,7 +12,10 @@ fields of `FusedConfig` in place of the plan's, in the same run and checked alik
 """
 
 import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
+from functools import partial
 import itertools
 import sys
 import time
@@ -124,11 +127,18 @@ def run(team: Team, args: argparse.Namespace) -> None:
         heap.close()
 
 
-def run_row(row: Row, team: Team, found: list[rivals.Contender], dtype: torch.dtype, args: argparse.Namespace) -> dict:
+def run_row(
+    row: Row,
+    team: Team,
+    found: list[rivals.Contender],
+    dtype: torch.dtype,
+    args: argparse.Namespace,
+    make: type[Inputs] = Inputs,
+) -> dict:
     if not row.serves(team.world):
         note = f"left out: {team.world} ranks do not divide the columns"
         return {**record(row), "link_us": None, "gemm_us": None, "floor_us": None, "results": [], "notes": [note]}
-    inputs, reason = team.attempt(lambda: Inputs(row, team, dtype))
+    inputs, reason = team.attempt(lambda: make(row, team, dtype))
     if reason:
         raise RuntimeError(f"{row}: no inputs: {reason}")
     results: dict[str, dict] = {}
@@ -153,7 +163,7 @@ def run_row(row: Row, team: Team, found: list[rivals.Contender], dtype: torch.dt
         else:
             estimates[name] = team.slowest([local])[0]
     for mode in sorted(args.modes):  # eager first: a capture that fails may leave a rival unusable
-        time_mode(mode, inputs, calls, estimates, results, budget)
+        time_mode(mode, inputs, {c.name: c for c in found if c.name in calls}, calls, estimates, results, budget)
     gemms = [r.get("graph_us") or r.get("eager_us") for r in results.values() if r["kind"] == rivals.GEMM]
     gemm_us = min((us for us in gemms if us), default=None)
     itemsize = dtype.itemsize
@@ -185,6 +195,7 @@ def get_ready(contender: rivals.Contender, inputs: Inputs, result: dict) -> Call
 def time_mode(
     mode: str,
     inputs: Inputs,
+    found: dict[str, rivals.Contender],
     calls: dict[str, Call],
     estimates: dict[str, float],
     results: dict[str, dict],
@@ -199,7 +210,8 @@ def time_mode(
         if mode == "eager":
             batches[name] = timing.eager_batch(call, count, copies)
             continue
-        captured, reason = team.attempt(lambda call=call, count=count: timing.graph_batch(call, count, copies))
+        capture = found[name].capture
+        captured, reason = team.attempt(partial(captured_batch, capture, call, count, copies))
         if reason:
             results[name]["notes"].append(f"no CUDA graph ({reason})")
         else:
@@ -210,7 +222,7 @@ def time_mode(
         results[name]["notes"].append(f"failed while timed, {mode} ({reason})")
     for name, taken in timings.items():
         if name in outputs:
-            alone = results[name]["kind"] == rivals.GEMM
+            alone = found[name].alone
             error, reason = team.attempt(
                 lambda name=name, alone=alone: replayed_error(inputs, batches[name], outputs[name], alone)
             )
@@ -222,6 +234,13 @@ def time_mode(
                 continue
         results[name][f"{mode}_us"] = taken.call_us
         results[name][f"{mode}_host_us"] = taken.host_us
+
+
+def captured_batch(
+    capture: Callable[[], AbstractContextManager], call: Call, count: int, copies: int
+) -> tuple[timing.Batch, torch.Tensor]:
+    with capture():
+        return timing.graph_batch(call, count, copies)
 
 
 def record(row: Row) -> dict:

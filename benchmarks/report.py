@@ -1,4 +1,7 @@
-"""What a run leaves behind: who ran what, where, with which versions; figures as JSON."""
+"""What a run leaves behind: who ran what, where, with which versions; figures as JSON.
+
+`python -m benchmarks.report` writes the tables of README and docs from these files (`pages.py`).
+"""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -14,6 +17,8 @@ import sys
 
 from iris_tp.bench.team import Team
 import torch
+
+from benchmarks import freshness
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -122,6 +127,7 @@ def describe_run(team: Team, args: argparse.Namespace) -> dict:
         "world": team.world,
         "dtype": args.dtype,
         "versions": versions,
+        "commit": freshness.commit(),
     }
 
 
@@ -139,8 +145,10 @@ def left_out(report: dict) -> list[str]:
 
 
 def headline(report: dict) -> str:
+    """GPU, dtype, date, versions and, of files that tell, the commit."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
-    return f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}; {versions}."
+    commit = f", commit {report['commit']}" if report.get("commit") else ""
+    return f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}{commit}; {versions}."
 
 
 def slug(gpu: str) -> str:
@@ -164,6 +172,8 @@ def summary(result: dict) -> str:
 
 
 def write(report: dict, args: argparse.Namespace) -> None:
+    """The JSON file of a run so far, with the digests of the code that made it."""
+    report["code"] = freshness.recorded(report)
     path(report, args).write_text(json.dumps(rounded(report), indent=1, allow_nan=False) + "\n")
 
 
@@ -184,3 +194,9 @@ def rounded(value):
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    from benchmarks.pages import main
+
+    main()

@@ -5,7 +5,8 @@ the call that is checked and timed: `call(i) -> out` on copy i of the inputs. Al
 B is the transpose of an (N, K) weight for all of them. A row that a contender does not serve is left blank.
 
     ours        ctx.ops, output on the symmetric heap; on request with other configurations, too
-    rivals      rivals_torch.py: NCCL, and torch's own ops on symmetric memory; rivals_kraken.py, where it is installed
+    rivals      rivals_torch.py: NCCL, and torch's own ops on symmetric memory; rivals_nccl.py: NCCL's kernels for
+                symmetric memory; where they are installed, rivals_vllm.py, rivals_flashinfer.py and rivals_kraken.py
     alone       the product without the collective: torch's, and our kernel in a world of one; the faster one makes the
                 floor
 
@@ -13,9 +14,12 @@ Nobody uses multicast: the rivals' ops use plain peer memory, and async-TP is as
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 import functools
+import importlib.util
 import math
+import os
 
 from iris_tp.bench import separate
 from iris_tp.bench.inputs import Call, Inputs
@@ -39,6 +43,7 @@ class Contender:
     serves: Callable[[Row, int, torch.dtype], bool] = field(default=everything, repr=False)
     plan: Callable[[Row], dict] | None = field(default=None, repr=False)  # what it chose for a row, for the record
     note: str | None = None  # what its result lacks, for the table
+    capture: Callable[[], AbstractContextManager] = field(default=nullcontext, repr=False)  # in which a graph is made
 
     @property
     def alone(self) -> bool:
@@ -96,6 +101,17 @@ class Heap:
             self.ctx.close()
 
 
+def installed(team: Team, module: str, name: str) -> bool:
+    """Whether a rival can be imported, and IRIS_WITHOUT does not name it; says so where it cannot."""
+    if module in os.environ.get("IRIS_WITHOUT", "").split(","):
+        team.say(f"without {name}: IRIS_WITHOUT names it")
+    elif importlib.util.find_spec(module) is None:
+        team.say(f"without {name}: it is not installed")
+    else:
+        return True
+    return False
+
+
 def heaps(team: Team, rows: list[Row], dtype: torch.dtype, gib: float) -> tuple[Heap, Heap]:
     """With all ranks, and with this one alone."""
     nbytes = int(gib * 2**30)
@@ -104,12 +120,13 @@ def heaps(team: Team, rows: list[Row], dtype: torch.dtype, gib: float) -> tuple[
 
 def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap, alone: Heap) -> list[Contender]:
     """All that can run on this team's device; `rows` says how large the shared buffers have to be."""
-    from benchmarks import rivals_kraken, rivals_torch  # they import this module
+    from benchmarks import rivals_flashinfer, rivals_kraken, rivals_nccl, rivals_torch, rivals_vllm  # they import this
 
     blas = "cuBLAS" if team.cuda else "torch"
     found = [Contender("ours", OURS, _ours(heap), plan=heap.plan), *rivals_torch.contenders(team, rows, dtype)]
     if team.cuda:
-        found += rivals_kraken.contenders(team, rows, dtype)
+        for others in (rivals_nccl, rivals_vllm, rivals_flashinfer, rivals_kraken):
+            found += others.contenders(team, rows, dtype)
     found.append(Contender(f"{blas} alone", GEMM, dict.fromkeys(CALLS, separate.product)))
     found.append(Contender("ours alone", GEMM, dict.fromkeys(CALLS, _our_gemm(alone))))
     return found

@@ -18,6 +18,7 @@ from iris_tp.bench.rows import CALLS, label
 
 from benchmarks.report import headline, left_out
 
+NORM = "matmul_all_reduce_norm"
 MODES = {"graph": "CUDA graph", "eager": "eager"}
 
 
@@ -25,13 +26,14 @@ def render(report: dict, modes: Iterable[str]) -> str:
     """The whole report; `modes` are "graph" and "eager"."""
     parts = [f"{headline(report)} µs per call: median, slowest rank. `{report['command']}`"]
     parts += [report["note"]] if "note" in report else []
+    names = {"ar": NORM} if report["benchmark"].startswith("norms") else CALLS
     for op in CALLS:
         rows = [row for row in report["rows"] if row["op"] == op]
         for mode in modes:
             if any(result.get(f"{mode}_us") for row in rows for result in row["results"]):
-                parts += [f"#### `{CALLS[op]}`, {MODES[mode]}", op_table(rows, mode)]
+                parts += [f"#### `{names[op]}`, {MODES[mode]}", op_table(rows, mode)]
         if "eager" in modes and any("eager_host_us" in result for row in rows for result in row["results"]):
-            parts += [f"#### `{CALLS[op]}`, host time of an eager call", host_table(rows)]
+            parts += [f"#### `{names[op]}`, host time of an eager call", host_table(rows)]
         parts += ["\n".join(f"- {note}" for note in notes(rows))] if notes(rows) else []
     return "\n\n".join(parts + left_out(report))
 

@@ -24,7 +24,7 @@ from iris_tp import cli
 import pytest
 import yaml
 
-from benchmarks import docs_tables
+from benchmarks import pages
 from tests.harness import run_ranks
 from tests.processes import ROOT, patient
 
@@ -174,16 +174,10 @@ def test_a_kernel_s_page_is_right_and_whole(kernel: str, capsys: pytest.CaptureF
 
 
 def test_tables_are_those_of_the_results() -> None:
-    found = list(docs_tables.pages())
+    found = list(pages.pages())
     assert len(found) > len(KERNELS)
     for path, page, new in found:
-        assert page == new, f"{path}: run `python -m benchmarks.docs_tables` and commit it"
-
-
-def test_a_rival_ahead_for_no_reason_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docs_tables, "_REASONS", {})
-    with pytest.raises(LookupError, match="is ahead in a .* call; say in _REASONS why"):
-        docs_tables.lost()
+        assert page == new, f"{path}: run `python -m benchmarks.report` and commit it"
 
 
 # --- built -----------------------------------------------------------------------------------------------------------

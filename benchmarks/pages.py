@@ -1,0 +1,124 @@
+"""Which table stands on which page, and the pages as the results have them now: `python -m benchmarks.report`.
+
+A table stands between `<!-- NAME -->` and `<!-- end -->`. `TARGETS` says on which page, so that moving a table is one
+line here and the two comments there. The tables beside the result files have every row; `EVERY_ROW` makes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+import json
+import os
+from pathlib import Path
+import re
+import sys
+
+from benchmarks import ccl_report, docs_tables, page_tables, report, rma_table, table
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# name of the table, its page, and what makes it, given the way from the page to the result files
+TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
+    ("readme", "README.md", page_tables.readme),
+    ("results", "docs/benchmarks.md", page_tables.measured),
+    ("models x4", "docs/benchmarks.md", partial(page_tables.models, 4)),
+    ("models x2", "docs/benchmarks.md", partial(page_tables.models, 2)),
+    ("ops x4", "docs/benchmarks.md", partial(page_tables.ops, page_tables.OPS_FOUR, page_tables.FOUR)),
+    ("ops x2", "docs/benchmarks.md", partial(page_tables.ops, page_tables.OPS_TWO, page_tables.TWO)),
+    ("norms x2", "docs/benchmarks.md", page_tables.norms),
+    ("means", "docs/benchmarks.md", page_tables.means),
+    ("floors", "docs/benchmarks.md", page_tables.floors),
+    ("hosts", "docs/benchmarks.md", page_tables.hosts),
+    ("models x4", "docs/benchmarks/models.md", partial(page_tables.models, 4)),
+    ("models x2", "docs/benchmarks/models.md", partial(page_tables.models, 2)),
+    ("collectives x4", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 4)),
+    ("collectives x2", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 2)),
+    ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost()),
+    *((f"measured {name}", page, partial(docs_tables.of_kernel, name)) for name, page in docs_tables.PAGES.items()),
+]
+
+
+def _llm(run: dict) -> str:
+    from benchmarks import llm  # which imports the library and its layers
+
+    return llm.render(run)
+
+
+EVERY_ROW: dict[str, Callable[[dict], str]] = {
+    "ops": partial(table.render, modes=("graph", "eager")),
+    "norms": partial(table.render, modes=("graph", "eager")),
+    "ccl": ccl_report.render,
+    "rma": rma_table.render,
+    "llm": _llm,
+}
+
+
+def pages() -> Iterator[tuple[Path, str, str]]:
+    """Every page with tables: its path, its text, and what it should be."""
+    for name in dict.fromkeys(page for _, page, _ in TARGETS):
+        path = ROOT / name
+        text = path.read_text()
+        yield path, text, rendered(name, text)
+    for path in sorted(report.RESULTS.glob("*.json")):
+        if whole := every_row(path):
+            beside = path.with_suffix(".md")
+            yield beside, beside.read_text() if beside.exists() else "", whole
+
+
+def rendered(page: str, text: str) -> str:
+    """The `text` of a page with its tables as the results have them now; raises where a table has no place on it."""
+    folder = Path(os.path.relpath(report.RESULTS, (ROOT / page).parent)).as_posix() + "/"
+    for name, of, make in TARGETS:
+        if of == page:
+            place = re.compile(rf"<!-- {re.escape(name)} -->\n.*?<!-- end -->", re.DOTALL)
+            if not place.search(text):
+                raise LookupError(
+                    f"{page}: expected <!-- {name} --> and <!-- end -->, for benchmarks/pages.py names it"
+                )
+            whole = f"<!-- {name} -->\n{make(folder)}\n<!-- end -->"
+            text = place.sub(lambda _, whole=whole: whole, text)
+    return text
+
+
+def every_row(path: Path) -> str | None:
+    """What stands beside a result file, if a benchmark of `EVERY_ROW` made it; older files keep what they have."""
+    run = json.loads(path.read_text())
+    make = EVERY_ROW.get(str(run.get("benchmark", "")).partition("_")[0]) if run.get("code") else None
+    return make(run) + "\n" if make else None
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.report", description="Writes all tables of README and docs.")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a page is not what it should be")
+    parser.add_argument("--plots", action="store_true", help="draw all plots again, too; needs matplotlib")
+    args = parser.parse_args(argv)
+    for path, text, new in pages():
+        if new != text:
+            name = path.relative_to(ROOT)
+            if args.check:
+                sys.exit(f"{name} is out of date: python -m benchmarks.report")
+            path.write_text(new)
+            print(name)
+    if args.plots:
+        draw()
+
+
+def draw() -> None:
+    """Every plot of the docs that there is a result file for."""
+    from benchmarks import plot_llm, plots, rma_plots, step_plot
+    from benchmarks.pictures import FOLDER
+
+    for path in sorted(report.RESULTS.glob("*.json")):
+        run = json.loads(path.read_text())
+        kind = str(run.get("benchmark", "")).partition("_")[0]
+        drawers = {"ops": plots.draw, "llm": plot_llm.draw, "rma": rma_plots.draw, "step": step_plot.draw}
+        if kind == "ccl":
+            ccl_report.draw(run, FOLDER / f"{path.stem}_bus.svg")
+        elif kind in drawers:
+            drawers[kind](path, FOLDER)
+
+
+if __name__ == "__main__":
+    main()
