@@ -7,13 +7,15 @@ first call of a problem, but for the graph that several launches become when the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iris import platform
-from iris.errors import ArgumentError
+from iris.errors import ArgumentError, IrisError
 from iris.heap import check_memory, span
 from iris.launch import relaunch
 from iris.launch.streams import check_async
+from iris.memory.outputs import Outputs
 import torch
 
 from . import launch
@@ -34,6 +36,8 @@ from .workspace import Workspace
 
 if TYPE_CHECKING:
     from iris.rank import Rank
+
+_KEPT = 4096  # calls of which is known whether peers write their results
 
 
 class Ops:
@@ -56,6 +60,8 @@ class Ops:
         self._calls = relaunch.Calls(len(NAMES))
         self._epilogue_calls = relaunch.Calls(len((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES)))
         self._device_of = relaunch.device_of(ctx.device)
+        self.outputs = Outputs(ctx)
+        self._written_by_peers: dict[tuple, bool] = {}  # of calls whose outputs were asked for
         ctx.on_change.append(self.forget_launches)
 
     def matmul_all_reduce(
@@ -156,6 +162,42 @@ class Ops:
         planned = self._plan(asked, explained, algorithm)
         return planned if aligned else unaligned(asked, planned)
 
+    def new_output(
+        self, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], config: FusedConfig | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """A new tensor of `size` for what `op` makes of A and B: on the heap if peers write it and it has room there.
+
+        Collective, as the call is that it is made for.
+        """
+        key = op, A.shape, B.shape, A.dtype, config
+        written = self._written_by_peers.get(key)
+        if written is None:
+            written = self._asks_for_room(key, op, A, B, size, config, scale)
+        found = self.outputs.empty(tuple(size), A.dtype) if written else None
+        return A.new_empty(size) if found is None else found
+
+    def _asks_for_room(
+        self, key: tuple, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], config: FusedConfig | None,
+        scale: torch.Tensor | None,
+    ) -> bool:  # fmt: skip
+        """Whether peers write the result. If so there is room for such ones, and to copy from where that is full."""
+        if platform.is_capturing(self._ctx.device):
+            return False  # no memory can be reserved now
+        try:
+            prepared = self._prepare(op, A.new_empty(size), A, B, None, config, None, scale)
+        except (IrisError, AttributeError, RuntimeError, TypeError):  # wrong arguments: the call will say so
+            return False
+        written = prepared.writes_to_peers and not prepared.problem.empty
+        if written:
+            nbytes = prepared.problem.M * prepared.problem.N * prepared.problem.dtype.itemsize
+            self._own_workspace().results(nbytes)
+            self.outputs.reserve(nbytes)
+        if len(self._written_by_peers) >= _KEPT:
+            self._written_by_peers.clear()
+        self._written_by_peers[key] = written
+        return written
+
     def forget_launches(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
         self._calls.forget()
@@ -216,8 +258,9 @@ class Ops:
         if ctx.agreement is not None:
             own = workspace is None or workspace is self._workspace
             there = None if own or workspace is None else ctx.heap.offset(workspace.sync)
-            place = ctx.heap.offset(out) if direct else None
-            ctx.compare(op, **prepared.facts(bias is not None, async_op, there, place))
+            place = ctx.heap.offset(out)
+            own_place = direct and not ctx.hands_out(place)
+            ctx.compare(op, **prepared.facts(bias is not None, async_op, there, place if own_place else None))
         workspace = workspace or self._own_workspace()
         if problem.empty:
             return workspace

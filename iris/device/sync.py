@@ -27,16 +27,18 @@ from .waits import (
 _USER = tl.constexpr(WAITERS.index("a kernel"))
 _BARRIER = tl.constexpr(WAITERS.index("device_barrier"))
 # The sync block of a communicator, int32 on the heap:
-# [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size], places[world_size] of
-# int64].
+# [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size], and as int64 where
+# peers' results lie, as they tell, [world_size], and how far from this rank's [world_size]].
 _FINISHED = tl.constexpr(1)
 _NEXT_TILE = tl.constexpr(2)
 _ENTERED = tl.constexpr(16)
+# Bytes: results that the library handed out lie whole multiples of it apart, so stores to all of them are as wide.
+_APART = tl.constexpr(256)
 
 
 def sync_words(world_size: int) -> int:
     """How many int32 a sync block has, for `ctx.zeros(sync_words(n), dtype=torch.int32)`. Called on the host."""
-    return _ENTERED.value + 4 * world_size
+    return _ENTERED.value + 6 * world_size
 
 
 @device_function
@@ -135,7 +137,11 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     epoch = next_epoch(sync)
     if tl.program_id(0) == 0:
         if out is not None:
-            tell_place(ctx, _places(ctx, sync), 1, out)
+            # at each, by how many ranks this one comes behind it: a number that kernels know when they are compiled
+            for i in tl.static_range(1, ctx.world_size):
+                ctx.store(
+                    _place_told(ctx, sync, ctx.world_size - i), place_of(ctx, out), (ctx.rank + i) % ctx.world_size
+                )
         _signal_all(ctx, sync + _ENTERED + ctx.rank, epoch, LANES)
     return epoch
 
@@ -144,18 +150,35 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
 def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.constexpr = True):
     """Waits until every peer has entered this call, or even a later one. Returns whether they did.
 
-    `out`, of calls that `leave` together: whether it also lies at the same place on every rank.
+    `out`, of calls that `leave` together: whether every peer's lies where this rank may store; `out_at` says where.
     """
     ok = _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
     if out is not None:
         if ok:
-            ok = same_places(ctx, _places(ctx, sync), 1, out, waiter)
+            ok = _matching_places(ctx, sync, out, waiter)
     return ok
 
 
 @device_function
-def _places(ctx, sync):
-    return (sync + _ENTERED + 2 * ctx.world_size).to(tl.pointer_type(tl.int64))
+def out_at(ctx, sync, pointer, behind: tl.constexpr):
+    """The address of `pointer`, which points into this rank's `out`, in that of the rank so many `behind` this one.
+
+    For who has awaited the peers' entry. The library hands out memory for results as tensors come and go, which each
+    rank does in its own time (`iris/memory/outputs.py`), so a peer's `out` is where the peer told.
+    """
+    return rma.moved(pointer, 0, arch.load_word(_distance(ctx, sync, behind)), _APART)
+
+
+@device_function
+def _place_told(ctx, sync, behind: tl.constexpr):
+    """Where the rank so many behind this one tells where its `out` lies."""
+    return (sync + _ENTERED + 2 * ctx.world_size).to(tl.pointer_type(tl.int64)) + behind
+
+
+@device_function
+def _distance(ctx, sync, behind: tl.constexpr):
+    """Where this rank's programs keep how far that rank's `out` lies from their own: all of them write the same."""
+    return _place_told(ctx, sync, ctx.world_size + behind)
 
 
 @device_function
@@ -181,6 +204,25 @@ def same_places(ctx, places, step, out, waiter: tl.constexpr):
     for i in tl.static_range(1, ctx.world_size):
         peer = (ctx.rank + i) % ctx.world_size
         differing = tl.where(_told(places + peer * step) == place_of(ctx, out), differing, peer)
+    return _all_same(ctx, out, differing, waiter)
+
+
+@device_function
+def _matching_places(ctx, sync, out, waiter: tl.constexpr):
+    """`same_places`, or else both tensors lie in what the library hands out for results: anywhere else a user erred.
+
+    Prepares `out_at`, which stands where registers are few: one word a peer is all that it loads.
+    """
+    own, begin = place_of(ctx, out), ctx.results_begin()
+    differing = -1
+    for i in tl.static_range(1, ctx.world_size):
+        peer = (ctx.rank + i) % ctx.world_size
+        told = _told(_place_told(ctx, sync, i))
+        handed_out = (own >= begin) & (told >= begin) & (((told - own) & (_APART - 1)) == 0)
+        differing = tl.where((told == own) | handed_out, differing, peer)
+        tl.store(_distance(ctx, sync, i), tl.load(ctx.heap_bases() + peer) + told - out.to(tl.int64))
+    arch.drain_stores()
+    tl.debug_barrier()  # one thread stores, all load
     return _all_same(ctx, out, differing, waiter)
 
 
