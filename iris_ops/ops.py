@@ -170,7 +170,7 @@ class Ops:
 
         Collective, as the call is that it is made for.
         """
-        key = op, A.shape, B.shape, A.dtype, config
+        key = op, A.shape, B.shape, A.dtype, B.dtype, config
         written = self._written_by_peers.get(key)
         if written is None:
             written = self._asks_for_room(key, op, A, B, size, config, scale)
@@ -182,6 +182,7 @@ class Ops:
         scale: torch.Tensor | None,
     ) -> bool:  # fmt: skip
         """Whether peers write the result. If so there is room for such ones, and to copy from where that is full."""
+        self._ctx.check()
         if platform.is_capturing(self._ctx.device):
             return False  # no memory can be reserved now
         try:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _COUNTS = 2, 1  # of the largest output that a part holds, as there is room
 _SHARE = 3, 8  # of the heap, which the region takes at most; and at most half of what is free
 _SMALL = 1 << 20  # torch keeps no more bytes than this in segments of their own; to copy them takes 2 us
+_LEAST = {"cpu": ALIGNMENT, "cuda": 16 << 20}  # of a part; torch asks for no segment between 2 and 20 MiB else
 _MOST_SKIPPED = 255
 _MOST_STREAMS = 8
 
@@ -69,7 +70,7 @@ class Outputs:
         if nbytes <= self._largest:
             return
         rank, heap = self._rank, self._rank.heap
-        self._largest = max(ALIGNMENT, 1 << (nbytes - 1).bit_length())
+        self._largest = max(_LEAST[rank.device.type], 1 << (nbytes - 1).bit_length())
         with rank.exchanging():
             part = min(rank.hosts.all_gather(self._affordable(), "room for outputs on the heap"))
         if not part:
@@ -85,7 +86,11 @@ class Outputs:
         rank.hand_out_from(begin)
         begin = rounded(begin, ALIGNMENT)
         if self._on_gpu:
-            self._eager = _Cached(heap, rank.device, begin, part)
+            try:
+                self._eager = _Cached(heap, rank.device, begin, part)
+            except RuntimeError as error:  # torch's caching allocator is not in use
+                rank.log.info(f"outputs of layers are copied, for torch makes no pool on the heap: {error}")
+                self._eager, self._said = None, True
             self._graphs = _Blocks(heap, begin + part, part)
         else:
             self._eager = _Counted(_Blocks(heap, begin, part))
@@ -164,7 +169,8 @@ def _give_back(blocks: list[tuple]) -> None:
 
 
 def _tensor(storage: Any, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size)
+    strides = [math.prod(size[i + 1 :]) for i in range(len(size))]
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, strides)
 
 
 class _Blocks:

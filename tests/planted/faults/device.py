@@ -1,6 +1,6 @@
 """What kernels call to reach a peer's memory, to signal and to wait."""
 
-from .fault import COLLECTIVES, EPOCHS, EXCHANGE, HEAPS, LOST, OPS, PTX, RMA, Fault
+from .fault import COLLECTIVES, EPOCHS, EXCHANGE, HEAPS, LOST, OPS, OUTPUTS, PTX, RMA, Fault
 
 DEVICE = [
     Fault(
@@ -120,6 +120,27 @@ DEVICE = [
         "differing = tl.where(_told(places + peer * step) == place_of(ctx, out), differing, peer)",
         "differing = tl.where(_told(places + peer * step) == place_of(ctx, out), -1, peer)",
         HEAPS,
+    ),
+    Fault(
+        "a peer's result is taken to lie where one's own does",
+        "iris/device/sync.py",
+        "tl.store(_distance(ctx, sync, i), tl.load(ctx.heap_bases() + peer) + told - out.to(tl.int64))",
+        "tl.store(_distance(ctx, sync, i), tl.load(ctx.heap_bases() + peer) + own - out.to(tl.int64))",
+        OUTPUTS,
+    ),
+    Fault(
+        "a rank tells the wrong peer where its result lies",
+        "iris/device/sync.py",
+        "_place_told(ctx, sync, ctx.world_size - i), place_of(ctx, out), (ctx.rank + i) % ctx.world_size",
+        "_place_told(ctx, sync, i), place_of(ctx, out), (ctx.rank + i) % ctx.world_size",
+        OUTPUTS,
+    ),
+    Fault(
+        "memory of a living output is given to another",
+        "iris/memory/outputs.py",
+        "for offset in [offset for offset, storage in self._live.items() if storage.expired()]:",
+        "for offset in list(self._live):",
+        OUTPUTS,
     ),
     Fault(
         "a wait does not look whether its peer lives",
