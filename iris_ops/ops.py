@@ -190,9 +190,10 @@ class Ops:
         except (IrisError, AttributeError, RuntimeError, TypeError):  # wrong arguments: the call will say so
             return False
         written = prepared.writes_to_peers and not prepared.problem.empty
-        if written:
-            nbytes = prepared.problem.M * prepared.problem.N * prepared.problem.dtype.itemsize
-            self._own_workspace().results(nbytes)
+        nbytes = prepared.problem.M * prepared.problem.N * prepared.problem.dtype.itemsize
+        if written and nbytes > self.outputs.largest:
+            self._ctx.compare(op, **prepared.facts(False, False, None, None))  # before memory differs, too
+            self._own_workspace().results(self.outputs.rounded(nbytes))
             self.outputs.reserve(nbytes)
         if len(self._written_by_peers) >= _KEPT:
             self._written_by_peers.clear()

@@ -59,18 +59,17 @@ class Outputs:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._on_gpu = rank.device.type == "cuda"
-        self._largest = 0
+        self.largest = 0
+        """Bytes of the largest output for which there is room, if the heap has it."""
         self._said = False
         self._eager: _Part | None = None
         self._graphs: _Blocks | None = None
         self._kept: Kept | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Sees to it that outputs of so many bytes have room. Collective, with the same `nbytes` on all ranks."""
-        if nbytes <= self._largest:
-            return
+        """Sees to it that outputs of so many bytes, more than the `largest` before, have room. Collective."""
         rank, heap = self._rank, self._rank.heap
-        self._largest = max(_LEAST[rank.device.type], 1 << (nbytes - 1).bit_length())
+        self.largest = self.rounded(nbytes)
         with rank.exchanging():
             part = min(rank.hosts.all_gather(self._affordable(), "room for outputs on the heap"))
         if not part:
@@ -95,11 +94,15 @@ class Outputs:
         else:
             self._eager = _Counted(_Blocks(heap, begin, part))
 
+    def rounded(self, nbytes: int) -> int:
+        """How many bytes are reserved for an output of so many."""
+        return max(_LEAST[self._rank.device.type], 1 << (nbytes - 1).bit_length())
+
     def _affordable(self) -> int:
         """Bytes of a part of the region, if there may be one."""
         parts, (of, whole), heap = 2 if self._on_gpu else 1, _SHARE, self._rank.heap
         most = min(heap.size * of // whole, heap.longest // 2)
-        sizes = (count * self._largest for count in _COUNTS)
+        sizes = (count * self.largest for count in _COUNTS)
         return next((size for size in sizes if parts * size + ALIGNMENT <= most), 0)
 
     def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
