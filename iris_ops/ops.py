@@ -62,6 +62,7 @@ class Ops:
         self._device_of = relaunch.device_of(ctx.device)
         self.outputs = Outputs(ctx)
         self._written_by_peers: dict[tuple, bool] = {}  # of calls whose outputs were asked for
+        self._room = 0  # bytes of the largest output that ranks can copy, if they must
         ctx.on_change.append(self.forget_launches)
 
     def matmul_all_reduce(
@@ -191,10 +192,12 @@ class Ops:
             return False
         written = prepared.writes_to_peers and not prepared.problem.empty
         nbytes = prepared.problem.M * prepared.problem.N * prepared.problem.dtype.itemsize
-        if written and nbytes > self.outputs.largest:
+        if written and nbytes > self._room:
             self._ctx.compare(op, **prepared.facts(False, False, None, None))  # before memory differs, too
-            self._own_workspace().results(self.outputs.rounded(nbytes))
-            self.outputs.reserve(nbytes)
+            self._room = 1 << (nbytes - 1).bit_length()
+            self._own_workspace().results(self._room)
+            if nbytes > self.outputs.largest:
+                self.outputs.reserve(nbytes)
         if len(self._written_by_peers) >= _KEPT:
             self._written_by_peers.clear()
         self._written_by_peers[key] = written

@@ -69,7 +69,7 @@ class Outputs:
     def reserve(self, nbytes: int) -> None:
         """Sees to it that outputs of so many bytes, more than the `largest` before, have room. Collective."""
         rank, heap = self._rank, self._rank.heap
-        self.largest = self.rounded(nbytes)
+        self.largest = max(_LEAST[rank.device.type], 1 << (nbytes - 1).bit_length())
         with rank.exchanging():
             part = min(rank.hosts.all_gather(self._affordable(), "room for outputs on the heap"))
         if not part:
@@ -93,10 +93,6 @@ class Outputs:
             self._graphs = _Blocks(heap, begin + part, part)
         else:
             self._eager = _Counted(_Blocks(heap, begin, part))
-
-    def rounded(self, nbytes: int) -> int:
-        """How many bytes are reserved for an output of so many."""
-        return max(_LEAST[self._rank.device.type], 1 << (nbytes - 1).bit_length())
 
     def _affordable(self) -> int:
         """Bytes of a part of the region, if there may be one."""
