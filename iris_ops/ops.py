@@ -62,6 +62,7 @@ class Ops:
         self._device_of = relaunch.device_of(ctx.device)
         self.outputs = Outputs(ctx)
         self._written_by_peers: dict[tuple, bool] = {}  # of calls whose outputs were asked for
+        self._foreseen: tuple[Problem, FusedConfig] | None = None  # what was planned for an output, for its call
         self._room = 0  # bytes of the largest output that ranks can copy, if they must
         ctx.on_change.append(self.forget_launches)
 
@@ -190,6 +191,7 @@ class Ops:
             prepared = self._prepare(op, A.new_empty(size), A, B, None, config, None, scale)
         except (IrisError, AttributeError, RuntimeError, TypeError):  # wrong arguments: the call will say so
             return False
+        self._foreseen = prepared.problem, prepared.config
         written = prepared.writes_to_peers and not prepared.problem.empty
         nbytes = prepared.problem.M * prepared.problem.N * prepared.problem.dtype.itemsize
         if written and nbytes > self._room:
@@ -246,6 +248,7 @@ class Ops:
         ctx = self._ctx
         check_async(op, async_op)
         prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, epilogue, scale))
+        self._foreseen = None
         problem, addresses = prepared.problem, calls.addresses(key)
         if workspace is not None:
             self._check_workspace(op, workspace)
@@ -331,7 +334,8 @@ class Ops:
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
-        chosen = config or self._plan(problem)
+        foreseen, planned = self._foreseen or (None, None)
+        chosen = config or (planned if planned and foreseen == problem else self._plan(problem))
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
         reason = TORCH_WAYS[chosen.algorithm].supports(problem) if chosen.algorithm in TORCH_WAYS else None
