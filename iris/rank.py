@@ -100,7 +100,7 @@ class Rank:
         """
         if offset < self._handed_out:
             self._handed_out = offset
-            self._words[-1] = offset
+            self._context_tensor[-1] = offset
             platform.synchronize(self.device)  # before a call in any stream
 
     def hands_out(self, offset: int) -> bool:
