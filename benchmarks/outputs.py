@@ -74,11 +74,11 @@ def calls(inputs: Inputs, ctx: iris.Iris, on_heap: torch.Tensor) -> dict[str, Ca
         return rows[i](inputs.A[i])
 
     def layer_copied(i: int) -> torch.Tensor:
-        ctx.ops.new_output = lambda op, A, B, size, *_: A.new_empty(size)
+        ctx.ops.outputs.new = lambda op, A, B, size, *_: A.new_empty(size)
         try:
             return layer(i)
         finally:
-            del ctx.ops.new_output
+            del ctx.ops.outputs.new
 
     def op(i: int, out: torch.Tensor) -> torch.Tensor:
         ctx.ops.matmul_all_reduce(out, inputs.A[i], inputs.B[i])

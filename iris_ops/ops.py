@@ -7,15 +7,14 @@ first call of a problem, but for the graph that several launches become when the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 from iris import platform
-from iris.errors import ArgumentError, IrisError
+from iris.errors import ArgumentError
 from iris.heap import check_memory, span
 from iris.launch import relaunch
 from iris.launch.streams import check_async
-from iris.memory.outputs import Outputs
 import torch
 
 from . import launch
@@ -26,6 +25,7 @@ from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import Epilogue
 from .local import gating
 from .operands import Operands
+from .outputs import NewOutputs
 from .planning.kernel_names import ends_with_norm
 from .planning.machine import machine_of
 from .planning.plan import plan, unaligned
@@ -36,8 +36,6 @@ from .workspace import Workspace
 
 if TYPE_CHECKING:
     from iris.rank import Rank
-
-_KEPT = 4096  # calls of which is known whether peers write their results
 
 
 class Ops:
@@ -60,10 +58,8 @@ class Ops:
         self._calls = relaunch.Calls(len(NAMES))
         self._epilogue_calls = relaunch.Calls(len((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES)))
         self._device_of = relaunch.device_of(ctx.device)
-        self.outputs = Outputs(ctx)
-        self._written_by_peers: dict[tuple, bool] = {}  # of calls whose outputs were asked for
-        self._foreseen: tuple[Problem, FusedConfig] | None = None  # what was planned for an output, for its call
-        self._room = 0  # bytes of the largest output that ranks can copy, if they must
+        this = proxy(self)  # no circle: what holds heap memory goes when the context closes
+        self.outputs = NewOutputs(ctx, lambda *call: this._prepare(*call), lambda: this._own_workspace())
         ctx.on_change.append(self.forget_launches)
 
     def matmul_all_reduce(
@@ -164,47 +160,6 @@ class Ops:
         planned = self._plan(asked, explained, algorithm)
         return planned if aligned else unaligned(asked, planned)
 
-    def new_output(
-        self, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], config: FusedConfig | None = None,
-        scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """A new tensor of `size` for what `op` makes of A and B: on the heap if peers write it and it has room there.
-
-        Collective, as the call is that it is made for.
-        """
-        key = op, A.shape, B.shape, A.dtype, B.dtype, config
-        written = self._written_by_peers.get(key)
-        if written is None:
-            written = self._asks_for_room(key, op, A, B, size, config, scale)
-        found = self.outputs.empty(tuple(size), A.dtype) if written else None
-        return A.new_empty(size) if found is None else found
-
-    def _asks_for_room(
-        self, key: tuple, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], config: FusedConfig | None,
-        scale: torch.Tensor | None,
-    ) -> bool:  # fmt: skip
-        """Whether peers write the result. If so there is room for such ones, and to copy from where that is full."""
-        self._ctx.check()
-        if platform.is_capturing(self._ctx.device):
-            return False  # no memory can be reserved now
-        try:
-            prepared = self._prepare(op, A.new_empty(size), A, B, None, config, None, scale)
-        except (IrisError, AttributeError, RuntimeError, TypeError):  # wrong arguments: the call will say so
-            return False
-        self._foreseen = prepared.problem, prepared.config
-        written = prepared.writes_to_peers and not prepared.problem.empty
-        nbytes = prepared.problem.M * prepared.problem.N * prepared.problem.dtype.itemsize
-        if written and nbytes > self._room:
-            self._ctx.compare(op, **prepared.facts(False, False, None, None))  # before memory differs, too
-            self._room = 1 << (nbytes - 1).bit_length()
-            self._own_workspace().results(self._room)
-            if nbytes > self.outputs.largest:
-                self.outputs.reserve(nbytes)
-        if len(self._written_by_peers) >= _KEPT:
-            self._written_by_peers.clear()
-        self._written_by_peers[key] = written
-        return written
-
     def forget_launches(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
         self._calls.forget()
@@ -248,7 +203,6 @@ class Ops:
         ctx = self._ctx
         check_async(op, async_op)
         prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, epilogue, scale))
-        self._foreseen = None
         problem, addresses = prepared.problem, calls.addresses(key)
         if workspace is not None:
             self._check_workspace(op, workspace)
@@ -334,8 +288,7 @@ class Ops:
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
-        foreseen, planned = self._foreseen or (None, None)
-        chosen = config or (planned if planned and foreseen == problem else self._plan(problem))
+        chosen = config or self.outputs.foreseen(problem) or self._plan(problem)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
         reason = TORCH_WAYS[chosen.algorithm].supports(problem) if chosen.algorithm in TORCH_WAYS else None

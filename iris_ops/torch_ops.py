@@ -86,7 +86,7 @@ def _run(
     if scale is not None and op not in SCALED:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     config = _config(op, ctx, A, B, size, mean_part)
-    out = ctx.ops.new_output(op, A, B, size, config, scale)
+    out = ctx.ops.outputs.new(op, A, B, size, config, scale)
     scaled = {} if scale is None else {"scale": scale}
     getattr(ctx.ops, op)(out, A, B, bias, config=config, **scaled)
     return out
@@ -141,7 +141,7 @@ def _reduce_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     ctx, M, N = registry.find(group), A.shape[0], B.shape[1]
     config = _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
-    out, scaled = ctx.ops.new_output(ALL_REDUCE, A, B, (M, N), config, scale), A.new_empty(M, N)
+    out, scaled = ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale), A.new_empty(M, N)
     squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
     residual, weight = residual.contiguous(), weight.contiguous()
     ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config, scale=scale)
