@@ -11,10 +11,10 @@ import triton.language as tl
 from . import arch, rma
 from .context import own_context
 from .function import device_function
+from .places import matching_places, moved_out, tell_out
 from .tracing import SIGNAL, WAIT
 from .waits import (
     HEAPS_DIFFER,
-    OUT_DIFFERS,
     WAITERS,
     deadline,
     healthy,
@@ -32,8 +32,6 @@ _BARRIER = tl.constexpr(WAITERS.index("device_barrier"))
 _FINISHED = tl.constexpr(1)
 _NEXT_TILE = tl.constexpr(2)
 _ENTERED = tl.constexpr(16)
-# Bytes: results that the library handed out lie whole multiples of it apart, so stores to all of them are as wide.
-_APART = tl.constexpr(256)
 
 
 def sync_words(world_size: int) -> int:
@@ -137,11 +135,7 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     epoch = next_epoch(sync)
     if tl.program_id(0) == 0:
         if out is not None:
-            # at each, by how many ranks this one comes behind it: a number that kernels know when they are compiled
-            for i in tl.static_range(1, ctx.world_size):
-                ctx.store(
-                    _place_told(ctx, sync, ctx.world_size - i), place_of(ctx, out), (ctx.rank + i) % ctx.world_size
-                )
+            tell_out(ctx, _places(ctx, sync), out)
         _signal_all(ctx, sync + _ENTERED + ctx.rank, epoch, LANES)
     return epoch
 
@@ -155,7 +149,7 @@ def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.co
     ok = _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
     if out is not None:
         if ok:
-            ok = _matching_places(ctx, sync, out, waiter)
+            ok = matching_places(ctx, _places(ctx, sync), out, waiter)
     return ok
 
 
@@ -163,86 +157,14 @@ def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.co
 def out_at(ctx, sync, pointer, behind: tl.constexpr):
     """The address of `pointer`, which points into this rank's `out`, in that of the rank so many `behind` this one.
 
-    For who has awaited the peers' entry. The library hands out memory for results as tensors come and go, which each
-    rank does in its own time (`iris/memory/outputs.py`), so a peer's `out` is where the peer told.
+    For programs that have awaited the peers' entry, by which each peer has told where its `out` lies.
     """
-    return rma.moved(pointer, 0, arch.load_word(_distance(ctx, sync, behind)), _APART)
+    return moved_out(ctx, _places(ctx, sync), pointer, behind)
 
 
 @device_function
-def _place_told(ctx, sync, behind: tl.constexpr):
-    """Where the rank so many behind this one tells where its `out` lies."""
-    return (sync + _ENTERED + 2 * ctx.world_size).to(tl.pointer_type(tl.int64)) + behind
-
-
-@device_function
-def _distance(ctx, sync, behind: tl.constexpr):
-    """Where this rank's programs keep how far that rank's `out` lies from their own: all of them write the same."""
-    return _place_told(ctx, sync, ctx.world_size + behind)
-
-
-@device_function
-def place_of(ctx, pointer):
-    """How far from the beginning of this rank's heap a scalar pointer points, in bytes, int64."""
-    return pointer.to(tl.int64) - tl.load(ctx.heap_bases() + ctx.rank)
-
-
-@device_function
-def tell_place(ctx, places, step, out):
-    """Stores where `out` lies into `places + rank * step` at every other rank; the next signal vouches for it."""
-    for i in tl.static_range(1, ctx.world_size):
-        ctx.store(places + ctx.rank * step, place_of(ctx, out), (ctx.rank + i) % ctx.world_size)
-
-
-@device_function
-def same_places(ctx, places, step, out, waiter: tl.constexpr):
-    """Whether every other rank r, which has signalled, told at `places + r * step` that its `out` lies where ours does.
-
-    Until the call has ended here, peers must be unable to enter the next one. If not, the rank's waits end.
-    """
-    differing = -1
-    for i in tl.static_range(1, ctx.world_size):
-        peer = (ctx.rank + i) % ctx.world_size
-        differing = tl.where(_told(places + peer * step) == place_of(ctx, out), differing, peer)
-    return _all_same(ctx, out, differing, waiter)
-
-
-@device_function
-def _matching_places(ctx, sync, out, waiter: tl.constexpr):
-    """`same_places`, or else both tensors lie in what the library hands out for results: anywhere else a user erred.
-
-    Prepares `out_at`, which stands where registers are few: one word a peer is all that it loads.
-    """
-    own, begin = place_of(ctx, out), ctx.results_begin()
-    differing = -1
-    for i in tl.static_range(1, ctx.world_size):
-        peer = (ctx.rank + i) % ctx.world_size
-        told = _told(_place_told(ctx, sync, i))
-        handed_out = (own >= begin) & (told >= begin) & (((told - own) & (_APART - 1)) == 0)
-        differing = tl.where((told == own) | handed_out, differing, peer)
-        tl.store(_distance(ctx, sync, i), tl.load(ctx.heap_bases() + peer) + told - out.to(tl.int64))
-    arch.drain_stores()
-    tl.debug_barrier()  # one thread stores, all load
-    return _all_same(ctx, out, differing, waiter)
-
-
-@device_function
-def same_place(ctx, place, out, peer, waiter: tl.constexpr):
-    """The same of one peer, which told at `place`."""
-    return _all_same(ctx, out, tl.where(_told(place) == place_of(ctx, out), -1, peer), waiter)
-
-
-@device_function
-def _told(place):
-    # an atomic's result is the same for all threads, which part company where a load's is not
-    return tl.atomic_add(place, tl.cast(0, tl.int64), sem="relaxed", scope="sys")
-
-
-@device_function
-def _all_same(ctx, out, differing, waiter: tl.constexpr):
-    if differing >= 0:
-        report_difference(ctx, waiter, place_of(ctx, out), differing, -1, OUT_DIFFERS)
-    return differing < 0
+def _places(ctx, sync):
+    return (sync + _ENTERED + 2 * ctx.world_size).to(tl.pointer_type(tl.int64))
 
 
 @device_function
