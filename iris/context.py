@@ -129,6 +129,7 @@ class Iris(tensors.TensorMethods):
         self._barrier = DeviceBarrier(self.device, self._context_tensor, self.num_ranks, memory[:-1])
         self.heap_bases = self._context_tensor[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         self._difference = ""  # between heaps, once it is known
+        self._handed_out = fields[-1]
         self.agreement = agreement.Agreement(self.hosts) if agreement.wanted() and self.num_ranks > 1 else None
         self._pool: Pool | None = None
         self.side = SideStream(self.device)

@@ -74,6 +74,13 @@ class Heap:
         """Bytes that no allocation has."""
         return self.size - sum(end - begin for begin, end in self._live())
 
+    @property
+    def longest(self) -> int:
+        """The most bytes that the library can have in one piece."""
+        low, high = self._ends
+        high.size = self.size - low.used
+        return high.longest
+
     def cut(self, used: tuple[int, int]) -> list[tuple[int, int]]:
         """Frees what was taken beyond an earlier `used`. Returns the [begin, end) that was used there since."""
         (low, high), (begin, top) = used, self._reached

@@ -58,6 +58,7 @@ class Rank:
     _closed: bool
     _thread: int
     _difference: str  # between heaps, once it is known
+    _handed_out: int  # the lowest offset of what the library hands out for results
 
     def __init__(self) -> None:
         self._kept: dict[Callable[..., Any], Any] = {}
@@ -91,6 +92,20 @@ class Rank:
     def view_at(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """`tensor`, which lies on the heap, as `rank` has it. `Iris.peer_view` checks its arguments first."""
         return relaunch.alias(tensor, self._segment.bases[rank] - self._segment.bases[self.cur_rank])
+
+    def hand_out_from(self, offset: int) -> None:
+        """From this offset of the heap on, kernels take an `out` to be the library's own, at whatever place.
+
+        Of what is in users' part of the heap they expect the same place on all ranks (`await_entered`).
+        """
+        if offset < self._handed_out:
+            self._handed_out = offset
+            self._context_tensor[-1] = offset
+            platform.synchronize(self.device)  # before a call in any stream
+
+    def hands_out(self, offset: int) -> bool:
+        """Whether the library has what lies at this offset of the heap to hand out."""
+        return offset >= self._handed_out
 
     # --- ranks that wait for each other ------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ first call of a problem, but for the graph that several launches become when the
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 from iris import platform
 from iris.errors import ArgumentError
@@ -24,6 +25,7 @@ from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import Epilogue
 from .local import gating
 from .operands import Operands
+from .outputs import NewOutputs
 from .planning.kernel_names import ends_with_norm
 from .planning.machine import machine_of
 from .planning.plan import plan, unaligned
@@ -56,6 +58,8 @@ class Ops:
         self._calls = relaunch.Calls(len(NAMES))
         self._epilogue_calls = relaunch.Calls(len((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES)))
         self._device_of = relaunch.device_of(ctx.device)
+        this = proxy(self)  # no circle: what holds heap memory goes when the context closes
+        self.outputs = NewOutputs(ctx, lambda *call: this._prepare(*call), lambda: this._own_workspace())
         ctx.on_change.append(self.forget_launches)
 
     def matmul_all_reduce(
@@ -216,8 +220,9 @@ class Ops:
         if ctx.agreement is not None:
             own = workspace is None or workspace is self._workspace
             there = None if own or workspace is None else ctx.heap.offset(workspace.sync)
-            place = ctx.heap.offset(out) if direct else None
-            ctx.compare(op, **prepared.facts(bias is not None, async_op, there, place))
+            place = ctx.heap.offset(out)
+            own_place = direct and not ctx.hands_out(place)
+            ctx.compare(op, **prepared.facts(bias is not None, async_op, there, place if own_place else None))
         workspace = workspace or self._own_workspace()
         if problem.empty:
             return workspace
@@ -283,7 +288,7 @@ class Ops:
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
-        chosen = config or self._plan(problem)
+        chosen = config or self.outputs.foreseen(problem) or self._plan(problem)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
         reason = TORCH_WAYS[chosen.algorithm].supports(problem) if chosen.algorithm in TORCH_WAYS else None

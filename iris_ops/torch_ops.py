@@ -85,9 +85,10 @@ def _run(
 ) -> torch.Tensor:  # fmt: skip
     if scale is not None and op not in SCALED:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
-    out = A.new_empty(size)
+    config = _config(op, ctx, A, B, size, mean_part)
+    out = ctx.ops.outputs.new(op, A, B, size, config, scale)
     scaled = {} if scale is None else {"scale": scale}
-    getattr(ctx.ops, op)(out, A, B, bias, config=_config(op, ctx, A, B, size, mean_part), **scaled)
+    getattr(ctx.ops, op)(out, A, B, bias, config=config, **scaled)
     return out
 
 
@@ -139,9 +140,9 @@ def _reduce_norm(
     group: str, mean_part: int | None = None, scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     ctx, M, N = registry.find(group), A.shape[0], B.shape[1]
-    out, scaled = A.new_empty(M, N), A.new_empty(M, N)
-    squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
     config = _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
+    out, scaled = ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale), A.new_empty(M, N)
+    squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
     residual, weight = residual.contiguous(), weight.contiguous()
     ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config, scale=scale)
     return out, scaled, squares

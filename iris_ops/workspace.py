@@ -87,6 +87,7 @@ class Workspace:
         if not self._results or nbytes > self._results[-1].nbytes:
             _refuse_capture(self.ctx)
             self._results.append(self.ctx.heap.reserve((_grown(nbytes),), torch.uint8))
+            self.ctx.hand_out_from(self.ctx.heap.offset(self._results[-1]))
         return self._results[-1][:nbytes]
 
     def rounded(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,8 @@ import triton.language as tl
 from ..device.context import DeviceContext
 from ..device.function import device_function
 from ..device.lamport import load_bases, remote, sum_type
-from ..device.sync import advance, next_epoch, same_places, signal_others, tell_place, wait_others
+from ..device.places import same_places, tell_place
+from ..device.sync import advance, next_epoch, signal_others, wait_others
 from .lamport import rounded
 from .view import views
 

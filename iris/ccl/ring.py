@@ -19,7 +19,8 @@ import triton.language as tl
 
 from ..device.context import DeviceContext
 from ..device.lamport import load_bases, remote
-from ..device.sync import advance, next_epoch, place_of, same_place, signal, wait
+from ..device.places import place_of, same_place
+from ..device.sync import advance, next_epoch, signal, wait
 from .flags import LANES
 from .lamport import rounded
 from .view import View

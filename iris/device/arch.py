@@ -136,6 +136,15 @@ def load_fresh(pointer, mask):
 
 
 @device_function
+def load_word(pointer):
+    """The same of one word."""
+    if is_hip():
+        return tl.load(pointer, cache_modifier=".cv")
+    else:
+        return tl.load(pointer, volatile=True)
+
+
+@device_function
 def fence_async_proxy():
     """Data that peers stored is visible to this thread's following TMA loads."""
     if is_cuda():

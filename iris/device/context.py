@@ -2,7 +2,7 @@
 
 The context tensor is int64, one a rank, built by `pack` on the host and read here:
 `[rank, world_size, status address, record address, time-out in ticks, event buffer address, its capacity in events,
-address of the ranks' names or 0, heap bases ..., process ids ...]`.
+address of the ranks' names or 0, heap bases ..., process ids ..., where the library's results begin on the heap]`.
 """
 
 from typing import TYPE_CHECKING
@@ -17,11 +17,13 @@ from .tracing import DeviceTracing, device_tracing
 
 HEADER = tl.constexpr(8)
 TRACING_WORDS = slice(5, 7)
+# Beyond every heap: the library has handed out no memory for results yet.
+_NOWHERE = 1 << 62
 
 
 def pack(rank: int, bases: list[int], pids: list[int], status: int, record: int, timeout_ticks: int) -> list[int]:
     """What the context tensor holds."""
-    return [rank, len(bases), status, record, timeout_ticks, 0, 0, 0, *bases, *pids]
+    return [rank, len(bases), status, record, timeout_ticks, 0, 0, 0, *bases, *pids, _NOWHERE]
 
 
 class RemoteAccess:
@@ -46,6 +48,11 @@ class RemoteAccess:
     def pids(self, ranks, mask):
         """Process ids of a block of ranks, int64, 0 where masked out."""
         return tl.load(self.ctx_ptr + HEADER + self.world_size + ranks, mask=mask, other=0)
+
+    @device_function
+    def results_begin(self):
+        """How far from the heap's beginning the memory begins that the library hands out for results, bytes, int64."""
+        return tl.load(self.ctx_ptr + HEADER + 2 * self.world_size)
 
     @device_function
     def remote(self, pointer, to_rank):

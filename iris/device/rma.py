@@ -22,14 +22,17 @@ def translate(pointer, from_rank, to_rank, heap_bases):
 
 
 @device_function
-def moved(pointer, base, target):
-    """`pointer`, scalar or block, in the heap that begins at `base`, as an address of that which begins at `target`."""
+def moved(pointer, base, target, ALIGNMENT: tl.constexpr = BASE_ALIGNMENT):
+    """`pointer`, scalar or block, in the memory that begins at `base`, as an address of that which begins at `target`.
+
+    `ALIGNMENT`: of the distance between the two, in bytes.
+    """
     # One scalar, added once: casting a block of pointers through int64 would lose contiguity and alignment.
     nbytes: tl.constexpr = max(1, pointer.dtype.scalar.element_ty.primitive_bitwidth // 8)
     distance = target - base
     if nbytes > 1:  # a division by one would be dropped, and with it what is said of its result
         distance = distance // nbytes
-    return pointer + tl.multiple_of(distance, BASE_ALIGNMENT // nbytes)
+    return pointer + tl.multiple_of(distance, ALIGNMENT // nbytes)
 
 
 @device_function

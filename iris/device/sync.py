@@ -11,10 +11,10 @@ import triton.language as tl
 from . import arch, rma
 from .context import own_context
 from .function import device_function
+from .places import matching_places, moved_out, tell_out
 from .tracing import SIGNAL, WAIT
 from .waits import (
     HEAPS_DIFFER,
-    OUT_DIFFERS,
     WAITERS,
     deadline,
     healthy,
@@ -27,8 +27,8 @@ from .waits import (
 _USER = tl.constexpr(WAITERS.index("a kernel"))
 _BARRIER = tl.constexpr(WAITERS.index("device_barrier"))
 # The sync block of a communicator, int32 on the heap:
-# [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size], places[world_size] of
-# int64].
+# [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size], and as int64 where
+# peers' results lie, as they tell, [world_size], and how far from this rank's [world_size]].
 _FINISHED = tl.constexpr(1)
 _NEXT_TILE = tl.constexpr(2)
 _ENTERED = tl.constexpr(16)
@@ -36,7 +36,7 @@ _ENTERED = tl.constexpr(16)
 
 def sync_words(world_size: int) -> int:
     """How many int32 a sync block has, for `ctx.zeros(sync_words(n), dtype=torch.int32)`. Called on the host."""
-    return _ENTERED.value + 4 * world_size
+    return _ENTERED.value + 6 * world_size
 
 
 @device_function
@@ -135,7 +135,7 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     epoch = next_epoch(sync)
     if tl.program_id(0) == 0:
         if out is not None:
-            tell_place(ctx, _places(ctx, sync), 1, out)
+            tell_out(ctx, _places(ctx, sync), out)
         _signal_all(ctx, sync + _ENTERED + ctx.rank, epoch, LANES)
     return epoch
 
@@ -144,63 +144,27 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
 def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.constexpr = True):
     """Waits until every peer has entered this call, or even a later one. Returns whether they did.
 
-    `out`, of calls that `leave` together: whether it also lies at the same place on every rank.
+    `out`, of calls that `leave` together: whether every peer's lies where this rank may store; `out_at` says where.
     """
     ok = _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
     if out is not None:
         if ok:
-            ok = same_places(ctx, _places(ctx, sync), 1, out, waiter)
+            ok = matching_places(ctx, _places(ctx, sync), out, waiter)
     return ok
+
+
+@device_function
+def out_at(ctx, sync, pointer, behind: tl.constexpr):
+    """The address of `pointer`, which points into this rank's `out`, in that of the rank so many `behind` this one.
+
+    For programs that have awaited the peers' entry, by which each peer has told where its `out` lies.
+    """
+    return moved_out(ctx, _places(ctx, sync), pointer, behind)
 
 
 @device_function
 def _places(ctx, sync):
     return (sync + _ENTERED + 2 * ctx.world_size).to(tl.pointer_type(tl.int64))
-
-
-@device_function
-def place_of(ctx, pointer):
-    """How far from the beginning of this rank's heap a scalar pointer points, in bytes, int64."""
-    return pointer.to(tl.int64) - tl.load(ctx.heap_bases() + ctx.rank)
-
-
-@device_function
-def tell_place(ctx, places, step, out):
-    """Stores where `out` lies into `places + rank * step` at every other rank; the next signal vouches for it."""
-    for i in tl.static_range(1, ctx.world_size):
-        ctx.store(places + ctx.rank * step, place_of(ctx, out), (ctx.rank + i) % ctx.world_size)
-
-
-@device_function
-def same_places(ctx, places, step, out, waiter: tl.constexpr):
-    """Whether every other rank r, which has signalled, told at `places + r * step` that its `out` lies where ours does.
-
-    Until the call has ended here, peers must be unable to enter the next one. If not, the rank's waits end.
-    """
-    differing = -1
-    for i in tl.static_range(1, ctx.world_size):
-        peer = (ctx.rank + i) % ctx.world_size
-        differing = tl.where(_told(places + peer * step) == place_of(ctx, out), differing, peer)
-    return _all_same(ctx, out, differing, waiter)
-
-
-@device_function
-def same_place(ctx, place, out, peer, waiter: tl.constexpr):
-    """The same of one peer, which told at `place`."""
-    return _all_same(ctx, out, tl.where(_told(place) == place_of(ctx, out), -1, peer), waiter)
-
-
-@device_function
-def _told(place):
-    # an atomic's result is the same for all threads, which part company where a load's is not
-    return tl.atomic_add(place, tl.cast(0, tl.int64), sem="relaxed", scope="sys")
-
-
-@device_function
-def _all_same(ctx, out, differing, waiter: tl.constexpr):
-    if differing >= 0:
-        report_difference(ctx, waiter, place_of(ctx, out), differing, -1, OUT_DIFFERS)
-    return differing < 0
 
 
 @device_function

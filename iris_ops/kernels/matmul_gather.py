@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.sync import await_entered, enter, leave
+from iris.device.sync import await_entered, enter, leave, out_at
 from iris.device.tracing import PRODUCT, PUSH, tile_bytes
 import torch
 import triton
@@ -105,7 +105,7 @@ def matmul_gather_kernel(
                 nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, out.dtype.element_ty)
                 span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                 for i in tl.static_range(1, WORLD_SIZE):
-                    tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+                    tl.store(out_at(ctx, sync, target, i), result, mask=mask)
                 ctx.tracing.record_event_end(span)
     if not entered:
         ok = await_entered(ctx, sync, epoch, WAITER, out)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.sync import await_entered, enter, leave, signal, wait
+from iris.device.sync import await_entered, enter, leave, out_at, signal, wait
 from iris.device.tracing import PRODUCT, PUSH, SUM, tile_bytes
 import torch
 import triton
@@ -137,7 +137,7 @@ def matmul_reduce_kernel(
                     if ok:
                         span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                         for i in tl.static_range(1, WORLD_SIZE):
-                            tl.store(ctx.remote(target, (ctx.rank + i) % WORLD_SIZE), result, mask=mask)
+                            tl.store(out_at(ctx, sync, target, i), result, mask=mask)
                         ctx.tracing.record_event_end(span)
                 else:
                     own_rows = rows if BY_COLS else rows - ctx.rank * part_rows

@@ -61,7 +61,10 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
         refused = [f"rejected {kernel}: {why}" for kernel, why in rejected]
         reasons = (f"{asked} on {machine.name}", *named, *table, *refused, f"chosen {label(problem, chosen)}")
         if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
-            said = "peers write out directly when it lies on the heap; otherwise it is staged and copied once more"
+            said = (
+                "peers write out directly when it lies on the heap, as outputs of layers do where they find room; "
+                "otherwise it is staged and copied once more"
+            )
             reasons += (said,)
     return replace(chosen, kernel=kernel_for(problem, chosen), prediction=prediction, reasons=reasons)
 

@@ -25,11 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 import inspect
 from math import gcd
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris.errors import ArgumentError
+from iris.memory.outputs import Kept
 import torch
 from torch import nn
 
@@ -135,7 +137,8 @@ class Engine:
         self._keeps_any = "Tensor" in str(_annotation(model, "logits_to_keep"))  # else so many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
         self.steps = Graphs(2 if self.graphs else 0)
-        self.prompts = Graphs(prompt_graphs if capturable else 0)
+        # Prompts are long enough for overlapped ops, whose outputs then lie on the heap as long as the graphs.
+        self.prompts = Graphs(prompt_graphs if capturable else 0, around=partial(ctx.ops.outputs.keeping, Kept()))
         self._shape: torch.Size | None = None  # of logits, once prompts are read
         self._held = self._made = 0  # tokens of each row in the cache, and in `output`, as the host counts them
         self._compiled: CompiledLayers | None = None

@@ -61,10 +61,18 @@ class Captured:
 
 
 class Graphs:
-    """At most `most` pieces of captured work, each known by a key; 0: everything runs eagerly."""
+    """At most `most` pieces of captured work, each known by a key; 0: everything runs eagerly.
 
-    def __init__(self, most: int, capture: type[Captured] = Captured):
-        self.most, self._capture, self._failed = most, capture, False
+    `around`: makes the block in which work is captured.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        capture: type[Captured] = Captured,
+        around: Callable[[], AbstractContextManager] = nullcontext,
+    ):
+        self.most, self._capture, self._around, self._failed = most, capture, around, False
         self._seen: OrderedDict[Hashable, bool] = OrderedDict()  # and whether a capture would have compiled
         self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
 
@@ -87,7 +95,7 @@ class Graphs:
 
     def _add(self, key: Hashable, work: Work, inputs: tuple, random: torch.Generator | None) -> None:
         try:
-            with _compiling_nothing():
+            with _compiling_nothing(), self._around():
                 graph = self._capture(work, inputs, next(iter(self._kept.values()), None), random)
         except RuntimeError as error:
             if _STANCE in str(error) and not self._seen[key]:

@@ -37,6 +37,7 @@ def registered(op: str):
 
 
 def same_bits_body(ctx) -> None:
+    held = []
     for op in ALL:
         A, B, bias, size = arguments(ctx, op)
         for b, mean_part in ((bias, None), (None, N if op in (GATHER_MATMUL, GATED) else K)):
@@ -46,8 +47,9 @@ def same_bits_body(ctx) -> None:
                 registered(op)(A, B, b, size, ctx.group_name, mean_part),
                 torch_ops.product(op, ctx, A, B, b, size, mean_part),
             ):
-                assert torch.equal(result, out), f"{op} on rank {ctx.cur_rank}"
-                assert not ctx.is_symmetric(result), "a result that a later call could overwrite"
+                held.append((op, result, out))
+                for earlier, result, out in held:
+                    assert torch.equal(result, out), f"{earlier} on rank {ctx.cur_rank}, after {op}"
 
 
 @torch.no_grad()

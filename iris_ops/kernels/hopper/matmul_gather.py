@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.sync import await_entered, enter, leave, next_epoch
+from iris.device.sync import await_entered, enter, leave, next_epoch, out_at
 from iris.device.tracing import PUSH, tile_bytes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,7 +42,7 @@ def _push_tiles(
     ok = await_entered(ctx, sync, epoch, WAITER, whole, LANES=False)  # before that, a peer may still read its out
     targets = ()
     for i in gl.static_range(1, ctx.world_size):
-        targets = targets + (ctx.remote(out, (ctx.rank + i) % ctx.world_size),)
+        targets = targets + (out_at(ctx, sync, out, i),)
     done = 0
     programs = gl.num_programs(0)
     for unit in range(gl.program_id(0), units.count(programs), programs):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from iris.device import arch
 from iris.device.context import own_context
-from iris.device.sync import await_entered, enter, leave, next_epoch, signal, wait
+from iris.device.sync import await_entered, enter, leave, next_epoch, out_at, signal, wait
 from iris.device.tracing import PUSH, SUM, tile_bytes
 from iris.device.waits import healthy
 from triton.experimental import gluon
@@ -65,7 +65,7 @@ def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: 
 
 @gluon.jit
 def _sum(
-    ctx, shared, staging, index, owned, out, stride_om, row, end, M, width, ALL_REDUCE: gl.constexpr,
+    ctx, shared, staging, index, owned, sync, out, stride_om, row, end, M, width, ALL_REDUCE: gl.constexpr,
     MOVE: gl.constexpr, done, ok,
 ):  # fmt: skip
     """Adds what peers have staged for the finished tile, number `index` of `owned`, and stores the sum to `out`.
@@ -80,7 +80,7 @@ def _sum(
         peer = (ctx.rank + 1 + i) % ctx.world_size
         sources = sources + (staging + (peer * owned + index).to(gl.int64) * ELEMENTS,)
         if ALL_REDUCE:
-            targets = targets + (ctx.remote(out, peer),)
+            targets = targets + (out_at(ctx, sync, out, i + 1),)
     AHEAD: gl.constexpr = 4 // OTHERS if OTHERS else 0  # parts under way; as many as there are registers for
     under_way = ()
     for i in gl.static_range(AHEAD):
@@ -151,8 +151,9 @@ def _move_tiles(
                 if ALL_REDUCE:  # part by part, as it is summed
                     push = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                 _sum(
-                    ctx, shared, staging, index, owned, out + first_row.to(gl.int64) * stride_om + first_col, stride_om,
-                    row, rows, M, cols - col, ALL_REDUCE, MOVE, done, ok,
+                    ctx, shared, staging, index, owned, sync,
+                    out + first_row.to(gl.int64) * stride_om + first_col, stride_om, row, rows, M, cols - col,
+                    ALL_REDUCE, MOVE, done, ok,
                 )  # fmt: skip
                 if ALL_REDUCE:
                     ctx.tracing.record_event_end(push)

@@ -1,6 +1,6 @@
 """What kernels call to reach a peer's memory, to signal and to wait."""
 
-from .fault import COLLECTIVES, EPOCHS, EXCHANGE, HEAPS, LOST, OPS, PTX, RMA, Fault
+from .fault import COLLECTIVES, EPOCHS, EXCHANGE, HEAPS, LOST, OPS, OUTPUTS, PTX, RMA, Fault
 
 DEVICE = [
     Fault(
@@ -116,10 +116,31 @@ DEVICE = [
     ),
     Fault(
         "a difference at the last peer is overwritten",
-        "iris/device/sync.py",
+        "iris/device/places.py",
         "differing = tl.where(_told(places + peer * step) == place_of(ctx, out), differing, peer)",
         "differing = tl.where(_told(places + peer * step) == place_of(ctx, out), -1, peer)",
         HEAPS,
+    ),
+    Fault(
+        "a peer's result is taken to lie where one's own does",
+        "iris/device/places.py",
+        "tl.load(ctx.heap_bases() + peer) + told - out.to(tl.int64)",
+        "tl.load(ctx.heap_bases() + peer) + own - out.to(tl.int64)",
+        OUTPUTS,
+    ),
+    Fault(
+        "a rank tells the wrong peer where its result lies",
+        "iris/device/places.py",
+        "ctx.store(places + ctx.world_size - i, place_of(ctx, out)",
+        "ctx.store(places + i, place_of(ctx, out)",
+        OUTPUTS,
+    ),
+    Fault(
+        "memory of a living output is given to another",
+        "iris/memory/outputs.py",
+        "for offset in [offset for offset, storage in self._live.items() if storage.expired()]:",
+        "for offset in list(self._live):",
+        OUTPUTS,
     ),
     Fault(
         "a wait does not look whether its peer lives",

@@ -36,6 +36,7 @@ COLLECTIVES = ("tests/iris/test_ccl.py", "tests/iris/test_ccl_calls.py")
 EXCHANGE = ("tests/iris/test_lamport.py", *LAMPORT)
 LOST = ("tests/iris/test_lost_ranks.py", "tests/iris/test_failures.py", "tests/iris/test_ccl_calls.py")
 HEAPS = ("tests/iris/test_different_heaps.py",)
+OUTPUTS = ("tests/iris_ops/test_outputs.py",)
 RMA = ("tests/iris/test_rma.py", "tests/iris/test_atomics.py")
 PTX = "tests/test_codegen_ptx.py::test_ptx_"
 PTX_HOPPER = "tests/test_codegen_hopper.py::test_ptx_"

@@ -56,14 +56,14 @@ ALLOCATIONS = [
     ),
     Fault(
         "nobody looks where the peers have their results",
-        "iris/device/sync.py",
-        "    return _all_same(ctx, out, differing, waiter)\n\n\n@device_function\ndef same_place(",
-        "    return True\n\n\n@device_function\ndef same_place(",
+        "iris/device/places.py",
+        "    return _all_same(ctx, out, differing, waiter)\n\n\n@device_function\ndef moved_out(",
+        "    return True\n\n\n@device_function\ndef moved_out(",
         (f"{_PLACES}test_results_at_different_places_are_found[matmul_all_reduce-another tensor-2]",),
     ),
     Fault(
         "nobody looks where one peer has its results",
-        "iris/device/sync.py",
+        "iris/device/places.py",
         "    return _all_same(ctx, out, tl.where(_told(place) == place_of(ctx, out), -1, peer), waiter)",
         "    return True",
         (_PLACES + "test_results_at_different_places_are_found",),

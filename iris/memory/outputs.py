@@ -1,0 +1,289 @@
+"""Results on the heap that live as long as their tensors: what layers return, and peers store into.
+
+Peers of an overlapped op store into `out`, so `out` has to lie on the heap. A layer returns a new tensor in each call,
+and that tensor dies when Python lets go of it, at times that differ by rank. So it cannot lie at the same offset on
+all ranks, as everything else on the heap does, unless the ranks agree before each reuse. To agree takes an exchange a
+call, or counts that arrive a call late, and a block that one rank still holds is then lost to all of them.
+
+Instead each rank cuts its outputs, by itself, from a region that all ranks have reserved alike. Nobody has to agree:
+the signal by which a rank enters a call says where its `out` lies, and peers store there (`out_at` in
+`iris/device/sync.py`). A rank that finds no room takes ordinary memory, and the op copies (`Workspace.results`); its
+peers are told where the copy comes from. So ranks may differ in this, too.
+
+The region has a part for eager calls and, with CUDA, a part for graphs. Each holds one or two of the largest output.
+
+    eager, CUDA   torch's caching allocator cuts its part, as one segment of a `MemPool`: so streams, `record_stream`
+                  and the splitting of blocks are torch's business, as with any other tensor
+    eager, CPU    first fit; a block is free when its tensor's storage has died
+    graphs        replays write to a block long after its tensor has died. So blocks belong to a `Kept`, which whoever
+                  owns the graphs keeps beside them; a call captured without one takes ordinary memory and copies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+import math
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+import weakref
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import HeapExhausted
+from ..heap import GRANULE, Heap
+from .base import ALIGNMENT
+from .offsets import Offsets, rounded
+from .pool import DevicePool
+
+if TYPE_CHECKING:
+    from ..rank import Rank
+
+_COUNTS = 2, 1  # of the largest output that a part holds, as there is room
+_SHARE = 3, 8  # of the heap, which the region takes at most; and at most half of what is free
+_SMALL = 1 << 20  # torch keeps no more bytes than this in segments of their own; to copy them takes 2 us
+_LEAST = {"cpu": ALIGNMENT, "cuda": 16 << 20}  # of a part; torch asks for no segment between 2 and 20 MiB else
+_MOST_SKIPPED = 255
+_MOST_STREAMS = 8
+
+
+class _Part(Protocol):
+    def empty(self, size: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor | None:
+        """A new tensor; None where there is no room."""
+
+
+class Outputs:
+    """New tensors for results that peers write. Making one of these takes nothing."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._on_gpu = rank.device.type == "cuda"
+        self.largest = 0
+        """Bytes of the largest output for which there is room, if the heap has it."""
+        self._said = False
+        self._eager: _Part | None = None
+        self._graphs: _Blocks | None = None
+        self._kept: Kept | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Sees to it that outputs of so many bytes, more than the `largest` before, have room. Collective."""
+        rank, heap = self._rank, self._rank.heap
+        self.largest = max(_LEAST[rank.device.type], 1 << (nbytes - 1).bit_length())
+        with rank.exchanging():
+            part = min(rank.hosts.all_gather(self._affordable(), "room for outputs on the heap"))
+        if not part:
+            return
+        parts = 2 if self._on_gpu else 1
+        try:
+            begin = heap.take(parts * part + ALIGNMENT, "outputs of layers", library=True)
+        except HeapExhausted:  # by what torch's pool has borrowed here alone; the barrier tells the others
+            begin = -1
+        rank.barrier()
+        if begin < 0:
+            return
+        rank.hand_out_from(begin)
+        begin = rounded(begin, ALIGNMENT)
+        if self._on_gpu:
+            try:
+                self._eager = _Cached(heap, rank.device, begin, part)
+            except RuntimeError as error:  # torch's caching allocator is not in use
+                rank.log.info(f"outputs of layers are copied, for torch makes no pool on the heap: {error}")
+                self._eager, self._said = None, True
+            self._graphs = _Blocks(heap, begin + part, part)
+        else:
+            self._eager = _Counted(_Blocks(heap, begin, part))
+
+    def _affordable(self) -> int:
+        """Bytes of a part of the region, if there may be one."""
+        parts, (of, whole), heap = 2 if self._on_gpu else 1, _SHARE, self._rank.heap
+        most = min(heap.size * of // whole, heap.longest // 2)
+        sizes = (count * self.largest for count in _COUNTS)
+        return next((size for size in sizes if parts * size + ALIGNMENT <= most), 0)
+
+    def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """A new tensor on the heap; None where there is no room, or something else than we decides who frees it."""
+        nbytes = math.prod(size) * dtype.itemsize
+        if nbytes == 0 or self._on_gpu and nbytes <= _SMALL:
+            return None
+        if self._on_gpu:
+            if torch.cuda.is_current_stream_capturing():
+                kept, blocks = self._kept, self._graphs
+                return kept.empty(blocks, size, dtype, nbytes) if kept is not None and blocks is not None else None
+            if _in_trees(self._rank.device):
+                return None
+        found = self._eager.empty(size, dtype, nbytes) if self._eager is not None else None
+        if found is None and not self._said:
+            self._said = True
+            self._rank.log.info(
+                f"an output of {nbytes} bytes finds no room on the heap, so peers write it elsewhere and it is copied, "
+                f"as later ones may be. Make the heap larger (iris.iris(heap_size=...)), or hold fewer outputs"
+            )
+        return found
+
+    @contextmanager
+    def keeping(self, kept: Kept) -> Iterator[None]:
+        """Outputs of calls that are captured in the block come from the heap, and last as long as `kept`."""
+        before, self._kept = self._kept, kept
+        try:
+            yield
+        finally:
+            self._kept = before
+
+
+class Kept:
+    """Blocks of CUDA graphs that share their memory. Keep it as long as the graphs, and replay one after the other.
+
+    Calls that are captured later use a block again, in the same stream, when its tensor has died. `record_stream` of
+    such a tensor has no effect.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[_Blocks, int, int, int, StorageWeakRef]] = []  # whose, offset, bytes, stream, tensor's
+        weakref.finalize(self, _give_back, self._blocks)
+
+    def empty(self, blocks: _Blocks, size: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor | None:
+        stream = torch.cuda.current_stream(blocks.device.index).cuda_stream
+        free = [
+            (room, number)
+            for number, (_, _, room, of, storage) in enumerate(self._blocks)
+            if room >= nbytes and of == stream and storage.expired()
+        ]
+        if free:
+            blocks, offset, nbytes, *_ = self._blocks.pop(min(free)[1])
+        else:
+            nbytes = rounded(nbytes, GRANULE)
+            found = blocks.cut(nbytes)
+            if found is None:
+                return None
+            offset = found
+        storage = torch._C._construct_storage_from_data_pointer(blocks.address + offset, blocks.device, nbytes)
+        self._blocks.append((blocks, offset, nbytes, stream, StorageWeakRef(storage)))
+        return _tensor(storage, size, dtype)
+
+
+def _give_back(blocks: list[tuple]) -> None:
+    for whose, offset, *_ in blocks:
+        whose.give(offset)
+
+
+def _tensor(storage: Any, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    strides = [math.prod(size[i + 1 :]) for i in range(len(size))]
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, strides)
+
+
+class _Blocks:
+    """A part of the region from which whoever takes a block says when it is free."""
+
+    def __init__(self, heap: Heap, begin: int, nbytes: int) -> None:
+        self.memory = heap.memory[begin : begin + nbytes]
+        self.address, self.device = heap.base + begin, heap.memory.device
+        self._offsets = Offsets(nbytes)
+
+    def cut(self, nbytes: int) -> int | None:
+        """Where so many bytes are free now, from the beginning of the part."""
+        return self._offsets.take(rounded(nbytes, GRANULE), GRANULE)
+
+    def give(self, offset: int) -> None:
+        self._offsets.give(offset)
+
+
+class _Counted:
+    """Ordinary tensors on CPUs, whose storages are asked whether they have died."""
+
+    def __init__(self, blocks: _Blocks) -> None:
+        self._blocks = blocks
+        self._live: dict[int, StorageWeakRef] = {}
+
+    def empty(self, size: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor | None:
+        for offset in [offset for offset, storage in self._live.items() if storage.expired()]:
+            del self._live[offset]
+            self._blocks.give(offset)
+        found = self._blocks.cut(nbytes)
+        if found is None:
+            return None
+        # a storage of its own, which keeps the heap mapped
+        storage = torch.from_numpy(self._blocks.memory[found : found + nbytes].numpy()).untyped_storage()
+        self._live[found] = StorageWeakRef(storage)
+        return _tensor(storage, size, dtype)
+
+
+class _Cached:
+    """Tensors that torch's caching allocator cuts from one segment.
+
+    Torch keeps free blocks by stream, so they serve the stream that was current when torch took the segment. Calls in
+    another one are served once nothing lies in it: the segment is then that stream's. Where torch finds no room, which
+    costs an exception, some of the following calls do not ask.
+    """
+
+    def __init__(self, heap: Heap, device: torch.device, begin: int, nbytes: int) -> None:
+        self._heap, self._device, self._begin, self._nbytes = heap, device, begin, nbytes
+        self._streams = self._missed = self._skipped = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._segment = _Segment(self._heap, self._device, self._begin, self._nbytes)
+        self._pool = self._segment.pool
+        self._close = weakref.finalize(self, self._segment.close)
+        self._close.atexit = False
+        self._stream = torch.cuda.current_stream(self._device.index)
+        self._streams += 1
+        self._ask((self._nbytes,), torch.uint8)  # torch takes the segment, and has it free at once
+
+    def empty(self, size: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor | None:
+        if self._skipped < self._missed:
+            self._skipped += 1
+            return None
+        found = self._ask(size, dtype)
+        if found is None and self._follow():
+            found = self._ask(size, dtype)
+        self._missed, self._skipped = 0 if found is not None else min(2 * self._missed + 1, _MOST_SKIPPED), 0
+        return found
+
+    def _ask(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                return torch.empty(size, dtype=dtype, device=self._device)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _follow(self) -> bool:
+        """Whether the segment is the current stream's from here on, and was another's."""
+        if self._streams >= _MOST_STREAMS or self._stream == torch.cuda.current_stream(self._device.index):
+            return False
+        blocks = (block for segment in self._pool.snapshot() for block in segment["blocks"])
+        if any(block["state"] != "inactive" for block in blocks):
+            return False
+        torch.cuda.synchronize(self._device)  # the other stream may still be at work there
+        del self._pool
+        self._close()
+        self._open()
+        return True
+
+
+class _Segment(DevicePool):
+    """A pool with this one piece of memory."""
+
+    def __init__(self, heap: Heap, device: torch.device, begin: int, nbytes: int) -> None:
+        self._address, self._nbytes = heap.base + begin, nbytes
+        super().__init__(heap, device)
+
+    @property
+    def pool(self) -> torch.cuda.MemPool:
+        return self._pool
+
+    def _allocate(self, size: int, device: int, stream: int | None) -> int | None:
+        if self._held or size > self._nbytes:
+            return None
+        self._held[self._address] = self._heap.memory
+        return self._address
+
+    def _release(self, address: int | None, size: int, device: int, stream: int | None) -> None:
+        self._held.clear()
+
+
+def _in_trees(device: torch.device) -> bool:
+    """Whether torch.compile(mode="reduce-overhead") runs this: its outputs must lie in a pool that it knows."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    manager = trees.get_manager(device.index, create_if_none_exists=False) if trees is not None else None
+    return manager is not None and manager.stream == torch.cuda.current_stream(device.index)
