@@ -25,11 +25,11 @@ from .kernels.rmsnorm_epilogue import Epilogue
 from .local import gating
 from .moe.activation import Activation
 from .moe.mixture import Mixture
-from .moe.problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MOE_OPS
 from .moe.routing import Routing
 from .operands import Operands
 from .planning.kernel_names import ends_with_norm
 from .planning.machine import machine_of
+from .planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MOE_OPS
 from .planning.moe_ways import moe_plan, moe_problem_asked
 from .planning.plan import plan, unaligned
 from .planning.torch_ways import TORCH_WAYS

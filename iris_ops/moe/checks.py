@@ -11,8 +11,8 @@ import torch
 
 from ..checks import check_kind
 from ..config import FusedConfig
+from ..planning.moe_problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
 from ..problem import DTYPES, part_of
-from .problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
 from .routing import Routing
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from iris.rank import Rank
 
-    from .problem import MoeProblem
+    from ..planning.moe_problem import MoeProblem
 
 # Tokens and columns of a program; the interpreter is quicker with large blocks.
 _BLOCK = {"cuda": (4, 512), "cpu": (64, 256)}

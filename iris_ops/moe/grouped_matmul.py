@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
     from ..config import FusedConfig
+    from ..planning.moe_problem import MoeProblem
     from .activation import Activation
-    from .problem import MoeProblem
     from .routing import Routing
 
 

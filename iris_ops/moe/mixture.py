@@ -16,10 +16,10 @@ from iris.errors import ArgumentError
 import torch
 
 from ..planning.machine import machine_of
+from ..planning.moe_problem import ROUTE, MoeProblem
 from ..planning.moe_ways import FEW_PAIRS, kernel_for, moe_plan
 from . import checks, combine, grouped_matmul, routing
 from .activation import Activation, activation_of
-from .problem import ROUTE, MoeProblem
 from .routing import Routing
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from iris.errors import ArgumentError
 import torch
 
 from ..config import FusedConfig, Prediction
-from ..moe.problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MOE_OPS, MoeProblem
 from .machine import Machine
+from .moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MOE_OPS, MoeProblem
 
 GROUPED, SEQUENTIAL = "moe.grouped_matmul", "moe.sequential"
 FEW_PAIRS = 256  # that a program looks through by itself
