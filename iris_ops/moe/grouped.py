@@ -11,12 +11,14 @@ Rows of A are gathered by pointers, weights are read by tensor descriptor where 
 """
 
 from iris.device import arch
+from iris.device.context import DeviceContext
 from iris.device.function import device_function
 from iris.triton_private import aggregate, base_value
 import triton
 import triton.language as tl
 
 from ..kernels.tiles import known
+from .routing import report_experts
 
 
 @aggregate
@@ -58,7 +60,7 @@ class Experts:
 
 
 @device_function
-def sorted_block(rows, offsets, block, experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+def sorted_block(order, offsets, block, experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """(expert, pairs [BLOCK_M], which of these there are) of a block; there is no such block if `expert >= experts`."""
     e = tl.arange(0, EXPERTS)
     begins = tl.load(offsets + e, mask=e < experts, other=0)
@@ -70,7 +72,7 @@ def sorted_block(rows, offsets, block, experts, BLOCK_M: tl.constexpr, EXPERTS: 
     first = tl.sum(tl.where(own, begins + (block - (upto - blocks)) * BLOCK_M, 0))
     end = tl.sum(tl.where(own, ends, 0))
     i = first + tl.arange(0, BLOCK_M)
-    return expert, tl.load(rows + i, mask=i < end, other=0), i < end
+    return expert, tl.load(order + i, mask=i < end, other=0), i < end
 
 
 @device_function
@@ -80,6 +82,16 @@ def same_expert(chosen, pair, pairs, PAIRS: tl.constexpr):
     expert = tl.load(chosen + pair)
     same = (tl.load(chosen + q, mask=q < pairs, other=-1) == expert) & (q < pairs)
     return expert, same, tl.sum((same & (q < pair)).to(tl.int32))
+
+
+@device_function
+def check_pairs(ctx_ptr, chosen, pairs, experts, PAIRS: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr):
+    """The first program looks for experts that are out of range."""
+    if tl.program_id(0) == 0:
+        q = tl.arange(0, PAIRS)
+        expert = tl.load(chosen + q, mask=q < pairs, other=0)
+        ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr).to(tl.int32), WORLD_SIZE)
+        report_experts(ctx, expert, (expert < 0) | (expert >= experts), experts, WAITER)
 
 
 @device_function

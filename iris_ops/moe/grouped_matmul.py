@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from iris import platform
 from iris.device import arch
-from iris.device.context import DeviceContext
 from iris.device.function import device_function
 from iris.device.waits import WAITERS
 from iris.launch import relaunch
@@ -24,6 +23,7 @@ import triton.language as tl
 from .grouped import (
     Experts,
     bias_of,
+    check_pairs,
     gated,
     pair_block,
     product,
@@ -32,7 +32,6 @@ from .grouped import (
     two_products,
     ungated,
 )
-from .routing import report_experts
 from .weights import weights_operand
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def _tile(
 
 @triton.jit(do_not_specialize=["pairs", "experts", "divisor", "blocks"])
 def moe_matmul_kernel(
-    a, b, bias, chosen, rows, offsets, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, stride_am, stride_ak,
+    a, b, bias, chosen, order, offsets, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, stride_am, stride_ak,
     stride_be, stride_bk, stride_bn, stride_bias, stride_om, stride_on, KIND: tl.constexpr, GATE: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, SORTED: tl.constexpr, SEARCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr, TMA_B: tl.constexpr, B_TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -87,7 +86,7 @@ def moe_matmul_kernel(
 ):  # fmt: skip
     """out [pairs, N] = the activation of a [pairs // divisor, K] @ b [experts, K, N or 2 N] + bias, for each pair.
 
-    SORTED: by rows and offsets (`routing.py`), as many `blocks` at most; else by chosen [pairs]. SEARCHED: experts or
+    SORTED: by order and offsets (`routing.py`), as many `blocks` at most; else by chosen [pairs]. SEARCHED: experts or
     pairs, as a power of two. GATE: "halves", "turns" or None; KIND: None for no activation.
     """
     arch.follow()
@@ -100,7 +99,7 @@ def moe_matmul_kernel(
         high = tl.minimum(blocks - group * GROUP_M, GROUP_M)
         within = tl.program_id(0) % (GROUP_M * across)
         block, col = group * GROUP_M + within % high, within // high * BLOCK_N
-        expert, pair, own = sorted_block(rows, offsets, block, experts, BLOCK_M, SEARCHED)
+        expert, pair, own = sorted_block(order, offsets, block, experts, BLOCK_M, SEARCHED)
         if expert < experts:
             _tile(
                 a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
@@ -109,19 +108,15 @@ def moe_matmul_kernel(
     else:
         which, col = tl.program_id(0) // across, tl.program_id(0) % across * BLOCK_N
         found, same, earlier = same_expert(chosen, which, pairs, SEARCHED)
-        valid = (found >= 0) & (found < experts)
-        if valid:
-            if earlier == 0:
-                expert = found.to(tl.int32)
-                for first in range(0, tl.sum(same.to(tl.int32)), BLOCK_M):
-                    pair, own = pair_block(same, first, BLOCK_M, SEARCHED)
-                    _tile(
-                        a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias,
-                        stride_om, stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
-                    )  # fmt: skip
-        else:
-            ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr).to(tl.int32), WORLD_SIZE)
-            report_experts(ctx, found, True, experts, WAITER)
+        if (found >= 0) & (found < experts) & (earlier == 0):
+            expert = found.to(tl.int32)
+            for first in range(0, tl.sum(same.to(tl.int32)), BLOCK_M):
+                pair, own = pair_block(same, first, BLOCK_M, SEARCHED)
+                _tile(
+                    a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
+                    stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+        check_pairs(ctx_ptr, chosen, pairs, experts, SEARCHED, WORLD_SIZE, WAITER)
     arch.lead()
 
 
@@ -140,7 +135,7 @@ def arguments(
     searched = problem.experts if by_sorting else problem.pairs
     args = dict(
         a=A, b=b, bias=bias, chosen=chosen, out=out, ctx_ptr=ctx.get_device_context(),
-        rows=chosen if isinstance(routing, torch.Tensor) else routing.rows,
+        order=chosen if isinstance(routing, torch.Tensor) else routing.rows,
         offsets=chosen if isinstance(routing, torch.Tensor) else routing.offsets,
         pairs=problem.pairs, experts=problem.experts, divisor=1 if problem.reduces else problem.top_k, blocks=blocks,
         N=problem.N, K=problem.K, stride_am=A.stride(0), stride_ak=A.stride(1), stride_be=B.stride(0),

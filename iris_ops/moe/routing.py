@@ -39,10 +39,10 @@ def report_experts(ctx, expert, wrong, experts, waiter: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs", "experts"])
 def moe_route_kernel(
-    chosen, rows, offsets, ctx_ptr, pairs, experts, BLOCK: tl.constexpr, SCANNED: tl.constexpr, BINS: tl.constexpr,
+    chosen, order, offsets, ctx_ptr, pairs, experts, BLOCK: tl.constexpr, SCANNED: tl.constexpr, BINS: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """chosen [pairs]: experts. rows [pairs]: pairs by expert, in order; offsets [experts + 1]: where each begins."""
+    """chosen [pairs]: experts. order [pairs]: pairs by expert, in order; offsets [experts + 1]: where each begins."""
     arch.follow()
     first = tl.program_id(0) * BLOCK
     before, total = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
@@ -70,7 +70,7 @@ def moe_route_kernel(
     earlier = (known[None, :] == known[:, None]) & valid[None, :] & (p[None, :] < p[:, None])
     place = tl.gather(begins + before, known, 0) + tl.sum(earlier.to(tl.int32), 1)
     arch.lead()
-    tl.store(rows + place, p, mask=valid)
+    tl.store(order + place, p, mask=valid)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def sort(kernels: dict, ctx: Rank, chosen: torch.Tensor, rows: torch.Tensor, off
         return
     scanned = min(_MOST_SCANNED, max(_BLOCK, triton.next_power_of_2(pairs)))
     args = dict(
-        chosen=chosen, rows=rows, offsets=offsets, ctx_ptr=ctx.get_device_context(), pairs=pairs, experts=experts,
+        chosen=chosen, order=rows, offsets=offsets, ctx_ptr=ctx.get_device_context(), pairs=pairs, experts=experts,
         BLOCK=_BLOCK, SCANNED=scanned, BINS=max(32, triton.next_power_of_2(experts)), WORLD_SIZE=ctx.num_ranks,
         WAITER=_WAITER,
     )  # fmt: skip

@@ -115,6 +115,12 @@ def _plan(problem: MoeProblem, machine: Machine, explained: bool) -> FusedConfig
     return replace(chosen, reasons=(asked, *rows, *rejected, f"chosen {_label(chosen)}"))
 
 
+def candidates(problem: MoeProblem, machine: Machine) -> list[FusedConfig]:
+    """All configurations that a plan would look at."""
+    ways = [way for way in WAYS if problem.op in way.ops and not way.supports(problem, machine)]
+    return [config for way in ways for config in _configs(way, problem, machine)]
+
+
 def _configs(way: MoeWay, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
     found = []
     for m, n, k, warps, stages, _ in _FEW_TILES if problem.pairs <= FEW_PAIRS else _TILES:
