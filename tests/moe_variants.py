@@ -8,12 +8,16 @@ from typing import Any
 from iris_ops.moe.activation import GPT_OSS, Activation
 from iris_ops.moe.combine import moe_combine_kernel
 from iris_ops.moe.grouped_matmul import moe_matmul_kernel
+from iris_ops.moe.lamport_down import moe_lamport_down_kernel
 from iris_ops.moe.routing import moe_route_kernel
 from iris_ops.planning.machine import Machine
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import candidates
+from iris_ops.planning.moe_ways import LAMPORT, candidates
 import torch
 from triton.backends.compiler import GPUTarget
+
+# What only the other product knows of.
+_EPILOGUE = ("KIND", "GATE", "ALPHA", "LIMIT", "SHIFT", "GROUP_M")
 
 
 def moe_variants(target: GPUTarget, machine: Machine, world_size: int) -> Iterator[tuple[str, Any, dict, dict]]:
@@ -23,7 +27,7 @@ def moe_variants(target: GPUTarget, machine: Machine, world_size: int) -> Iterat
     for experts in (32, 256):
         constants = dict(BLOCK=128, SCANNED=4096, BINS=experts, **ranks)
         yield f"moe_route_{experts}", moe_route_kernel, dict(num_warps=8, num_stages=2), constants
-    for tokens, gated in ((8, True), (8, False), (4096, True), (4096, False)):
+    for tokens, gated in ((8, True), (8, False), (64, False), (4096, True), (4096, False)):
         op = GATE_UP if gated else DOWN_ALL_REDUCE
         problem = MoeProblem(op, tokens, 8, 128, 768, 2048, world_size, torch.bfloat16, gated)
         for config in candidates(problem, machine):
@@ -38,8 +42,17 @@ def moe_variants(target: GPUTarget, machine: Machine, world_size: int) -> Iterat
                 BLOCK_K=config.block_k, GROUP_M=config.group_m, stride_ak=1, stride_on=1, **ranks,
             )  # fmt: skip
             constants |= dict(stride_bn=1) if turns else dict(stride_bk=1)
-            name = f"moe_{'gate_up' if gated else 'down'}_{config.block_m}x{config.block_n}_{tokens}"
+            kind = "gate_up" if gated else "lamport_down" if config.kernel == LAMPORT else "down"
+            name = f"moe_{kind}_{config.block_m}x{config.block_n}_{tokens}"
             options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+            if config.kernel == LAMPORT:
+                hop = {name: value for name, value in constants.items() if name not in _EPILOGUE}
+                for world_size in (2, 4):
+                    hop |= dict(
+                        TOP_K=8, HAS_SHARED=True, ONE_TILE=tokens == 8, BLOCK_T=16, WORLD_SIZE=world_size, stride_sn=1
+                    )
+                    yield f"{name}_of_{world_size}", moe_lamport_down_kernel, options, hop
+                continue
             yield name, moe_matmul_kernel, options, constants
             if cuda and config.block_m in (16, 128) and not gated:
                 yield f"{name}_pointers", moe_matmul_kernel, options, {**constants, "TMA_B": False}

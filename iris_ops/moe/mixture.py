@@ -17,8 +17,8 @@ import torch
 
 from ..planning.machine import machine_of
 from ..planning.moe_problem import ROUTE, MoeProblem
-from ..planning.moe_ways import FEW_PAIRS, kernel_for, moe_plan
-from . import checks, combine, grouped_matmul, routing
+from ..planning.moe_ways import FEW_PAIRS, LAMPORT, exchange_bytes, kernel_for, moe_plan, waits_too_wide
+from . import checks, combine, grouped_matmul, lamport_down, routing
 from .activation import Activation, activation_of
 from .routing import Routing
 
@@ -78,13 +78,22 @@ class Mixture:
         self._look(op, experts, problem.experts)
         ctx.compare(
             op, T=problem.tokens, k=problem.top_k, E=problem.experts, H=problem.N, dtype=problem.dtype,
-            config=replace(chosen, prediction=None), bias="given" if bias is not None else "none",
+            algorithm=chosen.algorithm, bias="given" if bias is not None else "none",
         )  # fmt: skip
         if problem.tokens == 0 or problem.N == 0:
             return
         weights = weights if weights.stride(1) == 1 else weights.contiguous()
         bias = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
         where = self._sorted(workspace, problem, chosen, experts)
+        if chosen.algorithm == "one_shot":
+            grown = True
+            try:
+                grown = workspace.reserve(0, 0, exchange_bytes(problem, chosen))
+            finally:
+                if grown:
+                    ctx.forget_launches()
+            lamport_down.launch(self._kernels, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
+            return
         self._sequential(workspace, problem, chosen, out, A, B, where, weights, bias, shared)
 
     def _sequential(
@@ -114,7 +123,11 @@ class Mixture:
         checks.check_config(problem.op, config)
         if config is None:
             return moe_plan(problem, machine_of(self._ctx.device), explained=False)
-        return replace(config, kernel=kernel_for(problem, config))
+        kernel = kernel_for(problem, config)
+        wide = waits_too_wide(problem, config.block_n, machine_of(self._ctx.device)) if kernel == LAMPORT else None
+        if wide:
+            raise ArgumentError(f"{problem.op}: config.block_n is {config.block_n}; expected more, for {wide}")
+        return replace(config, kernel=kernel)
 
     def _look(self, op: str, experts: torch.Tensor | Routing, count: int) -> None:
         if self._ctx.agreement is not None and not platform.is_capturing(self._ctx.device):

@@ -14,11 +14,13 @@ from iris.errors import ArgumentError
 import torch
 
 from ..config import FusedConfig, Prediction
-from .machine import Machine
+from .machine import INTERPRETER, Machine
 from .moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MOE_OPS, MoeProblem
+from .workspace_size import exchange_ld
 
-GROUPED, SEQUENTIAL = "moe.grouped_matmul", "moe.sequential"
+GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
 FEW_PAIRS = 256  # that a program looks through by itself
+MOST_TOKENS = 128  # of which one program adds up what their experts give, for some columns
 # block_m, block_n, block_k, warps, stages, and what part of the chip's rate its products reach.
 _FEW_TILES = ((16, 64, 128, 4, 5, 0.12), (16, 128, 64, 4, 5, 0.15))
 _TILES = (
@@ -47,6 +49,34 @@ def _many(problem: MoeProblem, machine: Machine) -> str | None:
     return None if problem.pairs > FEW_PAIRS else "few pairs need not be sorted"
 
 
+def _one_hop(problem: MoeProblem, machine: Machine) -> str | None:
+    if problem.tokens > MOST_TOKENS:
+        return f"one program would add up more than {MOST_TOKENS} tokens of its columns"
+    return waits_too_wide(problem, max(n for _, n, *_ in _FEW_TILES), machine)
+
+
+def waits_too_wide(problem: MoeProblem, block_n: int, machine: Machine) -> str | None:
+    """Why columns in blocks of so many would have too many programs wait at once, if they would."""
+    if machine.name != INTERPRETER and -(-problem.N // block_n) >= machine.num_programs:
+        return f"{problem.N} columns are more blocks of {block_n} than programs run at once"
+    return None
+
+
+def exchange_bytes(problem: MoeProblem, config: FusedConfig) -> int:
+    """What the ranks send each other in Lamport values, in two buffers."""
+    if config.algorithm != "one_shot" or not problem.reduces:
+        return 0
+    return 2 * problem.world_size * problem.tokens * exchange_ld(problem.N) * problem.dtype.itemsize
+
+
+def _hop_us(problem: MoeProblem, machine: Machine) -> float:
+    sums = problem.tokens * problem.N * (problem.top_k + 1) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
+    copies = problem.world_size - 1
+    link = copies * problem.tokens * problem.N * problem.dtype.itemsize / (machine.link_gbs * 1e3)
+    sort = 0.0 if problem.pairs <= FEW_PAIRS else _SORT_US
+    return machine.exchange_us + 1.0 + sums + link + sort
+
+
 def _passed_us(problem: MoeProblem, machine: Machine) -> float:
     """Rows of products that are read again, for each token's sum, and what travels."""
     size = problem.dtype.itemsize
@@ -63,6 +93,7 @@ def _link_us(problem: MoeProblem, machine: Machine) -> float:
 WAYS = (
     MoeWay(GROUPED, "one_shot", (GATE_UP,), _few, lambda problem, machine: 0.0),
     MoeWay(GROUPED, "sequential", (GATE_UP,), _many, lambda problem, machine: _SORT_US),
+    MoeWay(LAMPORT, "one_shot", (DOWN_ALL_REDUCE,), _one_hop, _hop_us),
     MoeWay(SEQUENTIAL, "sequential", (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER), lambda problem, machine: None, _passed_us),
 )
 
@@ -124,6 +155,8 @@ def candidates(problem: MoeProblem, machine: Machine) -> list[FusedConfig]:
 def _configs(way: MoeWay, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
     found = []
     for m, n, k, warps, stages, _ in _FEW_TILES if problem.pairs <= FEW_PAIRS else _TILES:
+        if way.kernel == LAMPORT and waits_too_wide(problem, n, machine):
+            continue
         fit = machine.stages((m + n) * k * problem.dtype.itemsize)
         while fit < 2 and k > 32:
             k //= 2
