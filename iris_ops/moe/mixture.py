@@ -10,15 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from iris import platform
-from iris.ccl import problem as ccl
-from iris.ccl.collectives import Collectives
 from iris.errors import ArgumentError
 import torch
 
 from ..planning.machine import machine_of
 from ..planning.moe_problem import ROUTE, MoeProblem
-from ..planning.moe_ways import FEW_PAIRS, LAMPORT, exchange_bytes, kernel_for, moe_plan, waits_too_wide
-from . import checks, combine, grouped_matmul, lamport_down, routing
+from ..planning.moe_ways import FEW_PAIRS, LAMPORT, SEQUENTIAL, exchange_bytes, kernel_for, moe_plan, waits_too_wide
+from . import checks, grouped_matmul, lamport_down, routing, sequential
 from .activation import Activation, activation_of
 from .routing import Routing
 
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
 
     from ..config import FusedConfig
     from ..workspace import Workspace
+
+_LAUNCHES = {LAMPORT: lamport_down.launch, SEQUENTIAL: sequential.launch}
 
 
 class Mixture:
@@ -85,39 +85,15 @@ class Mixture:
         weights = weights if weights.stride(1) == 1 else weights.contiguous()
         bias = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
         where = self._sorted(workspace, problem, chosen, experts)
-        if chosen.algorithm == "one_shot":
+        if nbytes := exchange_bytes(problem, chosen):
             grown = True
             try:
-                grown = workspace.reserve(0, 0, exchange_bytes(problem, chosen))
-            finally:
+                grown = workspace.reserve(0, 0, nbytes)
+            finally:  # where there was no room for all of it, some has grown all the same
                 if grown:
                     ctx.forget_launches()
-            lamport_down.launch(self._kernels, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
-            return
-        self._sequential(workspace, problem, chosen, out, A, B, where, weights, bias, shared)
-
-    def _sequential(
-        self, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
-        B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
-        shared: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """The grouped product, each token's sum, and a collective of `iris.ccl`."""
-        ctx, dtype = self._ctx, problem.dtype
-        size = problem.pairs * problem.N * dtype.itemsize
-        products = workspace.local("moe products", size).view(dtype).view(problem.pairs, problem.N)
-        once = bias if ctx.cur_rank == 0 else None
-        grouped_matmul.launch(self._kernels, ctx, problem, config, products, A, B, where, once, None, False)
-        sums = out
-        if problem.scatters:
-            between = workspace.local("moe sums", problem.tokens * problem.N * dtype.itemsize)
-            sums = between.view(dtype).view(problem.tokens, problem.N)
-        combine.launch(self._kernels, ctx, problem, sums, products, weights, shared)
-        collectives = ctx.once(Collectives)
-        if problem.scatters:
-            collectives.ready(ccl.REDUCE_SCATTER, out, sums, workspace.collective)()
-            return
-        for rows in out.split(max(1, ccl.MAX_ELEMENTS // problem.N)):
-            collectives.ready(ccl.ALL_REDUCE, rows, rows, workspace.collective)()
+        launch = _LAUNCHES[chosen.kernel]
+        launch(self._kernels, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
 
     def _chosen(self, problem: MoeProblem, config: FusedConfig | None) -> FusedConfig:
         checks.check_config(problem.op, config)
