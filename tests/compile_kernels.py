@@ -52,6 +52,7 @@ _POINTEES = {
     ("lamport_pair_scatter_kernel", "staging"): "i16",
     ("lamport_matmul_kernel", "staging"): "i16",
     ("moe_lamport_down_kernel", "staging"): "i16",
+    ("moe_lamport_combine_kernel", "staging"): "i16",
     ("lamport_stream_kernel", "staging"): "i16",
     ("lamport_gather_matmul_kernel", "staging"): "i16",
     ("words_kernel", "staging"): "i16",

@@ -8,6 +8,7 @@ from typing import Any
 from iris_ops.moe.activation import GPT_OSS, Activation
 from iris_ops.moe.combine import moe_combine_kernel
 from iris_ops.moe.grouped_matmul import moe_matmul_kernel
+from iris_ops.moe.lamport_combine import moe_lamport_combine_kernel
 from iris_ops.moe.lamport_down import moe_lamport_down_kernel
 from iris_ops.moe.routing import moe_route_kernel
 from iris_ops.planning.machine import Machine
@@ -49,6 +50,10 @@ def moe_variants(target: GPUTarget, machine: Machine, world_size: int) -> Iterat
         options, constants = _product(machine, tokens, rows, cols, None, True, cuda)
         constants |= dict(WORLD_SIZE=ranks, TOP_K=8, HAS_SHARED=True, ONE_TILE=ranks == 2, BLOCK_T=16, stride_sn=1)
         yield name, moe_lamport_down_kernel, options, constants
+    constants = dict(TOP_K=8, HAS_SHARED=True, BLOCK_M=8, BLOCK_N=256, stride_on=1, stride_sn=1, WAITER=15)
+    for exchange, ranks in (("all", 2), ("owners", 4), ("scatter", 4)):
+        known = constants | dict(EXCHANGE=exchange, WORLD_SIZE=ranks)
+        yield f"moe_lamport_combine_{exchange}", moe_lamport_combine_kernel, dict(num_warps=4, num_stages=1), known
     constants = dict(TOP_K=8, HAS_SHARED=True, BLOCK_M=4, BLOCK_N=512, stride_on=1, stride_sn=1)
     yield "moe_combine", moe_combine_kernel, dict(num_warps=4, num_stages=1), constants
 

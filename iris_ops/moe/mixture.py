@@ -15,8 +15,17 @@ import torch
 
 from ..planning.machine import machine_of
 from ..planning.moe_problem import ROUTE, MoeProblem
-from ..planning.moe_ways import FEW_PAIRS, LAMPORT, SEQUENTIAL, exchange_bytes, kernel_for, moe_plan, waits_too_wide
-from . import checks, grouped_matmul, lamport_down, routing, sequential
+from ..planning.moe_ways import (
+    COMBINE,
+    FEW_PAIRS,
+    LAMPORT,
+    SEQUENTIAL,
+    exchange_bytes,
+    kernel_for,
+    moe_plan,
+    waits_too_wide,
+)
+from . import checks, grouped_matmul, lamport_combine, lamport_down, routing, sequential
 from .activation import Activation, activation_of
 from .routing import Routing
 
@@ -26,7 +35,7 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..workspace import Workspace
 
-_LAUNCHES = {LAMPORT: lamport_down.launch, SEQUENTIAL: sequential.launch}
+_LAUNCHES = {LAMPORT: lamport_down.launch, COMBINE: lamport_combine.launch, SEQUENTIAL: sequential.launch}
 
 
 class Mixture:

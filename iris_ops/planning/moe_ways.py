@@ -19,6 +19,7 @@ from .moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MOE_OPS,
 from .workspace_size import exchange_ld
 
 GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
+COMBINE = "moe.lamport_combine"
 FEW_PAIRS = 256  # that a program looks through by itself
 MOST_TOKENS = 128  # of which one program adds up what their experts give, for some columns
 # block_m, block_n, block_k, warps, stages, and what part of the chip's rate its products reach.
@@ -28,6 +29,8 @@ _TILES = (
     (128, 256, 64, 8, 3, 0.75),
 )  # fmt: skip
 _SORT_US, _ROWS_US = 3.0, 2.0  # a kernel that sorts, one that goes over a token's rows
+_MOST_TO_ALL = 1 << 17  # sums that more than two ranks send each other in one shot
+_MOST_EXCHANGED = 1 << 28  # bytes of the heap, for what the ranks send each other in one call
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,41 @@ def waits_too_wide(problem: MoeProblem, block_n: int, machine: Machine) -> str |
     return None
 
 
+def exchange_form(problem: MoeProblem) -> str:
+    """To whom a rank's sums of many tokens go (`lamport_combine.py`)."""
+    if problem.scatters:
+        return "scatter"
+    few = problem.world_size == 2 or problem.tokens * problem.N <= _MOST_TO_ALL
+    return "all" if few else "owners"
+
+
 def exchange_bytes(problem: MoeProblem, config: FusedConfig) -> int:
     """What the ranks send each other in Lamport values, in two buffers."""
-    if config.algorithm != "one_shot" or not problem.reduces:
+    if config.algorithm == "sequential" or not problem.reduces:
         return 0
-    return 2 * problem.world_size * problem.tokens * exchange_ld(problem.N) * problem.dtype.itemsize
+    w, ld = problem.world_size, exchange_ld(problem.N)
+    words = w * problem.tokens * ld
+    if config.algorithm == "overlapped" and exchange_form(problem) != "all":
+        rows = -(-problem.tokens // w) * w
+        words = rows * ld + (exchange_ld(w) if problem.scatters else rows * ld)
+    return 2 * words * problem.dtype.itemsize
+
+
+def _many_sums(problem: MoeProblem, machine: Machine) -> str | None:
+    config = FusedConfig(algorithm="overlapped")
+    nbytes = exchange_bytes(problem, config)
+    if nbytes > _MOST_EXCHANGED:
+        return f"its exchange would take {nbytes >> 20} MiB; at most {_MOST_EXCHANGED >> 20}"
+    return None
+
+
+def _sums_us(problem: MoeProblem, machine: Machine) -> float:
+    """As `_passed_us`, where what travels hides behind what is read, or the other way round."""
+    size = problem.dtype.itemsize
+    again = (problem.pairs + 3 * problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
+    link = _link_us(problem, machine)
+    sort = 0.0 if problem.pairs <= FEW_PAIRS else _SORT_US
+    return _ROWS_US + machine.exchange_us + max(again, link) + 0.2 * min(again, link) + sort
 
 
 def _hop_us(problem: MoeProblem, machine: Machine) -> float:
@@ -81,7 +114,8 @@ def _passed_us(problem: MoeProblem, machine: Machine) -> float:
     """Rows of products that are read again, for each token's sum, and what travels."""
     size = problem.dtype.itemsize
     again = (problem.pairs + problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
-    return _ROWS_US + again + _link_us(problem, machine) + 2 * machine.exchange_us
+    sort = 0.0 if problem.pairs <= FEW_PAIRS else _SORT_US
+    return _ROWS_US + again + _link_us(problem, machine) + 2 * machine.exchange_us + machine.launch_us + sort
 
 
 def _link_us(problem: MoeProblem, machine: Machine) -> float:
@@ -94,6 +128,7 @@ WAYS = (
     MoeWay(GROUPED, "one_shot", (GATE_UP,), _few, lambda problem, machine: 0.0),
     MoeWay(GROUPED, "sequential", (GATE_UP,), _many, lambda problem, machine: _SORT_US),
     MoeWay(LAMPORT, "one_shot", (DOWN_ALL_REDUCE,), _one_hop, _hop_us),
+    MoeWay(COMBINE, "overlapped", (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER), _many_sums, _sums_us),
     MoeWay(SEQUENTIAL, "sequential", (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER), lambda problem, machine: None, _passed_us),
 )
 
@@ -187,7 +222,8 @@ def _product_us(problem: MoeProblem, config: FusedConfig, machine: Machine) -> f
     streamed = problem.touched * columns * problem.K * size
     passed = problem.pairs * (problem.K * -(-columns // (4 * config.block_n)) + problem.N) * size
     waves = max(1.0, machine.num_programs / max(1.0, blocks * columns / config.block_n))
-    return max((streamed + passed) / (machine.hbm_gbs * 1e3), waves * flops / (rate * machine.tflops * 1e6))
+    memory, math = (streamed + passed) / (machine.hbm_gbs * 1e3), waves * flops / (rate * machine.tflops * 1e6)
+    return max(memory, math) + 0.25 * min(memory, math)
 
 
 def _label(config: FusedConfig) -> str:

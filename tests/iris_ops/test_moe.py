@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import hashlib
 
 import iris
+from iris_ops import FusedConfig
 from iris_ops.moe.activation import Activation
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER
 from iris_ops.problem import part_of, part_size
@@ -41,6 +42,8 @@ class Mixture:
     factors: torch.dtype = torch.float32
     crowded: bool = False
     """All tokens choose among three experts, and one of them twice."""
+    algorithm: str | None = None
+    """Of both ops, in place of the plan's."""
     seed: int = 0
 
 
@@ -78,6 +81,14 @@ def stored(B: torch.Tensor, transposed: bool) -> torch.Tensor:
     return B.transpose(1, 2).contiguous().transpose(1, 2) if transposed else B
 
 
+def configs_of(case: Mixture) -> tuple[FusedConfig | None, FusedConfig | None]:
+    """Those of the case's algorithm, or None: a plan's."""
+    if case.algorithm is None:
+        return None, None
+    config = FusedConfig(16, 32, 32, num_warps=4, num_stages=2, algorithm=case.algorithm)
+    return replace(config, algorithm="sequential"), config
+
+
 @torch.no_grad()
 def mixture_body(ctx: iris.Iris, case: Mixture, runs: int = 2) -> str:
     layer, rank, w = Layer(case, ctx.num_ranks, ctx.device), ctx.cur_rank, ctx.num_ranks
@@ -85,9 +96,12 @@ def mixture_body(ctx: iris.Iris, case: Mixture, runs: int = 2) -> str:
     experts = ctx.ops.moe_route(layer.chosen, case.experts) if case.routed else layer.chosen
     first, second = (stored(B[rank], case.transposed) for B in (layer.first, layer.second))
     bias = layer.first_bias[rank] if case.bias else None
+    first_config, second_config = configs_of(case)
     middle = Guarded(ctx, (pairs, part_size(case.width, w)), case.dtype)
     rows = middle.tensor[:, :part]
-    workspace = ctx.ops.moe_gate_up(rows, layer.A, first, experts, bias, case.activation, case.interleaved)
+    workspace = ctx.ops.moe_gate_up(
+        rows, layer.A, first, experts, bias, case.activation, case.interleaved, first_config
+    )  # fmt: skip
     middle.check()
     kind = dict(activation=case.activation, interleaved=case.interleaved, gated=case.gated)
     exact, torchs = (
@@ -115,7 +129,7 @@ def mixture_body(ctx: iris.Iris, case: Mixture, runs: int = 2) -> str:
         out.tensor.fill_(float("nan"))
         found = out.tensor[:own]
         getattr(ctx.ops, op)(
-            found, middles[rank], second, experts, layer.weights, bias, shared, workspace=workspace
+            found, middles[rank], second, experts, layer.weights, bias, shared, second_config, workspace
         )  # fmt: skip
         out.check()
         assert_close_to_reference(found, exact, torchs)
@@ -141,6 +155,11 @@ CASES = {
     "narrow": replace(FEW, width=1, bias=True, dtype=torch.float32),
     "more_experts": replace(FEW, tokens=2, experts=200, hidden=24, width=8, activation="gelu"),
     "crowded": replace(FEW, tokens=20, k=3, experts=9, crowded=True),
+    "few_sums": replace(FEW, algorithm="overlapped", shared=True, bias=True, tokens=7),
+    "few_sums_scattered": replace(FEW, algorithm="overlapped", scatter=True),
+    "few_in_turn": replace(FEW, algorithm="sequential", bias=True),
+    "many_one_hop": replace(MANY, algorithm="one_shot", shared=True, bias=True),
+    "many_in_turn": replace(MANY, algorithm="sequential"),
     "many": replace(MANY, routed=True, bias=True, shared=True),
     "many_scattered": replace(MANY, scatter=True, transposed=False, activation="gelu_tanh"),
     "many_crowded": replace(MANY, crowded=True, dtype=torch.float16, activation=Activation(limit=1.0)),
@@ -149,6 +168,6 @@ CASES = {
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.some(14)
+@pytest.mark.some(17)
 def test_mixture_is_right(world_size: int, name: str) -> None:
     check(world_size, CASES[name])
