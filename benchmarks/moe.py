@@ -19,7 +19,7 @@ import time
 
 import iris
 from iris_ops import FusedConfig
-from iris_ops.planning.machine import machine_of
+from iris_ops.planning.machine import Machine, machine_of
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import FEW_PAIRS, candidates
 from iris_tp.bench import compare
@@ -32,6 +32,13 @@ from benchmarks.moe_layer import CHECKED, Layer
 from benchmarks.moe_rivals import rivals_of
 
 TOKENS = [1, 4, 16, 64, 256, 512, 2048, 8192]
+# Beside the planner's, with --tune: block_m, block_n, block_k, warps, stages.
+TILES = [
+    (16, 32, 256, 4, 4), (16, 64, 128, 4, 3), (16, 64, 256, 4, 3), (16, 64, 256, 4, 5), (16, 128, 64, 4, 8),
+    (16, 128, 128, 4, 3), (16, 128, 128, 4, 5), (16, 128, 128, 8, 3), (32, 128, 64, 4, 3), (32, 128, 128, 4, 3),
+    (32, 256, 64, 8, 4), (64, 128, 64, 4, 3), (64, 128, 128, 8, 3), (64, 256, 64, 4, 3), (64, 256, 64, 8, 4),
+    (128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 4),
+]  # fmt: skip
 ALLOWED = 0.02  # relative, of the checked tokens together
 
 
@@ -156,12 +163,10 @@ def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget) -> d
     exact = layer.exact()
     dist.all_reduce(exact)
     for problem in problems_of(ctx, layer):
-        configs = {}
-        for config in candidates(problem, machine_of(ctx.device)):
-            for stages in sorted({config.num_stages, max(2, config.num_stages - 1)}):
-                each = replace(config, num_stages=stages)
-                tile = f"{each.block_m}x{each.block_n}x{each.block_k}"
-                configs[f"{tile} s{stages} w{each.num_warps} {each.algorithm}"] = each
+        configs = {
+            f"{c.block_m}x{c.block_n}x{c.block_k} s{c.num_stages} w{c.num_warps} {c.algorithm}": c
+            for c in tried(problem, machine_of(ctx.device), layer)
+        }
         calls = {}
         for label, config in configs.items():
             first = config if problem.op == GATE_UP else None
@@ -172,6 +177,21 @@ def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget) -> d
         found = compare.compare(team, calls, lambda name, call: 0.0 * call(0).numel(), layer.calls, budget)
         rows[problem.op] = dict(sorted(found["us"].items(), key=lambda item: item[1])) | found["failed"]
     return rows
+
+
+def tried(problem: MoeProblem, machine: Machine, layer: Layer) -> list[FusedConfig]:
+    """What the planner knows, and other tiles in the same ways."""
+    known = candidates(problem, machine)
+    mean = problem.pairs / layer.described()["touched"]
+    tiles = [tile for tile in TILES if tile[0] <= max(16, 4 * mean) and 8 * tile[0] >= mean]
+    found = {(c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.algorithm): c for c in known}
+    for m, n, k, warps, stages in tiles:
+        if machine.stages((m + n) * k * 2) >= stages:
+            for algorithm in {c.algorithm for c in known}:
+                like = next(c for c in known if c.algorithm == algorithm)
+                each = replace(like, block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
+                found[m, n, k, warps, stages, algorithm] = each
+    return [c for c in found.values() if c.block_m <= max(16, 4 * mean) and 8 * c.block_m >= mean]
 
 
 def compare_error(team: Team, call: Callable[[int], torch.Tensor], exact: torch.Tensor) -> float:

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 # name: tokens, rows and columns of a tile, gate (or None: the product back), whether weights are transposed.
 PRODUCTS = {
     "moe_gate_up_few": (8, 16, 128, "halves", True),
+    "moe_gate_up_one": (1, 16, 64, "halves", True),
     "moe_gate_up_turns": (8, 16, 128, "turns", False),
     "moe_gate_up_sorted": (4096, 64, 128, "halves", True),
     "moe_gate_up_large": (4096, 128, 256, "turns", False),
@@ -27,7 +28,11 @@ PRODUCTS = {
     "moe_down_large": (4096, 128, 256, None, False),
 }
 # name: tokens, rows and columns of a tile, ranks.
-HOPS = {"moe_lamport_down_few": (8, 16, 64, 2), "moe_lamport_down_sorted": (64, 32, 128, 4)}
+HOPS = {
+    "moe_lamport_down_one": (1, 16, 64, 2),
+    "moe_lamport_down_few": (8, 16, 64, 2),
+    "moe_lamport_down_sorted": (64, 32, 128, 4),
+}
 
 
 def moe_variants(target: GPUTarget, machine: Machine, world_size: int) -> Iterator[tuple[str, Any, dict, dict]]:
@@ -66,7 +71,8 @@ def _product(
     problem = MoeProblem(op, tokens, 8, 128, 2048, 2048, 2, torch.bfloat16, gate is not None)
     config = next(c for c in candidates(problem, machine) if (c.block_m, c.block_n) == (rows, cols))
     constants = dict(
-        SORTED=tokens > 8, SEARCHED=128 if tokens > 8 else 64, HAS_BIAS=gate != "halves", TMA_B=cuda,
+        SORTED=tokens > 8, SEARCHED=128 if tokens > 8 else 64 if tokens > 1 else 1, HAS_BIAS=gate != "halves",
+        TMA_B=cuda,
         B_TRANSPOSED=transposed, BLOCK_M=rows, BLOCK_N=cols, BLOCK_K=config.block_k, stride_ak=1, stride_on=1,
         WORLD_SIZE=2, WAITER=14,
     )  # fmt: skip

@@ -20,6 +20,9 @@ import triton.language as tl
 from ..kernels.tiles import known
 from .routing import report_experts
 
+# Experts of one token, at most: `moe_problem.MOST_CHOSEN`.
+LEAST_PAIRS = tl.constexpr(64)
+
 
 @aggregate
 class Experts:
@@ -76,32 +79,47 @@ def sorted_block(order, offsets, block, experts, BLOCK_M: tl.constexpr, EXPERTS:
 
 
 @device_function
-def same_expert(chosen, pair, pairs, PAIRS: tl.constexpr):
-    """(the expert of `pair`, which of all pairs have it, how many come before it that do)."""
-    q = tl.arange(0, PAIRS)
+def same_expert(chosen, pair, pairs, experts, PAIRS: tl.constexpr):
+    """(the expert of `pair`, how many pairs have it, which of all do); none do where a program has nothing to multiply.
+
+    That is where an earlier pair has the expert, or there is no such expert. PAIRS is 1 where there is one token, whose
+    pairs are taken one by one.
+    """
     expert = tl.load(chosen + pair)
-    same = (tl.load(chosen + q, mask=q < pairs, other=-1) == expert) & (q < pairs)
-    return expert, same, tl.sum((same & (q < pair)).to(tl.int32))
+    valid = (expert >= 0) & (expert < experts)
+    if PAIRS == 1:
+        return expert.to(tl.int32), valid.to(tl.int32), valid
+    else:
+        q = tl.arange(0, PAIRS)
+        same = (tl.load(chosen + q, mask=q < pairs, other=-1) == expert) & (q < pairs)
+        first = tl.sum((same & (q < pair)).to(tl.int32)) == 0
+        return expert.to(tl.int32), tl.where(valid & first, tl.sum(same.to(tl.int32)), 0), same
 
 
 @device_function
 def check_pairs(ctx_ptr, chosen, pairs, experts, PAIRS: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr):
     """The first program looks for experts that are out of range."""
     if tl.program_id(0) == 0:
-        q = tl.arange(0, PAIRS)
+        q = tl.arange(0, PAIRS if PAIRS > 1 else LEAST_PAIRS)
         expert = tl.load(chosen + q, mask=q < pairs, other=0)
         ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr).to(tl.int32), WORLD_SIZE)
         report_experts(ctx, expert, (expert < 0) | (expert >= experts), experts, WAITER)
 
 
 @device_function
-def pair_block(same, first, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr):
-    """(pairs [BLOCK_M], which of these there are) of those where `same` holds, from number `first` on."""
-    q = tl.arange(0, PAIRS)
-    count = tl.cumsum(same.to(tl.int32))
+def pair_block(same, pair, first, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr):
+    """(pairs [BLOCK_M], which of these there are) of those where `same` holds, from number `first` on.
+
+    `pair`: the one whose expert it is.
+    """
     i = first + tl.arange(0, BLOCK_M)
-    found = same[None, :] & (count[None, :] == i[:, None] + 1)
-    return tl.sum(tl.where(found, q[None, :], 0), 1), i < tl.sum(same.to(tl.int32))
+    if PAIRS == 1:
+        return i * 0 + pair, i == 0
+    else:
+        q = tl.arange(0, PAIRS)
+        count = tl.cumsum(same.to(tl.int32))
+        found = same[None, :] & (count[None, :] == i[:, None] + 1)
+        return tl.sum(tl.where(found, q[None, :], 0), 1), i < tl.sum(same.to(tl.int32))
 
 
 @device_function

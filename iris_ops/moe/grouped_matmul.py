@@ -20,7 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..planning.moe_ways import FEW_PAIRS
 from .grouped import (
+    LEAST_PAIRS,
     Experts,
     bias_of,
     check_pairs,
@@ -107,15 +109,13 @@ def moe_matmul_kernel(
             )  # fmt: skip
     else:
         which, col = tl.program_id(0) // across, tl.program_id(0) % across * BLOCK_N
-        found, same, earlier = same_expert(chosen, which, pairs, SEARCHED)
-        if (found >= 0) & (found < experts) & (earlier == 0):
-            expert = found.to(tl.int32)
-            for first in range(0, tl.sum(same.to(tl.int32)), BLOCK_M):
-                pair, own = pair_block(same, first, BLOCK_M, SEARCHED)
-                _tile(
-                    a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
-                    stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
+        expert, count, same = same_expert(chosen, which, pairs, experts, SEARCHED)
+        for first in range(0, count, BLOCK_M):
+            pair, own = pair_block(same, which, first, BLOCK_M, SEARCHED)
+            _tile(
+                a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
+                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
         check_pairs(ctx_ptr, chosen, pairs, experts, SEARCHED, WORLD_SIZE, WAITER)
     arch.lead()
 
@@ -132,7 +132,10 @@ def arguments(
     gate = None if not problem.gated else "turns" if interleaved else "halves"
     width = 2 * block_n if gate == "turns" else block_n
     b, tma, transposed = weights_operand(B, width, config.block_k, problem.N if gate == "halves" else 0)
-    searched = problem.experts if by_sorting else problem.pairs
+    if by_sorting:
+        searched = max(16, triton.next_power_of_2(problem.experts))
+    else:  # few kernels for all numbers of tokens
+        searched = 1 if problem.tokens == 1 else LEAST_PAIRS.value if problem.pairs <= LEAST_PAIRS.value else FEW_PAIRS
     args = dict(
         a=A, b=b, bias=bias, chosen=chosen, out=out, ctx_ptr=ctx.get_device_context(),
         order=chosen if isinstance(routing, torch.Tensor) else routing.rows,
@@ -143,7 +146,7 @@ def arguments(
         stride_om=out.stride(0), stride_on=out.stride(1), KIND=activation and activation.kind, GATE=gate,
         ALPHA=activation.alpha if activation else 1.0, LIMIT=activation and activation.limit,
         SHIFT=activation.shift if activation else 0.0, SORTED=by_sorting,
-        SEARCHED=max(16, triton.next_power_of_2(searched)), HAS_BIAS=bias is not None, TMA_B=tma,
+        SEARCHED=searched, HAS_BIAS=bias is not None, TMA_B=tma,
         B_TRANSPOSED=transposed, BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k,
         GROUP_M=config.group_m, WORLD_SIZE=ctx.num_ranks, WAITER=WAITERS.index(problem.op),
     )  # fmt: skip

@@ -74,12 +74,11 @@ def moe_lamport_down_kernel(
         expert, pair, own = sorted_block(order, offsets, which, experts, BLOCK_M, SEARCHED)
         count = tl.where(expert < experts, 1, 0)
     else:
-        found, same, earlier = same_expert(chosen, which, pairs, SEARCHED)
-        if (found >= 0) & (found < experts) & (earlier == 0):
-            expert, count = found.to(tl.int32), tl.cdiv(tl.sum(same.to(tl.int32)), BLOCK_M)
+        expert, rows, same = same_expert(chosen, which, pairs, experts, SEARCHED)
+        count = tl.cdiv(rows, BLOCK_M)
     for turn in range(count):
         if not SORTED:
-            pair, own = pair_block(same, turn * BLOCK_M, BLOCK_M, SEARCHED)
+            pair, own = pair_block(same, which, turn * BLOCK_M, BLOCK_M, SEARCHED)
         value = product(a, pair, own, stride_am, stride_ak, B, expert, tile_n * BLOCK_N, BLOCK_M, BLOCK_N, BLOCK_K)
         if HAS_BIAS:
             value += bias_of(bias, expert, stride_bias, c, N)[None, :]

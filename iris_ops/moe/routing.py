@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
 _BLOCK = 128  # pairs that a program places
-_MOST_SCANNED = 4096  # pairs that are counted at once
+_LEAST_SCANNED, _MOST_SCANNED = 512, 4096  # pairs that are counted at once
 _WAITER = WAITERS.index("moe_route")
 
 
@@ -96,7 +96,7 @@ def sort(kernels: dict, ctx: Rank, chosen: torch.Tensor, rows: torch.Tensor, off
     if pairs == 0:
         offsets.zero_()
         return
-    scanned = min(_MOST_SCANNED, max(_BLOCK, triton.next_power_of_2(pairs)))
+    scanned = _MOST_SCANNED if pairs > _LEAST_SCANNED else _LEAST_SCANNED  # few kernels for all numbers of tokens
     args = dict(
         chosen=chosen, order=rows, offsets=offsets, ctx_ptr=ctx.get_device_context(), pairs=pairs, experts=experts,
         BLOCK=_BLOCK, SCANNED=scanned, BINS=max(32, triton.next_power_of_2(experts)), WORLD_SIZE=ctx.num_ranks,

@@ -148,6 +148,7 @@ MANY = Mixture(tokens=150, k=2, experts=5, hidden=40, width=36)
 CASES = {
     "few": FEW,
     "one_token": replace(FEW, tokens=1, k=4, dtype=torch.float16, factors=torch.float16),
+    "one_token_twice": replace(FEW, tokens=1, k=3, crowded=True, bias=True),
     "top_1": replace(FEW, k=1, shared=True, gated=False, activation="relu2"),
     "none": replace(FEW, tokens=0),
     "interleaved": replace(FEW, interleaved=True, transposed=False, bias=True, activation="gpt_oss"),
@@ -160,6 +161,7 @@ CASES = {
     "few_in_turn": replace(FEW, algorithm="sequential", bias=True),
     "many_one_hop": replace(MANY, algorithm="one_shot", shared=True, bias=True),
     "many_in_turn": replace(MANY, algorithm="sequential"),
+    "most": Mixture(1100, 1, 3, 128, 9, algorithm="overlapped", shared=True),  # in two shots from three ranks on
     "many": replace(MANY, routed=True, bias=True, shared=True),
     "many_scattered": replace(MANY, scatter=True, transposed=False, activation="gelu_tanh"),
     "many_crowded": replace(MANY, crowded=True, dtype=torch.float16, activation=Activation(limit=1.0)),
@@ -167,7 +169,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "most")) for name in CASES])
 @pytest.mark.some(17)
 def test_mixture_is_right(world_size: int, name: str) -> None:
     check(world_size, CASES[name])
