@@ -21,7 +21,7 @@ import iris
 from iris_ops import FusedConfig
 from iris_ops.planning.machine import Machine, machine_of
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import FEW_PAIRS, candidates
+from iris_ops.planning.moe_ways import candidates, need_sorting
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 import torch
@@ -117,7 +117,8 @@ def ours(
 
     def both(i: int) -> torch.Tensor:
         chosen = layer.chosen[i]
-        experts = ctx.ops.moe_route(chosen, shape.experts) if chosen.numel() > FEW_PAIRS else chosen
+        sorts = need_sorting(chosen.numel(), shape.experts)
+        experts = ctx.ops.moe_route(chosen, shape.experts) if sorts else chosen
         gate_up(i, experts)
         return down(i, experts)
 

@@ -17,12 +17,12 @@ from ..planning.machine import machine_of
 from ..planning.moe_problem import ROUTE, MoeProblem
 from ..planning.moe_ways import (
     COMBINE,
-    FEW_PAIRS,
     LAMPORT,
     SEQUENTIAL,
     exchange_bytes,
     kernel_for,
     moe_plan,
+    need_sorting,
     waits_too_wide,
 )
 from . import checks, grouped_matmul, lamport_combine, lamport_down, routing, sequential
@@ -123,7 +123,7 @@ class Mixture:
     ) -> torch.Tensor | Routing:
         """How the product finds its rows: the plain choice where pairs are few, else sorted."""
         chosen = experts.chosen if isinstance(experts, Routing) else experts
-        if problem.pairs <= FEW_PAIRS and config.algorithm == "one_shot":
+        if config.algorithm == "one_shot" and not need_sorting(problem.pairs, problem.experts):
             return chosen
         if isinstance(experts, Routing):
             return experts

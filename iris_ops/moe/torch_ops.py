@@ -18,10 +18,11 @@ from iris import registry
 import torch
 
 from ..checks import check_gradient
-from ..planning.moe_ways import FEW_PAIRS
+from ..planning.moe_ways import need_sorting
 from ..problem import part_of
 from ..torch_ops import Context
 from .activation import Activation, activation_of
+from .routing import Routing
 
 _library = torch.library.Library("iris_ops", "FRAGMENT")  # registrations last as long as this object
 
@@ -88,7 +89,9 @@ def _experts(
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, shared: torch.Tensor | None,
     activation: str | Activation, interleaved: bool, scatter: bool, ctx: Context,
 ) -> torch.Tensor:  # fmt: skip
-    routing = ctx.ops.moe_route(experts, gate_up.shape[0]) if experts.numel() > FEW_PAIRS else experts
+    routing: torch.Tensor | Routing = experts
+    if need_sorting(experts.numel(), gate_up.shape[0]):
+        routing = ctx.ops.moe_route(experts, gate_up.shape[0])
     middle = A.new_empty(experts.numel(), down.shape[1])
     ctx.ops.moe_gate_up(middle, A, gate_up, routing, gate_up_bias, activation, interleaved)
     out = A.new_empty(_rows(ctx, A.shape[0], scatter), down.shape[2])

@@ -22,11 +22,12 @@ GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.se
 COMBINE = "moe.lamport_combine"
 FEW_PAIRS = 256  # that a program looks through by itself
 MOST_TOKENS = 128  # of which one program adds up what their experts give, for some columns
-# block_m, block_n, block_k, warps, stages, and what part of the chip's rate its products reach.
-_FEW_TILES = ((16, 64, 128, 4, 5, 0.12), (16, 128, 64, 4, 5, 0.15))
+# block_m, block_n, block_k, warps, stages; what part of the chip's rate its products reach, and the depth along K that
+# would take as long as its beginning and end: less where two programs share a multiprocessor.
+_FEW_TILES = ((16, 64, 128, 4, 5, 0.12, 128), (16, 128, 64, 4, 5, 0.15, 128))
 _TILES = (
-    *_FEW_TILES, (32, 128, 64, 4, 5, 0.25), (64, 128, 64, 4, 4, 0.5), (128, 128, 64, 8, 4, 0.65),
-    (128, 256, 64, 8, 3, 0.75),
+    *_FEW_TILES, (32, 128, 64, 4, 5, 0.25, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
+    (128, 256, 64, 8, 3, 0.75, 512),
 )  # fmt: skip
 _SORT_US, _ROWS_US = 3.0, 2.0  # a kernel that sorts, one that goes over a token's rows
 _MOST_TO_ALL = 1 << 17  # sums that more than two ranks send each other in one shot
@@ -44,12 +45,21 @@ class MoeWay:
     rest_us: Callable[[MoeProblem, Machine], float]
 
 
+def need_sorting(pairs: int, experts: int) -> bool:
+    """Whether so many pairs of token and expert are sorted first; else each program looks through them.
+
+    An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again.
+    """
+    return pairs > min(FEW_PAIRS, 8 * experts)
+
+
 def _few(problem: MoeProblem, machine: Machine) -> str | None:
-    return None if problem.pairs <= FEW_PAIRS else f"it is for {FEW_PAIRS} pairs of token and expert at most"
+    sorted_first = need_sorting(problem.pairs, problem.experts)
+    return f"{problem.pairs} pairs of token and expert are sorted first" if sorted_first else None
 
 
 def _many(problem: MoeProblem, machine: Machine) -> str | None:
-    return None if problem.pairs > FEW_PAIRS else "few pairs need not be sorted"
+    return None if need_sorting(problem.pairs, problem.experts) else "few pairs need not be sorted"
 
 
 def _one_hop(problem: MoeProblem, machine: Machine) -> str | None:
@@ -98,23 +108,23 @@ def _sums_us(problem: MoeProblem, machine: Machine) -> float:
     size = problem.dtype.itemsize
     again = (problem.pairs + 3 * problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
     link = _link_us(problem, machine)
-    sort = 0.0 if problem.pairs <= FEW_PAIRS else _SORT_US
-    return _ROWS_US + machine.exchange_us + max(again, link) + 0.2 * min(again, link) + sort
+    sort = _SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
+    return _ROWS_US + machine.launch_us + machine.exchange_us + max(again, link) + 0.2 * min(again, link) + sort
 
 
 def _hop_us(problem: MoeProblem, machine: Machine) -> float:
     sums = problem.tokens * problem.N * (problem.top_k + 1) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
     copies = problem.world_size - 1
     link = copies * problem.tokens * problem.N * problem.dtype.itemsize / (machine.link_gbs * 1e3)
-    sort = 0.0 if problem.pairs <= FEW_PAIRS else _SORT_US
-    return machine.exchange_us + 1.0 + sums + link + sort
+    sort = _SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
+    return machine.exchange_us + -(-problem.tokens // 16) + sums + link + sort  # a microsecond for 16 tokens
 
 
 def _passed_us(problem: MoeProblem, machine: Machine) -> float:
     """Rows of products that are read again, for each token's sum, and what travels."""
     size = problem.dtype.itemsize
     again = (problem.pairs + problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
-    sort = 0.0 if problem.pairs <= FEW_PAIRS else _SORT_US
+    sort = _SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
     return _ROWS_US + again + _link_us(problem, machine) + 2 * machine.exchange_us + machine.launch_us + sort
 
 
@@ -189,7 +199,7 @@ def candidates(problem: MoeProblem, machine: Machine) -> list[FusedConfig]:
 
 def _configs(way: MoeWay, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
     found = []
-    for m, n, k, warps, stages, _ in _FEW_TILES if problem.pairs <= FEW_PAIRS else _TILES:
+    for m, n, k, warps, stages, *_ in _TILES if need_sorting(problem.pairs, problem.experts) else _FEW_TILES:
         if way.kernel == LAMPORT and waits_too_wide(problem, n, machine):
             continue
         fit = machine.stages((m + n) * k * problem.dtype.itemsize)
@@ -217,8 +227,8 @@ def _product_us(problem: MoeProblem, config: FusedConfig, machine: Machine) -> f
     to_an_expert = problem.pairs / problem.touched
     blocks = problem.touched * max(1.0, to_an_expert / config.block_m + 0.5)
     flops = 2.0 * blocks * config.block_m * columns * problem.K
-    rate = next(rate for m, n, *_, rate in _TILES if m == config.block_m and n == config.block_n)
-    rate *= 1.0 if size == 2 else 0.06
+    rate, ends = next((rate, ends) for m, n, *_, rate, ends in _TILES if (m, n) == (config.block_m, config.block_n))
+    rate *= (1.0 if size == 2 else 0.06) * problem.K / (problem.K + ends) if problem.K else 1.0
     streamed = problem.touched * columns * problem.K * size
     passed = problem.pairs * (problem.K * -(-columns // (4 * config.block_n)) + problem.N) * size
     waves = max(1.0, machine.num_programs / max(1.0, blocks * columns / config.block_n))

@@ -10,7 +10,7 @@ from iris.errors import ArgumentError, DtypeError, ExpertError, IrisError, Shape
 from iris_ops import Activation, FusedConfig
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, moe_plan
+from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, moe_plan, need_sorting
 import pytest
 import torch
 
@@ -127,8 +127,11 @@ def test_plans_name_their_kernels_and_say_why() -> None:
     many = MoeProblem(DOWN_ALL_REDUCE, 4096, 8, 128, 2048, 384, 2, BF16)
     assert moe_plan(few, machine).kernel == "moe.lamport_down"
     plan = moe_plan(many, machine)
-    assert plan.kernel == "moe.sequential" and plan.prediction is not None
+    assert plan.kernel == "moe.lamport_combine" and plan.prediction is not None
     assert any("rejected moe.lamport_down" in reason for reason in plan.reasons)
+    large = MoeProblem(DOWN_ALL_REDUCE, 8192, 8, 256, 7168, 1024, 2, BF16)
+    assert moe_plan(large, machine).kernel == "moe.sequential"
+    assert "its exchange would take 448 MiB" in moe_plan(large, machine).explain()
     wide = MoeProblem(DOWN_ALL_REDUCE, 4, 8, 128, 1 << 16, 384, 2, BF16)
     assert "than programs run at once" in moe_plan(wide, machine).explain()
 
@@ -155,7 +158,8 @@ def replayed_body(ctx: iris.Iris, name: str) -> None:
     out = layer.A.new_empty(case.tokens, case.hidden)
 
     def call() -> None:
-        experts = ctx.ops.moe_route(chosen, case.experts) if chosen.numel() > FEW_PAIRS else chosen
+        sorts = need_sorting(chosen.numel(), case.experts)
+        experts = ctx.ops.moe_route(chosen, case.experts) if sorts else chosen
         ctx.ops.moe_gate_up(middle, layer.A, first, experts)
         ctx.ops.moe_down_all_reduce(out, middle, second, experts, layer.weights)
 
