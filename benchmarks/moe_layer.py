@@ -36,8 +36,8 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),
     "gpt-oss-20b": Shape(2880, 2880, 32, 4, GPT_OSS, True),
-    "gpt-oss-120b": Shape(2880, 2880, 128, 4, GPT_OSS, True),
     "deepseek-v3": Shape(7168, 2048, 256, 8),
+    "gpt-oss-120b": Shape(2880, 2880, 128, 4, GPT_OSS, True),
 }
 TINY = {"tiny": Shape(32, 48, 6, 2), "tiny-gpt-oss": Shape(32, 48, 6, 2, GPT_OSS, True)}
 

@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..planning.moe_ways import FEW_PAIRS
 from .grouped import (
     LEAST_PAIRS,
     Experts,
@@ -134,8 +133,10 @@ def arguments(
     b, tma, transposed = weights_operand(B, width, config.block_k, problem.N if gate == "halves" else 0)
     if by_sorting:
         searched = max(16, triton.next_power_of_2(problem.experts))
-    else:  # few kernels for all numbers of tokens
-        searched = 1 if problem.tokens == 1 else LEAST_PAIRS.value if problem.pairs <= LEAST_PAIRS.value else FEW_PAIRS
+    elif problem.tokens == 1:
+        searched = 1
+    else:
+        searched = max(LEAST_PAIRS.value, triton.next_power_of_2(problem.pairs))
     args = dict(
         a=A, b=b, bias=bias, chosen=chosen, out=out, ctx_ptr=ctx.get_device_context(),
         order=chosen if isinstance(routing, torch.Tensor) else routing.rows,
