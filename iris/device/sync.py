@@ -299,13 +299,15 @@ def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, e
 
 
 @device_function
-def advance(sync, epoch):
+def advance(sync, epoch, programs=None):
     """Ends a call that told nobody anything: the last program of the grid to come here advances the epoch.
 
-    Every program must have read the epoch (`next_epoch`) before, and comes here once.
+    Every program must have read the epoch (`next_epoch`) before, and comes here once. `programs`: how many of the grid
+    come here, if not all.
     """
+    count = tl.num_programs(0) if programs is None else programs
     tl.debug_barrier()
-    if tl.atomic_add(sync + _FINISHED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
+    if tl.atomic_add(sync + _FINISHED, 1, sem="relaxed", scope="gpu") == count - 1:
         tl.store(sync + _FINISHED, 0)
         tl.store(sync, epoch)
 

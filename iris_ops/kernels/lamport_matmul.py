@@ -78,7 +78,7 @@ def _store_own(exchange, product, C, r, c, own_row, BY_COLS: tl.constexpr):
 
 
 @device_function
-def _sum_own_part(
+def sum_own_part(
     exchange, bias, C, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_COLS: tl.constexpr, HAS_BIAS: tl.constexpr,
     TO_ALL: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +263,7 @@ def lamport_matmul_kernel(
     advance(sync, epoch)  # which all programs have read; meanwhile the values are under way
 
     if TO_OWNERS:
-        _sum_own_part(exchange, bias, C, BLOCK_M, BLOCK_N, BY_COLS, HAS_BIAS, TO_ALL=EXCHANGE == "owners")
+        sum_own_part(exchange, bias, C, BLOCK_M, BLOCK_N, BY_COLS, HAS_BIAS, TO_ALL=EXCHANGE == "owners")
     if EXCHANGE != "scatter":
         for turn in range(count):
             tile_m, tile_n = by_columns(tl.program_id(0) + turn * tl.num_programs(0), num_m)

@@ -2,6 +2,7 @@
 
 from .collectives import COLLECTIVE
 from .device import DEVICE
+from .experts import EXPERTS
 from .fault import Fault as Fault
 from .folders import FOLDERS
 from .kernels import KERNELS
@@ -11,4 +12,4 @@ from .results import RESULTS
 from .splits import SPLITS
 from .waits import WAITS
 
-FAULTS = [*DEVICE, *COLLECTIVE, *KERNELS, *PLANNER, *MODEL, *RESULTS, *SPLITS, *WAITS, *FOLDERS]
+FAULTS = [*DEVICE, *COLLECTIVE, *KERNELS, *EXPERTS, *PLANNER, *MODEL, *RESULTS, *SPLITS, *WAITS, *FOLDERS]

@@ -100,10 +100,10 @@ DEVICE = [
     Fault(
         "a collective does not advance its epoch",
         "iris/device/sync.py",
-        '    if tl.atomic_add(sync + _FINISHED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:\n'
+        '    if tl.atomic_add(sync + _FINISHED, 1, sem="relaxed", scope="gpu") == count - 1:\n'
         "        tl.store(sync + _FINISHED, 0)\n"
         "        tl.store(sync, epoch)\n",
-        '    if tl.atomic_add(sync + _FINISHED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:\n'
+        '    if tl.atomic_add(sync + _FINISHED, 1, sem="relaxed", scope="gpu") == count - 1:\n'
         "        tl.store(sync + _FINISHED, 0)\n",
         COLLECTIVES,
     ),

@@ -6,8 +6,8 @@ PLANNER = [
     Fault(
         "our kernel has no lead over several launches",
         "iris_ops/planning/plan.py",
-        "weighed = prediction.total_us + min(lead * prediction.total_us, most)",
-        "weighed = prediction.total_us",
+        "weighed_us = prediction.total_us + min(lead * prediction.total_us, most)",
+        "weighed_us = prediction.total_us",
         PLAN,
     ),
     Fault(

@@ -1,0 +1,131 @@
+"""What follows the grouped product of many tokens, in one kernel: each token's sum, which travels at once, and the sum
+over the ranks. `lamport_down.py` is for few tokens; `sequential.py` for what has no room here.
+
+    EXCHANGE    a rank's sums go to    then
+    "all"       every rank             each adds everyone's, in rank order
+    "owners"    their tokens' owners   they add them and send the result to everyone
+    "scatter"   their tokens' owners   they add them: reduce-scatter
+
+Sums are Lamport values (`lamport_steps.py`), so what a program reads of its memory and what it sends overlap, and no
+rank waits for a peer's last value before it begins. A program sends all that it has before it takes any: no wait is
+circular. Of "all", this rank's own sums stand in `out` meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from iris import platform
+from iris.device import arch
+from iris.device.context import DeviceContext
+from iris.device.lamport import load_bases, without_sentinel
+from iris.device.sync import advance
+from iris.device.waits import WAITERS
+from iris.launch import relaunch
+import torch
+import triton
+import triton.language as tl
+
+from ..kernels.lamport_matmul import sum_own_part
+from ..kernels.lamport_steps import exchange_of
+from ..kernels.tiles import Matrix
+from ..planning.moe_ways import exchange_form
+from ..planning.workspace_size import exchange_ld
+from . import grouped_matmul
+from .combine import combined
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..config import FusedConfig
+    from ..planning.moe_problem import MoeProblem
+    from ..workspace import Workspace
+    from .routing import Routing
+
+# Tokens and columns that are added up at once, and programs to a multiprocessor, of 4 warps: all of them are resident.
+# The interpreter is quicker with large blocks.
+_BLOCK = {"cuda": (8, 256, 2), "cpu": (64, 256, 1)}
+
+
+@triton.jit(do_not_specialize=["tokens", "part_rows"])
+def moe_lamport_combine_kernel(
+    products, weights, shared, out, staging, sync, ctx_ptr, tokens, N, stride_pm, stride_wt, stride_st, stride_sn,
+    stride_om, stride_on, part_rows, ld, half_elements, TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr,
+    EXCHANGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    WAITER: tl.constexpr,
+):  # fmt: skip
+    """products [tokens * TOP_K, N]; staging: [2 buffers] as `lamport_steps.py` says; sync: [epoch, finished]."""
+    arch.follow()
+    dtype: tl.constexpr = out.dtype.element_ty
+    TO_OWNERS: tl.constexpr = EXCHANGE != "all"
+    rank, epoch = tl.load(ctx_ptr).to(tl.int32), tl.load(sync) + 1
+    ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    bases = load_bases(ctx_ptr, WORLD_SIZE)
+    exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, N, ld, WAITER)
+    C = Matrix(out, tokens, N, stride_om, stride_on, False)
+    across = tl.cdiv(N, BLOCK_N)
+    count = tl.cdiv(tokens, BLOCK_M) * across
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+        t = tile // across * BLOCK_M + tl.arange(0, BLOCK_M)
+        c = tile % across * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = combined(
+            products, weights, shared, t, c, tokens, N, stride_pm, stride_wt, stride_st, stride_sn, TOP_K, HAS_SHARED
+        )  # fmt: skip
+        values = without_sentinel(total, dtype)
+        if TO_OWNERS:
+            exchange.send_to_owners(values, t, c, t < tokens, tokens, N, False)
+        else:
+            exchange.send_tile(values, t, c, t < tokens, N, TO_SELF=False)
+            target, inside = C.places(t, c)
+            tl.store(target, arch.round_to(total, dtype), mask=inside)
+    if EXCHANGE == "scatter":
+        exchange.tell_peers()
+    arch.lead()
+    advance(sync, epoch)
+    if TO_OWNERS:
+        sum_own_part(exchange, weights, C, BLOCK_M, BLOCK_N, False, False, TO_ALL=EXCHANGE == "owners")
+    if EXCHANGE != "scatter":
+        for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+            t = tile // across * BLOCK_M + tl.arange(0, BLOCK_M)
+            c = tile % across * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask = (t < tokens)[:, None] & (c < ld)[None, :]
+            target, inside = C.places(t, c)
+            if TO_OWNERS:
+                total = exchange.take_sums(t, c, mask, dtype)
+            else:
+                own = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+                total, _ = exchange.sum_all(exchange.places(t, c), mask, dtype, own)
+            tl.store(target, arch.round_to(total, dtype), mask=inside)
+    else:
+        exchange.hear_from_peers(dtype)
+
+
+def launch(
+    kernels: dict, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
+    B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
+    shared: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """`where`: experts as they were chosen, or sorted. The workspace has room in its exchange area."""
+    ctx: Rank = workspace.ctx
+    size = problem.pairs * problem.N * problem.dtype.itemsize
+    products = workspace.local("moe products", size).view(problem.dtype).view(problem.pairs, problem.N)
+    once = bias if ctx.cur_rank == 0 else None
+    grouped_matmul.launch(kernels, ctx, problem, config, products, A, B, where, once, None, False)
+    block_m, block_n, beside = _BLOCK[ctx.device.type]
+    values = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
+    form = exchange_form(problem)
+    args = dict(
+        products=products, weights=weights, shared=shared, out=out, staging=values, sync=workspace.exchange_sync,
+        ctx_ptr=ctx.get_device_context(), tokens=problem.tokens, N=problem.N, stride_pm=products.stride(0),
+        stride_wt=weights.stride(0), stride_st=0 if shared is None else shared.stride(0),
+        stride_sn=0 if shared is None else shared.stride(1), stride_om=out.stride(0), stride_on=out.stride(1),
+        part_rows=problem.tokens if form == "all" else -(-problem.tokens // problem.world_size),
+        ld=exchange_ld(problem.N), half_elements=values.numel() // 2, TOP_K=problem.top_k,
+        HAS_SHARED=shared is not None,
+        EXCHANGE=form, BLOCK_M=block_m, BLOCK_N=block_n, WORLD_SIZE=problem.world_size,
+        WAITER=WAITERS.index(problem.op),
+    )  # fmt: skip
+    tiles = triton.cdiv(problem.tokens, block_m) * triton.cdiv(problem.N, block_n)
+    grid = (min(tiles, beside * platform.num_programs(ctx.device)), 1, 1)
+    options = dict(num_warps=4, num_stages=1, **platform.beside(ctx.device))
+    relaunch.launch(kernels, ctx.device, moe_lamport_combine_kernel, grid, args, (), **options)

@@ -1,0 +1,43 @@
+"""`moe_down_all_reduce` and `moe_down_reduce_scatter` one step after the other: the grouped product, each token's sum,
+and the collective of `iris.ccl`. For many tokens, and wherever `lamport_down.py` does not serve.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from iris.ccl import problem as ccl
+from iris.ccl.collectives import Collectives
+import torch
+
+from . import combine, grouped_matmul
+
+if TYPE_CHECKING:
+    from ..config import FusedConfig
+    from ..planning.moe_problem import MoeProblem
+    from ..workspace import Workspace
+    from .routing import Routing
+
+
+def launch(
+    kernels: dict, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
+    B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
+    shared: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """`where`: experts as they were chosen, or sorted."""
+    ctx, dtype = workspace.ctx, problem.dtype
+    size = problem.pairs * problem.N * dtype.itemsize
+    products = workspace.local("moe products", size).view(dtype).view(problem.pairs, problem.N)
+    once = bias if ctx.cur_rank == 0 else None
+    grouped_matmul.launch(kernels, ctx, problem, config, products, A, B, where, once, None, False)
+    sums = out
+    if problem.scatters:
+        between = workspace.local("moe sums", problem.tokens * problem.N * dtype.itemsize)
+        sums = between.view(dtype).view(problem.tokens, problem.N)
+    combine.launch(kernels, ctx, problem, sums, products, weights, shared)
+    collectives = ctx.once(Collectives)
+    if problem.scatters:
+        collectives.ready(ccl.REDUCE_SCATTER, out, sums, workspace.collective)()
+        return
+    for rows in out.split(max(1, ccl.MAX_ELEMENTS // problem.N)):
+        collectives.ready(ccl.ALL_REDUCE, rows, rows, workspace.collective)()

@@ -1,0 +1,249 @@
+"""The ways of a mixture's ops, a row each, as `ways.py` has those of the others: kernels, reasons, tiles and times.
+
+A grouped product of few rows to an expert is a stream of the weights of the experts that have rows; of many it is a
+product whose blocks are each one expert's, the last of them partly empty. Both times stand in `_product_us`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from iris.errors import ArgumentError
+import torch
+
+from ..config import FusedConfig, Prediction
+from .machine import INTERPRETER, Machine
+from .moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MOE_OPS, MoeProblem
+from .workspace_size import exchange_ld
+
+GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
+COMBINE = "moe.lamport_combine"
+FEW_PAIRS = 256  # that a program looks through by itself
+MOST_TOKENS = 128  # of which one program adds up what their experts give, for some columns
+# block_m, block_n, block_k, warps, stages; what part of the chip's rate its products reach, and the depth along K that
+# would take as long as its beginning and end: less where two programs share a multiprocessor.
+_FEW_TILES = ((16, 64, 128, 4, 5, 0.12, 128), (16, 128, 64, 4, 5, 0.15, 128))
+_TILES = (
+    *_FEW_TILES, (32, 128, 64, 4, 5, 0.25, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
+    (128, 256, 64, 8, 3, 0.75, 512),
+)  # fmt: skip
+_SORT_US, _ROWS_US = 3.0, 2.0  # a kernel that sorts, one that goes over a token's rows
+_MOST_TO_ALL = 1 << 17  # sums that more than two ranks send each other in one shot
+_MOST_EXCHANGED = 1 << 28  # bytes of the heap, for what the ranks send each other in one call
+
+
+@dataclass(frozen=True)
+class MoeWay:
+    """`supports`: why it cannot serve a problem, or None. `rest_us`: what it takes beside the product."""
+
+    kernel: str
+    algorithm: str
+    ops: tuple[str, ...]
+    supports: Callable[[MoeProblem, Machine], str | None]
+    rest_us: Callable[[MoeProblem, Machine], float]
+
+
+def need_sorting(pairs: int, experts: int) -> bool:
+    """Whether so many pairs of token and expert are sorted first; else each program looks through them.
+
+    An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again.
+    """
+    return pairs > min(FEW_PAIRS, 8 * experts)
+
+
+def _few(problem: MoeProblem, machine: Machine) -> str | None:
+    sorted_first = need_sorting(problem.pairs, problem.experts)
+    return f"{problem.pairs} pairs of token and expert are sorted first" if sorted_first else None
+
+
+def _many(problem: MoeProblem, machine: Machine) -> str | None:
+    return None if need_sorting(problem.pairs, problem.experts) else "few pairs need not be sorted"
+
+
+def _one_hop(problem: MoeProblem, machine: Machine) -> str | None:
+    if problem.tokens > MOST_TOKENS:
+        return f"one program would add up more than {MOST_TOKENS} tokens of its columns"
+    return waits_too_wide(problem, max(n for _, n, *_ in _FEW_TILES), machine)
+
+
+def waits_too_wide(problem: MoeProblem, block_n: int, machine: Machine) -> str | None:
+    """Why columns in blocks of so many would have too many programs wait at once, if they would."""
+    if machine.name != INTERPRETER and -(-problem.N // block_n) >= machine.num_programs:
+        return f"{problem.N} columns are more blocks of {block_n} than programs run at once"
+    return None
+
+
+def exchange_form(problem: MoeProblem) -> str:
+    """To whom a rank's sums of many tokens go (`lamport_combine.py`)."""
+    if problem.scatters:
+        return "scatter"
+    few = problem.world_size == 2 or problem.tokens * problem.N <= _MOST_TO_ALL
+    return "all" if few else "owners"
+
+
+def exchange_bytes(problem: MoeProblem, config: FusedConfig) -> int:
+    """What the ranks send each other in Lamport values, in two buffers."""
+    if config.algorithm == "sequential" or not problem.reduces:
+        return 0
+    w, ld = problem.world_size, exchange_ld(problem.N)
+    elements = w * problem.tokens * ld
+    if config.algorithm == "overlapped" and exchange_form(problem) != "all":
+        rows = -(-problem.tokens // w) * w
+        elements = rows * ld + (exchange_ld(w) if problem.scatters else rows * ld)
+    return 2 * elements * problem.dtype.itemsize
+
+
+def _many_sums(problem: MoeProblem, machine: Machine) -> str | None:
+    config = FusedConfig(algorithm="overlapped")
+    nbytes = exchange_bytes(problem, config)
+    if nbytes > _MOST_EXCHANGED:
+        return f"its exchange would take {nbytes >> 20} MiB; at most {_MOST_EXCHANGED >> 20}"
+    return None
+
+
+def _sums_us(problem: MoeProblem, machine: Machine) -> float:
+    """As `_passed_us`, where what travels hides behind what is read, or the other way round."""
+    size = problem.dtype.itemsize
+    again = (problem.pairs + 3 * problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
+    link = _link_us(problem, machine)
+    sort = _SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
+    return _ROWS_US + machine.launch_us + machine.exchange_us + max(again, link) + 0.2 * min(again, link) + sort
+
+
+def _hop_us(problem: MoeProblem, machine: Machine) -> float:
+    sums = problem.tokens * problem.N * (problem.top_k + 1) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
+    copies = problem.world_size - 1
+    link = copies * problem.tokens * problem.N * problem.dtype.itemsize / (machine.link_gbs * 1e3)
+    sort = _SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
+    return machine.exchange_us + -(-problem.tokens // 16) + sums + link + sort  # a microsecond for 16 tokens
+
+
+def _passed_us(problem: MoeProblem, machine: Machine) -> float:
+    """Rows of products that are read again, for each token's sum, and what travels."""
+    size = problem.dtype.itemsize
+    again = (problem.pairs + problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
+    sort = _SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
+    return _ROWS_US + again + _link_us(problem, machine) + 2 * machine.exchange_us + machine.launch_us + sort
+
+
+def _link_us(problem: MoeProblem, machine: Machine) -> float:
+    w = problem.world_size
+    copies = (1 if problem.scatters else 2) * (w - 1) / w
+    return copies * problem.tokens * problem.N * problem.dtype.itemsize / (machine.link_gbs * 1e3)
+
+
+WAYS = (
+    MoeWay(GROUPED, "one_shot", (GATE_UP,), _few, lambda problem, machine: 0.0),
+    MoeWay(GROUPED, "sequential", (GATE_UP,), _many, lambda problem, machine: _SORT_US),
+    MoeWay(LAMPORT, "one_shot", (DOWN_ALL_REDUCE,), _one_hop, _hop_us),
+    MoeWay(COMBINE, "overlapped", (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER), _many_sums, _sums_us),
+    MoeWay(SEQUENTIAL, "sequential", (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER), lambda problem, machine: None, _passed_us),
+)
+
+
+def kernel_for(problem: MoeProblem, config: FusedConfig) -> str:
+    """The way's kernel that `config` stands for. Raises `ArgumentError` where there is none."""
+    for way in WAYS:
+        if problem.op in way.ops and way.algorithm == config.algorithm:
+            return way.kernel
+    known = ", ".join(sorted({repr(way.algorithm) for way in WAYS if problem.op in way.ops}))
+    raise ArgumentError(f"{problem.op}: config.algorithm is {config.algorithm!r}; expected one of {known}")
+
+
+def moe_problem_asked(
+    op: str, tokens: int, N: int, K: int, experts: int, top_k: int, world_size: int, dtype: torch.dtype,
+) -> MoeProblem:  # fmt: skip
+    """The problem of a question to the planner; of `moe_gate_up` N is I, and experts are gated."""
+    if op not in MOE_OPS:
+        raise ArgumentError(f"op is {op!r}; expected one of {', '.join(MOE_OPS)}, for there are experts")
+    for name, size, least in (("experts", experts, 1), ("top_k", top_k, 1)):
+        if type(size) is not int or size < least:
+            raise ArgumentError(f"{name} is {size!r}; expected an integer from {least}")
+    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP)
+
+
+def moe_plan(problem: MoeProblem, machine: Machine, explained: bool = True) -> FusedConfig:
+    """The fastest configuration by the model, with its kernel, prediction and, if `explained`, the reasons."""
+    return _plan(problem, machine, explained)
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: MoeProblem, machine: Machine, explained: bool) -> FusedConfig:
+    scored: list[tuple[float, int, FusedConfig]] = []
+    rejected: list[str] = []
+    for way in (way for way in WAYS if problem.op in way.ops):
+        if reason := way.supports(problem, machine):
+            rejected.append(f"rejected {way.kernel} {way.algorithm}: {reason}")
+            continue
+        for config in _configs(way, problem, machine):
+            found = _predict(way, problem, config, machine)
+            scored.append((found.total_us, len(scored), replace(config, prediction=found)))
+    *_, chosen = min(scored)
+    if not explained:
+        return chosen
+    asked = (
+        f"{problem.op} T={problem.tokens} k={problem.top_k} E={problem.experts} N={problem.N} K={problem.K} "
+        f"{problem.dtype} on {machine.name}"
+    )
+    rows = [_row(config) for _, _, config in sorted(scored)]
+    return replace(chosen, reasons=(asked, *rows, *rejected, f"chosen {_label(chosen)}"))
+
+
+def candidates(problem: MoeProblem, machine: Machine) -> list[FusedConfig]:
+    """All configurations that a plan would look at."""
+    ways = [way for way in WAYS if problem.op in way.ops and not way.supports(problem, machine)]
+    return [config for way in ways for config in _configs(way, problem, machine)]
+
+
+def _configs(way: MoeWay, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
+    found = []
+    for m, n, k, warps, stages, *_ in _TILES if need_sorting(problem.pairs, problem.experts) else _FEW_TILES:
+        if way.kernel == LAMPORT and waits_too_wide(problem, n, machine):
+            continue
+        fit = machine.stages((m + n) * k * problem.dtype.itemsize)
+        while fit < 2 and k > 32:
+            k //= 2
+            fit = machine.stages((m + n) * k * problem.dtype.itemsize)
+        found.append(
+            FusedConfig(
+                m, n, k, group_m=8, num_warps=warps, num_stages=max(1, min(stages, fit)), algorithm=way.algorithm,
+                kernel=way.kernel,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _predict(way: MoeWay, problem: MoeProblem, config: FusedConfig, machine: Machine) -> Prediction:
+    product, link = _product_us(problem, config, machine), _link_us(problem, machine) if problem.reduces else 0.0
+    return Prediction(product, link, product + way.rest_us(problem, machine) + machine.launch_us)
+
+
+def _product_us(problem: MoeProblem, config: FusedConfig, machine: Machine) -> float:
+    if not problem.pairs:
+        return 0.0
+    size, columns = problem.dtype.itemsize, problem.columns
+    to_an_expert = problem.pairs / problem.touched
+    blocks = problem.touched * max(1.0, to_an_expert / config.block_m + 0.5)
+    flops = 2.0 * blocks * config.block_m * columns * problem.K
+    rate, ends = next((rate, ends) for m, n, *_, rate, ends in _TILES if (m, n) == (config.block_m, config.block_n))
+    rate *= (1.0 if size == 2 else 0.06) * problem.K / (problem.K + ends) if problem.K else 1.0
+    streamed = problem.touched * columns * problem.K * size
+    passed = problem.pairs * (problem.K * -(-columns // (4 * config.block_n)) + problem.N) * size
+    waves = max(1.0, machine.num_programs / max(1.0, blocks * columns / config.block_n))
+    memory, math = (streamed + passed) / (machine.hbm_gbs * 1e3), waves * flops / (rate * machine.tflops * 1e6)
+    return max(memory, math) + 0.25 * min(memory, math)
+
+
+def _label(config: FusedConfig) -> str:
+    return f"{config.kernel} {config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
+
+
+def _row(config: FusedConfig) -> str:
+    times = config.prediction
+    assert times is not None  # every candidate has one
+    return (
+        f"{_label(config):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "
+        f"together {times.total_us:9.1f} us"
+    )

@@ -1,0 +1,186 @@
+"""How the ops of a mixture are called: what they refuse, what the device finds, what a plan says, CUDA graphs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import iris
+from iris.errors import ArgumentError, DtypeError, ExpertError, IrisError, ShapeError
+from iris_ops import Activation, FusedConfig
+from iris_ops.planning.machine import machine_named
+from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
+from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, moe_plan, need_sorting
+import pytest
+import torch
+
+from tests.checks import poison
+from tests.harness import ON_GPU, WORLDS, both, run_ranks
+from tests.iris_ops.test_moe import FEW, MANY, Layer, stored
+from tests.reference import moe_down, moe_gate_up
+
+pytestmark = both
+BF16 = torch.bfloat16
+RANKS = WORLDS[min(1, len(WORLDS) - 1)]
+
+REFUSED: list[tuple[dict[str, Any], type[IrisError], str]] = [
+    (dict(A=torch.zeros(4, 8)), ShapeError, r"A is \(4, 8\); expected \(5, 8\)"),
+    (dict(A=torch.zeros(5, 8).double()), DtypeError, "A has dtype torch.float64"),
+    (dict(B=torch.zeros(6, 8)), ShapeError, "B has 2 dimensions"),
+    (dict(B=torch.zeros(6, 8, 9)), ShapeError, r"expected B \(E,H,2I\), out \(T\*k,I\)"),
+    (dict(experts=torch.zeros(5, 2)), DtypeError, "experts has dtype torch.float32"),
+    (dict(experts=torch.zeros(5, dtype=torch.int64)), ShapeError, r"experts is \(5,\); expected \(T,k\)"),
+    (dict(experts=torch.zeros(2, 5, dtype=torch.int64).t()), ArgumentError, "experts has strides"),
+    (dict(experts=[1]), ArgumentError, "experts is list; expected a torch.Tensor"),
+    (dict(out=torch.zeros(10, 3)), ShapeError, "out is"),
+    (dict(bias=torch.zeros(6, 4)), ShapeError, r"bias is \(6, 4\); expected \(6, 8\)"),
+    (dict(activation="swish"), ArgumentError, "activation is 'swish'; expected an Activation or one of silu"),
+    (dict(interleaved=1), ArgumentError, "interleaved is 1"),
+    (dict(config=FusedConfig(algorithm="two_shot")), ArgumentError, "config.algorithm is 'two_shot'; expected one of"),
+    (dict(config=1), ArgumentError, "config is int"),
+    (dict(workspace=3), ArgumentError, "workspace is 3"),
+]
+REFUSED_DOWN: list[tuple[dict[str, Any], type[IrisError], str]] = [
+    (dict(A=torch.zeros(9, 4)), ShapeError, r"A is \(9, 4\); expected \(10, 4\)"),
+    (dict(weights=torch.zeros(5, 3)), ShapeError, r"weights is \(5, 3\); expected \(5, 2\)"),
+    (dict(weights=torch.zeros(5, 2).half()), DtypeError, "weights has dtype torch.float16 and A has torch.float32"),
+    (dict(shared=torch.zeros(5, 4)), ShapeError, r"shared is \(5, 4\); expected \(5, 8\)"),
+    (dict(bias=torch.zeros(5, 8)), ShapeError, r"bias is \(5, 8\); expected \(6, 8\)"),
+    (dict(out=torch.zeros(4, 8)), ShapeError, r"out is \(4, 8\); expected \(5, 8\)"),
+]
+
+
+def refused_body(ctx: iris.Iris) -> None:
+    def moved(value: object) -> object:
+        return value.to(ctx.device) if isinstance(value, torch.Tensor) else value
+
+    experts = torch.zeros(5, 2, dtype=torch.int64)
+    first = dict(out=torch.zeros(10, 4), A=torch.zeros(5, 8), B=torch.zeros(6, 8, 8), experts=experts)
+    second = dict(out=torch.zeros(5, 8), A=torch.zeros(10, 4), B=torch.zeros(6, 4, 8), experts=experts)
+    second["weights"] = torch.zeros(5, 2)
+    both_ops = ((ctx.ops.moe_gate_up, first, REFUSED), (ctx.ops.moe_down_all_reduce, second, REFUSED_DOWN))
+    for op, fine, cases in both_ops:
+        for change, error, message in cases:
+            given = {name: moved(value) for name, value in (fine | change).items()}
+            with pytest.raises(error, match=message):
+                op(**given)
+    whole = torch.zeros(20, 8, device=ctx.device)
+    with pytest.raises(ArgumentError, match="out overlaps A in memory"):
+        ctx.ops.moe_gate_up(whole[:10, :4], whole[2:7], first["B"].to(ctx.device), experts.to(ctx.device))
+    routing = ctx.ops.moe_route(experts.to(ctx.device), 7)
+    with pytest.raises(ArgumentError, match="experts is a Routing among 7; expected 6"):
+        ctx.ops.moe_gate_up(*(first[name].to(ctx.device) for name in ("out", "A", "B")), routing)
+    for count in (0, 5000, 3.0):
+        with pytest.raises(ArgumentError, match="num_experts is"):
+            ctx.ops.moe_route(experts.to(ctx.device), count)
+    with pytest.raises(ArgumentError, match="top_k is 0"):
+        ctx.ops.plan(GATE_UP, 1, 8, 8, BF16, experts=4, top_k=0)
+
+
+def test_bad_arguments_are_refused_by_name() -> None:
+    run_ranks(RANKS, refused_body)
+    for change in (dict(kind="swish"), dict(kind="gelu", alpha=2.0), dict(limit=-1.0)):
+        with pytest.raises(ArgumentError, match="Activation."):
+            Activation(**change)
+
+
+def wrong_expert_body(ctx: iris.Iris, tokens: int, wrong: int) -> None:
+    experts = torch.zeros(tokens, 2, dtype=torch.int64)
+    experts[tokens // 2, 1] = wrong
+    with iris.iris(64 << 20) as own:
+        A, B = torch.zeros(tokens, 8, device=own.device), torch.zeros(6, 8, 8, device=own.device)
+        out = torch.zeros(2 * tokens, 4, device=own.device)
+        try:
+            own.ops.moe_gate_up(out, A, B, experts.to(own.device))
+            if ON_GPU:
+                torch.cuda.synchronize()
+            own.ops.moe_gate_up(out, A, B, experts.to(own.device))
+            raise AssertionError("a routing index out of range raised nothing")
+        except ExpertError as error:
+            assert f"experts has {wrong}; expected indices from 0 below 6" in str(error)
+
+
+@pytest.mark.parametrize("tokens, wrong", [(3, 6), (3, -1), (FEW_PAIRS, 1 << 40)])
+def test_an_expert_out_of_range_is_found_on_the_device(tokens: int, wrong: int) -> None:
+    run_ranks(RANKS, wrong_expert_body, tokens, wrong)
+
+
+def in_debug_mode_body(ctx: iris.Iris) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IRIS_DEBUG", "1")
+        with iris.iris(64 << 20) as own:
+            wrong = torch.full((2, 1), 9, device=own.device)
+            with pytest.raises(ExpertError, match="moe_route: experts has 9; expected indices from 0 below 6"):
+                own.ops.moe_route(wrong, 6)
+            own.ops.moe_route(wrong, 10)  # and the context can still be used
+
+
+def test_in_debug_mode_the_call_itself_raises() -> None:
+    run_ranks(RANKS, in_debug_mode_body)
+
+
+def test_plans_name_their_kernels_and_say_why() -> None:
+    for way in WAYS:
+        assert import_module(f"iris_ops.{way.kernel}")
+    machine = machine_named("NVIDIA H100", 132)
+    few = MoeProblem(DOWN_ALL_REDUCE, 4, 8, 128, 2048, 384, 2, BF16)
+    many = MoeProblem(DOWN_ALL_REDUCE, 4096, 8, 128, 2048, 384, 2, BF16)
+    assert moe_plan(few, machine).kernel == "moe.lamport_down"
+    plan = moe_plan(many, machine)
+    assert plan.kernel == "moe.lamport_combine" and plan.prediction is not None
+    assert any("rejected moe.lamport_down" in reason for reason in plan.reasons)
+    large = MoeProblem(DOWN_ALL_REDUCE, 8192, 8, 256, 7168, 1024, 2, BF16)
+    assert moe_plan(large, machine).kernel == "moe.sequential"
+    assert "its exchange would take 448 MiB" in moe_plan(large, machine).explain()
+    wide = MoeProblem(DOWN_ALL_REDUCE, 4, 8, 128, 1 << 16, 384, 2, BF16)
+    assert "than programs run at once" in moe_plan(wide, machine).explain()
+
+
+def test_which_way_does_not_depend_on_a_ranks_part() -> None:
+    """Ranks whose parts differ in size take tiles of their own, but exchange alike."""
+    for name in ("NVIDIA H100", "NVIDIA H200", "AMD Instinct MI300X"):
+        machine = machine_named(name, 132)
+        for tokens in (1, 3, 16, 40, 64, 100, 128, 200, 1000, 8192):
+            for N in (48, 2048, 2880, 7168, 16384):
+                ways = {
+                    moe_plan(MoeProblem(DOWN_ALL_REDUCE, tokens, 8, 64, N, K, 2, BF16), machine, False).kernel
+                    for K in (0, 1, 8, 384, 7168)
+                }
+                assert len(ways) == 1, (name, tokens, N, ways)
+
+
+def replayed_body(ctx: iris.Iris, name: str) -> None:
+    case = {"few": FEW, "many": MANY}[name]
+    layer, rank = Layer(case, ctx.num_ranks, ctx.device), ctx.cur_rank
+    chosen = layer.chosen.clone()
+    first, second = stored(layer.first[rank], True), stored(layer.second[rank], True)
+    middle = layer.A.new_empty(case.tokens * case.k, second.shape[1])
+    out = layer.A.new_empty(case.tokens, case.hidden)
+
+    def call() -> None:
+        sorts = need_sorting(chosen.numel(), case.experts)
+        experts = ctx.ops.moe_route(chosen, case.experts) if sorts else chosen
+        ctx.ops.moe_gate_up(middle, layer.A, first, experts)
+        ctx.ops.moe_down_all_reduce(out, middle, second, experts, layer.weights)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    for turn in range(20):
+        chosen.copy_((layer.chosen + turn) % case.experts)
+        poison(out)
+        torch.cuda.synchronize()
+        ctx.barrier()
+        graph.replay()
+        middles = [moe_gate_up(layer.A, B, chosen, exact=False) for B in layer.first]
+        exact = moe_down(middles, layer.second, chosen, layer.weights)
+        assert (out.double() - exact).norm() / exact.norm() < 0.02, turn
+    ctx.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs GPUs")
+@pytest.mark.parametrize("name", ["few", "many"])
+def test_graphs_follow_the_routing(name: str) -> None:
+    run_ranks(RANKS, replayed_body, name)
