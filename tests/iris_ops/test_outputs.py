@@ -35,7 +35,7 @@ PORTABLE = FusedConfig(32, 32, 32, num_warps=4)
 SPECIALISED = FusedConfig(128, 128, 64, num_stages=3, num_programs=7, warp_specialised=True)
 CONFIGS = {"portable": PORTABLE, **({"warp-specialised": SPECIALISED} if ON_GPU else {})}
 FORMS = {ALL_REDUCE: "", MATMUL_GATHER: "rows"}
-STEPS = 8
+STEPS = 6
 
 Make = Callable[[], torch.Tensor]
 
