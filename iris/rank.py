@@ -104,8 +104,8 @@ class Rank:
             platform.synchronize(self.device)  # before a call in any stream
 
     def hands_out(self, offset: int) -> bool:
-        """Whether the library has what lies at this offset of the heap to hand out."""
-        return offset >= self._handed_out
+        """Whether what lies at this offset of the heap is the library's, at another offset on other ranks perhaps."""
+        return self._handed_out <= offset < self.heap.size  # behind it lies what was imported
 
     # --- ranks that wait for each other ------------------------------------------------------------------------------
 

@@ -128,10 +128,15 @@ class TensorMethods(Rank):
         self.heap.free(*tensors)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
-        """Whether the whole storage range of `tensor` lies in this heap."""
+        """Whether the whole storage range of `tensor` lies in this heap, at the same offset on all ranks.
+
+        So not what layers return, which each rank has where it finds room (`iris/memory/outputs.py`).
+        """
         self.check()
         _check_tensor(tensor)
-        return tensor.device == self.device and tensor.layout is torch.strided and self.heap.contains(tensor)
+        if tensor.device != self.device or tensor.layout is not torch.strided or not self.heap.contains(tensor):
+            return False
+        return not self.hands_out(self.heap.offset(tensor))
 
     def _construct(
         self,

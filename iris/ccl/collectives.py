@@ -196,7 +196,7 @@ class Collectives:
             own = workspace is None or workspace is self._workspaces.get(prepared.members)
             facts["workspace"] = "the group's own" if own else "another"
             if chosen is not None and launch.writes_to_peers(problem, chosen):
-                inside = ctx.heap.holds(to, to + got)
+                inside = ctx.heap.holds(to, to + got) and not ctx.hands_out(to - ctx.heap.base)
                 facts["out"] = f"at {ctx.heap.offset(out)} of the heap" if inside else "outside the heap"
             ctx.compare(op, prepared.members.ranks, **facts)
         workspace = workspace or self._workspace_of(op, prepared.members, None)
@@ -271,7 +271,9 @@ class Collectives:
         """Makes room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
         room, chosen, staged, begin, grown = prepared.room, prepared.plan, None, out.data_ptr(), True
         assert room is not None and chosen is not None  # for there are elements
-        on_heap = self._ctx.heap.holds(begin, begin + prepared.spans[0])
+        heap = self._ctx.heap
+        # what a layer returned may lie elsewhere at each rank
+        on_heap = heap.holds(begin, begin + prepared.spans[0]) and not self._ctx.hands_out(begin - heap.base)
         try:
             grown = workspace.reserve(room.area, room.flags, room.nbytes, room.fill)
             if launch.writes_to_peers(prepared.problem, chosen) and not on_heap:

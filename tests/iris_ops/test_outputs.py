@@ -15,6 +15,7 @@ import os
 
 import iris
 from iris import platform
+from iris.ccl import Config
 from iris.errors import NotSymmetricError
 from iris_ops import FusedConfig, ops, torch_ops
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER
@@ -71,7 +72,7 @@ class Product:
 
 
 def place(ctx: iris.Iris, t: torch.Tensor) -> int | None:
-    return ctx.heap.offset(t) if ctx.is_symmetric(t) else None
+    return ctx.heap.offset(t) if ctx.heap.contains(t) else None
 
 
 # --- lifetimes that differ by rank -----------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def full_on_one(ctx: iris.Iris, op: str) -> list[bool]:
             for step in range(4):
                 out = product(step)
                 product.check(out, step)
-                on_heap.append(ctx.is_symmetric(out))
+                on_heap.append(ctx.heap.contains(out))
                 del out
                 if step == 1:
                     assert all((each == 7).all() for each in held), "a peer wrote to another tensor"
@@ -163,7 +164,7 @@ def copies(ctx: iris.Iris) -> None:
         out = product()
         twin, alias = copy.deepcopy(out), out.view(-1)
         assert not out._is_view() and out.is_contiguous() and not out.requires_grad
-        assert not ctx.is_symmetric(twin) and alias.data_ptr() == out.data_ptr()
+        assert not ctx.heap.contains(twin) and alias.data_ptr() == out.data_ptr()
         out.zero_()
         del out
         for step in range(3):
@@ -176,6 +177,15 @@ def copies(ctx: iris.Iris) -> None:
         again.fill_(torch.nan)
         ctx.ops.matmul_all_reduce(again, A, B, bias)
         product.check(again)
+        # to collectives and to whoever asks where peers have it, it is a tensor outside the symmetric heap
+        assert not ctx.is_symmetric(again)
+        with pytest.raises(NotSymmetricError):
+            ctx.peer_view(again, 0)
+        again.fill_(torch.nan)
+        ctx.ccl.all_reduce(
+            again, torch.ones_like(again), config=Config(protocol="flags", all_reduce_variant="two_shot")
+        )
+        assert (again == ctx.num_ranks).all()
     ctx.barrier()
 
 
@@ -198,7 +208,7 @@ def layer(ctx: iris.Iris) -> None:
             whole = torch.randn(rows, part * ctx.num_ranks, device=ctx.device).to(DTYPE)
             for call in (row, compiled):
                 found = call(whole[:, first : first + part])
-                assert ctx.is_symmetric(found)
+                assert ctx.heap.contains(found)
                 held.append((found, whole.double() @ linear.weight.double().t(), whole @ linear.weight.t()))
         for found, exact, torchs in held:
             assert_close_to_reference(found, exact, torchs, float(exact.abs().max()) * 8)
@@ -243,7 +253,7 @@ def outlived(rank: int, world: int) -> None:
     with iris.iris(1 << 26) as ctx, planned(PORTABLE):
         product = Product(ctx, ALL_REDUCE)
         out = product()
-        assert ctx.is_symmetric(out)
+        assert ctx.heap.contains(out)
     del ctx
     gc.collect()
     product.check(out)
