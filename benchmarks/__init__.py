@@ -2,6 +2,9 @@
 
     python -m benchmarks.ops                 the four fused ops against cuBLAS + NCCL and torch's own overlapped ops
     python -m benchmarks.table FILE...       the same tables from the JSON of an earlier run
+    python -m benchmarks.norms               all-reduces that end in an RMSNorm, beside FlashInfer's
+    python -m benchmarks.again               all that the tables of the docs show, anew, within a budget of seconds
+    python -m benchmarks.report              the tables of README and docs from the results, with marks of their age
     python -m benchmarks.all_scatter         the ways of overlapping GEMM + all-scatter of examples/all_scatter
     python -m benchmarks.litmus              whether ranks see each other's accesses in the order that is promised
     python -m benchmarks.rma                 remote memory access by operation, size, programs and pair of ranks

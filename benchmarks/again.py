@@ -23,7 +23,7 @@ import torch
 from benchmarks import report
 
 SPARE_S = 15.0  # of the budget, for starting and ending
-PROBE_S = 75.0
+PROBE_S = 110.0
 PROBE = "ops --quick --modes graph --shapes given --ops ar,rs,ag,ga --rows 16,8192,2048;1024,4096,2048"
 
 

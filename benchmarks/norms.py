@@ -12,6 +12,8 @@ All are checked against both results in a higher precision, for ours with the fa
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
+import functools
 from functools import partial
 import sys
 import time
@@ -120,8 +122,6 @@ def contenders(
 
 
 def _plan(heap: rivals.Heap, row: Row) -> dict:
-    from dataclasses import asdict
-
     planned = asdict(heap.ctx.ops.plan("matmul_all_reduce_norm", row.M, row.N, row.K, heap.dtype))
     return {name: value for name, value in planned.items() if name != "reasons"}
 
@@ -166,22 +166,16 @@ def _add_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
     pair[1] = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.float()).to(h.dtype)
 
 
-_compiled: list[Callable] = []
-
-
-def _finishing(inputs: Inputs) -> Callable:
+@functools.cache
+def _finishing(cuda: bool) -> Callable:
     """`_add_norm`, on GPUs as one kernel."""
-    if not inputs.team.cuda:
-        return _add_norm
-    if not _compiled:
-        _compiled.append(torch.compile(_add_norm, dynamic=True, fullgraph=True))
-    return _compiled[0]
+    return torch.compile(_add_norm, dynamic=True, fullgraph=True) if cuda else _add_norm
 
 
 def _ended(inputs: Inputs, partial_sums: torch.Tensor, reduce: Callable[[], torch.Tensor]) -> Call:
     """Torch's product into `partial_sums`, the all-reduce, residual and norm."""
     assert isinstance(inputs, NormInputs)
-    pair, finish = inputs.pair(), _finishing(inputs)
+    pair, finish = inputs.pair(), _finishing(inputs.team.cuda)
 
     def call(i: int) -> torch.Tensor:
         torch.matmul(inputs.A[i], inputs.B[i], out=partial_sums)

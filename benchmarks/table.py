@@ -26,7 +26,7 @@ def render(report: dict, modes: Iterable[str]) -> str:
     """The whole report; `modes` are "graph" and "eager"."""
     parts = [f"{headline(report)} µs per call: median, slowest rank. `{report['command']}`"]
     parts += [report["note"]] if "note" in report else []
-    names = {"ar": NORM} if report["benchmark"].startswith("norms") else CALLS
+    names = {"ar": NORM} if report.get("benchmark", "").startswith("norms") else CALLS
     for op in CALLS:
         rows = [row for row in report["rows"] if row["op"] == op]
         for mode in modes:
