@@ -18,6 +18,7 @@ seconds: split ones by the rank's own seed, whole ones by one seed for all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 import copy
 from dataclasses import dataclass
 import functools
@@ -76,8 +77,20 @@ class Contender:
         return NAMES[self.key]
 
 
+class NewTensors:
+    """`ctx.ops.outputs` where no peer writes a result: ordinary tensors."""
+
+    def new(self, op, A, B, size, config=None, scale=None) -> torch.Tensor:
+        return A.new_empty(size)
+
+    def keeping(self, kept: object) -> AbstractContextManager:
+        return nullcontext()
+
+
 class NcclOps:
     """The ops of `ctx.ops` as torch and NCCL (on CPUs gloo) give them."""
+
+    outputs = NewTensors()
 
     def plan(self, *_: object, **options: object) -> None:
         """Nothing to choose."""

@@ -29,8 +29,9 @@ _SECONDS = {
     "test_skinny_matmul.py": 0.6, "test_copy_gather.py": 0.6, "test_plan.py": 0.2, "test_malformed.py": 0.2,
 }  # fmt: skip
 _OTHERS, _SHARE_SECONDS = 2, 80
-# rounds, and waits of 0.3 s, need all ranks on their GPUs at the same time, offsets beyond 4 GiB a heap for themselves
-_ALONE = "test_litmus.py", "test_epoch.py", "test_far.py"
+# rounds, and waits of 0.3 s, need all ranks on their GPUs at the same time, offsets beyond 4 GiB a heap for themselves,
+# and to count a GPU's free memory nobody else may take some
+_ALONE = "test_litmus.py", "test_epoch.py", "test_far.py", "test_vmem.py"
 _MOST_JOBS = 24
 _MOST_HEAP, _LEAST_SHARES = 16 << 30, 6  # a test that fails keeps its heap while the next one has its own
 _REASONS = 6  # lines of what went wrong, at most
