@@ -11,18 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.function import device_function
 from iris.device.waits import BAD_EXPERT, WAITERS, report_difference
-from iris.launch import relaunch
 import torch
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from iris.rank import Rank
+    from .steps import Steps
 
 _BLOCK = 128  # pairs that a program places
 _LEAST_SCANNED, _MOST_SCANNED = 512, 4096  # pairs that are counted at once
@@ -90,9 +88,9 @@ class Routing:
         return self.offsets.shape[0] - 1
 
 
-def sort(kernels: dict, ctx: Rank, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> None:
+def sort(steps: Steps, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> None:
     """Fills `rows` and `offsets` of a `Routing`."""
-    pairs, experts = chosen.numel(), offsets.shape[0] - 1
+    ctx, pairs, experts = steps.ctx, chosen.numel(), offsets.shape[0] - 1
     if pairs == 0:
         offsets.zero_()
         return
@@ -103,5 +101,4 @@ def sort(kernels: dict, ctx: Rank, chosen: torch.Tensor, rows: torch.Tensor, off
         WAITER=_WAITER,
     )  # fmt: skip
     grid = (triton.cdiv(pairs, _BLOCK), 1, 1)
-    options = dict(num_warps=8, num_stages=2, **platform.beside(ctx.device))
-    relaunch.launch(kernels, ctx.device, moe_route_kernel, grid, args, (), **options)
+    steps.launch(moe_route_kernel, grid, args, num_warps=8, num_stages=2)
