@@ -10,6 +10,8 @@ from iris.launch import relaunch
 import torch
 import triton
 
+from ..workspace import refuse_capture
+
 if TYPE_CHECKING:
     from iris.rank import Rank
 
@@ -27,6 +29,7 @@ class Steps:
         self._kernels: dict[tuple, object] = {}
         self._known: dict[tuple, list[Callable[[], object]]] = {}
         self._now: list[Callable[[], object]] | None = None
+        self._rooms: list[torch.Tensor] = []
 
     def again(self, key: tuple | None) -> bool:
         """Makes a call that was kept once more. Returns whether it was."""
@@ -37,6 +40,14 @@ class Steps:
     def forget(self) -> None:
         """Calls are launched anew: memory that they use has changed, on all ranks."""
         self._known.clear()
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Memory of this rank for what one launch leaves to the next; what was too small stays, for captured graphs."""
+        if not self._rooms or self._rooms[-1].nbytes < nbytes:
+            refuse_capture(self.ctx)
+            size = 1 << max(12, (nbytes - 1).bit_length())
+            self._rooms.append(torch.empty(size, dtype=torch.uint8, device=self.ctx.device))
+        return self._rooms[-1][:nbytes]
 
     def begin(self) -> None:
         self._now = []

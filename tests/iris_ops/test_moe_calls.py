@@ -121,6 +121,21 @@ def test_in_debug_mode_the_call_itself_raises() -> None:
     run_ranks(RANKS, in_debug_mode_body)
 
 
+def sorted_body(ctx: iris.Iris, pairs: int, experts: int) -> None:
+    chosen = torch.randint(0, experts, (pairs, 1), generator=torch.Generator().manual_seed(pairs))
+    chosen[chosen == experts // 3] = 0  # an expert that nobody has
+    routing = ctx.ops.moe_route(chosen.to(ctx.device), experts)
+    order = chosen.flatten().argsort(stable=True)
+    bounds = torch.searchsorted(chosen.flatten()[order].contiguous(), torch.arange(experts + 1))
+    assert torch.equal(routing.rows.cpu().long(), order)
+    assert torch.equal(routing.offsets.cpu().long(), bounds)
+
+
+@pytest.mark.parametrize("pairs, experts", [(1, 1), (129, 7), (700, 200), (5000, 33)])
+def test_pairs_are_sorted_as_torch_sorts_them(pairs: int, experts: int) -> None:
+    run_ranks(RANKS, sorted_body, pairs, experts)
+
+
 def test_plans_name_their_kernels_and_say_why() -> None:
     for way in WAYS:
         assert import_module(f"iris_ops.{way.kernel}")
