@@ -241,6 +241,7 @@ class Ops:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
         self._calls.forget()
         self._epilogue_calls.forget()
+        self._mixture.forget()
 
     def join(self) -> None:
         """Makes the current stream wait for calls with `async_op=True`."""

@@ -30,7 +30,7 @@ class Workspace:
     """Staging memory for calls that follow each other in stream order. Making one is collective."""
 
     def __init__(self, ctx: Rank) -> None:
-        _refuse_capture(ctx)
+        refuse_capture(ctx)
         self.ctx = ctx
         self.sync = ctx.heap.reserve((sync_words(ctx.num_ranks),), torch.int32)
         self.sync.zero_()
@@ -63,17 +63,17 @@ class Workspace:
         """
         grown = False
         if num_flags > self.flags.numel():
-            _refuse_capture(self.ctx)
+            refuse_capture(self.ctx)
             flags = self.ctx.heap.reserve((_grown(num_flags),), torch.int32)
             # Epochs start at 1. Peers signal only once this rank has entered the call, in stream order after this.
             self.flags, grown = flags.zero_(), True
         if nbytes > self.staging.nbytes:
-            _refuse_capture(self.ctx)
+            refuse_capture(self.ctx)
             self.staging, grown = self.ctx.heap.reserve((_grown(nbytes),), torch.uint8), True
             self.views.clear()
             self.products.forget()
         if exchange > self.exchange.nbytes:
-            _refuse_capture(self.ctx)
+            refuse_capture(self.ctx)
             memory = self.ctx.heap.reserve((_grown(exchange),), torch.uint8)
             self.exchange = memory.fill_(255)  # the sentinel everywhere
             grown = True
@@ -87,7 +87,7 @@ class Workspace:
         Ranks do not meet where it grows: kernels compare where it lies, as they do of any `out`, before they write.
         """
         if not self._results or nbytes > self._results[-1].nbytes:
-            _refuse_capture(self.ctx)
+            refuse_capture(self.ctx)
             self._results.append(self.ctx.heap.reserve((_grown(nbytes),), torch.uint8))
             self.ctx.hand_out_from(self.ctx.heap.offset(self._results[-1]))
         return self._results[-1][:nbytes]
@@ -100,7 +100,7 @@ class Workspace:
         scales = -(-4 * rows // TMA_ALIGNMENT) * TMA_ALIGNMENT
         nbytes = scales + rows * cols
         if not self._rounded or nbytes > self._rounded[-1].nbytes:
-            _refuse_capture(self.ctx)
+            refuse_capture(self.ctx)
             self._rounded.append(torch.empty(_grown(nbytes), dtype=torch.uint8, device=self.ctx.device))
         room = self._rounded[-1]
         return room[scales:nbytes].view(FP8).view(rows, cols), room[: 4 * rows].view(torch.float32)
@@ -109,7 +109,7 @@ class Workspace:
         """This rank's own memory of that name, zero at first, for calls that follow each other. It only ever grows."""
         room = self._local.get(name)
         if room is None or nbytes > room.nbytes:
-            _refuse_capture(self.ctx)
+            refuse_capture(self.ctx)
             if room is not None:
                 self._outgrown.append(room)  # a captured graph may still refer to it
             room = self._local[name] = torch.zeros(_grown(nbytes), dtype=torch.uint8, device=self.ctx.device)
@@ -137,7 +137,8 @@ def _grown(size: int) -> int:
     return 1 << max(12, (size - 1).bit_length())
 
 
-def _refuse_capture(ctx: Rank) -> None:
+def refuse_capture(ctx: Rank) -> None:
+    """Raises while a CUDA graph is captured: memory would have to grow."""
     if platform.is_capturing(ctx.device):
         raise CaptureError(
             "the first call of a problem sets up its workspace and cannot be captured; call it once before capturing"

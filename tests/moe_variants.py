@@ -10,7 +10,7 @@ from iris_ops.moe.combine import moe_combine_kernel
 from iris_ops.moe.grouped_matmul import moe_matmul_kernel
 from iris_ops.moe.lamport_combine import moe_lamport_combine_kernel
 from iris_ops.moe.lamport_down import moe_lamport_down_kernel
-from iris_ops.moe.routing import moe_route_kernel
+from iris_ops.moe.routing import moe_count_kernel, moe_route_kernel
 from iris_ops.planning.machine import Machine
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import candidates
@@ -38,8 +38,10 @@ HOPS = {
 def moe_variants(target: GPUTarget, machine: Machine, world_size: int) -> Iterator[tuple[str, Any, dict, dict]]:
     """(name, kernel, options, constants), as `kernel_variants.variants` has them."""
     cuda = target.backend == "cuda"
-    constants = dict(BLOCK=128, SCANNED=4096, BINS=256, WORLD_SIZE=world_size, WAITER=13)
-    yield "moe_route", moe_route_kernel, dict(num_warps=8, num_stages=2), constants
+    yield "moe_count", moe_count_kernel, dict(num_warps=4, num_stages=1), dict(BLOCK=512, BINS=256)
+    for name, blocks, scanned in (("moe_route", 1, 4096), ("moe_route_counted", 4, 0)):
+        constants = dict(BLOCK=128, BLOCKS=blocks, SCANNED=scanned, BINS=256, WORLD_SIZE=world_size, WAITER=13)
+        yield name, moe_route_kernel, dict(num_warps=8, num_stages=2), constants
     for name, (tokens, rows, cols, gate, transposed) in PRODUCTS.items():
         options, constants = _product(machine, tokens, rows, cols, gate, transposed, cuda)
         function = None if gate is None else Activation() if gate == "halves" else GPT_OSS

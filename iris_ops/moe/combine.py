@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
-from iris.launch import relaunch
 import torch
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from iris.rank import Rank
-
     from ..planning.moe_problem import MoeProblem
+    from .steps import Steps
 
 # Tokens and columns of a program; the interpreter is quicker with large blocks.
 _BLOCK = {"cuda": (4, 512), "cpu": (64, 256)}
@@ -61,10 +58,10 @@ def moe_combine_kernel(
 
 
 def launch(
-    kernels: dict, ctx: Rank, problem: MoeProblem, out: torch.Tensor, products: torch.Tensor, weights: torch.Tensor,
+    steps: Steps, problem: MoeProblem, out: torch.Tensor, products: torch.Tensor, weights: torch.Tensor,
     shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    block_m, block_n = _BLOCK[ctx.device.type]
+    block_m, block_n = _BLOCK[steps.ctx.device.type]
     args = dict(
         products=products, weights=weights, shared=shared, out=out, tokens=problem.tokens, N=problem.N,
         ld=products.stride(0), stride_wt=weights.stride(0), stride_om=out.stride(0), stride_on=out.stride(1),
@@ -72,5 +69,4 @@ def launch(
         TOP_K=problem.top_k, HAS_SHARED=shared is not None, BLOCK_M=block_m, BLOCK_N=block_n,
     )  # fmt: skip
     grid = (triton.cdiv(problem.tokens, block_m) * triton.cdiv(problem.N, block_n), 1, 1)
-    options = dict(num_warps=4, num_stages=1, **platform.beside(ctx.device))
-    relaunch.launch(kernels, ctx.device, moe_combine_kernel, grid, args, (), **options)
+    steps.launch(moe_combine_kernel, grid, args, num_warps=4, num_stages=1)

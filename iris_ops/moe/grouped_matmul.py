@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
 from iris.device.waits import WAITERS
-from iris.launch import relaunch
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from ..planning.moe_problem import MoeProblem
     from .activation import Activation
     from .routing import Routing
+    from .steps import Steps
 
 
 @device_function
@@ -154,8 +153,7 @@ def arguments(
     return (blocks * triton.cdiv(problem.N, block_n), 1, 1), args
 
 
-def launch(kernels: dict, ctx: Rank, problem: MoeProblem, config: FusedConfig, *tensors: object) -> None:
+def launch(steps: Steps, problem: MoeProblem, config: FusedConfig, *tensors: object) -> None:
     """Launches `moe_matmul_kernel`; tensors as in `arguments`."""
-    grid, args = arguments(ctx, problem, config, *tensors)  # type: ignore[arg-type]
-    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, **platform.beside(ctx.device))
-    relaunch.launch(kernels, ctx.device, moe_matmul_kernel, grid, args, (), **options)
+    grid, args = arguments(steps.ctx, problem, config, *tensors)  # type: ignore[arg-type]
+    steps.launch(moe_matmul_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)

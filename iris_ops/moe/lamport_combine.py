@@ -21,7 +21,6 @@ from iris.device.context import DeviceContext
 from iris.device.lamport import load_bases, without_sentinel
 from iris.device.sync import advance
 from iris.device.waits import WAITERS
-from iris.launch import relaunch
 import torch
 import triton
 import triton.language as tl
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from ..planning.moe_problem import MoeProblem
     from ..workspace import Workspace
     from .routing import Routing
+    from .steps import Steps
 
 # Tokens and columns that are added up at once, and programs to a multiprocessor, of 4 warps: all of them are resident.
 # The interpreter is quicker with large blocks.
@@ -101,7 +101,7 @@ def moe_lamport_combine_kernel(
 
 
 def launch(
-    kernels: dict, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
+    steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
     B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
     shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
@@ -110,7 +110,7 @@ def launch(
     size = problem.pairs * problem.N * problem.dtype.itemsize
     products = workspace.local("moe products", size).view(problem.dtype).view(problem.pairs, problem.N)
     once = bias if ctx.cur_rank == 0 else None
-    grouped_matmul.launch(kernels, ctx, problem, config, products, A, B, where, once, None, False)
+    grouped_matmul.launch(steps, problem, config, products, A, B, where, once, None, False)
     block_m, block_n, beside = _BLOCK[ctx.device.type]
     values = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
     form = exchange_form(problem)
@@ -127,5 +127,5 @@ def launch(
     )  # fmt: skip
     tiles = triton.cdiv(problem.tokens, block_m) * triton.cdiv(problem.N, block_n)
     grid = (min(tiles, beside * platform.num_programs(ctx.device)), 1, 1)
-    options = dict(num_warps=4, num_stages=1, **platform.beside(ctx.device))
-    relaunch.launch(kernels, ctx.device, moe_lamport_combine_kernel, grid, args, (), **options)
+    options = dict(num_warps=4, num_stages=1)
+    steps.launch(moe_lamport_combine_kernel, grid, args, **options)

@@ -21,12 +21,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.lamport import load_bases, settled, unwrapped, without_sentinel
 from iris.device.sync import advance
-from iris.launch import relaunch
 import torch
 import triton
 import triton.language as tl
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     from ..planning.moe_problem import MoeProblem
     from ..workspace import Workspace
     from .routing import Routing
+    from .steps import Steps
 
 _TOKENS = 16  # that are added up at once
 
@@ -115,7 +114,7 @@ def moe_lamport_down_kernel(
 
 
 def launch(
-    kernels: dict, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
+    steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
     B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
     shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
@@ -136,6 +135,6 @@ def launch(
         ONE_TILE=problem.tokens <= _TOKENS, BLOCK_T=_TOKENS,
     )  # fmt: skip
     args = {name: known[name] for name in moe_lamport_down_kernel.arg_names}
-    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, **platform.beside(ctx.device))
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     grid = (known["blocks"] * across, 1, 1)
-    relaunch.launch(kernels, ctx.device, moe_lamport_down_kernel, grid, args, (), **options)
+    steps.launch(moe_lamport_down_kernel, grid, args, **options)

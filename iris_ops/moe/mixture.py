@@ -14,7 +14,7 @@ from iris.errors import ArgumentError
 import torch
 
 from ..planning.machine import machine_of
-from ..planning.moe_problem import ROUTE, MoeProblem
+from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
 from ..planning.moe_ways import (
     COMBINE,
     LAMPORT,
@@ -28,6 +28,7 @@ from ..planning.moe_ways import (
 from . import checks, grouped_matmul, lamport_combine, lamport_down, routing, sequential
 from .activation import Activation, activation_of
 from .routing import Routing
+from .steps import Steps, key_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -43,7 +44,11 @@ class Mixture:
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
-        self._kernels: dict[tuple, object] = {}
+        self._steps = Steps(ctx)
+
+    def forget(self) -> None:
+        """Calls are launched anew."""
+        self._steps.forget()
 
     def route(self, chosen: torch.Tensor, experts: int) -> Routing:
         """`ctx.ops.moe_route`: new tensors, filled on the device."""
@@ -53,7 +58,7 @@ class Mixture:
         self._look(ROUTE, chosen, experts)
         rows = torch.empty(chosen.numel(), dtype=torch.int32, device=ctx.device)
         found = Routing(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=ctx.device))
-        routing.sort(self._kernels, ctx, chosen, found.rows, found.offsets)
+        routing.sort(self._steps, chosen, found.rows, found.offsets)
         return found
 
     def gate_up(
@@ -63,6 +68,10 @@ class Mixture:
     ) -> None:  # fmt: skip
         """`ctx.ops.moe_gate_up`."""
         ctx = self._ctx
+        parts = (*_tensors_of(experts), out, A, B, bias, activation, interleaved, config, workspace)
+        key = key_of(GATE_UP, parts)
+        if self._steps.again(key):
+            return
         problem = checks.describe_gate_up(ctx, out, A, B, experts, bias)
         function = activation_of(activation)
         if type(interleaved) is not bool or interleaved and not problem.gated and problem.N:
@@ -71,9 +80,12 @@ class Mixture:
         self._look(problem.op, experts, problem.experts)
         if out.numel() == 0:
             return
-        bias = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
+        if bias is not None and bias.stride(1) != 1:
+            bias, key = bias.contiguous(), None  # elsewhere in each call
+        self._steps.begin()
         where = self._sorted(workspace, problem, chosen, experts)
-        grouped_matmul.launch(self._kernels, ctx, problem, chosen, out, A, B, where, bias, function, interleaved)
+        grouped_matmul.launch(self._steps, problem, chosen, out, A, B, where, bias, function, interleaved)
+        self._steps.keep(key)
 
     def down(
         self, op: str, workspace: Workspace, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
@@ -82,6 +94,10 @@ class Mixture:
     ) -> None:  # fmt: skip
         """`ctx.ops.moe_down_all_reduce` or `..._reduce_scatter`."""
         ctx = self._ctx
+        parts = (*_tensors_of(experts), out, A, B, weights, bias, shared, config, workspace)
+        key = key_of(op, parts)
+        if self._steps.again(key):
+            return
         problem = checks.describe_down(op, ctx, out, A, B, experts, weights, bias, shared)
         chosen = self._chosen(problem, config)
         self._look(op, experts, problem.experts)
@@ -91,9 +107,10 @@ class Mixture:
         )  # fmt: skip
         if problem.tokens == 0 or problem.N == 0:
             return
-        weights = weights if weights.stride(1) == 1 else weights.contiguous()
-        bias = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
-        where = self._sorted(workspace, problem, chosen, experts)
+        if weights.stride(1) != 1:
+            weights, key = weights.contiguous(), None  # elsewhere in each call
+        if bias is not None and bias.stride(1) != 1:
+            bias, key = bias.contiguous(), None
         if nbytes := exchange_bytes(problem, chosen):
             grown = True
             try:
@@ -101,8 +118,11 @@ class Mixture:
             finally:  # where there was no room for all of it, some has grown all the same
                 if grown:
                     ctx.forget_launches()
+        self._steps.begin()
+        where = self._sorted(workspace, problem, chosen, experts)
         launch = _LAUNCHES[chosen.kernel]
-        launch(self._kernels, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
+        launch(self._steps, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
+        self._steps.keep(key)
 
     def _chosen(self, problem: MoeProblem, config: FusedConfig | None) -> FusedConfig:
         checks.check_config(problem.op, config)
@@ -129,5 +149,9 @@ class Mixture:
             return experts
         room = workspace.local("moe routing", 4 * (problem.pairs + problem.experts + 1)).view(torch.int32)
         found = Routing(chosen, room[problem.experts + 1 :], room[: problem.experts + 1])
-        routing.sort(self._kernels, self._ctx, chosen, found.rows, found.offsets)
+        routing.sort(self._steps, chosen, found.rows, found.offsets)
         return found
+
+
+def _tensors_of(experts: torch.Tensor | Routing) -> tuple[object, ...]:
+    return (experts.chosen, experts.rows, experts.offsets) if isinstance(experts, Routing) else (experts,)

@@ -1,9 +1,9 @@
-"""Which rows go to which expert, found on the device: `Routing`, by one kernel that counts and sorts.
+"""Which rows go to which expert, found on the device: `Routing`, by a stable counting sort.
 
-Each program places the pairs (token, number of its expert) of one block behind all pairs of lower experts, and behind
-those of the same expert in earlier blocks: a stable counting sort. It counts all pairs itself, so no program waits for
-another. That reads everything once for each block, which even at 65,536 pairs is 256 KiB from L2 at a time; torch's
-sort and search take five launches.
+A program places the pairs (token, number of its expert) of one block behind all pairs of lower experts, and behind
+those of the same expert in earlier blocks. Up to some thousand pairs, each program counts them all by itself: one
+launch, and no program waits for another. More pairs are counted by a kernel ahead, block by block. torch's sort and
+search take five launches.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.function import device_function
 from iris.device.waits import BAD_EXPERT, WAITERS, report_difference
-from iris.launch import relaunch
 import torch
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from iris.rank import Rank
+    from .steps import Steps
 
-_BLOCK = 128  # pairs that a program places
-_LEAST_SCANNED, _MOST_SCANNED = 512, 4096  # pairs that are counted at once
+_BLOCK, _BLOCKS = 128, 4  # pairs that a program places at once, and how often it does where they were counted ahead
+_LEAST_SCANNED, _MOST_SCANNED = 512, 4096  # pairs that each program counts by itself
+_COUNTS = tl.constexpr(16)  # of blocks, that are added up at once
 _WAITER = WAITERS.index("moe_route")
 
 
@@ -37,40 +36,64 @@ def report_experts(ctx, expert, wrong, experts, waiter: tl.constexpr):
         report_difference(ctx, waiter, experts, ctx.rank, seen, BAD_EXPERT)
 
 
+@device_function
+def _chosen(chosen, p, pairs, experts):
+    """(the experts of pairs p as they stand there, in range, whether there are such)."""
+    expert = tl.load(chosen + p, mask=p < pairs, other=-1)
+    valid = (expert >= 0) & (expert < experts)
+    return expert, tl.where(valid, expert, 0).to(tl.int32), valid
+
+
+@triton.jit(do_not_specialize=["pairs", "experts"])
+def moe_count_kernel(chosen, counts, pairs, experts, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """counts [programs, BINS]: how many of each program's pairs have each expert."""
+    arch.follow()
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _, expert, valid = _chosen(chosen, p, pairs, experts)
+    found = tl.histogram(expert, BINS, mask=valid)
+    arch.lead()
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
+
+
 @triton.jit(do_not_specialize=["pairs", "experts"])
 def moe_route_kernel(
-    chosen, order, offsets, ctx_ptr, pairs, experts, BLOCK: tl.constexpr, SCANNED: tl.constexpr, BINS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
+    chosen, counts, order, offsets, ctx_ptr, pairs, experts, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    SCANNED: tl.constexpr, BINS: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """chosen [pairs]: experts. order [pairs]: pairs by expert, in order; offsets [experts + 1]: where each begins."""
+    """chosen [pairs]: experts. order [pairs]: pairs by expert, in order; offsets [experts + 1]: where each begins.
+
+    SCANNED: pairs at most, which each program counts; 0: `counts` has those of each program's BLOCKS blocks.
+    """
     arch.follow()
-    first = tl.program_id(0) * BLOCK
-    before, total = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
-    for start in range(0, pairs, SCANNED):
-        i = start + tl.arange(0, SCANNED)
-        inside = i < pairs
-        expert = tl.load(chosen + i, mask=inside, other=-1)
-        valid = (expert >= 0) & (expert < experts)
-        expert = tl.where(valid, expert, 0).to(tl.int32)
-        total += tl.histogram(expert, BINS, mask=valid)
-        before += tl.histogram(expert, BINS, mask=valid & (i < first))
-    ends = tl.cumsum(total)
-    begins = ends - total
-    e = tl.arange(0, BINS)
+    first, e = tl.program_id(0) * (BLOCK * BLOCKS), tl.arange(0, BINS)
+    if SCANNED > 0:
+        i = tl.arange(0, SCANNED)
+        _, expert, valid = _chosen(chosen, i, pairs, experts)
+        total = tl.histogram(expert, BINS, mask=valid)
+        before = tl.histogram(expert, BINS, mask=valid & (i < first))
+    else:
+        before, total = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+        for start in range(0, tl.num_programs(0), _COUNTS):
+            b = start + tl.arange(0, _COUNTS)
+            places = counts + (b * BINS)[:, None] + e[None, :]
+            found = tl.load(places, mask=(b < tl.num_programs(0))[:, None], other=0)
+            total += tl.sum(found, 0)
+            before += tl.sum(tl.where((b < tl.program_id(0))[:, None], found, 0), 0)
+    begins = tl.cumsum(total) - total
     if first == 0:
         tl.store(offsets + e, begins, mask=e < experts)
         tl.store(offsets + experts, tl.sum(total))
-    p = first + tl.arange(0, BLOCK)
-    expert = tl.load(chosen + p, mask=p < pairs, other=-1)
-    valid = (expert >= 0) & (expert < experts)
-    wrong = (p < pairs) & (valid == 0)
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr).to(tl.int32), WORLD_SIZE)
-    report_experts(ctx, expert, wrong, experts, WAITER)
-    known = tl.where(valid, expert, 0).to(tl.int32)
-    earlier = (known[None, :] == known[:, None]) & valid[None, :] & (p[None, :] < p[:, None])
-    place = tl.gather(begins + before, known, 0) + tl.sum(earlier.to(tl.int32), 1)
     arch.lead()
-    tl.store(order + place, p, mask=valid)
+    for block in range(BLOCKS):
+        p = first + block * BLOCK + tl.arange(0, BLOCK)
+        given, known, there = _chosen(chosen, p, pairs, experts)
+        report_experts(ctx, given, (p < pairs) & (there == 0), experts, WAITER)
+        earlier = (known[None, :] == known[:, None]) & there[None, :] & (p[None, :] < p[:, None])
+        place = tl.gather(begins + before, known, 0) + tl.sum(earlier.to(tl.int32), 1)
+        tl.store(order + place, p, mask=there)
+        if BLOCKS > 1:
+            before += tl.histogram(known, BINS, mask=there)
 
 
 @dataclass(frozen=True)
@@ -90,18 +113,26 @@ class Routing:
         return self.offsets.shape[0] - 1
 
 
-def sort(kernels: dict, ctx: Rank, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> None:
+def sort(steps: Steps, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> None:
     """Fills `rows` and `offsets` of a `Routing`."""
-    pairs, experts = chosen.numel(), offsets.shape[0] - 1
+    ctx, pairs, experts = steps.ctx, chosen.numel(), offsets.shape[0] - 1
     if pairs == 0:
         offsets.zero_()
         return
-    scanned = _MOST_SCANNED if pairs > _LEAST_SCANNED else _LEAST_SCANNED  # few kernels for all numbers of tokens
+    bins = max(32, triton.next_power_of_2(experts))
+    counts, blocks, scanned = rows, 1, _LEAST_SCANNED
+    if pairs > _MOST_SCANNED:
+        blocks, scanned = _BLOCKS, 0
+        programs = triton.cdiv(pairs, _BLOCK * blocks)
+        counts = steps.room(4 * programs * bins).view(torch.int32)
+        args = dict(chosen=chosen, counts=counts, pairs=pairs, experts=experts, BLOCK=_BLOCK * blocks, BINS=bins)
+        steps.launch(moe_count_kernel, (programs, 1, 1), args, num_warps=4, num_stages=1)
+    elif pairs > _LEAST_SCANNED:  # few kernels for all numbers of tokens
+        scanned = _MOST_SCANNED
     args = dict(
-        chosen=chosen, order=rows, offsets=offsets, ctx_ptr=ctx.get_device_context(), pairs=pairs, experts=experts,
-        BLOCK=_BLOCK, SCANNED=scanned, BINS=max(32, triton.next_power_of_2(experts)), WORLD_SIZE=ctx.num_ranks,
+        chosen=chosen, counts=counts, order=rows, offsets=offsets, ctx_ptr=ctx.get_device_context(), pairs=pairs,
+        experts=experts, BLOCK=_BLOCK, BLOCKS=blocks, SCANNED=scanned, BINS=bins, WORLD_SIZE=ctx.num_ranks,
         WAITER=_WAITER,
     )  # fmt: skip
-    grid = (triton.cdiv(pairs, _BLOCK), 1, 1)
-    options = dict(num_warps=8, num_stages=2, **platform.beside(ctx.device))
-    relaunch.launch(kernels, ctx.device, moe_route_kernel, grid, args, (), **options)
+    grid = (triton.cdiv(pairs, _BLOCK * blocks), 1, 1)
+    steps.launch(moe_route_kernel, grid, args, num_warps=8, num_stages=2)

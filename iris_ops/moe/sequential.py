@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from ..planning.moe_problem import MoeProblem
     from ..workspace import Workspace
     from .routing import Routing
+    from .steps import Steps
 
 
 def launch(
-    kernels: dict, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
+    steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
     B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
     shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
@@ -29,15 +30,15 @@ def launch(
     size = problem.pairs * problem.N * dtype.itemsize
     products = workspace.local("moe products", size).view(dtype).view(problem.pairs, problem.N)
     once = bias if ctx.cur_rank == 0 else None
-    grouped_matmul.launch(kernels, ctx, problem, config, products, A, B, where, once, None, False)
+    grouped_matmul.launch(steps, problem, config, products, A, B, where, once, None, False)
     sums = out
     if problem.scatters:
         between = workspace.local("moe sums", problem.tokens * problem.N * dtype.itemsize)
         sums = between.view(dtype).view(problem.tokens, problem.N)
-    combine.launch(kernels, ctx, problem, sums, products, weights, shared)
+    combine.launch(steps, problem, sums, products, weights, shared)
     collectives = ctx.once(Collectives)
     if problem.scatters:
-        collectives.ready(ccl.REDUCE_SCATTER, out, sums, workspace.collective)()
+        steps.run(collectives.ready(ccl.REDUCE_SCATTER, out, sums, workspace.collective))
         return
     for rows in out.split(max(1, ccl.MAX_ELEMENTS // problem.N)):
-        collectives.ready(ccl.ALL_REDUCE, rows, rows, workspace.collective)()
+        steps.run(collectives.ready(ccl.ALL_REDUCE, rows, rows, workspace.collective))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import iris
 from iris.errors import ArgumentError, DtypeError, ExpertError, IrisError, ShapeError
 from iris_ops import Activation, FusedConfig
+from iris_ops.moe.routing import Routing
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, moe_plan, need_sorting
 import pytest
 import torch
 
-from tests.checks import poison
+from tests.checks import assert_only_launches, poison
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
 from tests.iris_ops.test_moe import FEW, MANY, Layer, stored
 from tests.reference import moe_down, moe_gate_up
@@ -119,6 +121,21 @@ def test_in_debug_mode_the_call_itself_raises() -> None:
     run_ranks(RANKS, in_debug_mode_body)
 
 
+def sorted_body(ctx: iris.Iris, pairs: int, experts: int) -> None:
+    chosen = torch.randint(0, experts, (pairs, 1), generator=torch.Generator().manual_seed(pairs))
+    chosen[chosen == experts // 3] = 0  # an expert that nobody has
+    routing = ctx.ops.moe_route(chosen.to(ctx.device), experts)
+    order = chosen.flatten().argsort(stable=True)
+    bounds = torch.searchsorted(chosen.flatten()[order].contiguous(), torch.arange(experts + 1))
+    assert torch.equal(routing.rows.cpu().long(), order)
+    assert torch.equal(routing.offsets.cpu().long(), bounds)
+
+
+@pytest.mark.parametrize("pairs, experts", [(1, 1), (129, 7), (700, 200), (5000, 33)])
+def test_pairs_are_sorted_as_torch_sorts_them(pairs: int, experts: int) -> None:
+    run_ranks(RANKS, sorted_body, pairs, experts)
+
+
 def test_plans_name_their_kernels_and_say_why() -> None:
     for way in WAYS:
         assert import_module(f"iris_ops.{way.kernel}")
@@ -149,38 +166,68 @@ def test_which_way_does_not_depend_on_a_ranks_part() -> None:
                 assert len(ways) == 1, (name, tokens, N, ways)
 
 
+class Calls:
+    """Both ops on one layer, and whether what they leave is right."""
+
+    def __init__(self, ctx: iris.Iris, name: str) -> None:
+        self.case = case = {"few": FEW, "many": MANY}[name]
+        self.ctx, self.layer = ctx, Layer(case, ctx.num_ranks, ctx.device)
+        rank = ctx.cur_rank
+        self.chosen, self.A = self.layer.chosen.clone(), self.layer.A.clone()
+        self.first, self.second = stored(self.layer.first[rank], True), stored(self.layer.second[rank], True)
+        self.middle = self.A.new_empty(case.tokens * case.k, self.second.shape[1])
+        self.out = self.A.new_empty(case.tokens, case.hidden)
+
+    def route(self) -> torch.Tensor | Routing:
+        sorts = need_sorting(self.chosen.numel(), self.case.experts)
+        return self.ctx.ops.moe_route(self.chosen, self.case.experts) if sorts else self.chosen
+
+    def run(self, experts: torch.Tensor | Routing) -> None:
+        self.ctx.ops.moe_gate_up(self.middle, self.A, self.first, experts)
+        self.ctx.ops.moe_down_all_reduce(self.out, self.middle, self.second, experts, self.layer.weights)
+
+    def error(self) -> float:
+        middles = [moe_gate_up(self.A, B, self.chosen, exact=False) for B in self.layer.first]
+        exact = moe_down(middles, self.layer.second, self.chosen, self.layer.weights)
+        return float((self.out.double() - exact).norm() / exact.norm())
+
+
+@torch.no_grad()
 def replayed_body(ctx: iris.Iris, name: str) -> None:
-    case = {"few": FEW, "many": MANY}[name]
-    layer, rank = Layer(case, ctx.num_ranks, ctx.device), ctx.cur_rank
-    chosen = layer.chosen.clone()
-    first, second = stored(layer.first[rank], True), stored(layer.second[rank], True)
-    middle = layer.A.new_empty(case.tokens * case.k, second.shape[1])
-    out = layer.A.new_empty(case.tokens, case.hidden)
-
-    def call() -> None:
-        sorts = need_sorting(chosen.numel(), case.experts)
-        experts = ctx.ops.moe_route(chosen, case.experts) if sorts else chosen
-        ctx.ops.moe_gate_up(middle, layer.A, first, experts)
-        ctx.ops.moe_down_all_reduce(out, middle, second, experts, layer.weights)
-
-    call()
+    calls = Calls(ctx, name)
+    calls.run(calls.route())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
+        calls.run(calls.route())
     for turn in range(20):
-        chosen.copy_((layer.chosen + turn) % case.experts)
-        poison(out)
+        calls.chosen.copy_((calls.layer.chosen + turn) % calls.case.experts)
+        poison(calls.out)
         torch.cuda.synchronize()
         ctx.barrier()
         graph.replay()
-        middles = [moe_gate_up(layer.A, B, chosen, exact=False) for B in layer.first]
-        exact = moe_down(middles, layer.second, chosen, layer.weights)
-        assert (out.double() - exact).norm() / exact.norm() < 0.02, turn
+        assert calls.error() < 0.02, turn
     ctx.check()
+
+
+@torch.no_grad()
+def repeated_body(ctx: iris.Iris, name: str) -> None:
+    calls = Calls(ctx, name)
+    experts = calls.route()
+    calls.run(experts)
+    for turn in range(3):
+        calls.A.copy_(calls.layer.A * (turn - 1.5))
+        poison(calls.out)
+        torch.cuda.synchronize()
+        ctx.barrier()
+        calls.run(experts)
+        assert calls.error() < 0.02, turn
+    assert_only_launches(ctx, lambda: calls.run(experts))
+    ctx.barrier()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs GPUs")
 @pytest.mark.parametrize("name", ["few", "many"])
-def test_graphs_follow_the_routing(name: str) -> None:
-    run_ranks(RANKS, replayed_body, name)
+@pytest.mark.parametrize("body", [replayed_body, repeated_body], ids=lambda f: f.__name__)
+def test_calls_made_again_are_right(name: str, body: Callable[..., None]) -> None:
+    run_ranks(RANKS, body, name)
