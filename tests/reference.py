@@ -1,4 +1,4 @@
-"""The four ops in plain torch: all ranks' inputs from one seed, and each rank's result in float64 or in torch's way.
+"""The ops in plain torch: all ranks' inputs from one seed, and each rank's result in float64 or in torch's way.
 
 `Case` names everything that a call can vary in. Every rank has its own A and B, and its own bias where the op adds it
 before nothing is summed, so a result that mixes up two ranks is wrong.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from iris_ops import FusedConfig
+from iris_ops.moe.activation import Activation, activation_of
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, part_of, part_size
 import torch
 
@@ -127,3 +128,73 @@ class Inputs:
         else:
             found = torch.cat([product(*operands) for operands in zip(self.A, self.B, biases, strict=True)], dim)
         return found if exact else found.to(case.dtype)
+
+
+# --- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+def activated(both: torch.Tensor, activation: Activation, gated: bool, interleaved: bool) -> torch.Tensor:
+    """`Activation` of [rows, 2 I], gates first or in turn with the others, or of [rows, I] without a gate."""
+    if not gated:
+        gate, up = both, None
+    elif interleaved:
+        gate, up = both[:, 0::2], both[:, 1::2]
+    else:
+        gate, up = both.chunk(2, dim=1)
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = None if up is None else up.clamp(-activation.limit, activation.limit)
+    if activation.kind == "silu":
+        found = gate * torch.sigmoid(activation.alpha * gate)
+    elif activation.kind == "relu2":
+        found = torch.relu(gate) ** 2
+    else:
+        found = torch.nn.functional.gelu(gate, approximate="tanh" if activation.kind == "gelu_tanh" else "none")
+    return found if up is None else found * (up + activation.shift)
+
+
+def moe_gate_up(
+    A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None = None,
+    activation: Activation | str = "silu", interleaved: bool = False, gated: bool = True, exact: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """`ctx.ops.moe_gate_up`: A [T,H], B [E,H,2I] (or [E,H,I], not `gated`), experts [T,k], bias [E,2I] -> [T*k,I].
+
+    Row t*k+j is token t's by its expert number j. `exact`: in float64; else products as torch makes them in A's dtype.
+    """
+    tokens, k = experts.shape
+    wide = torch.float64 if exact else torch.float32
+    inputs = A.to(wide) if exact else A
+    both = torch.zeros(tokens * k, B.shape[2], dtype=wide, device=A.device)
+    for row, expert in enumerate(experts.flatten().tolist()):
+        both[row] = (inputs[row // k] @ (B[expert].to(wide) if exact else B[expert])).to(wide)
+        if bias is not None:
+            both[row] += bias[expert].to(wide)
+    found = activated(both, activation_of(activation), gated, interleaved)
+    return found if exact else found.to(A.dtype)
+
+
+def moe_down(
+    A: list[torch.Tensor], B: list[torch.Tensor], experts: torch.Tensor, weights: torch.Tensor,
+    bias: torch.Tensor | None = None, shared: list[torch.Tensor] | None = None, exact: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """`ctx.ops.moe_down_all_reduce`, of all ranks' A [T*k,I], B [E,I,H] and shared [T,H] -> [T,H].
+
+    out[t] = sum over ranks r of (sum over j of weights[t,j] * (A_r[t*k+j] @ B_r[experts[t,j]]) + shared_r[t])
+    + sum over j of weights[t,j] * bias[experts[t,j]].
+    """
+    tokens, k = experts.shape
+    wide = torch.float64 if exact else torch.float32
+    total = torch.zeros(tokens, B[0].shape[2], dtype=wide, device=B[0].device)
+    factors = weights.to(wide)
+    for rank, (a, b) in enumerate(zip(A, B, strict=True)):
+        for row, expert in enumerate(experts.flatten().tolist()):
+            if exact:
+                product = a[row].to(wide) @ b[expert].to(wide)
+            else:
+                product = (a[row] @ b[expert]).to(wide)
+            if bias is not None and rank == 0:
+                product = product + bias[expert].to(wide)
+            total[row // k] += factors[row // k, row % k] * product
+        if shared is not None:
+            total += shared[rank].to(wide)
+    return total if exact else total.to(A[0].dtype)

@@ -1,0 +1,48 @@
+"""What stands between the two products of an expert: `Activation`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from iris.errors import ArgumentError
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`f(gate) * (up + shift)`, or `f(x)` where experts have no gate; in fp32, rounded once.
+
+        kind           f(x)
+        "silu"         x * sigmoid(alpha * x), with alpha 1 the SwiGLU of Llama, Mixtral and Qwen
+        "gelu"         x * Phi(x), the exact one
+        "gelu_tanh"    the approximation by tanh
+        "relu2"        max(x, 0) ** 2
+
+    `limit`: gate (or x) is at most this, up at least its negative and at most this; None: no bound.
+    """
+
+    kind: str = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    shift: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ArgumentError(f"Activation.kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
+        if self.kind != "silu" and self.alpha != 1.0:
+            raise ArgumentError(f"Activation.alpha is {self.alpha!r} for {self.kind}; expected 1.0, for all but silu")
+        if self.limit is not None and not self.limit > 0:
+            raise ArgumentError(f"Activation.limit is {self.limit!r}; expected None or a number above 0")
+
+
+GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, shift=1.0)
+_NAMED = {kind: Activation(kind) for kind in KINDS} | {"gpt_oss": GPT_OSS}
+
+
+def activation_of(given: str | Activation) -> Activation:
+    """The activation that `given` is or names. Raises `ArgumentError` for any other."""
+    found = given if isinstance(given, Activation) else _NAMED.get(given) if isinstance(given, str) else None
+    if found is None:
+        raise ArgumentError(f"activation is {given!r}; expected an Activation or one of {', '.join(_NAMED)}")
+    return found
