@@ -287,20 +287,21 @@ class ShardedLinear(nn.Module):
 
 
 @torch.no_grad()
-def split_parameter(module: nn.Module, key: str, part: Shard) -> None:
-    """Keeps `part` of the rows of a parameter that is no linear's; `part_of` then says which."""
+def split_parameter(module: nn.Module, key: str, part: Shard, dim: int = 0) -> None:
+    """Keeps `part` of dimension `dim` of a parameter that is no linear's; `part_of` then says which."""
     whole = getattr(module, key)
-    local = torch.empty(part.size, *whole.shape[1:], dtype=whole.dtype, device=whole.device)
+    size = (*whole.shape[:dim], part.size, *whole.shape[dim + 1 :])
+    local = torch.empty(size, dtype=whole.dtype, device=whole.device)
     if not whole.is_meta:
-        part.fill(local, whole, 0)
+        part.fill(local, whole, dim)
     setattr(module, key, nn.Parameter(local, requires_grad=False))
     holder: Any = module
-    holder._row_parts = {**getattr(module, "_row_parts", {}), key: part}
+    holder._parts = {**getattr(module, "_parts", {}), key: (part, dim)}
 
 
-def part_of(module: nn.Module, key: str) -> Shard | None:
-    """The rows that `split_parameter` left of a parameter; None if it is whole."""
-    return getattr(module, "_row_parts", {}).get(key)
+def part_of(module: nn.Module, key: str) -> tuple[Shard, int] | None:
+    """What `split_parameter` left of a parameter, and of which dimension; None if it is whole."""
+    return getattr(module, "_parts", {}).get(key)
 
 
 def check_context(ctx: Any) -> None:

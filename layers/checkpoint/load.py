@@ -179,8 +179,9 @@ def _load(model: nn.Module, name: str, source: StoredTensor, device: torch.devic
         module.load_shard(key, source)
         return
     local = torch.empty_like(getattr(module, key), device=device)
-    if part := part_of(module, key):
-        part.fill(local, source, 0)
+    if found := part_of(module, key):
+        part, dim = found
+        part.fill(local, source, dim)
     else:
         fill(local, source)
     setattr(module, key, nn.Parameter(local, requires_grad=False) if key in module._parameters else local)

@@ -187,8 +187,9 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
                 shape = (module.out_features, module.in_features) if key == "weight" else (module.out_features,)
                 scaled = (module.weight_scale, module.dtype) if key == "weight" else (None, None)
                 yield name, _Held(local, shape, concat(module.parts), module.dim, *scaled)
-            elif part := part_of(module, key):
-                yield name, _Held(local, (part.total, *local.shape[1:]), part)
+            elif found := part_of(module, key):
+                part, dim = found
+                yield name, _Held(local, (*local.shape[:dim], part.total, *local.shape[dim + 1 :]), part, dim)
             else:
                 yield name, _Held(local, tuple(local.shape))
 

@@ -39,9 +39,10 @@ from .generation import agree_on_samples
 from .guards import guard, retie
 from .heads import head_parameters, head_parts, head_split, set_local_heads
 from .merge import merge_siblings
+from .mixture import EXPERTS, form_of, split_experts
 from .norms import fuse_norms
 from .report import Report, make_report
-from .skeleton import skeleton
+from .skeleton import kind_of, skeleton
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class _Split:
 
     styles: dict[str, str]  # of all modules and parameters that the plan names
     linears: dict[str, str]  # of those that are split
+    experts: dict[str, Any]  # of the modules that hold experts, how these are split
     by_own_plan: bool
     fuse: bool
     weights: str | None
@@ -154,7 +156,8 @@ class _Split:
     def within(self, skeleton: nn.Module) -> _Split:
         """What of it there is to do in a skeleton, where layers that are alike are one."""
         there = {name for name, _ in skeleton.named_modules()}
-        return replace(self, linears={name: style for name, style in self.linears.items() if name in there})
+        linears = {name: style for name, style in self.linears.items() if name in there}
+        return replace(self, linears=linears, experts={name: form for name, form in self.experts.items() if name in there})
 
     def parents(self, kinds: set[str]) -> list[str]:
         """The modules of which a linear has one of the styles `kinds`."""
@@ -197,8 +200,9 @@ def _resolve(
         sequence.check(model, styles)
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
+    experts = _experts(modules, styles)
     if automatic and not partial:
-        styles_of.check_layers(model, linears, filter_fn is not None)
+        styles_of.check_layers(model, [*linears, *experts], filter_fn is not None)
     served = styles_of.COLUMN | styles_of.PACKED
     if weights == "fp8_all":
         served |= styles_of.ROW | styles_of.ROW_SPLIT
@@ -207,7 +211,22 @@ def _resolve(
         raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {wanted}")
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
     own = automatic and filter_fn is None
-    return _Split(styles, linears, own, fuse, weights, bool(sequence_parallel), least)
+    return _Split(styles, linears, experts, own, fuse, weights, bool(sequence_parallel), least)
+
+
+def _experts(modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, Any]:
+    """How the experts of each module that holds some are split."""
+    kinds: dict[Any, Any] = {}
+    found = {}
+    for name, style in styles.items():
+        if style in EXPERTS and name in modules:
+            before = f"{name}."
+            own = {each.removeprefix(before): of for each, of in styles.items() if each.startswith(before)}
+            kind = kind_of(modules[name]), *sorted(own.items())
+            if kind not in kinds:
+                kinds[kind] = form_of(name, modules[name], own)
+            found[name] = kinds[kind]
+    return found
 
 
 def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
@@ -225,6 +244,9 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         setattr(parent, child, _split(linear, style, parts, tied, ctx, split.shares_tokens))
     for owner, key, part in by_head:
         split_parameter(owner, key, part)
+    for name, form in split.experts.items():
+        parent_name, _, child = name.rpartition(".")
+        split_experts(model.get_submodule(parent_name), child, form, ctx)
     for name, held in heads.items():
         set_local_heads(model.get_submodule(name), held)
     if split.shares_tokens:

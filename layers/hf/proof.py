@@ -29,6 +29,7 @@ from ..sharded import ShardedLinear
 from . import sequence, weight_reads
 from .meaning import Op
 from .merge import Slice
+from .mixture import is_split_experts
 from .skeleton import kind_of
 
 _BATCH, _TOKENS = 11, 13  # which no sizes of a model are multiples of
@@ -51,6 +52,8 @@ def prove(whole: nn.Module, split: nn.Module, joined: list[str], packed: list[st
         for module in skeleton.modules():
             if isinstance(module, ShardedLinear):
                 _stand_in(module)
+            elif is_split_experts(module):
+                _stand_in_experts(module)
     proof = _Proof(joined, packed)
     proof.of(whole, split, "")
     linears = [name for name, module in split.named_modules() if isinstance(module, ShardedLinear)]
@@ -281,6 +284,11 @@ def _stand_in(layer: Any) -> None:
     layer.exchanged = lambda op, x, size: x.new_empty(size)
     layer.local_product = lambda x, biased=True: x.new_empty(*x.shape[:-1], layer.weight.shape[0])
     layer.gated = lambda x: x.new_empty(*x.shape[:-1], layer.weight.shape[0] // 2)
+
+
+def _stand_in_experts(module: Any) -> None:
+    """Makes experts give what is of their tokens' shape, once for the whole module and for this rank's part."""
+    module.forward = lambda hidden, *args, **kwargs: torch.empty_like(hidden)
 
 
 def _run_once(model: nn.Module) -> list[nn.Module]:

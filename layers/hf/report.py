@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..experts import SplitExperts
 from ..sharded import ShardedLinear
+from .mixture import is_split_experts
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -66,10 +68,18 @@ def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris) -> Report:
             continue
         tied = getattr(module, "tied_to", None)
         size = sum(p.numel() * p.element_size() for key, p in own.items() if not (tied and key == "weight"))
-        split = isinstance(module, ShardedLinear)
+        split = isinstance(module, ShardedLinear) or is_split_experts(module)
         style = styles.get(name, "replicate") + (f", tied to {tied}" if tied else "")
         if not split and "replica" not in style:
             style += ", kept whole"
         shape = tuple(own.get("weight", next(iter(own.values()))).shape)
-        report.rows.append(ReportRow(name, style, shape, size, module.served_by if split else "-"))
+        report.rows.append(ReportRow(name, style, shape, size, _served_by(module)))
     return report
+
+
+def _served_by(module: Any) -> str:
+    if isinstance(module, SplitExperts):
+        return module.op
+    if is_split_experts(module):
+        return module._sums.op
+    return module.served_by if isinstance(module, ShardedLinear) else "-"
