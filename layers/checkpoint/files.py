@@ -54,6 +54,11 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The file, and the byte at which it starts there."""
+        return self.file, self.start
+
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
         shape = [stop - start for start, stop in self._bounds(index)]

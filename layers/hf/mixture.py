@@ -34,7 +34,12 @@ if TYPE_CHECKING:
 EXPERTS = {"moe_tp_experts", "all_reduce"}
 IDENTITY = {"moe_identity_expert"}
 # Dimension, from the end, that a style splits of a parameter that holds all experts, and whether in two halves.
-PARAMETERS = {"packed_colwise": (-2, True), "packed_rowwise": (-1, True), "colwise": (-2, False), "rowwise": (-1, False)}
+PARAMETERS = {
+    "packed_colwise": (-2, True),
+    "packed_rowwise": (-1, True),
+    "colwise": (-2, False),
+    "rowwise": (-1, False),
+}
 _HIDDEN, _INTERMEDIATE, _TOKENS, _CHOSEN = 6, 4, 5, 2  # of the copy that is tried
 _SIZES = {
     _HIDDEN: ("hidden_size", "hidden_dim"),
@@ -52,7 +57,9 @@ def form_of(name: str, module: Any, styles: dict[str, str]) -> Form | dict[str, 
     if hasattr(module, "is_transposed"):
         form = _marked(module)
         if form is None:
-            raise StyleError(f"{name} is a {type(module).__name__} without the weights that transformers' mark promises")
+            raise StyleError(
+                f"{name} is a {type(module).__name__} without the weights that transformers' mark promises"
+            )
         if (found := _served(module, form)) is not None:
             return found
         dims = {key: _dim_of(part, dim, form) for key, (part, dim) in form.parts(module, 1, 0).items()}
@@ -74,9 +81,7 @@ def _dim_of(part: Shard, dim: int, form: Form) -> tuple[int, bool]:
     return dim, part.total == 2 * form.intermediate
 
 
-def split_experts(
-    parent: nn.Module, child: str, form: Form | dict[str, tuple[int, bool]], ctx: Any
-) -> None:
+def split_experts(parent: nn.Module, child: str, form: Form | dict[str, tuple[int, bool]], ctx: Any) -> None:
     """Carries the split out: `child` of `parent` is this rank's part after it."""
     module: Any = getattr(parent, child)
     if isinstance(form, Form):
@@ -118,7 +123,9 @@ def _marked(module: Any) -> Form | None:
     whole = weights[0].shape[2 if module.is_transposed else 1]
     if whole != intermediate * (2 if module.has_gate else 1) or getattr(module, "has_post_expert_norm", False):
         return None
-    return Form(first, "down_proj", intermediate, None, module.is_transposed, not module.is_concatenated, module.has_gate)
+    return Form(
+        first, "down_proj", intermediate, None, module.is_transposed, not module.is_concatenated, module.has_gate
+    )
 
 
 def _served(module: Any, form: Form) -> Form | None:
@@ -204,7 +211,9 @@ def _tiny(module: Any, dims: dict[str, tuple[int, bool]] | None = None) -> Any:
             continue
         if dims is not None and key not in dims and parameter.dim() == 3:
             return None
-        tiny._parameters[key] = nn.Parameter(torch.randn(_tiny_shape(module, key, parameter, dims)), requires_grad=False)
+        tiny._parameters[key] = nn.Parameter(
+            torch.randn(_tiny_shape(module, key, parameter, dims)), requires_grad=False
+        )
     return tiny
 
 

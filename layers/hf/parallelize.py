@@ -37,7 +37,7 @@ from . import styles as styles_of
 from .gated_mlp import fuse_gates
 from .generation import agree_on_samples
 from .guards import guard, retie
-from .heads import head_parameters, head_parts, head_split, set_local_heads
+from .heads import head_parameters, head_parts, head_split, output_of, set_local_heads
 from .merge import merge_siblings
 from .mixture import EXPERTS, form_of, split_experts
 from .norms import fuse_norms
@@ -157,7 +157,9 @@ class _Split:
         """What of it there is to do in a skeleton, where layers that are alike are one."""
         there = {name for name, _ in skeleton.named_modules()}
         linears = {name: style for name, style in self.linears.items() if name in there}
-        return replace(self, linears=linears, experts={name: form for name, form in self.experts.items() if name in there})
+        return replace(
+            self, linears=linears, experts={name: form for name, form in self.experts.items() if name in there}
+        )
 
     def parents(self, kinds: set[str]) -> list[str]:
         """The modules of which a linear has one of the styles `kinds`."""
@@ -233,13 +235,15 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     """Swaps the modules of `model`; the styles of what it has now."""
     styles, heads = split.styles, _split_heads(model, split.linears, ctx)
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
+    outputs = {output_of(name, split.linears): name for name in heads}
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         linear = getattr(parent, child)
-        linked = style in styles_of.LINKED and parent_name in heads
-        parts = head_parts(child, linear, style, heads[parent_name]) if linked else None
+        attention = outputs.get(name, parent_name if parent_name in heads else None)
+        linked = style in styles_of.LINKED and attention is not None
+        parts = head_parts(child, linear, style, heads[attention]) if linked else None
         tied = embeddings.get(id(linear.weight))
         setattr(parent, child, _split(linear, style, parts, tied, ctx, split.shares_tokens))
     for owner, key, part in by_head:
@@ -324,14 +328,11 @@ def _described(error: Exception) -> tuple[type[IrisError], str]:
 
 def _split_heads(model: nn.Module, styles: dict[str, str], ctx: Any) -> dict:
     """The heads of this rank in each attention module whose projections are split."""
-    children: dict[str, dict[str, str]] = {}
-    for name, style in styles.items():
-        parent, _, child = name.rpartition(".")
-        if style in styles_of.LINKED and styles_of.is_attention(model.get_submodule(parent)):
-            children.setdefault(parent, {})[child] = style
+    names = {name.rpartition(".")[0]: None for name, style in styles.items() if style in styles_of.LINKED}
     return {
-        name: head_split(name, model.get_submodule(name), of_children, ctx.num_ranks, ctx.cur_rank)
-        for name, of_children in children.items()
+        name: head_split(name, model, styles, ctx.num_ranks, ctx.cur_rank)
+        for name in names
+        if styles_of.is_attention(model.get_submodule(name))
     }
 
 

@@ -48,7 +48,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params",
          "mla_kv_a_proj"} | IDENTITY  # fmt: skip
 SPLIT = COLUMN | GATHERED | PACKED | ROW | ROW_SPLIT
-_BY_EXPERT = "it gives whole experts to ranks, whose work is then as uneven as the router's choice; here every expert is"
+_BY_EXPERT = (
+    "it gives whole experts to ranks, whose work is then as uneven as the router's choice; here every expert is"
+)
 _BY_EXPERT += " split over all ranks, by the style 'moe_tp_experts'"
 # Styles of transformers that are not served, and why.
 REFUSED = {
@@ -114,7 +116,9 @@ def resolve_plan(
         if not found and not automatic:  # a model's own plan may name modules that this configuration does not have
             raise StyleError(f"{pattern!r} of the plan matches no module of {type(model).__name__}")
         styles.update(dict.fromkeys(found, style))
-    for name in sorted(styles, key=lambda name: styles[name] in SPLIT | WHOLE | EXPERTS):  # first what no layer could serve
+    for name in sorted(
+        styles, key=lambda name: styles[name] in SPLIT | WHOLE | EXPERTS
+    ):  # first what no layer could serve
         _check(name, styles, modules)
     styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
     _check_places(model, styles, modules)
