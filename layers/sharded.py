@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from .autocast import autocast, autocast_dtype
 from .gradients import check_no_gradient, may_differentiate
-from .shard import Shard, concat, fill, plain
+from .shard import Shard, Transposed, concat, fill, plain
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -48,6 +48,7 @@ class ShardedLinear(nn.Module):
     op: str  # the op that serves forward, for reports
     sequence_parallel: bool
     tied_to: str  # of a head that is a view of an embedding: the name of its weight
+    stored_transposed = False  # whether checkpoints have its weight as [in_features, out_features]
     own_steps = True  # whether products of few rows without an exchange are ours, where that is faster
 
     def __init__(
@@ -112,6 +113,8 @@ class ShardedLinear(nn.Module):
             raise ArgumentError(
                 f"source is a {type(source).__name__}: expected a tensor or a slice of a safetensors file"
             )
+        if name == "weight" and self.stored_transposed:
+            source = Transposed(source)
         split = name == "weight" or self.dim == 0
         shard = concat(self.parts) if part is None else self.parts[part]
         expected = [self.out_features, self.in_features] if name == "weight" else [self.out_features]

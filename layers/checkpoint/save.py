@@ -186,6 +186,10 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
             if split and (key == "weight" or module.dim == 0):
                 shape = (module.out_features, module.in_features) if key == "weight" else (module.out_features,)
                 scaled = (module.weight_scale, module.dtype) if key == "weight" else (None, None)
+                if key == "weight" and module.stored_transposed:
+                    exact = local if scaled[0] is None else restored(local, scaled[0], module.dtype)
+                    yield name, _Held(exact.t().contiguous(), shape[::-1], concat(module.parts), 1 - module.dim)
+                    continue
                 yield name, _Held(local, shape, concat(module.parts), module.dim, *scaled)
             elif found := part_of(module, key):
                 part, dim = found

@@ -8,6 +8,7 @@ instance. How many heads there are is read off the module and its weights; layer
     q_proj, and any other (a gate, say)    its outputs / query heads    the query heads
     k_proj, v_proj                         its outputs / kv heads       the kv heads
     query_key_value, alone                 q, k and v of one head       the heads
+    c_attn, alone                          all of q, of k, of v         the heads
     kv_b_proj, of a latent attention       its outputs / heads          the heads; what comes before it stays whole
     a norm or a sink of [heads, ...]       one entry                    the heads that it counts
 
@@ -23,9 +24,11 @@ from iris.errors import StyleError
 from torch import nn
 
 from ..shard import HeadSplit, Shard, split_heads
+from .linear_like import as_linear
 from .styles import COLUMN, PACKED, ROW
 
-_FUSED, _LATENT = "query_key_value", "kv_b_proj"
+# One projection for q, k and v: of each head one after the other, or all of q, then all of k, then all of v.
+_FUSED, _BLOCKS, _LATENT = "query_key_value", ("c_attn",), "kv_b_proj"
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
 _OF_KV = {name for names in _NAMES for name in names[1:]}
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "attn_head_size")
@@ -50,10 +53,10 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
     own = {each.rpartition(".")[2]: style for each, style in styles.items() if each.rpartition(".")[0] == name}
     column = {child for child, style in own.items() if style in COLUMN | PACKED}
     output = output_of(name, styles)
-    head_dim = next((getattr(module, key) for key in _HEAD_DIM if hasattr(module, key)), None)
+    head_dim: Any = next((getattr(module, key) for key in _HEAD_DIM if hasattr(module, key)), None)
     names = next((each for each in _NAMES if each[0] in column), None)
     needed = {child for child in names or () if child == (names or "")[0] or hasattr(module, child)}
-    known = needed <= column if names else column == {_FUSED}
+    known = needed <= column if names else len(column) == 1 and column <= {_FUSED, *_BLOCKS}
     latent = _LATENT in column
     counts = isinstance(head_dim, int) or latent
     if not (known or latent) or output is None or not counts or set(own.values()) & PACKED:
@@ -61,13 +64,13 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
             f"{name} is a {type(module).__name__} with {dict(sorted(own.items()))}: heads stay whole only in an"
             " attention with head_dim, colwise q_proj, k_proj (and v_proj), and one rowwise output projection"
         )
-    out = model.get_submodule(output)
+    linears = {child: _linear(module, child) for child in sorted(own)}
     if latent:
         kv_heads = heads = next((getattr(module, key) for key in _HEADS if hasattr(module, key)), 0)
     elif names is None:
-        kv_heads = heads = out.in_features // head_dim
+        kv_heads = heads = _linear(model, output).in_features // head_dim
     else:
-        query, key = (getattr(module, child, None) for child in names[:2])
+        query, key = linears[names[0]], linears.get(names[1])
         groups = getattr(module, "num_key_value_groups", None)
         if key is None:  # it attends to what another layer's gives
             heads = query.out_features // head_dim
@@ -75,7 +78,7 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
         else:
             kv_heads = key.out_features // head_dim
             heads = kv_heads * int(groups or query.out_features // key.out_features)
-    features = {child: _features(getattr(module, child), style) for child, style in sorted(own.items())}
+    features = {child: _features(linears[child], style) for child, style in sorted(own.items())}
     if not heads or any(size % _count(child, heads, kv_heads) for child, size in features.items()):
         raise StyleError(
             f"{name} has projections of {features} features and head_dim {head_dim}: expected multiples of its {heads}"
@@ -92,6 +95,8 @@ def head_parts(child: str, linear: nn.Linear, style: str, heads: HeadSplit) -> t
     width = _features(linear, style) // _count(child, heads.num_heads, heads.num_kv_heads)
     if style in ROW:
         return (heads.o_shard(width),)
+    if child in _BLOCKS:
+        return (heads.q_shard(width // 3), *[heads.kv_shard(width // 3)] * 2)
     return (heads.kv_shard(width) if child in _OF_KV else heads.q_shard(width),)
 
 
@@ -117,6 +122,11 @@ def head_parameters(
             )
 
 
+def cuts_its_output(name: str, styles: dict[str, str]) -> bool:
+    """Whether attention `name` cuts one projection's outputs into those of q, k and v."""
+    return any(f"{name}.{child}" in styles for child in _BLOCKS)
+
+
 def set_local_heads(module: Any, heads: HeadSplit) -> None:
     """Tells the attention instance how many heads it has now."""
     module.num_key_value_groups = heads.groups
@@ -129,6 +139,12 @@ def set_local_heads(module: Any, heads: HeadSplit) -> None:
         whole = heads.num_kv_heads if "k" in attribute else heads.num_heads
         if getattr(module, attribute, None) == whole:
             setattr(module, attribute, local[whole])
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    found = as_linear(module.get_submodule(name))
+    assert found is not None, name
+    return found[0]
 
 
 def _features(linear: nn.Linear, style: str) -> int:

@@ -116,7 +116,7 @@ def _parts(
 
 def _marked(module: Any) -> Form | None:
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    weights = [getattr(module, key, None) for key in (first, "down_proj")]
+    weights: list[Any] = [getattr(module, key, None) for key in (first, "down_proj")]
     if any(not isinstance(each, nn.Parameter) or each.dim() != 3 for each in weights):
         return None
     intermediate = weights[1].shape[1 if module.is_transposed else 2]

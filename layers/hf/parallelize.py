@@ -37,10 +37,12 @@ from . import styles as styles_of
 from .gated_mlp import fuse_gates
 from .generation import agree_on_samples
 from .guards import guard, retie
-from .heads import head_parameters, head_parts, head_split, output_of, set_local_heads
+from .heads import cuts_its_output, head_parameters, head_parts, head_split, output_of, set_local_heads
+from .linear_like import as_linear
 from .merge import merge_siblings
 from .mixture import EXPERTS, form_of, split_experts
 from .norms import fuse_norms
+from .plans import built_in
 from .report import Report, make_report
 from .skeleton import kind_of, skeleton
 from .snapshot import Snapshot
@@ -104,7 +106,7 @@ def parallelize(
         weight_reads.check(whole, tried.linears)
         _carry_out(whole, tried, _Alone(ctx))
         _carry_out(part, tried, ctx)
-        untried = proof.prove(whole, part, tried.parents(styles_of.ROW), tried.parents(styles_of.PACKED))
+        untried = proof.prove(whole, part, tried.parents(styles_of.ROW), tried.cutting())
         if untried and ctx.cur_rank == 0:
             ctx.warning(
                 f"{type(model).__name__} cannot be run without weights: that {', '.join(untried[:4])}"
@@ -148,6 +150,7 @@ class _Split:
     linears: dict[str, str]  # of those that are split
     experts: dict[str, Any]  # of the modules that hold experts, how these are split
     by_own_plan: bool
+    plan: str  # whose it is, in words
     fuse: bool
     weights: str | None
     shares_tokens: bool
@@ -164,6 +167,11 @@ class _Split:
     def parents(self, kinds: set[str]) -> list[str]:
         """The modules of which a linear has one of the styles `kinds`."""
         return list(dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in kinds))
+
+    def cutting(self) -> list[str]:
+        """The modules that cut a rank's outputs as they would cut all: gates and ups, or q, k and v, side by side."""
+        column = [name for name in self.parents(styles_of.COLUMN) if cuts_its_output(name, self.linears)]
+        return self.parents(styles_of.PACKED) + column
 
     def digest(self, model: nn.Module) -> dict[str, Any]:
         """What all ranks must have alike."""
@@ -212,8 +220,9 @@ def _resolve(
         wanted = "product" if weights == "fp8_all" else "colwise product without an exchange"
         raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {wanted}")
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
-    own = automatic and filter_fn is None
-    return _Split(styles, linears, experts, own, fuse, weights, bool(sequence_parallel), least)
+    source, _ = styles_of.rules_of(model, plan)
+    own = automatic and filter_fn is None and built_in(model) is None
+    return _Split(styles, linears, experts, own, source, fuse, weights, bool(sequence_parallel), least)
 
 
 def _experts(modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, Any]:
@@ -240,12 +249,16 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        linear = getattr(parent, child)
+        found = as_linear(getattr(parent, child))
+        assert found is not None, name
+        linear, transposed = found
         attention = outputs.get(name, parent_name if parent_name in heads else None)
         linked = style in styles_of.LINKED and attention is not None
         parts = head_parts(child, linear, style, heads[attention]) if linked else None
         tied = embeddings.get(id(linear.weight))
-        setattr(parent, child, _split(linear, style, parts, tied, ctx, split.shares_tokens))
+        layer = _split(linear, style, parts, tied, ctx, split.shares_tokens)
+        layer.stored_transposed = transposed
+        setattr(parent, child, layer)
     for owner, key, part in by_head:
         split_parameter(owner, key, part)
     for name, form in split.experts.items():
@@ -282,7 +295,7 @@ def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) 
     agree_on_samples(model, ctx)
     watch_inputs(model, ctx)
     wrap_save_pretrained(model, ctx)
-    return make_report(model, styles, ctx)
+    return make_report(model, styles, ctx, split.plan)
 
 
 def _together(

@@ -34,6 +34,7 @@ class Report:
     rank: int
     world: int
     rows: list[ReportRow] = field(default_factory=list)
+    plan: str = ""  # whose it is, in words
 
     @property
     def bytes(self) -> int:
@@ -51,6 +52,7 @@ class Report:
             lines.append((name, style, "x".join(map(str, shape)), f"{sum(row.bytes for row in rows):,}", op))
         widths = [max(len(line[i]) for line in lines) for i in range(5)]
         title = f"rank {self.rank} of {self.world}: {self.bytes:,} bytes of parameters"
+        title += f", split by {self.plan}" if self.plan else ""
         return "\n".join([title] + [_line(line, widths) for line in lines])
 
 
@@ -59,9 +61,9 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
-def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris) -> Report:
-    """The report of `model` as it is now, split by `styles`."""
-    report = Report(ctx.cur_rank, ctx.num_ranks)
+def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris, plan: str) -> Report:
+    """The report of `model` as it is now, split by `styles`, those of `plan`."""
+    report = Report(ctx.cur_rank, ctx.num_ranks, plan=plan)
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if not own:

@@ -37,7 +37,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..sharded import ShardedLinear
+from .linear_like import as_linear
 from .mixture import EXPERTS, IDENTITY, PARAMETERS
+from .plans import built_in
 
 COLUMN = {"colwise"}
 GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -100,10 +102,7 @@ def resolve_plan(
     check_plan(plan)
     check_version(model)
     automatic = plan == "auto"
-    rules = dict(getattr(model, "tp_plan", None) or {}) if automatic else plan
-    if not rules:
-        what = f"{type(model).__name__} has no tensor-parallel plan of its own" if automatic else "the plan is empty"
-        raise StyleError(f"{what}: pass plan={{name: style}}")
+    _, rules = rules_of(model, plan)
     _refuse_quantised(model)
     _refuse_split(model)
     _refuse_lazy(model)
@@ -124,6 +123,23 @@ def resolve_plan(
     _check_places(model, styles, modules)
     _check_halves(styles, modules, automatic)
     return styles
+
+
+def rules_of(model: nn.Module, plan: Any) -> tuple[str, dict[str, str]]:
+    """Whose plan is taken, in words, and its rules: that which is given, else a built-in one, else the model's own."""
+    if plan != "auto":
+        if not plan:
+            raise StyleError("the plan is empty: pass plan={name: style}")
+        return "the plan that was given", plan
+    if (found := built_in(model)) is not None:
+        kind, rules = found
+        return f"the built-in plan of {kind}", rules
+    rules = dict(getattr(model, "tp_plan", None) or {})
+    if not rules:
+        raise StyleError(
+            f"{type(model).__name__} has no tensor-parallel plan of its own, and none is built in: pass plan={{name: style}}"
+        )
+    return "the model's own plan", rules
 
 
 def _refuse_quantised(model: nn.Module) -> None:
@@ -168,10 +184,11 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
     if name in modules:
         own = type(modules[name])
         kind = own.__name__ if own.__name__ != nn.Linear.__name__ else f"{own.__module__}.{own.__name__}"
-    if name not in modules or type(modules[name]) is not nn.Linear:
+    linear = as_linear(modules[name]) if name in modules else None
+    if linear is None:
         raise StyleError(f"{name} is a {kind}: style {style!r} splits a torch.nn.Linear only")
-    if style in PACKED and modules[name].out_features % 2:
-        raise StyleError(f"{name} has {modules[name].out_features} outputs: style {style!r} expects two equal halves")
+    if style in PACKED and linear[0].out_features % 2:
+        raise StyleError(f"{name} has {linear[0].out_features} outputs: style {style!r} expects two equal halves")
 
 
 def is_of_experts(name: str, styles: dict[str, str]) -> bool:

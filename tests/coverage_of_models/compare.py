@@ -31,6 +31,7 @@ class Outcome:
     answer: Answer | None
     share: float
     refusal: str = ""
+    failure: str = ""  # what a call of the split model raised
     report: str = ""
 
 
@@ -52,7 +53,10 @@ def split_body(ctx: Any, model_type: str) -> Outcome:
         report = layers.parallelize(model, ctx)
     except IrisError as error:
         return Outcome(None, 0.0, f"{type(error).__name__}: {error}")
-    return Outcome(answer(model, ctx.device), split_share(model), report=str(report))
+    try:
+        return Outcome(answer(model, ctx.device), split_share(model), report=str(report))
+    except Exception as error:  # told, so that the ranks go on with other types
+        return Outcome(None, 0.0, failure=f"{type(error).__name__}: {error}")
 
 
 def split_share(model: Any) -> float:
@@ -88,7 +92,8 @@ def judge(single: Answer, double: Answer, outcomes: list[Outcome]) -> str:
     own = (single.logits - double.logits).abs().max().item()
     allowed = 4 * own + 2e-5 * scale
     for rank, outcome in enumerate(outcomes):
-        assert outcome.answer is not None
+        if outcome.answer is None:
+            return f"rank {rank}'s call fails: {outcome.failure}"
         error = (outcome.answer.logits - double.logits).abs().max().item()
         if not error <= allowed:
             return f"rank {rank}'s logits are off by {error:.1e}, of {scale:.1e} at most; allowed are {allowed:.1e}"
