@@ -25,6 +25,10 @@ class DeviceError(ArgumentError):
     """A tensor lies on another device than the context."""
 
 
+class ExpertError(IrisError, IndexError):
+    """A token was given to an expert that there is not: a routing index is out of range."""
+
+
 class NotSymmetricError(ArgumentError):
     """A tensor must lie on this context's symmetric heap and does not."""
 

@@ -25,6 +25,14 @@ def lost(kind: int, waiter: int, rank: int, peer: int, expected: int, seen: int)
     )
 
 
+def bad_expert(waiter: int, experts: int, seen: int) -> str:
+    """Of a routing index that a kernel found out of range."""
+    return (
+        f"{waits.WAITERS[waiter]}: experts has {seen}; expected indices from 0 below {experts}. Results since then are "
+        f"void; end all ranks and start again, with IRIS_DEBUG=1 to have the call itself raise."
+    )
+
+
 def heaps_differ(ranks: Ranks, heap: Heap, kind: int, waiter: int, peer: int, place: int) -> str:
     """Of heaps that differ, as a barrier found, or an op whose peers write `out`, which lies at `place` here.
 

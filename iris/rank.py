@@ -18,7 +18,7 @@ import torch
 from . import failures, platform
 from .barrier import DeviceBarrier
 from .device import waits
-from .errors import ArgumentError, CaptureError, ClosedError, NotSymmetricError, PeerLostError, ThreadError
+from .errors import ArgumentError, CaptureError, ClosedError, ExpertError, NotSymmetricError, PeerLostError, ThreadError
 from .launch import relaunch
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ class Rank:
         """Raises where the context cannot be used, or not here. Costs no device synchronisation.
 
         `ClosedError` after `close()`; `ThreadError` in another thread than the context's; `PeerLostError` once a wait
-        in a kernel has failed; `NotSymmetricError` once kernels have found that the ranks' heaps differ.
+        in a kernel has failed; `NotSymmetricError` once kernels have found that the ranks' heaps differ; `ExpertError`
+        once they have found a routing index out of range.
         """
         if self._closed or self._record_view[0] or threading.get_ident() != self._thread:
             self._refuse()
@@ -185,6 +186,8 @@ class Rank:
             if not self._difference:
                 self._difference = failures.heaps_differ(self.hosts, self.heap, kind, waiter, peer, expected)
             raise NotSymmetricError(self._difference)
+        if kind == waits.BAD_EXPERT.value:
+            raise ExpertError(failures.bad_expert(waiter, expected, seen))
         raise PeerLostError(failures.lost(kind, waiter, rank, peer, expected, seen))
 
     def _check_thread(self) -> None:

@@ -1,5 +1,6 @@
 """Matrix products fused with their collectives, each one persistent Triton kernel. Reached as `ctx.ops`."""
 
 from .config import FusedConfig, Prediction
+from .moe.activation import Activation
 
-__all__ = ["FusedConfig", "Prediction"]
+__all__ = ["Activation", "FusedConfig", "Prediction"]

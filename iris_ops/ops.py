@@ -23,9 +23,14 @@ from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import Epilogue
 from .local import gating
+from .moe.activation import Activation
+from .moe.mixture import Mixture
+from .moe.routing import Routing
 from .operands import Operands
 from .planning.kernel_names import ends_with_norm
 from .planning.machine import machine_of
+from .planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MOE_OPS
+from .planning.moe_ways import moe_plan, moe_problem_asked
 from .planning.plan import plan, unaligned
 from .planning.torch_ways import TORCH_WAYS
 from .planning.workspace_size import workspace_size
@@ -56,6 +61,7 @@ class Ops:
         self._calls = relaunch.Calls(len(NAMES))
         self._epilogue_calls = relaunch.Calls(len((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES)))
         self._device_of = relaunch.device_of(ctx.device)
+        self._mixture = Mixture(ctx)
         ctx.on_change.append(self.forget_launches)
 
     def matmul_all_reduce(
@@ -130,6 +136,69 @@ class Ops:
         """
         return self._call(REDUCE_SCATTER, out, A, B, bias, async_op, config, workspace, scale=scale)
 
+    def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
+        """Tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` behind it to share.
+
+        `experts` [T,k], int32 or int64, contiguous: indices below `num_experts`. It is read again by those calls, so it
+        must not change before. One that is out of range is found on the device: a later call raises `ExpertError`,
+        with IRIS_DEBUG=1 this one. No ranks are involved.
+        """
+        self._ctx.check()
+        return self._mixture.route(experts, num_experts)
+
+    def moe_gate_up(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
+        bias: torch.Tensor | None = None, activation: str | Activation = "silu", interleaved: bool = False,
+        config: FusedConfig | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
+        """`out [T*k,I]`: row t*k+j is the activation of `A[t] @ B[e] + bias[e]`, e = experts[t,j], of tokens A [T,H].
+
+        B [E,H,2I] has gate columns, then up columns, or both in turn (`interleaved`), and may be the transpose of a
+        contiguous [E,2I,H]; or [E,H,I], of experts without a gate. bias [E,2I]. `experts` [T,k] as in `moe_route`, or
+        what that returned. `activation`: an `iris_ops.Activation`, or "silu", "gelu", "gelu_tanh", "relu2", "gpt_oss".
+        Sums, bias and activation are in fp32 and rounded once. I, this rank's part, may differ by rank.
+        """
+        workspace = self._mixture_workspace(GATE_UP, workspace)
+        self._mixture.gate_up(workspace, out, A, B, experts, bias, activation, interleaved, config)
+        self._ctx.check()
+        return workspace
+
+    def moe_down_all_reduce(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
+        weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
+        """`out [T,H]`: of each token the sum over ranks and over its k experts, `weights [T,k] * (A @ B[e] + bias[e])`.
+
+        A [T*k,I] as `moe_gate_up` leaves it, B [E,I,H] or the transpose of a contiguous [E,H,I]; weights in float32 or
+        A's dtype; bias [E,H], the same on all ranks, is added once; shared [T,H], this rank's part of what a shared
+        expert gives, is added before the sum over ranks. `experts` as in `moe_gate_up`. I may differ by rank, and be 0.
+        Products are rounded to the tensors' dtype, as is what ranks exchange; they are added in fp32, experts in the
+        order of j, then ranks in order.
+        """
+        workspace = self._mixture_workspace(DOWN_ALL_REDUCE, workspace)
+        self._mixture.down(DOWN_ALL_REDUCE, workspace, out, A, B, experts, weights, bias, shared, config)
+        self._ctx.check()
+        return workspace
+
+    def moe_down_reduce_scatter(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
+        weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
+        """This rank's tokens of `moe_down_all_reduce`: out is [T/w,H], rows as torch.chunk splits them."""
+        workspace = self._mixture_workspace(DOWN_REDUCE_SCATTER, workspace)
+        self._mixture.down(DOWN_REDUCE_SCATTER, workspace, out, A, B, experts, weights, bias, shared, config)
+        self._ctx.check()
+        return workspace
+
+    def _mixture_workspace(self, op: str, workspace: Workspace | None) -> Workspace:
+        self._ctx.check()
+        if workspace is not None:
+            self._check_workspace(op, workspace)
+        self._ctx.side.join()
+        return workspace or self._own_workspace()
+
     def plan(
         self,
         op: str,
@@ -142,6 +211,8 @@ class Ops:
         fp8: bool = False,
         algorithm: str | None = None,
         aligned: bool = True,
+        experts: int | None = None,
+        top_k: int = 1,
     ) -> FusedConfig:
         """The configuration that a call would use, with its kernel, reasons and predicted time; launches nothing.
 
@@ -149,9 +220,15 @@ class Ops:
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
         longer than the choice. `fp8`: whether B is in eight bits. `algorithm`: the best of that one (`FusedConfig`), to
         compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows of A, B and `out`
-        begin at multiples of 16 bytes, as a call sees for itself.
+        begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k`: of the ops of a mixture, whose
+        `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I).
         """
         self._ctx.check()
+        if op in MOE_OPS:
+            mixture = moe_problem_asked(
+                op, M, N, K, 1 if experts is None else experts, top_k, self._ctx.num_ranks, dtype
+            )
+            return moe_plan(mixture, machine_of(self._ctx.device), explained)
         asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8)
         planned = self._plan(asked, explained, algorithm)
         return planned if aligned else unaligned(asked, planned)

@@ -46,6 +46,8 @@ class Workspace:
         self.arrivals = ctx.heap.reserve((ctx.num_ranks,), torch.int32).zero_()
         self._rounded: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
+        self._local: dict[str, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
         self._done: torch.cuda.Event | None = None
         self.barrier = ctx.new_barrier()  # the ops' own, in their lanes
         self.kernels: dict = {}  # that follow torch's products ...
@@ -100,6 +102,16 @@ class Workspace:
             self._rounded.append(torch.empty(_grown(nbytes), dtype=torch.uint8, device=self.ctx.device))
         room = self._rounded[-1]
         return room[scales:nbytes].view(FP8).view(rows, cols), room[: 4 * rows].view(torch.float32)
+
+    def local(self, name: str, nbytes: int) -> torch.Tensor:
+        """This rank's own memory of that name, zero at first, for calls that follow each other. It only ever grows."""
+        room = self._local.get(name)
+        if room is None or nbytes > room.nbytes:
+            _refuse_capture(self.ctx)
+            if room is not None:
+                self._outgrown.append(room)  # a captured graph may still refer to it
+            room = self._local[name] = torch.zeros(_grown(nbytes), dtype=torch.uint8, device=self.ctx.device)
+        return room[:nbytes]
 
     def remember(self, problem: object, views: tuple) -> tuple:
         """Keeps `views` of the staging memory for `problem`, of so many as prompts of ever new lengths ask for."""

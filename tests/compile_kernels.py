@@ -41,10 +41,10 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-_INT32 = {"flags", "passed", "sync", "members", "sent", "arrived", "count", "left"}
-_INT64 = {"ctx_ptr", "words", "heap_bases", "sums", "times", "step", "results", "digests"}
+_INT32 = {"flags", "passed", "sync", "members", "sent", "arrived", "count", "left", "order", "offsets"}
+_INT64 = {"ctx_ptr", "words", "heap_bases", "sums", "times", "step", "results", "digests", "chosen"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
-_DATA |= {"residual", "weight", "scaled", "both"}
+_DATA |= {"residual", "weight", "scaled", "both", "products", "shared"}
 _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
     ("lamport_two_shot_kernel", "staging"): "i16",
@@ -135,6 +135,9 @@ def _block(name: str, constants: dict, folded: bool, in_gluon) -> str:
     block = ([n, k] if constants.get("B_TRANSPOSED", True) else [k, n]) if name == "b" else [m, k]
     if name == "b" and in_gluon and constants.get("GATED"):
         block = [2, n // 2, k]
+    if name == "b" and "GATE" in constants:  # of one expert, gate and up in turn or not
+        n *= 2 if constants["GATE"] == "turns" else 1
+        block = [1, n, k] if constants["B_TRANSPOSED"] else [1, k, n]
     if folded:
         block = [2, m // 2, k]
     sizes = ",".join(map(str, block))

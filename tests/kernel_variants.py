@@ -31,6 +31,7 @@ from triton.experimental.gluon import language as gl
 
 from benchmarks.rma_kernels import block_words, move_kernel
 from tests import gluon_kernels, rma_kernels
+from tests.moe_variants import moe_variants
 
 WORLD_SIZE = 4
 # Whose shared memory decides how many stages plans give a tile.
@@ -142,6 +143,7 @@ def variants(target: GPUTarget):
         if constants["TMA_A"] and n == skinny_matmul.BLOCK_N:
             yield f"{name}_folded", skinny_matmul.skinny_matmul_kernel, options, constants | dict(FOLDED=True)
     yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=256, COLUMNS=32)
+    yield from moe_variants(target, machine, WORLD_SIZE)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)

@@ -180,21 +180,20 @@ def moe_down(
     """`ctx.ops.moe_down_all_reduce`, of all ranks' A [T*k,I], B [E,I,H] and shared [T,H] -> [T,H].
 
     out[t] = sum over ranks r of (sum over j of weights[t,j] * (A_r[t*k+j] @ B_r[experts[t,j]]) + shared_r[t])
-    + sum over j of weights[t,j] * bias[experts[t,j]].
+    + sum over j of weights[t,j] * bias[experts[t,j]]. Not `exact`: products and each rank's sums in A's dtype.
     """
     tokens, k = experts.shape
     wide = torch.float64 if exact else torch.float32
     total = torch.zeros(tokens, B[0].shape[2], dtype=wide, device=B[0].device)
     factors = weights.to(wide)
     for rank, (a, b) in enumerate(zip(A, B, strict=True)):
+        own = torch.zeros_like(total)
         for row, expert in enumerate(experts.flatten().tolist()):
-            if exact:
-                product = a[row].to(wide) @ b[expert].to(wide)
-            else:
-                product = (a[row] @ b[expert]).to(wide)
+            product = a[row].to(wide) @ b[expert].to(wide) if exact else (a[row] @ b[expert]).to(wide)
             if bias is not None and rank == 0:
                 product = product + bias[expert].to(wide)
-            total[row // k] += factors[row // k, row % k] * product
+            own[row // k] += factors[row // k, row % k] * product
         if shared is not None:
-            total += shared[rank].to(wide)
+            own += shared[rank].to(wide)
+        total += own if exact else own.to(A[0].dtype).to(wide)  # what ranks send each other is rounded
     return total if exact else total.to(A[0].dtype)

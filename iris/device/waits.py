@@ -37,12 +37,18 @@ WAITERS = (
     "an exchange of the hosts",  # (`channel.py`)
     "matmul_all_reduce_norm",
     "all_gather_matmul_gated",
+    "moe_route",
+    "moe_gate_up",
+    "moe_down_all_reduce",
+    "moe_down_reduce_scatter",
 )
 # A failure record is int64: [kind, waiter, rank, peer, expected, seen], kind 0 while there is none. What is expected is
 # an epoch or a count of a LOST peer; of one that stores its results into ours, where its `out` lies (OUT_DIFFERS); of
 # a barrier, the digest of its allocations (HEAPS_DIFFER). A peer that LEFT said so in the status word.
 RECORD_WORDS = 6
 LOST, OUT_DIFFERS, HEAPS_DIFFER, LEFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+# Nobody waited: a token's expert, which is what was seen, is none of as many as are expected.
+BAD_EXPERT = tl.constexpr(5)
 # The status word of a rank is 0; the number of the program, from 1, whose wait has failed; -1 once that is recorded;
 # or, from here down, that a peer has left: which one, counted among all ranks.
 _LEFT_MARK = tl.constexpr(-2)

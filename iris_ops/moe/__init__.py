@@ -32,7 +32,7 @@ intermediate size, I of it here, which may differ by rank and be 0. Routing stay
     Each product is rounded to the tensors' dtype, a token's k products are added in fp32 in the order of j, and what
     the ranks exchange is rounded once more and added in rank order: the same bits in each run.
 
-All of one dtype (bf16, fp16, fp32) but experts and weights. `tests/reference.py` has both in plain torch. `torch_ops.py`
-here registers them with torch.library. T = 0, k = 1, experts that nobody chose, an expert that a token chose twice: all
-are served.
+All of one dtype (bf16, fp16, fp32) but experts and weights. T = 0, k = 1, experts that nobody chose, an expert that a
+token chose twice: all are served. `tests/reference.py` has the ops in plain torch, `torch_ops.py` here registers them
+with torch.library.
 """

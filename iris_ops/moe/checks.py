@@ -1,0 +1,141 @@
+"""Which tensors the ops of a mixture take, and the `MoeProblem` that they are. Each check names the argument."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from iris.errors import ArgumentError, DtypeError, ExpertError, ShapeError
+from iris.heap import check_memory, extent
+import torch
+
+from ..checks import check_kind
+from ..config import FusedConfig
+from ..planning.moe_problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
+from ..problem import DTYPES, part_of
+from .routing import Routing
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+_DIMENSIONS = {"B": 3, "weights": 2, "bias": 2, "shared": 2, "A": 2, "out": 2, "experts": 2}
+
+
+def check_experts(op: str, chosen: torch.Tensor, device: torch.device) -> None:
+    """Raises a typed error unless `chosen` is [T,k] of integers, as routers give it."""
+    check_kind(op, "experts", chosen, device)
+    if chosen.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"{op}: experts has dtype {chosen.dtype}; expected torch.int32 or torch.int64")
+    if chosen.ndim != 2 or not 1 <= chosen.shape[1] <= MOST_CHOSEN:
+        raise ShapeError(
+            f"{op}: experts is {tuple(chosen.shape)}; expected (T,k), k from 1 to {MOST_CHOSEN}, or a Routing"
+        )
+    if not chosen.is_contiguous():
+        raise ArgumentError(f"{op}: experts has strides {chosen.stride()}; expected a contiguous tensor")
+
+
+def check_count(op: str, experts: object) -> None:
+    if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
+        raise ArgumentError(f"{op}: num_experts is {experts!r}; expected an integer from 1 to {MOST_EXPERTS}")
+
+
+def check_range(op: str, chosen: torch.Tensor, experts: int) -> None:
+    """Looks at the indices themselves, which waits for the device: with IRIS_DEBUG=1 only."""
+    wrong = chosen[(chosen < 0) | (chosen >= experts)]
+    if wrong.numel():
+        raise ExpertError(f"{op}: experts has {int(wrong[0])}; expected indices from 0 below {experts}")
+
+
+def _tensors(op: str, device: torch.device, A: torch.Tensor, given: dict[str, Any]) -> None:
+    for name, t in given.items():
+        if t is None and name in ("bias", "shared"):
+            continue
+        check_kind(op, name, t, device)
+        if t.ndim != _DIMENSIONS[name]:
+            raise ShapeError(f"{op}: {name} has {t.ndim} dimensions {tuple(t.shape)}; expected {_DIMENSIONS[name]}")
+        dtypes = (*DTYPES, torch.float32) if name == "weights" else DTYPES
+        if t.dtype not in dtypes:
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}")
+        if t.dtype != A.dtype and not (name == "weights" and t.dtype == torch.float32):
+            beside = ", or torch.float32" if name == "weights" else ""
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same{beside}")
+        if any(size >= 1 << 31 for size in t.shape) or t.shape[0] * math.prod(t.shape[1:2]) >= 1 << 31:
+            raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes, and rows in all, below 2**31")
+
+
+def _expect(op: str, name: str, t: torch.Tensor, shape: tuple[int, ...], letters: str) -> None:
+    if tuple(t.shape) != shape:
+        raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected {shape}, {letters}")
+
+
+def _check_routing(op: str, experts: torch.Tensor | Routing, count: int, device: torch.device) -> torch.Tensor:
+    chosen = experts.chosen if isinstance(experts, Routing) else experts
+    check_experts(op, chosen, device)
+    if isinstance(experts, Routing) and experts.experts != count:
+        raise ArgumentError(f"{op}: experts is a Routing among {experts.experts}; expected {count}, as many as B has")
+    return chosen
+
+
+def describe_gate_up(
+    ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
+    bias: torch.Tensor | None,
+) -> MoeProblem:  # fmt: skip
+    """The problem of a call of `moe_gate_up`. Raises a typed error where its tensors do not fit."""
+    op, device = GATE_UP, ctx.device
+    _tensors(op, device, A, {"A": A, "B": B, "bias": bias, "out": out})
+    count, H, columns = B.shape
+    check_count(op, count)
+    chosen = _check_routing(op, experts, count, device)
+    tokens, k = chosen.shape
+    _expect(op, "A", A, (tokens, H), "(T,H), T as experts (T,k) has, H as B (E,H,2I)")
+    gated = columns == 2 * out.shape[1]
+    if not gated and columns != out.shape[1]:
+        raise ShapeError(f"{op}: B is {tuple(B.shape)}, out is {tuple(out.shape)}; expected B (E,H,2I), out (T*k,I)")
+    _expect(op, "out", out, (tokens * k, columns // 2 if gated else columns), "(T*k,I)")
+    if bias is not None:
+        _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
+    _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias})
+    return MoeProblem(op, tokens, k, count, out.shape[1], H, ctx.num_ranks, A.dtype, gated)
+
+
+def describe_down(
+    op: str, ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
+    weights: torch.Tensor, bias: torch.Tensor | None, shared: torch.Tensor | None,
+) -> MoeProblem:  # fmt: skip
+    """The problem of a call of a `moe_down_*`. Raises a typed error where its tensors do not fit."""
+    device = ctx.device
+    given = {"A": A, "B": B, "weights": weights, "bias": bias, "shared": shared, "out": out}
+    _tensors(op, device, A, given)
+    count, width, H = B.shape
+    check_count(op, count)
+    chosen = _check_routing(op, experts, count, device)
+    tokens, k = chosen.shape
+    _expect(op, "A", A, (tokens * k, width), "(T*k,I), T and k as experts (T,k) has, I as B (E,I,H)")
+    _expect(op, "weights", weights, (tokens, k), "(T,k), as experts")
+    rows, letters = tokens, "(T,H)"
+    if op == DOWN_REDUCE_SCATTER:
+        rows, letters = part_of(tokens, ctx.num_ranks, ctx.cur_rank), "(T/w,H), rows as torch.chunk splits them"
+    _expect(op, "out", out, (rows, H), letters)
+    if bias is not None:
+        _expect(op, "bias", bias, (count, H), "(E,H)")
+    if shared is not None:
+        _expect(op, "shared", shared, (tokens, H), "(T,H)")
+    _check_places(op, out, {**given, "experts": chosen})
+    return MoeProblem(op, tokens, k, count, H, width, ctx.num_ranks, A.dtype)
+
+
+def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:
+    if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
+    others = {name: t for name, t in given.items() if t is not None and name != "out"}
+    places = {name: extent(t) for name, t in {"out": out, **others}.items()}
+    check_memory(op, tuple(places), [b for b, _ in places.values()], [e - b for b, e in places.values()])
+    begin, end = places.pop("out")
+    for name, (first, last) in places.items():
+        if first < end and begin < last and end > begin and last > first:
+            raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
+
+
+def check_config(op: str, config: object) -> None:
+    if config is not None and not isinstance(config, FusedConfig):
+        raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")

@@ -1,0 +1,76 @@
+"""What a token's experts give, added up: the weighted sum of its pairs' products, and a shared expert's part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from iris import platform
+from iris.device import arch
+from iris.device.function import device_function
+from iris.launch import relaunch
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..planning.moe_problem import MoeProblem
+
+# Tokens and columns of a program; the interpreter is quicker with large blocks.
+_BLOCK = {"cuda": (4, 512), "cpu": (64, 256)}
+
+
+@device_function
+def combined(
+    products, weights, shared, t, c, tokens, N, ld, stride_wt, stride_st, stride_sn, TOP_K: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+):  # fmt: skip
+    """Tokens t, columns c: the sum over j of weights [t, j] * products [t * TOP_K + j], in order, and shared; fp32.
+
+    `products`: [pairs, N], rows `ld` apart, which other programs may have written: they are not read through L1.
+    """
+    inside = (t < tokens)[:, None] & (c < N)[None, :]
+    total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
+    for j in tl.static_range(TOP_K):
+        factor = tl.load(weights + t.to(tl.int64) * stride_wt + j, mask=t < tokens, other=0.0).to(tl.float32)
+        places = products + ((t.to(tl.int64) * TOP_K + j) * ld)[:, None] + c[None, :]
+        total += factor[:, None] * tl.load(places, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if HAS_SHARED:
+        places = shared + (t.to(tl.int64) * stride_st)[:, None] + (c.to(tl.int64) * stride_sn)[None, :]
+        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def moe_combine_kernel(
+    products, weights, shared, out, tokens, N, ld, stride_wt, stride_st, stride_sn, stride_om, stride_on,
+    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, N]: `combined`, rounded."""
+    arch.follow()
+    across = tl.cdiv(N, BLOCK_N)
+    t = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = combined(
+        products, weights, shared, t, c, tokens, N, ld, stride_wt, stride_st, stride_sn, TOP_K, HAS_SHARED
+    )  # fmt: skip
+    arch.lead()
+    places = out + (t.to(tl.int64) * stride_om)[:, None] + (c.to(tl.int64) * stride_on)[None, :]
+    tl.store(places, arch.round_to(total, out.dtype.element_ty), mask=(t < tokens)[:, None] & (c < N)[None, :])
+
+
+def launch(
+    kernels: dict, ctx: Rank, problem: MoeProblem, out: torch.Tensor, products: torch.Tensor, weights: torch.Tensor,
+    shared: torch.Tensor | None,
+) -> None:  # fmt: skip
+    block_m, block_n = _BLOCK[ctx.device.type]
+    args = dict(
+        products=products, weights=weights, shared=shared, out=out, tokens=problem.tokens, N=problem.N,
+        ld=products.stride(0), stride_wt=weights.stride(0), stride_om=out.stride(0), stride_on=out.stride(1),
+        stride_st=0 if shared is None else shared.stride(0), stride_sn=0 if shared is None else shared.stride(1),
+        TOP_K=problem.top_k, HAS_SHARED=shared is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+    )  # fmt: skip
+    grid = (triton.cdiv(problem.tokens, block_m) * triton.cdiv(problem.N, block_n), 1, 1)
+    options = dict(num_warps=4, num_stages=1, **platform.beside(ctx.device))
+    relaunch.launch(kernels, ctx.device, moe_combine_kernel, grid, args, (), **options)

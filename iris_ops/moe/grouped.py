@@ -1,0 +1,191 @@
+"""The steps of a grouped product: which rows a program multiplies, with which expert's weight, and what becomes of it.
+
+A *pair* is a token and one of its experts, number t * top_k + j. A program takes a block of one expert's pairs and some
+of the expert's columns. It finds the pairs in one of two ways:
+
+    sorted_block    by what `routing.py` has sorted, for many pairs
+    pair_block      for few, without a kernel ahead: a program for each pair looks through all of them, and takes all
+                    that have its expert if it is the first of these; else it has nothing to do
+
+Rows of A are gathered by pointers, weights are read by tensor descriptor where rows begin at whole vectors.
+"""
+
+from iris.device import arch
+from iris.device.context import DeviceContext
+from iris.device.function import device_function
+from iris.triton_private import aggregate, base_value
+import triton
+import triton.language as tl
+
+from ..kernels.tiles import known
+from .routing import report_experts
+
+
+@aggregate
+class Experts:
+    """The weights of all experts, [experts, K, N], read by tiles; what lies beyond an expert's edges reads as zero.
+
+    `data` is a tensor descriptor of blocks [1, K, N], or with `TRANSPOSED` [1, N, K], or a pointer with three strides.
+    """
+
+    data: base_value
+    K: base_value
+    N: base_value
+    stride_e: base_value
+    stride_k: base_value
+    stride_n: base_value
+    TMA: tl.constexpr
+    TRANSPOSED: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, data, K, N, stride_e, stride_k, stride_n, TMA, TRANSPOSED):
+        self.data = data
+        self.K, self.N = known(K), known(N)
+        self.stride_e, self.stride_k, self.stride_n = known(stride_e), known(stride_k), known(stride_n)
+        self.TMA, self.TRANSPOSED = known(TMA), known(TRANSPOSED)
+
+    @device_function
+    def load(self, expert, k, n, ROWS: tl.constexpr, COLS: tl.constexpr):
+        """The tile [ROWS, COLS] at (k, n) of one expert's weight."""
+        if self.TMA:
+            if self.TRANSPOSED:
+                return tl.reshape(self.data.load([expert, n, k]), (COLS, ROWS)).T
+            else:
+                return tl.reshape(self.data.load([expert, k, n]), (ROWS, COLS))
+        else:
+            r, c = k + tl.arange(0, ROWS), n + tl.arange(0, COLS)
+            first = self.data + expert.to(tl.int64) * self.stride_e
+            places = first + (r.to(tl.int64) * self.stride_k)[:, None] + (c.to(tl.int64) * self.stride_n)[None, :]
+            return tl.load(places, mask=(r < self.K)[:, None] & (c < self.N)[None, :], other=0.0)
+
+
+@device_function
+def sorted_block(order, offsets, block, experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """(expert, pairs [BLOCK_M], which of these there are) of a block; there is no such block if `expert >= experts`."""
+    e = tl.arange(0, EXPERTS)
+    begins = tl.load(offsets + e, mask=e < experts, other=0)
+    ends = tl.load(offsets + e + 1, mask=e < experts, other=0)
+    blocks = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    upto = tl.cumsum(blocks)
+    expert = tl.sum((upto <= block).to(tl.int32))
+    own = e == expert
+    first = tl.sum(tl.where(own, begins + (block - (upto - blocks)) * BLOCK_M, 0))
+    end = tl.sum(tl.where(own, ends, 0))
+    i = first + tl.arange(0, BLOCK_M)
+    return expert, tl.load(order + i, mask=i < end, other=0), i < end
+
+
+@device_function
+def same_expert(chosen, pair, pairs, PAIRS: tl.constexpr):
+    """(the expert of `pair`, which of all pairs have it, how many come before it that do)."""
+    q = tl.arange(0, PAIRS)
+    expert = tl.load(chosen + pair)
+    same = (tl.load(chosen + q, mask=q < pairs, other=-1) == expert) & (q < pairs)
+    return expert, same, tl.sum((same & (q < pair)).to(tl.int32))
+
+
+@device_function
+def check_pairs(ctx_ptr, chosen, pairs, experts, PAIRS: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr):
+    """The first program looks for experts that are out of range."""
+    if tl.program_id(0) == 0:
+        q = tl.arange(0, PAIRS)
+        expert = tl.load(chosen + q, mask=q < pairs, other=0)
+        ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr).to(tl.int32), WORLD_SIZE)
+        report_experts(ctx, expert, (expert < 0) | (expert >= experts), experts, WAITER)
+
+
+@device_function
+def pair_block(same, first, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr):
+    """(pairs [BLOCK_M], which of these there are) of those where `same` holds, from number `first` on."""
+    q = tl.arange(0, PAIRS)
+    count = tl.cumsum(same.to(tl.int32))
+    i = first + tl.arange(0, BLOCK_M)
+    found = same[None, :] & (count[None, :] == i[:, None] + 1)
+    return tl.sum(tl.where(found, q[None, :], 0), 1), i < tl.sum(same.to(tl.int32))
+
+
+@device_function
+def _rows(a, r, own, k, K, stride_am, stride_ak, BLOCK_K: tl.constexpr):
+    c = k + tl.arange(0, BLOCK_K)
+    places = a + (r.to(tl.int64) * stride_am)[:, None] + (c.to(tl.int64) * stride_ak)[None, :]
+    return tl.load(places, mask=own[:, None] & (c < K)[None, :], other=0.0)
+
+
+@device_function
+def product(
+    a, r, own, stride_am, stride_ak, B, expert, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows r of a, where they are `own`, by columns from `col` on of an expert's weight: [BLOCK_M, BLOCK_N] in fp32."""
+    if BLOCK_M < 64 and BLOCK_N >= 64:  # the tensor cores' rows are full however few rows A has
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for k in range(0, B.K, BLOCK_K):
+            x = _rows(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            acc = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
+        return acc.T
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, B.K, BLOCK_K):
+            x = _rows(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            acc = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), acc)
+        return acc
+
+
+@device_function
+def two_products(
+    a, r, own, stride_am, stride_ak, B, expert, col, up_col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `product`, by columns from `col` on and by those from `up_col` on: both read each block of rows once."""
+    if BLOCK_M < 64 and BLOCK_N >= 64:
+        gate, up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for k in range(0, B.K, BLOCK_K):
+            x = _rows(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K).T
+            gate = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x, gate)
+            up = arch.dot(B.load(expert, k, up_col, BLOCK_K, BLOCK_N).T, x, up)
+        return gate.T, up.T
+    else:
+        gate, up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, B.K, BLOCK_K):
+            x = _rows(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            gate = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), gate)
+            up = arch.dot(x, B.load(expert, k, up_col, BLOCK_K, BLOCK_N), up)
+        return gate, up
+
+
+@device_function
+def bias_of(bias, expert, stride_bias, c, cols):
+    """An expert's bias of columns c, in fp32; zero beyond `cols`."""
+    return tl.load(bias + expert.to(tl.int64) * stride_bias + c, mask=c < cols, other=0.0).to(tl.float32)
+
+
+@device_function
+def activated(x, KIND: tl.constexpr, ALPHA: tl.constexpr):
+    """`Activation.kind` of fp32 x."""
+    if KIND == "silu":
+        return x / (1.0 + tl.exp(-ALPHA * x))
+    elif KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u)
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        tl.static_assert(KIND == "relu2")
+        positive = tl.maximum(x, 0.0)
+        return positive * positive
+
+
+@device_function
+def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """`Activation` of both halves, in fp32. NaN stays NaN."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return activated(gate, KIND, ALPHA) * (up + SHIFT)
+
+
+@device_function
+def ungated(x, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """`Activation` where experts have no gate, in fp32."""
+    if LIMIT is not None:
+        x = tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return activated(x, KIND, ALPHA)

@@ -1,0 +1,25 @@
+"""How grouped kernels are given the weights of all experts: by a tensor descriptor where the hardware can, or not."""
+
+from __future__ import annotations
+
+from iris.triton_private import TensorDescriptor
+import torch
+
+from ..problem import TMA_ALIGNMENT
+
+
+def weights_operand(B: torch.Tensor, block_n: int, block_k: int, n_step: int = 0) -> tuple[object, bool, bool]:
+    """B [E,K,N] for tiles of block_k by block_n: (a descriptor or B, whether it is one, whether B is transposed).
+
+    `n_step`: where in a row a second half begins, if one does; tiles begin at whole vectors.
+    """
+    transposed = B.stride(1) == 1 and B.stride(2) != 1
+    stored = B.transpose(1, 2) if transposed else B
+    granule = TMA_ALIGNMENT // B.element_size()
+    strides = stored.stride()
+    whole = strides[2] == 1 and all(s > 0 and s % granule == 0 for s in strides[:2])
+    whole = whole and B.data_ptr() % TMA_ALIGNMENT == 0 and (transposed or n_step % granule == 0)
+    if torch.version.hip is not None or not B.numel() or not whole:
+        return B, False, transposed
+    block = [1, block_n, block_k] if transposed else [1, block_k, block_n]
+    return TensorDescriptor(stored, list(stored.shape), list(strides), block), True, transposed
