@@ -20,13 +20,12 @@ from dataclasses import dataclass
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from iris_ops import torch_ops
 from iris_ops.moe.activation import Activation
+from iris_ops.moe.torch_ops import mixture
 import torch
 from torch import nn
 
-from iris_ops import torch_ops
-
-from . import moe_ops
 from .shard import Shard, balanced
 from .sharded import split_parameter
 
@@ -101,8 +100,7 @@ class SplitExperts(nn.Module):
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         bias, last = (getattr(self, f"{key}_bias", None) for key in (form.first, form.second))
         assert form.activation is not None
-        inner = moe_ops.gate_up(self.ctx, x, up, experts, bias, form.activation, form.gated, form.interleaved)
-        return moe_ops.down_all_reduce(self.ctx, inner, down, experts, weights, last, shared)
+        return mixture(self.ctx, x, up, down, experts, weights, bias, last, shared, form.activation, form.interleaved)
 
 
 class SumOverRanks:

@@ -29,8 +29,8 @@ from ..sharded import check_context, flags, part_of
 from ..together import agree, raise_together, shown, words
 from . import names
 from .buffers import Staging
-from .configuration import DTYPES, empty_model, read_config
 from .composed import Source
+from .configuration import DTYPES, empty_model, read_config
 from .files import Checkpoint
 from .folder import check_contents
 

@@ -34,7 +34,7 @@ _OF_KV = {name for names in _NAMES for name in names[1:]}
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "attn_head_size")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 # Sizes of all heads together that a forward asks its module for.
-_TOGETHER = ("all_head_size", "split_size")
+_TOGETHER = ("all_head_size", "split_size", "embed_dim")
 
 
 def output_of(name: str, styles: dict[str, str]) -> str | None:
@@ -58,13 +58,16 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
     needed = {child for child in names or () if child == (names or "")[0] or hasattr(module, child)}
     known = needed <= column if names else len(column) == 1 and column <= {_FUSED, *_BLOCKS}
     latent = _LATENT in column
-    counts = isinstance(head_dim, int) or latent
+    counts = isinstance(head_dim, int) or latent or any(hasattr(module, key) for key in _HEADS)
     if not (known or latent) or output is None or not counts or set(own.values()) & PACKED:
         raise StyleError(
             f"{name} is a {type(module).__name__} with {dict(sorted(own.items()))}: heads stay whole only in an"
             " attention with head_dim, colwise q_proj, k_proj (and v_proj), and one rowwise output projection"
         )
     linears = {child: _linear(module, child) for child in sorted(own)}
+    if head_dim is None and not latent:
+        count = next(getattr(module, key) for key in _HEADS if hasattr(module, key))
+        head_dim = _linear(model, output).in_features // count
     if latent:
         kv_heads = heads = next((getattr(module, key) for key in _HEADS if hasattr(module, key)), 0)
     elif names is None:

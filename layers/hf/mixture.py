@@ -22,14 +22,14 @@ from iris.errors import StyleError
 from iris_ops.moe.activation import Activation
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from .. import moe_ops
 from ..experts import Form, OnFirstRank, SplitExperts, SumOverRanks, part_of_experts
 from ..shard import Shard
 from ..sharded import split_parameter
 
 if TYPE_CHECKING:
-    from iris.context import Iris
+    pass
 
 EXPERTS = {"moe_tp_experts", "all_reduce"}
 IDENTITY = {"moe_identity_expert"}
@@ -164,8 +164,8 @@ def _by_ops(
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     bias, last = (getattr(module, f"{key}_bias", None) for key in (form.first, form.second))
     assert form.activation is not None
-    inner = moe_ops.plain_gate_up(hidden, up, experts, bias, form.activation, form.gated, form.interleaved)
-    return moe_ops.plain_down(inner, down, experts, weights, last, None)
+    inner = _gate_up(hidden, up, experts, bias, form.activation, form.gated, form.interleaved)
+    return _down(inner, down, experts, weights, last, None)
 
 
 def _adds_up(module: Any, dims: dict[str, tuple[int, bool]]) -> bool:
@@ -257,3 +257,52 @@ def _call(module: Any, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor | No
     except Exception:  # whatever it wants beside
         return None
     return result if isinstance(result, torch.Tensor) else None
+
+
+# --- the two ops in plain torch --------------------------------------------------------------------------------------
+
+
+def _gate_up(
+    A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None, activation: Activation,
+    gated: bool, interleaved: bool,
+) -> torch.Tensor:  # fmt: skip
+    """`moe_gate_up`."""
+    rows, chosen = A.repeat_interleave(experts.shape[1], 0), experts.reshape(-1)
+    y = torch.bmm(rows.unsqueeze(1).float(), B[chosen].float()).squeeze(1)
+    if bias is not None:
+        y = y + bias[chosen].float()
+    gate: torch.Tensor = y
+    up: torch.Tensor | None = None
+    if gated and interleaved:
+        gate, up = y[:, ::2], y[:, 1::2]
+    elif gated:
+        gate, up = y.chunk(2, -1)
+    return _activated(activation, gate, up).to(A.dtype)
+
+
+def _activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = None if up is None else up.clamp(-activation.limit, activation.limit)
+    if activation.kind == "silu":
+        y = gate * torch.sigmoid(activation.alpha * gate)
+    elif activation.kind == "relu2":
+        y = F.relu(gate).square()
+    else:
+        y = F.gelu(gate, approximate="tanh" if activation.kind == "gelu_tanh" else "none")
+    return y if up is None else y * (up + activation.shift)
+
+
+def _down(
+    A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None,
+    shared: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """`moe_down_all_reduce` of one rank."""
+    chosen = experts.reshape(-1)
+    y = torch.bmm(A.unsqueeze(1).float(), B[chosen].float()).squeeze(1)
+    if bias is not None:
+        y = y + bias[chosen].float()
+    y = (y.view(*experts.shape, -1) * weights.unsqueeze(-1).float()).sum(1)
+    if shared is not None:
+        y = y + shared.float()
+    return y.to(A.dtype)

@@ -64,7 +64,8 @@ REFUSED = {
 LINKED = COLUMN | PACKED | ROW
 
 _LEAST = (5, 15)  # of transformers: older ones tie and cache otherwise, and what was loaded would be wrong
-_HEAD_ATTRIBUTES = ("head_dim", "head_size", "num_heads", "num_attention_heads", "num_key_value_groups")
+_HEAD_ATTRIBUTES = ("head_dim", "head_size", "num_heads", "num_attention_heads", "num_key_value_groups", "n_head",
+                    "n_heads")  # fmt: skip
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -94,6 +94,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "opt": {"word_embed_proj_dim": 32},
     "qwen4_exp": {f"text_config.{key}": value for key, value in _QWEN4.items()},
     "qwen4_exp_text": _QWEN4,
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32},

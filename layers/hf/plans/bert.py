@@ -28,8 +28,7 @@ PLANS: dict[str, dict[str, str]] = {
     "reformer": {
         **below(
             "reformer.encoder.layers.*",
-            {f"attention.self_attention.{each}": GATHER for each in ("query", "key", "value", "query_key")},
-            {"attention.output.dense": SLICE},
+            {"attention.output.dense": SLICE},  # a layer that hashes reads its projections' weights itself
             mlp("", ("feed_forward.dense.dense",), "feed_forward.output.dense"),
         ),
         **_HEAD,

@@ -17,7 +17,7 @@ _4H = mlp("mlp", ("dense_h_to_4h",), "dense_4h_to_h")
 
 PLANS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "opt",
-                     "pegasus", "plbart", "trocr", "whisper", "xglm", "biogpt", "musicgen", "musicgen_decoder",
+                     "pegasus", "plbart", "whisper", "xglm", "biogpt", "musicgen", "musicgen_decoder",
                      "musicgen_melody", "musicgen_melody_decoder"), _BART),
     **dict.fromkeys(("stablelm", "hunyuan_v1_dense", "emu3", "emu3_text_model", "mllama", "mllama_text_model"),
                     LLAMA_PLAN),
@@ -27,6 +27,11 @@ PLANS: dict[str, dict[str, str]] = {
         **HEAD,
     },
     **dict.fromkeys(("gpt2", "gpt-sw3", "openai-gpt"), _GPT2),
+    "trocr": {  # attention takes its shape from hidden states
+        **below("model.decoder.layers.*", gathered("self_attn", ("q_proj", "k_proj", "v_proj"), ("out_proj",)),
+                gathered("encoder_attn", ("q_proj", "k_proj", "v_proj"), ("out_proj",)), _FC),
+        **HEAD,
+    },
     "gpt_bigcode": {
         **below("transformer.h.*", gathered("attn", ("c_attn",), ("c_proj",)), mlp("mlp", ("c_fc",), "c_proj")),
         **HEAD,
@@ -77,6 +82,11 @@ PLANS: dict[str, dict[str, str]] = {
     },
     "dory": below("model.layers.*", gathered("self_attn", ("q_proj", "k_proj", "v_proj", "gate_proj"), ("o_proj",)),
                   gathered("mlp", ("gate_proj", "up_proj"), ("down_proj",))),
+    **dict.fromkeys(("gemma3n_text", "gemma3n"), {  # an activation takes mean and deviation of all gates
+        **below(("model.layers.*", "model.language_model.layers.*"), attention(),
+                gathered("mlp", ("gate_proj", "up_proj"), ("down_proj",))),
+        **HEAD,
+    }),
     "git": {
         **below("git.encoder.layer.*", attention("attention.self", ("query", "key", "value")),
                 {"attention.output.dense": "rowwise"}, mlp("", ("intermediate.dense",), "output.dense")),
@@ -86,7 +96,7 @@ PLANS: dict[str, dict[str, str]] = {
     "moss_transcribe_diarize": {**below("model.language_model.layers.*", LLAMA), **HEAD},
     "modernbert-decoder": {
         **below("model.layers.*", attention("attn", output="Wo"), {"mlp.Wi": GATHER, "mlp.Wo": SLICE}),
-        **HEAD,
+        **{"decoder": GATHER, "lm_head.dense": GATHER},
     },
     "moshi": {
         **below("model.layers.*", gathered("self_attn", ("q_proj.linear", "k_proj.linear", "v_proj.linear"),

@@ -5,7 +5,7 @@ What such a layer computes between its products stays whole; the products are sp
 
 from __future__ import annotations
 
-from .rules import EXPERTS, GATHER, HEAD, PACKED, SLICE, attention, below, gathered, mlp
+from .rules import COLUMN, EXPERTS, GATHER, HEAD, PACKED, ROW, SLICE, attention, below, gathered, mlp
 
 _MAMBA = ("mamba", "mixer")
 _MIXER = {key: style for name in _MAMBA for key, style in gathered(name, ("in_proj",), ("out_proj",)).items()}
@@ -14,7 +14,7 @@ _HYBRID = {
     **HEAD,
 }
 _LFM2 = {
-    **below("model.layers.*", gathered("conv", ("in_proj",), ("out_proj",)), attention(output="out_proj"),
+    **below("model.layers.*", gathered("conv", ("in_proj",), ("out_proj",)), attention(output="out_proj"), {"self_attn.g_proj": COLUMN, "self_attn.o_proj": ROW},
             mlp("feed_forward", ("w1", "w3"), "w2"), {"feed_forward.experts": EXPERTS}),
     **HEAD,
 }  # fmt: skip
@@ -29,8 +29,9 @@ PLANS: dict[str, dict[str, str]] = {
         **HEAD,
     },
     "rwkv": {
-        **below("rwkv.blocks.*", gathered("attention", ("key", "value", "receptance"), ("output",)),
-                {"feed_forward.receptance": GATHER}, mlp("feed_forward", ("key",), "value")),
+        # the model rescales the weights of `attention.output` and `feed_forward.value` itself
+        **below("rwkv.blocks.*", gathered("attention", ("key", "value", "receptance")),
+                gathered("feed_forward", ("key", "receptance"))),
         **HEAD,
     },
     "xlstm": {
