@@ -201,7 +201,10 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
 def _is_tied(model: nn.Module, name: str, module: nn.Module, tied: dict[str, str], local: torch.Tensor) -> bool:
     if name not in tied:
         return False
-    return (hasattr(module, "tied_to") and name.endswith(".weight")) or local is model.get_parameter(tied[name])
+    if hasattr(module, "tied_to") and name.endswith(".weight"):
+        return True
+    source, _, key = tied[name].rpartition(".")
+    return local is getattr(model.get_submodule(source), key)  # not where both are split: each has a part of its own
 
 
 def _shards(held: dict[str, _Held], most: int) -> list[list[str]]:

@@ -50,6 +50,11 @@ PLANS: dict[str, dict[str, str]] = {
                 {"feed_forward.gate_up_proj": GATHER, "feed_forward.down_proj": SLICE}),
         **HEAD,
     },
+    "nemotron_h": {
+        **below("model.layers.*", gathered("mixer", ("in_proj",), ("out_proj",)), attention("mixer"),
+                {"mixer.experts": EXPERTS}, mlp("mixer", ("up_proj",)), mlp("mixer.shared_experts", ("up_proj",))),
+        **HEAD,
+    },
     "granitemoehybrid": {
         **below("model.layers.*", _MIXER, attention(), {"block_sparse_moe.experts": EXPERTS},
                 {"shared_mlp.input_linear": PACKED, "shared_mlp.output_linear": "rowwise"}),
