@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+import inspect
 from typing import Any
 
 from iris.errors import IrisError
@@ -13,7 +14,7 @@ from torch import nn
 
 from tests.coverage_of_models.tiny import build
 
-BATCH, TOKENS, NEW = 4, 7, 3
+BATCH, TOKENS, NEW = 2, 6, 2
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class Outcome:
 
 @torch.no_grad()
 def answer(model: Any, device: torch.device | str = "cpu") -> Answer:
-    tokens = torch.randint(2, 90, (BATCH, TOKENS), generator=torch.Generator().manual_seed(3)).to(device)
-    logits = model(tokens).logits.cpu()
+    rows = max(BATCH, getattr(model.config, "num_codebooks", 0))  # which are rows of one prompt
+    tokens = torch.randint(2, 90, (rows, TOKENS), generator=torch.Generator().manual_seed(3)).to(device)
+    options = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
+    logits = model(tokens, **options).logits.cpu()
     words = [logits[:, -1].argmax(-1)]
     for _ in range(NEW):
         tokens = torch.cat([tokens, words[-1][: len(tokens), None].to(device)], dim=1)
-        words.append(model(tokens).logits[:, -1].argmax(-1).cpu())
+        words.append(model(tokens, **options).logits[:, -1].argmax(-1).cpu())
     return Answer(logits, torch.stack(words).tolist())
 
 

@@ -22,7 +22,8 @@ _COUNTS_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "dec
                   "num_decoder_layers")  # fmt: skip
 # What a setting becomes, wherever a configuration has it as a number.
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "decoder_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "decoder_vocab_size", "unpadded_vocab_size"),
+                    VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embed_dim", "embedding_size", "dim"), 32),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads",
                      "num_heads", "attention_heads", "swa_num_attention_heads"), _HEADS),
@@ -75,7 +76,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dory": {"num_hidden_layers": 6, "n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2,
              "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"]},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
-    "dots3_note": {"text_config.per_layer_config": {}, "text_config.head_dim": 16, "text_config.num_key_value_heads": 4,
+    "dots3_note": {"text_config.per_layer_config": {}, "text_config.head_dim": 16, "text_config.num_key_value_heads": 4, "vision_config.adapter_in_dim": 32,
+                   "audio_config.adapter_input_size": 32, 
                    "vision_config.per_layer_config": {}},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, **_MAMBA2},

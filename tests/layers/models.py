@@ -83,7 +83,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", {**_EXPERTS, "intermediate_size": 20, "sliding_window": 4}),
     "deepseek_v3": ("DeepseekV3", _OF_DEEPSEEK),
 }
-MORE |= MIXTURES | {"transposed": ("GPT2", {"hidden_size": 32, "n_inner": 40})}
+MORE["transposed"] = ("GPT2", {"hidden_size": 32, "n_inner": 40})
 
 
 # Whose heads or words run out on more ranks.
@@ -101,7 +101,7 @@ def cases(names: Iterable[str]) -> list[tuple[int, str]]:
 def config_of(name: str):
     import transformers
 
-    architecture, changes = (CONFIGS | MORE)[name]
+    architecture, changes = (CONFIGS | MORE | MIXTURES)[name]
     return getattr(transformers, f"{architecture}Config")(**{**PLAIN, **changes})
 
 
