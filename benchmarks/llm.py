@@ -92,7 +92,9 @@ def run(team: Team, args: argparse.Namespace) -> None:
     say(f"{args.title}, {config.num_hidden_layers} layers: {weights / 2**30:.2f} GiB of weights on each rank")
     top_k = getattr(config, "num_experts_per_tok", None)
     if top_k and (uneven := mixtures.load(model, top_k)):
-        say(f"random routers, rows scaled: the busiest expert gets {uneven[0]:.1f} of the mean, the idlest {uneven[1]:.2f}")
+        say(
+            f"random routers, rows scaled: the busiest expert gets {uneven[0]:.1f} of the mean, the idlest {uneven[1]:.2f}"
+        )
     wanted = list(dict.fromkeys([*args.contenders, engines.NCCL]))  # by whose errors the others' are judged
     found, failed = engines.contenders(team, ctx, model, wanted)
     if engines.NCCL in failed:

@@ -74,6 +74,7 @@ class SplitExperts(nn.Module):
     """In place of `module`, whose other attributes it takes over: `moe_gate_up`, then `moe_down_all_reduce`."""
 
     op = "moe_gate_up, moe_down_all_reduce"
+    shared: tuple[nn.Module, ...] = ()  # one whose part, of the same tokens, joins the sum over ranks
 
     def __init__(self, module: nn.Module, form: Form, ctx: Iris):
         super().__init__()
@@ -87,14 +88,8 @@ class SplitExperts(nn.Module):
         """Hidden states [..., H], experts [tokens, k] and weights [tokens, k], by position or by the class's names."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
         hidden, experts, weights = (given[name] for name in self._names)
-        x = hidden.reshape(-1, hidden.shape[-1])
-        return self.sum_of(x, experts, weights).view(hidden.shape)
-
-    def sum_of(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What the experts [T, k] make of `x` [T, H], weighted, over all ranks; `shared` is this rank's part of more."""
-        form = self._form
+        x, form = hidden.reshape(-1, hidden.shape[-1]), self._form
+        shared = self.shared[0](x) if self.shared else None
         up, down = getattr(self, form.first), getattr(self, form.second)
         if not form.transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)

@@ -44,6 +44,7 @@ from .mixture import EXPERTS, form_of, split_experts
 from .norms import fuse_norms
 from .plans import built_in
 from .report import Report, make_report
+from .shared_experts import join_shared
 from .skeleton import kind_of, skeleton
 from .snapshot import Snapshot
 
@@ -285,6 +286,8 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
 def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) -> Report:
     empty = any(parameter.is_meta for parameter in model.parameters())
     model.requires_grad_(False)
+    if split.fuse:
+        join_shared(model)
     if not empty:
         model.to(ctx.device)
         retie(model)
