@@ -93,7 +93,8 @@ def run(team: Team, args: argparse.Namespace) -> None:
     top_k = getattr(config, "num_experts_per_tok", None)
     if top_k and (uneven := mixtures.load(model, top_k)):
         say(
-            f"random routers, rows scaled: the busiest expert gets {uneven[0]:.1f} of the mean, the idlest {uneven[1]:.2f}"
+            f"random routers, rows scaled: the busiest expert gets {uneven[0]:.1f} times the mean,"
+            f" the idlest {uneven[1]:.2f}"
         )
     wanted = list(dict.fromkeys([*args.contenders, engines.NCCL]))  # by whose errors the others' are judged
     found, failed = engines.contenders(team, ctx, model, wanted)

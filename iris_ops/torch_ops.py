@@ -8,11 +8,12 @@
 
 The same schema for all four and `all_gather_matmul_gated`; one without an exchange (`gated_matmul.py`); one that
 returns (out, scaled, squares), see `rmsnorm_epilogue.py`; and two without a product, `ctx.ccl.all_gather` and
-`ctx.ccl.all_reduce`. `size` is the shape of this rank's result, `group` the name of the context (`ctx.group_name`). An operator is functional: its
-result is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts differ in
-size. An op plans by the sizes that it sees; ranks that saw different ones could choose different tiles and wait for
-signals that are never sent. So they all plan by this size in place of K (in `all_gather_matmul`, gated or not, of N,
-the columns of B). `scale`: of a B in eight bits, which all take but `matmul_all_gather`.
+`ctx.ccl.all_reduce`. `size` is the shape of this rank's result, `group` the name of the context (`ctx.group_name`). An
+operator is functional: its result is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for
+ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose
+different tiles and wait for signals that are never sent. So they all plan by this size in place of K (in
+`all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in eight bits, which all take but
+`matmul_all_gather`.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 

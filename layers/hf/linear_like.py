@@ -20,7 +20,7 @@ _IN, _OUT = 3, 5
 
 
 def as_linear(module: Any) -> tuple[nn.Linear, bool] | None:
-    """A torch.nn.Linear of the weights of `module`, and whether `module` stores the transpose; None for what is none."""
+    """A torch.nn.Linear of the weights of `module`, and whether that stores the transpose; None for what is none."""
     if type(module) is nn.Linear:
         return module, False
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

@@ -138,7 +138,8 @@ def rules_of(model: nn.Module, plan: Any) -> tuple[str, dict[str, str]]:
     rules = dict(getattr(model, "tp_plan", None) or {})
     if not rules:
         raise StyleError(
-            f"{type(model).__name__} has no tensor-parallel plan of its own, and none is built in: pass plan={{name: style}}"
+            f"{type(model).__name__} has no tensor-parallel plan of its own, and none is built in: pass"
+            " plan={name: style}"
         )
     return "the model's own plan", rules
 

@@ -1,4 +1,11 @@
-"""`python -m tests.coverage_of_models [--only TYPE ...] [--ranks 2 3] [--json FILE] [--write]`: see `table`."""
+"""Tries every causal language model type of the installed transformers, split and unsplit, and writes docs/models.md.
+
+    python -m tests.coverage_of_models --write                   all types on 2 and on 3 ranks: an hour on two cores
+    python -m tests.coverage_of_models --only mixtral --report   one of them, and what became of its modules
+    python -m tests.coverage_of_models --json FILE               goes on where FILE ends
+
+Fails if a type is accepted and wrong. See `table` for what the page says.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +16,20 @@ import time
 
 import iris  # noqa: F401  # before triton
 
-from tests.coverage_of_models import compare, tiny
+from tests.coverage_of_models import compare, table, tiny
 from tests.harness import run_ranks
 
 TIMEOUT_S = 400.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types in place of all")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3], metavar="N")
     parser.add_argument("--json", type=Path, help="results by type: read first if it is there, then written")
     parser.add_argument("--again", action="store_true", help="try what the file has, too")
+    parser.add_argument("--merge", type=Path, help="results of another run, on other ranks, to take the worse of")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
     parser.add_argument("--report", action="store_true", help="print each report")
     arguments = parser.parse_args()
     results = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
@@ -34,6 +43,10 @@ def main() -> int:
         print(f"{model_type}: {row['outcome']} {text[:300]} ({time.monotonic() - started:.1f} s)", flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.merge:
+        results = table.merged(results, json.loads(arguments.merge.read_text()))
+    if arguments.write:
+        table.PLACE.write_text(table.render(results, arguments.ranks))
     counts: dict[str, int] = {}
     for row in results.values():
         counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1

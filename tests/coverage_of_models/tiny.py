@@ -22,7 +22,8 @@ _COUNTS_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "dec
                   "num_decoder_layers")  # fmt: skip
 # What a setting becomes, wherever a configuration has it as a number.
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "decoder_vocab_size", "unpadded_vocab_size"),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "decoder_vocab_size",
+                     "unpadded_vocab_size"),
                     VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embed_dim", "embedding_size", "dim"), 32),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads",
@@ -76,12 +77,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dory": {"num_hidden_layers": 6, "n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2,
              "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"]},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
-    "dots3_note": {"text_config.per_layer_config": {}, "text_config.head_dim": 16, "text_config.num_key_value_heads": 4, "vision_config.adapter_in_dim": 32,
+    "dots3_note": {"text_config.per_layer_config": {}, "text_config.head_dim": 16, "text_config.num_key_value_heads": 4,
+                   "vision_config.adapter_in_dim": 32,
                    "audio_config.adapter_input_size": 32, 
                    "vision_config.per_layer_config": {}},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, **_MAMBA2},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 48, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 48,
+                     "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
                      "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4": {"text_config.per_layer_config": {"1": {"head_dim": 16}}},
     "gemma4_text": {"per_layer_config": {"1": {"head_dim": 16}}},
@@ -111,7 +114,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 4, "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4,
               "n_mamba_heads": 2, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zamba2": {"num_hidden_layers": 4, "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4,
-               "n_mamba_heads": 8, "mamba_headdim": 8, "adapter_rank": 8, "num_query_groups": 4, "hybrid_layer_ids": [1, 3],
+               "n_mamba_heads": 8, "mamba_headdim": 8, "adapter_rank": 8, "num_query_groups": 4,
+               "hybrid_layer_ids": [1, 3],
                "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
@@ -219,7 +223,7 @@ def build(model_type: str) -> nn.Module:
 
 
 def _randomise(parameter: nn.Parameter) -> None:
-    """Weights at a scale that keeps sums near 1; to what has one dimension, a norm or a bias, a random part is added."""
+    """Weights at a scale that keeps sums near 1. To what has one dimension, a norm or a bias, a random part is added."""
     if parameter.dim() < 2:
         parameter.add_(torch.randn_like(parameter), alpha=0.3)
     else:

@@ -12,7 +12,6 @@ from layers.checkpoint.buffers import Staging
 from layers.experts import SplitExperts, part_of_experts
 from layers.hf.mixture import form_of
 from layers.hf.parallelize import parallelize
-from layers.hf.shared_experts import Joined
 import pytest
 import torch
 from torch import nn

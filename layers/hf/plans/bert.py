@@ -21,8 +21,8 @@ _BERT = {**below("*.encoder.layer.*", _LAYER), **_HEAD}
 
 PLANS: dict[str, dict[str, str]] = {
     **dict.fromkeys(
-        ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta",
-         "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"), _BERT
+        ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+         "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"), _BERT
     ),
     "big_bird": {**below("*.encoder.layer.*", _GATHERED), **_HEAD},
     "reformer": {

@@ -14,7 +14,8 @@ _HYBRID = {
     **HEAD,
 }
 _LFM2 = {
-    **below("model.layers.*", gathered("conv", ("in_proj",), ("out_proj",)), attention(output="out_proj"), {"self_attn.g_proj": COLUMN, "self_attn.o_proj": ROW},
+    **below("model.layers.*", gathered("conv", ("in_proj",), ("out_proj",)), attention(output="out_proj"),
+            {"self_attn.g_proj": COLUMN, "self_attn.o_proj": ROW},  # of the third generation
             mlp("feed_forward", ("w1", "w3"), "w2"), {"feed_forward.experts": EXPERTS}),
     **HEAD,
 }  # fmt: skip
