@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 import copy
 import inspect
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import StyleError
@@ -45,6 +46,7 @@ _SIZES = {
     _HIDDEN: ("hidden_size", "hidden_dim"),
     _INTERMEDIATE: ("intermediate_size", "intermediate_dim", "expert_dim", "ffn_hidden_size"),
 }
+_ALIGNED = 8  # entries, of two bytes at least
 _KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
@@ -87,11 +89,15 @@ def split_experts(parent: nn.Module, child: str, form: Form | dict[str, tuple[in
     if isinstance(form, Form):
         setattr(parent, child, SplitExperts(module, form, ctx).train(module.training))
         return
-    for key, part, dim in _parts(module, form, ctx.num_ranks, ctx.cur_rank):
+    parts = list(_parts(module, form, ctx.num_ranks, ctx.cur_rank))
+    for key, part, dim in parts:
         split_parameter(module, key, part, dim)
     for name, inside in module.named_children():
         if isinstance(inside, nn.Identity):
             setattr(module, name, OnFirstRank(ctx))
+    if any(part.size % _ALIGNED for _, part, _ in parts):
+        # torch's grouped product wants rows that begin at multiples of 16 bytes; the class's own code does not
+        module.forward = MethodType(inspect.unwrap(type(module).forward), module)
     module._sums = SumOverRanks(ctx)
     module.register_forward_hook(module._sums)
 

@@ -67,6 +67,8 @@ _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _QWEN4 = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
           "indexer_compress_ratio": 2, "ple_embed_dim": 32, "hc_lowrank": 8}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_config.hidden_size_global": 32, "decoder_config.hidden_size_global": 32, "cross_attn_k": 1,
+            "encoder_config.cross_attn_k": 1, "decoder_config.cross_attn_k": 1},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
         each: {"rope_type": "default", "rope_theta": 1e4} for each in ("sliding_attention", "full_attention")}},
@@ -78,7 +80,8 @@ CHANGES: dict[str, dict[str, Any]] = {
              "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"]},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note": {"text_config.per_layer_config": {}, "text_config.head_dim": 16, "text_config.num_key_value_heads": 4,
-                   "vision_config.adapter_in_dim": 32,
+                   "vision_config.adapter_in_dim": 32, "vision_config.adapter_out_dim": 32,
+                   "audio_config.adapter_out_dim": 32,
                    "audio_config.adapter_input_size": 32, 
                    "vision_config.per_layer_config": {}},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
@@ -223,7 +226,7 @@ def build(model_type: str) -> nn.Module:
 
 
 def _randomise(parameter: nn.Parameter) -> None:
-    """Weights at a scale that keeps sums near 1. To what has one dimension, a norm or a bias, a random part is added."""
+    """Weights at a scale that keeps sums near 1. To what has one dimension, norms and biases, a random part is added."""
     if parameter.dim() < 2:
         parameter.add_(torch.randn_like(parameter), alpha=0.3)
     else:
