@@ -32,7 +32,7 @@ from ..digests import watch_inputs
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from ..shard import Shard
 from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
-from . import proof, sequence, weight_reads
+from . import delta_heads, proof, sequence, weight_reads
 from . import styles as styles_of
 from .gated_mlp import fuse_gates
 from .generation import agree_on_samples
@@ -149,6 +149,7 @@ class _Split:
 
     styles: dict[str, str]  # of all modules and parameters that the plan names
     linears: dict[str, str]  # of those that are split
+    delta_nets: list[str]
     experts: dict[str, Any]  # of the modules that hold experts, how these are split
     by_own_plan: bool
     plan: str  # whose it is, in words
@@ -161,9 +162,9 @@ class _Split:
         """What of it there is to do in a skeleton, where layers that are alike are one."""
         there = {name for name, _ in skeleton.named_modules()}
         linears = {name: style for name, style in self.linears.items() if name in there}
-        return replace(
-            self, linears=linears, experts={name: form for name, form in self.experts.items() if name in there}
-        )
+        experts = {name: form for name, form in self.experts.items() if name in there}
+        nets = [name for name in self.delta_nets if name in there]
+        return replace(self, linears=linears, experts=experts, delta_nets=nets)
 
     def parents(self, kinds: set[str]) -> list[str]:
         """The modules of which a linear has one of the styles `kinds`."""
@@ -172,7 +173,7 @@ class _Split:
     def cutting(self) -> list[str]:
         """The modules that cut a rank's outputs as they would cut all: gates and ups, or q, k and v, side by side."""
         column = [name for name in self.parents(styles_of.COLUMN) if cuts_its_output(name, self.linears)]
-        return self.parents(styles_of.PACKED) + column
+        return self.parents(styles_of.PACKED) + column + self.delta_nets
 
     def digest(self, model: nn.Module) -> dict[str, Any]:
         """What all ranks must have alike."""
@@ -212,8 +213,9 @@ def _resolve(
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
     experts = _experts(modules, styles)
+    delta_nets = [name for name, style in styles.items() if style == delta_heads.STYLE and name in modules]
     if automatic and not partial:
-        styles_of.check_layers(model, [*linears, *experts], filter_fn is not None)
+        styles_of.check_layers(model, [*linears, *experts, *delta_nets], filter_fn is not None)
     served = styles_of.COLUMN | styles_of.PACKED
     if weights == "fp8_all":
         served |= styles_of.ROW | styles_of.ROW_SPLIT
@@ -223,7 +225,7 @@ def _resolve(
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
     source, _ = styles_of.rules_of(model, plan)
     own = automatic and filter_fn is None and built_in(model) is None
-    return _Split(styles, linears, experts, own, source, fuse, weights, bool(sequence_parallel), least)
+    return _Split(styles, linears, delta_nets, experts, own, source, fuse, weights, bool(sequence_parallel), least)
 
 
 def _experts(modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, Any]:
@@ -262,6 +264,10 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         setattr(parent, child, layer)
     for owner, key, part in by_head:
         split_parameter(owner, key, part)
+    for name in split.delta_nets:
+        net = model.get_submodule(name)
+        styles = styles | dict.fromkeys([*delta_heads.linears_of(name, net), f"{name}.conv1d"], delta_heads.STYLE)
+        delta_heads.split_delta_net(net, ctx)
     for name, form in split.experts.items():
         parent_name, _, child = name.rpartition(".")
         split_experts(model.get_submodule(parent_name), child, form, ctx)

@@ -16,6 +16,7 @@ A plan maps names, with `*` for layer numbers, to the names of styles. The style
     moe_tp_experts                 each expert's intermediate size is split (`mixture`); the styles of its parameters
                                    say where that is, if transformers has not marked the module
     moe_identity_expert            what passes tokens on inside of experts: on the first rank only
+    delta_heads                    ours, of a gated delta net: whole heads (`delta_heads`)
     all_reduce                     a module of such parameters whose output is summed over the ranks
 
 Every other style is refused by name with the reason (`REFUSED`), as is every quantised model, before anything is
@@ -37,6 +38,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..sharded import ShardedLinear
+from .delta_heads import STYLE as DELTA
+from .delta_heads import linears_of
 from .linear_like import as_linear
 from .mixture import EXPERTS, IDENTITY, PARAMETERS
 from .plans import built_in
@@ -117,7 +120,7 @@ def resolve_plan(
             raise StyleError(f"{pattern!r} of the plan matches no module of {type(model).__name__}")
         styles.update(dict.fromkeys(found, style))
     for name in sorted(
-        styles, key=lambda name: styles[name] in SPLIT | WHOLE | EXPERTS
+        styles, key=lambda name: styles[name] in SPLIT | WHOLE | EXPERTS | {DELTA}
     ):  # first what no layer could serve
         _check(name, styles, modules)
     styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
@@ -171,11 +174,15 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
     style = styles[name]
-    known = SPLIT | WHOLE | EXPERTS | set(PARAMETERS)
+    known = SPLIT | WHOLE | EXPERTS | set(PARAMETERS) | {DELTA}
     if style not in known:
         why = f": {REFUSED[style]}" if style in REFUSED else f": expected one of {sorted(known)}"
         raise StyleError(f"style {style!r} of {name} is not served{why}")
     if style in EXPERTS and name in modules or is_of_experts(name, styles):
+        return
+    if style == DELTA and name in modules:
+        for linear in linears_of(name, modules[name]):
+            _check_tensors(linear, modules[linear])
         return
     by_head = style in COLUMN and name not in modules and is_attention(modules[name.rpartition(".")[0]])
     if style in WHOLE or by_head:

@@ -226,7 +226,7 @@ def build(model_type: str) -> nn.Module:
 
 
 def _randomise(parameter: nn.Parameter) -> None:
-    """Weights at a scale that keeps sums near 1. To what has one dimension, norms and biases, a random part is added."""
+    """Weights at a scale that keeps sums near 1. To norms and biases, of one dimension, a random part is added."""
     if parameter.dim() < 2:
         parameter.add_(torch.randn_like(parameter), alpha=0.3)
     else:

@@ -20,7 +20,14 @@ _LFM2 = {
     **HEAD,
 }  # fmt: skip
 
+_DELTA = {
+    **below(("model.layers.*", "model.language_model.layers.*"), {"linear_attn": "delta_heads"}, attention(), mlp(),
+            {"mlp.experts": EXPERTS}, mlp("mlp.shared_expert")),
+    **HEAD,
+}  # fmt: skip
+
 PLANS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA),
     **dict.fromkeys(("bamba", "falcon_h1", "jamba"), _HYBRID),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), {**below("backbone.layers.*", _MIXER), **HEAD}),
     **dict.fromkeys(("lfm2", "lfm3", "lfm2_moe"), _LFM2),
