@@ -35,6 +35,8 @@ from torch import nn
 import torch.distributed as dist
 from torch.distributed._symmetric_memory import _SymmetricMemory
 
+from benchmarks import mixtures
+
 _LLAMA3 = dict(vocab_size=128256, num_key_value_heads=8, rope_theta=500000.0, rms_norm_eps=1e-5)
 # name: (architecture, sizes)
 SHAPES: dict[str, tuple[str, dict]] = {
@@ -46,6 +48,7 @@ SHAPES: dict[str, tuple[str, dict]] = {
                                 num_attention_heads=64, num_key_value_heads=8, head_dim=128, rope_theta=1e6)),
     "tiny": ("Llama", dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                            num_attention_heads=4, num_key_value_heads=4)),
+    **mixtures.SHAPES,
 }  # fmt: skip
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
@@ -87,7 +90,7 @@ class NewTensors:
         return nullcontext()
 
 
-class NcclOps:
+class NcclOps(mixtures.GroupedOps):
     """The ops of `ctx.ops` as torch and NCCL (on CPUs gloo) give them."""
 
     outputs = NewTensors()
@@ -175,11 +178,14 @@ def on_gpus(model: Callable[[], nn.Module], ctx) -> nn.Module:
 
 def serve(model: nn.Module, ctx) -> None:
     """Makes the split linears of `model` call the ops of `ctx`, and without an exchange torch's product unless ours."""
+    from layers.experts import SplitExperts
     from layers.sharded import ShardedLinear
 
     for module in model.modules():
         if isinstance(module, ShardedLinear):
             module.ctx, module.own_steps = ctx, not isinstance(ctx, _Context)
+        elif isinstance(module, SplitExperts):
+            module.ctx = ctx
         for hook in module._forward_hooks.values():  # that gathers the tokens at the end
             if hasattr(hook, "ctx"):
                 hook.ctx = ctx
@@ -190,9 +196,13 @@ class _Context:
 
     def __init__(self, ctx, name: str, ops: NcclOps):
         self.device, self.cur_rank, self.num_ranks, self.ops = ctx.device, ctx.cur_rank, ctx.num_ranks, ops
-        self.ccl = SimpleNamespace(all_gather=dist.all_gather_into_tensor)
+        self.ccl = SimpleNamespace(all_gather=dist.all_gather_into_tensor, all_reduce=_all_reduce)
         self.group_name = name_of(name)
         registry.add(self.group_name, self)
+
+
+def _all_reduce(out: torch.Tensor, part: torch.Tensor) -> None:
+    dist.all_reduce(out.copy_(part))
 
 
 _FEW = 4  # tokens from which on ranks share them on CPUs, where prompts are short
@@ -263,6 +273,8 @@ def config_of(name: str, depth: int | None = None):
         config.num_hidden_layers = depth
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:depth]
+        if getattr(config, "mlp_layer_types", None):
+            config.mlp_layer_types = config.mlp_layer_types[:depth]
     return config
 
 
@@ -300,7 +312,7 @@ def empty_model(config, dtype: torch.dtype) -> nn.Module:
 @torch.no_grad()
 def draw(model: nn.Module, ctx) -> None:
     """Allocates and fills the parameters of an empty split model: matrices at random, norms with ones, biases zero."""
-    from layers.sharded import ShardedLinear
+    from layers.sharded import ShardedLinear, part_of
 
     alike, own = (torch.Generator(ctx.device).manual_seed(seed) for seed in (1, 2 + ctx.cur_rank))
     for module in model.modules():
@@ -310,8 +322,9 @@ def draw(model: nn.Module, ctx) -> None:
             if parameter.dim() < 2:
                 value.fill_(0 if name == "bias" else 1)
             else:
-                value.normal_(std=0.02, generator=own if split else alike)
+                value.normal_(std=0.02, generator=own if split or part_of(module, name) else alike)
             setattr(module, name, nn.Parameter(value, requires_grad=False))
+    mixtures.make_uneven(model)
 
 
 def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
@@ -328,7 +341,7 @@ def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
     apply(model, mesh, *plan)
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        value = part_of(split, name)
+        value = local_part(split, name)
         for dim, (have, want) in enumerate(zip(value.shape, local.shape, strict=True)):
             if have == want * team.world:  # whole with us
                 value = value.chunk(team.world, dim)[team.rank]
@@ -342,7 +355,7 @@ def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
     return model.eval()
 
 
-def part_of(split: nn.Module, name: str) -> torch.Tensor:
+def local_part(split: nn.Module, name: str) -> torch.Tensor:
     """This rank's part of the parameter that the unsplit model calls `name`."""
     parent, _, key = name.rpartition(".")
     return getattr(split.get_submodule(parent), key).detach()

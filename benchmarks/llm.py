@@ -20,7 +20,7 @@ import time
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import engines, report, truth, vllm_engine
+from benchmarks import engines, mixtures, report, truth, vllm_engine
 from benchmarks.table import markdown
 
 EAGER_STEPS = 4
@@ -96,6 +96,12 @@ def run(team: Team, args: argparse.Namespace) -> None:
     team.synchronize()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     say(f"{args.title}, {config.num_hidden_layers} layers: {weights / 2**30:.2f} GiB of weights on each rank")
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if top_k and (uneven := mixtures.load(model, top_k)):
+        say(
+            f"random routers, rows scaled: the busiest expert gets {uneven[0]:.1f} times the mean,"
+            f" the idlest {uneven[1]:.2f}"
+        )
     # cuBLAS + NCCL: by whose errors the others' are judged
     wanted = [key for key in dict.fromkeys([*args.contenders, engines.NCCL]) if key != engines.VLLM]
     found, failed = engines.contenders(team, ctx, model, wanted)

@@ -4,14 +4,16 @@
     torch.ops.iris_ops.matmul_gated(A, B, bias, group) -> Tensor
     torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None) -> (...)
     torch.ops.iris_ops.gather_rows(rows, group) -> Tensor
+    torch.ops.iris_ops.sum_over_ranks(part, group) -> Tensor
 
 The same schema for all four and `all_gather_matmul_gated`; one without an exchange (`gated_matmul.py`); one that
-returns (out, scaled, squares), see `rmsnorm_epilogue.py`; and one without a product, `ctx.ccl.all_gather`. `size` is
-the shape of this rank's result, `group` the name of the context (`ctx.group_name`). An operator is functional: its
-result is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for ranks whose parts differ in
-size. An op plans by the sizes that it sees; ranks that saw different ones could choose different tiles and wait for
-signals that are never sent. So they all plan by this size in place of K (in `all_gather_matmul`, gated or not, of N,
-the columns of B). `scale`: of a B in eight bits, which all take but `matmul_all_gather`.
+returns (out, scaled, squares), see `rmsnorm_epilogue.py`; and two without a product, `ctx.ccl.all_gather` and
+`ctx.ccl.all_reduce`. `size` is the shape of this rank's result, `group` the name of the context (`ctx.group_name`). An
+operator is functional: its result is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for
+ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose
+different tiles and wait for signals that are never sent. So they all plan by this size in place of K (in
+`all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in eight bits, which all take but
+`matmul_all_gather`.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 
@@ -173,6 +175,21 @@ def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def sum_over_ranks(ctx: Context, part: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' `part`, of one shape, in a new tensor, compiled or not: the same bits on all ranks."""
+    if torch.compiler.is_compiling():
+        return torch.ops.iris_ops.sum_over_ranks(part, ctx.group_name)
+    rows = part.contiguous().view(-1, part.shape[-1])
+    whole = torch.empty_like(rows)
+    ctx.ccl.all_reduce(whole, rows)
+    return whole.view(part.shape)
+
+
+def _fake_sum(part: torch.Tensor, group: str) -> torch.Tensor:
+    _check_gradients("sum_over_ranks", part=part)
+    return part.new_empty(part.shape)
+
+
 def _fake_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
     _check_gradients("gather_rows", rows=rows)
     return rows.new_empty(registry.find(group).num_ranks * rows.shape[0], rows.shape[1])
@@ -202,3 +219,8 @@ torch.library.register_fake(f"iris_ops::{rmsnorm_epilogue.OP}", _fake_reduce_nor
 _library.define("gather_rows(Tensor rows, str group) -> Tensor")
 _library.impl("gather_rows", lambda rows, group: gather_rows(registry.find(group), rows), "CompositeExplicitAutograd")
 torch.library.register_fake("iris_ops::gather_rows", _fake_rows, lib=_library)
+_library.define("sum_over_ranks(Tensor part, str group) -> Tensor")
+_library.impl(
+    "sum_over_ranks", lambda part, group: sum_over_ranks(registry.find(group), part), "CompositeExplicitAutograd"
+)
+torch.library.register_fake("iris_ops::sum_over_ranks", _fake_sum, lib=_library)

@@ -71,6 +71,22 @@ def fill(local: torch.Tensor, source: Any, index: tuple[slice, ...] = (slice(Non
         local.copy_(source[index])
 
 
+class Transposed:
+    """The transpose of a matrix `source`, a tensor or one in a checkpoint, of which parts are read."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def get_shape(self) -> list[int]:
+        source = self._source
+        return list(source.shape if isinstance(source, torch.Tensor) else source.get_shape())[::-1]
+
+    def copy_to(self, local: torch.Tensor, index: tuple[slice, ...] = ()) -> None:
+        read = torch.empty(local.shape[::-1], dtype=local.dtype, device=local.device)
+        fill(read, self._source, (*index, *[slice(None)] * (2 - len(index)))[::-1])
+        local.copy_(read.t())
+
+
 def chunk(total: int, world: int, rank: int) -> Range:
     """`[start, stop)` of `rank` when `total` entries are split as torch.chunk and DTensor's Shard split them."""
     _check(world, rank)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from .autocast import autocast, autocast_dtype
 from .gradients import check_no_gradient, may_differentiate
-from .shard import Shard, concat, fill, plain
+from .shard import Shard, Transposed, concat, fill, plain
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -48,6 +48,7 @@ class ShardedLinear(nn.Module):
     op: str  # the op that serves forward, for reports
     sequence_parallel: bool
     tied_to: str  # of a head that is a view of an embedding: the name of its weight
+    stored_transposed = False  # whether checkpoints have its weight as [in_features, out_features]
     own_steps = True  # whether products of few rows without an exchange are ours, where that is faster
 
     def __init__(
@@ -112,6 +113,8 @@ class ShardedLinear(nn.Module):
             raise ArgumentError(
                 f"source is a {type(source).__name__}: expected a tensor or a slice of a safetensors file"
             )
+        if name == "weight" and self.stored_transposed:
+            source = Transposed(source)
         split = name == "weight" or self.dim == 0
         shard = concat(self.parts) if part is None else self.parts[part]
         expected = [self.out_features, self.in_features] if name == "weight" else [self.out_features]
@@ -287,20 +290,21 @@ class ShardedLinear(nn.Module):
 
 
 @torch.no_grad()
-def split_parameter(module: nn.Module, key: str, part: Shard) -> None:
-    """Keeps `part` of the rows of a parameter that is no linear's; `part_of` then says which."""
+def split_parameter(module: nn.Module, key: str, part: Shard, dim: int = 0) -> None:
+    """Keeps `part` of dimension `dim` of a parameter that is no linear's; `part_of` then says which."""
     whole = getattr(module, key)
-    local = torch.empty(part.size, *whole.shape[1:], dtype=whole.dtype, device=whole.device)
+    size = (*whole.shape[:dim], part.size, *whole.shape[dim + 1 :])
+    local = torch.empty(size, dtype=whole.dtype, device=whole.device)
     if not whole.is_meta:
-        part.fill(local, whole, 0)
+        part.fill(local, whole, dim)
     setattr(module, key, nn.Parameter(local, requires_grad=False))
     holder: Any = module
-    holder._row_parts = {**getattr(module, "_row_parts", {}), key: part}
+    holder._parts = {**getattr(module, "_parts", {}), key: (part, dim)}
 
 
-def part_of(module: nn.Module, key: str) -> Shard | None:
-    """The rows that `split_parameter` left of a parameter; None if it is whole."""
-    return getattr(module, "_row_parts", {}).get(key)
+def part_of(module: nn.Module, key: str) -> tuple[Shard, int] | None:
+    """What `split_parameter` left of a parameter, and of which dimension; None if it is whole."""
+    return getattr(module, "_parts", {}).get(key)
 
 
 def check_context(ctx: Any) -> None:

@@ -54,6 +54,11 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The file, and the byte at which it starts there."""
+        return self.file, self.start
+
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
         shape = [stop - start for start, stop in self._bounds(index)]
@@ -62,12 +67,27 @@ class StoredTensor:
         return out
 
     def copy_to(self, local: torch.Tensor, index: tuple[slice, ...] = ()) -> None:
-        """Fills `local` with `self[index]`, converted to its dtype; `index` slices rows, columns, or both."""
+        """Fills `local` with `self[index]`, converted to its dtype; `index` slices rows, columns, or both.
+
+        It may slice the third dimension instead, of all that stands in the first two.
+        """
+        if len(index) > 2:
+            self._flat(index).copy_to(local.flatten(0, 1), (slice(None), *index[2:]))
+            return
         self.staging.read(self.file, *self._place(index), local, self.dtype)
 
     def copy_from(self, local: torch.Tensor, index: tuple[slice, ...] = ()) -> None:
         """Stores `local` as `self[index]`."""
+        if len(index) > 2:
+            self._flat(index).copy_from(local.flatten(0, 1), (slice(None), *index[2:]))
+            return
         self.staging.write(self.file, *self._place(index), local, self.dtype)
+
+    def _flat(self, index: tuple[slice, ...]) -> StoredTensor:
+        """The same with its first two dimensions, which `index` leaves whole, as one."""
+        assert index[:2] == (slice(None), slice(None)), index
+        shape = (self.shape[0] * self.shape[1], *self.shape[2:])
+        return StoredTensor(self.file, self.start, self.dtype, shape, self.staging)
 
     def _place(self, index: tuple[slice, ...]) -> tuple[int, int]:
         """The byte at which `self[index]` starts, and the bytes from one of its rows to the next."""

@@ -29,8 +29,9 @@ from ..sharded import check_context, flags, part_of
 from ..together import agree, raise_together, shown, words
 from . import names
 from .buffers import Staging
+from .composed import Source
 from .configuration import DTYPES, empty_model, read_config
-from .files import Checkpoint, StoredTensor
+from .files import Checkpoint
 from .folder import check_contents
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ def from_pretrained(
         raise_together(problems, f"{name} cannot be loaded", ctx)
         report = parallelize(model, ctx, **options)
         try:
-            for target, stored in _progress({each: checkpoint[source] for each, source in sources.items()}, ctx):
-                _load(model, target, stored, ctx.device)
-            _tie(model, {each: checkpoint[source] for each, source in sources.items()}, ctx.device)
+            for target, source in _progress(sources, ctx):
+                _load(model, target, source, ctx.device)
+            _tie(model, sources, ctx.device)
             _compute_buffers(model, ctx.device)
         except Exception as error:  # a file, or memory of the device; the other ranks are waiting for a word
             problems = [f"rank {ctx.cur_rank}: {words(error)}"]
@@ -95,10 +96,10 @@ def from_pretrained(
 
 def _read(
     folder: Path, staging: Staging, dtype: torch.dtype | None, strict: bool, trust_remote_code: bool
-) -> tuple[Any, Any, dict[str, str], list[str]]:
-    """The empty model, the open checkpoint, the stored name of each of the model's tensors, and what is wrong."""
+) -> tuple[Any, Any, dict[str, Source], list[str]]:
+    """The empty model, the open checkpoint, what each of the model's tensors is filled from, and what is wrong."""
     model = checkpoint = None
-    sources: dict[str, str] = {}
+    sources: dict[str, Source] = {}
     try:
         check_contents(folder, trust_remote_code)
         raw = read_config(folder)
@@ -173,20 +174,21 @@ def _in_turn(ctx: Iris, wanted: bool) -> Iterator[None]:
             ctx.broadcast(None)
 
 
-def _load(model: nn.Module, name: str, source: StoredTensor, device: torch.device) -> None:
+def _load(model: nn.Module, name: str, source: Source, device: torch.device) -> None:
     module, key = _owner(model, name)
     if hasattr(module, "load_shard"):
         module.load_shard(key, source)
         return
     local = torch.empty_like(getattr(module, key), device=device)
-    if part := part_of(module, key):
-        part.fill(local, source, 0)
+    if found := part_of(module, key):
+        part, dim = found
+        part.fill(local, source, dim)
     else:
         fill(local, source)
     setattr(module, key, nn.Parameter(local, requires_grad=False) if key in module._parameters else local)
 
 
-def _tie(model: nn.Module, stored: dict[str, StoredTensor], device: torch.device) -> None:
+def _tie(model: nn.Module, stored: dict[str, Source], device: torch.device) -> None:
     """Gives each tied parameter that is not `stored` by itself what it is tied to, or if split its part of that.
 
     Heads that are split by rows are for `retie`.
@@ -223,12 +225,12 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
     type(model).initialize_weights(model)  # this instance's own refuses
 
 
-def _progress(tensors: dict[str, StoredTensor], ctx: Iris) -> Iterator[tuple[str, StoredTensor]]:
+def _progress(tensors: dict[str, Source], ctx: Iris) -> Iterator[tuple[str, Source]]:
     """The tensors in the order of the files, with a bar on rank 0 only."""
     from tqdm import tqdm
 
     whole = sum(stored.nbytes for stored in tensors.values())
     with tqdm(total=whole, desc="loading", unit="B", unit_scale=True, disable=ctx.cur_rank != 0) as bar:
-        for name, stored in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start)):
+        for name, stored in sorted(tensors.items(), key=lambda item: item[1].place):
             yield name, stored
             bar.update(stored.nbytes)

@@ -1,26 +1,29 @@
 """Which parameter of a Hugging Face model each tensor of a checkpoint is: its renames, prefixes and ties.
 
 transformers knows the renames (LayerNorm.gamma, a model's own mapping, the base model's prefix): its functions are
-asked. What it would compute from several stored tensors, or split from one, is not read here, and is said.
+asked. Several stored tensors that it would stack or concatenate are read as one (see `composed`); what it would compute
+in another way, or split from one, is not read here, and is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import re
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..together import shown
+from .composed import Source, compose
 from .files import StoredTensor
 
 # Computed now, stored in old checkpoints.
 _OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
-def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> tuple[dict[str, str], list[str]]:
-    """The stored name of each parameter and buffer of the empty `model`, and a line for each problem.
+def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> tuple[dict[str, Source], list[str]]:
+    """What each parameter and buffer of the empty `model` is filled from, and a line for each problem.
 
     A tied weight is found under whichever of its names is stored. If both are, it is untied: each is read as its own,
     which is right whether they are equal or not. With `strict`, stored tensors that have no place are problems too.
@@ -28,10 +31,12 @@ def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> 
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     floating = {name: tensor.is_floating_point() for name, tensor in state.items()}
-    found, problems = _renamed(model, stored)
+    labels, problems = _renamed(model, stored)
+    found: dict[str, Source] = {target: source for target, (_, source) in labels.items()}
     ignored = re.compile("|".join((*_OUTDATED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))))
     for target in [name for name in found if name not in shapes]:
-        name = found.pop(target)
+        del found[target]
+        name = labels[target][0]
         if strict and not ignored.search(name) and not ignored.search(target):
             problems.append(f"{shown(name)} has no place in {type(model).__name__}")
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
@@ -46,34 +51,60 @@ def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> 
     for name, shape in shapes.items():
         if name not in found:
             problems.append(f"{name} is missing, expected {list(shape)}")
-        elif (given := stored[found[name]].get_shape()) != list(shape):
+        elif (given := found[name].get_shape()) != list(shape):
             problems.append(f"{name} has shape {given}, expected {list(shape)}")
-        elif (held := stored[found[name]].dtype).is_floating_point != floating[name]:
+        elif (held := found[name].dtype).is_floating_point != floating[name]:
             problems.append(
                 f"{name} is stored as {held}, expected {'a floating-point' if floating[name] else 'an integer'} dtype"
             )
     return found, problems
 
 
-def _renamed(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+def _renamed(model: Any, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, tuple[str, Source]], list[str]]:
+    """By the model's names: what is stored of each, with a stored name for messages; and what cannot be read."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     own = getattr(model, "_checkpoint_conversion_mapping", None) or None
     transforms = get_model_conversion_mapping(model, own)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict()
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, Source]] = {}
+    pieces: dict[str, dict[str, list[str]]] = {}  # by the model's name and the pattern
     problems: list[str] = []
     for name in sorted(stored):  # the order that renames by group rely on
         target, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:  # it has its name already
             target, converted = rename_source_key(name, [], [], model.base_model_prefix, state)
-        if converted is not None:
-            problems.append(f"{shown(name)} is stored in another layout ({converted}): save it once with transformers")
+        if converted is not None and target in state:
+            pieces.setdefault(target, {}).setdefault(converted, []).append(name)
+        elif converted is not None:
+            problems.append(_elsewhere(name, converted))
         elif target in found:
-            problems.append(f"{shown(name)} and {shown(found[target])} are both {shown(target)}")
+            problems.append(f"{shown(name)} and {shown(found[target][0])} are both {shown(target)}")
         else:
-            found[target] = name
+            found[target] = name, stored[name]
+    for target, names in pieces.items():
+        pattern = next(iter(names))
+        converter = by_pattern[pattern]
+        first = names[pattern][0]
+        if target in found:
+            problems.append(f"{shown(first)} and {shown(found[target][0])} are both {shown(target)}")
+            continue
+        columns = [
+            [stored[name] for name in sorted(names[each], key=dot_natural_key)]
+            for each in converter.source_patterns
+            if each in names
+        ]
+        source = compose(converter.operations, columns) if len(converter.target_patterns) == 1 else None
+        if source is None:
+            problems.append(_elsewhere(first, pattern))
+        else:
+            found[target] = first, source
     return found, problems
+
+
+def _elsewhere(name: str, pattern: str) -> str:
+    return f"{shown(name)} is stored in another layout ({pattern}): save it once with transformers"

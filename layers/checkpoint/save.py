@@ -186,9 +186,14 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
             if split and (key == "weight" or module.dim == 0):
                 shape = (module.out_features, module.in_features) if key == "weight" else (module.out_features,)
                 scaled = (module.weight_scale, module.dtype) if key == "weight" else (None, None)
+                if key == "weight" and module.stored_transposed:
+                    exact = local if scaled[0] is None else restored(local, scaled[0], module.dtype)
+                    yield name, _Held(exact.t().contiguous(), shape[::-1], concat(module.parts), 1 - module.dim)
+                    continue
                 yield name, _Held(local, shape, concat(module.parts), module.dim, *scaled)
-            elif part := part_of(module, key):
-                yield name, _Held(local, (part.total, *local.shape[1:]), part)
+            elif found := part_of(module, key):
+                part, dim = found
+                yield name, _Held(local, (*local.shape[:dim], part.total, *local.shape[dim + 1 :]), part, dim)
             else:
                 yield name, _Held(local, tuple(local.shape))
 
@@ -196,7 +201,10 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
 def _is_tied(model: nn.Module, name: str, module: nn.Module, tied: dict[str, str], local: torch.Tensor) -> bool:
     if name not in tied:
         return False
-    return (hasattr(module, "tied_to") and name.endswith(".weight")) or local is model.get_parameter(tied[name])
+    if hasattr(module, "tied_to") and name.endswith(".weight"):
+        return True
+    source, _, key = tied[name].rpartition(".")
+    return local is getattr(model.get_submodule(source), key)  # not where both are split: each has a part of its own
 
 
 def _shards(held: dict[str, _Held], most: int) -> list[list[str]]:

@@ -8,7 +8,11 @@ instance. How many heads there are is read off the module and its weights; layer
     q_proj, and any other (a gate, say)    its outputs / query heads    the query heads
     k_proj, v_proj                         its outputs / kv heads       the kv heads
     query_key_value, alone                 q, k and v of one head       the heads
+    c_attn, alone                          all of q, of k, of v         the heads
+    kv_b_proj, of a latent attention       its outputs / heads          the heads; what comes before it stays whole
     a norm or a sink of [heads, ...]       one entry                    the heads that it counts
+
+Families name them otherwise (`_NAMES`), and some have the output projection in a module beside the attention.
 """
 
 from __future__ import annotations
@@ -20,31 +24,64 @@ from iris.errors import StyleError
 from torch import nn
 
 from ..shard import HeadSplit, Shard, split_heads
+from .linear_like import as_linear
 from .styles import COLUMN, PACKED, ROW
 
-_FUSED = "query_key_value"
+# One projection for q, k and v: of each head one after the other, or all of q, then all of k, then all of v.
+_FUSED, _BLOCKS, _LATENT = "query_key_value", ("c_attn",), "kv_b_proj"
+_NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+_OF_KV = {name for names in _NAMES for name in names[1:]}
+_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "attn_head_size")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+# Sizes of all heads together that a forward asks its module for.
+_TOGETHER = ("all_head_size", "split_size", "embed_dim")
 
 
-def head_split(name: str, module: Any, styles: dict[str, str], world: int, rank: int) -> HeadSplit:
-    """Which heads of attention `module` this rank holds; `styles` are those of its children."""
-    column = {child for child, style in styles.items() if style in COLUMN | PACKED}
-    row = [child for child, style in styles.items() if style in ROW]
-    head_dim = getattr(module, "head_dim", getattr(module, "head_size", None))
-    projections = {child for child in ("q_proj", "k_proj", "v_proj") if child != "v_proj" or hasattr(module, child)}
-    known = projections <= column or column == {_FUSED}
-    if not known or len(row) != 1 or not isinstance(head_dim, int) or set(styles.values()) & PACKED:
+def output_of(name: str, styles: dict[str, str]) -> str | None:
+    """The name of the linear that takes what the heads of attention `name` give: inside of it, or beside it."""
+    for around in (name, name.rpartition(".")[0]):
+        found = [each for each, style in styles.items() if style in ROW and each.startswith(f"{around}.")]
+        found = [each for each in found if around != name or each.rpartition(".")[0] == name]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, rank: int) -> HeadSplit:
+    """Which heads of attention `name` this rank holds; `styles` are the model's."""
+    module: Any = model.get_submodule(name)
+    own = {each.rpartition(".")[2]: style for each, style in styles.items() if each.rpartition(".")[0] == name}
+    column = {child for child, style in own.items() if style in COLUMN | PACKED}
+    output = output_of(name, styles)
+    head_dim: Any = next((getattr(module, key) for key in _HEAD_DIM if hasattr(module, key)), None)
+    names = next((each for each in _NAMES if each[0] in column), None)
+    needed = {child for child in names or () if child == (names or "")[0] or hasattr(module, child)}
+    known = needed <= column if names else len(column) == 1 and column <= {_FUSED, *_BLOCKS}
+    latent = _LATENT in column
+    counts = isinstance(head_dim, int) or latent or any(hasattr(module, key) for key in _HEADS)
+    if not (known or latent) or output is None or not counts or set(own.values()) & PACKED:
         raise StyleError(
-            f"{name} is a {type(module).__name__} with {dict(sorted(styles.items()))}: heads stay whole only in an"
+            f"{name} is a {type(module).__name__} with {dict(sorted(own.items()))}: heads stay whole only in an"
             " attention with head_dim, colwise q_proj, k_proj (and v_proj), and one rowwise output projection"
         )
-    out = getattr(module, row[0])
-    if column == {_FUSED}:
-        kv_heads = heads = out.in_features // head_dim
+    linears = {child: _linear(module, child) for child in sorted(own)}
+    if head_dim is None and not latent:
+        count = next(getattr(module, key) for key in _HEADS if hasattr(module, key))
+        head_dim = _linear(model, output).in_features // count
+    if latent:
+        kv_heads = heads = next((getattr(module, key) for key in _HEADS if hasattr(module, key)), 0)
+    elif names is None:
+        kv_heads = heads = _linear(model, output).in_features // head_dim
     else:
-        kv_heads = module.k_proj.out_features // head_dim
-        groups = getattr(module, "num_key_value_groups", module.q_proj.out_features // module.k_proj.out_features)
-        heads = kv_heads * int(groups)
-    features = {child: _features(getattr(module, child), style) for child, style in sorted(styles.items())}
+        query, key = linears[names[0]], linears.get(names[1])
+        groups = getattr(module, "num_key_value_groups", None)
+        if key is None:  # it attends to what another layer's gives
+            heads = query.out_features // head_dim
+            kv_heads = heads // int(groups or 1)
+        else:
+            kv_heads = key.out_features // head_dim
+            heads = kv_heads * int(groups or query.out_features // key.out_features)
+    features = {child: _features(linears[child], style) for child, style in sorted(own.items())}
     if not heads or any(size % _count(child, heads, kv_heads) for child, size in features.items()):
         raise StyleError(
             f"{name} has projections of {features} features and head_dim {head_dim}: expected multiples of its {heads}"
@@ -61,7 +98,9 @@ def head_parts(child: str, linear: nn.Linear, style: str, heads: HeadSplit) -> t
     width = _features(linear, style) // _count(child, heads.num_heads, heads.num_kv_heads)
     if style in ROW:
         return (heads.o_shard(width),)
-    return (heads.kv_shard(width) if child in ("k_proj", "v_proj") else heads.q_shard(width),)
+    if child in _BLOCKS:
+        return (heads.q_shard(width // 3), *[heads.kv_shard(width // 3)] * 2)
+    return (heads.kv_shard(width) if child in _OF_KV else heads.q_shard(width),)
 
 
 def head_parameters(
@@ -86,14 +125,29 @@ def head_parameters(
             )
 
 
+def cuts_its_output(name: str, styles: dict[str, str]) -> bool:
+    """Whether attention `name` cuts one projection's outputs into those of q, k and v."""
+    return any(f"{name}.{child}" in styles for child in _BLOCKS)
+
+
 def set_local_heads(module: Any, heads: HeadSplit) -> None:
     """Tells the attention instance how many heads it has now."""
     module.num_key_value_groups = heads.groups
     local = {heads.num_heads: heads.num_local_heads, heads.num_kv_heads: heads.num_local_kv_heads}
-    for attribute in ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads"):
+    for attribute in _TOGETHER:
+        size = getattr(module, attribute, None)
+        if isinstance(size, int):
+            setattr(module, attribute, size // heads.num_heads * heads.num_local_heads)
+    for attribute in (*_HEADS, "num_key_value_heads", "num_kv_heads"):
         whole = heads.num_kv_heads if "k" in attribute else heads.num_heads
         if getattr(module, attribute, None) == whole:
             setattr(module, attribute, local[whole])
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    found = as_linear(module.get_submodule(name))
+    assert found is not None, name
+    return found[0]
 
 
 def _features(linear: nn.Linear, style: str) -> int:
@@ -101,4 +155,4 @@ def _features(linear: nn.Linear, style: str) -> int:
 
 
 def _count(child: str, heads: int, kv_heads: int) -> int:
-    return kv_heads if child in ("k_proj", "v_proj") else heads
+    return kv_heads if child in _OF_KV else heads

@@ -59,7 +59,8 @@ class Op:
 
     @property
     def is_cut(self) -> bool:
-        return self.name in _CUTS
+        """Whether it takes what lies side by side apart, or puts it there: gates and ups, or q, k and v."""
+        return self.name in _CUTS or self.name == "cat"
 
     def differs(self, part: Op) -> str | None:
         """What is wrong with `part`, this op on a rank's part; None if nothing is."""

@@ -38,6 +38,7 @@ class Slice(nn.Module):
     """One output of a merged linear: takes its columns of the merged product. `merged` holds the weight."""
 
     dim = 0
+    stored_transposed = False
 
     def __init__(self, merged: ColumnParallelLinear, index: int):
         super().__init__()
@@ -175,7 +176,9 @@ def mergeable(linears: Sequence[nn.Module]) -> bool:
         for each in linears
     }
     alike = len(linears) > 1 and len(kinds) == 1 and None not in kinds
-    return alike and not any(each.gather_output or hasattr(each, "tied_to") for each in linears)
+    return alike and not any(
+        each.gather_output or each.stored_transposed or hasattr(each, "tied_to") for each in linears
+    )
 
 
 @cache

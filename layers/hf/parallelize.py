@@ -32,16 +32,20 @@ from ..digests import watch_inputs
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from ..shard import Shard
 from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
-from . import proof, sequence, weight_reads
+from . import delta_heads, proof, sequence, weight_reads
 from . import styles as styles_of
 from .gated_mlp import fuse_gates
 from .generation import agree_on_samples
 from .guards import guard, retie
-from .heads import head_parameters, head_parts, head_split, set_local_heads
+from .heads import cuts_its_output, head_parameters, head_parts, head_split, output_of, set_local_heads
+from .linear_like import as_linear
 from .merge import merge_siblings
+from .mixture import EXPERTS, form_of, split_experts
 from .norms import fuse_norms
+from .plans import built_in
 from .report import Report, make_report
-from .skeleton import skeleton
+from .shared_experts import join_shared
+from .skeleton import kind_of, skeleton
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -103,7 +107,7 @@ def parallelize(
         weight_reads.check(whole, tried.linears)
         _carry_out(whole, tried, _Alone(ctx))
         _carry_out(part, tried, ctx)
-        untried = proof.prove(whole, part, tried.parents(styles_of.ROW), tried.parents(styles_of.PACKED))
+        untried = proof.prove(whole, part, tried.parents(styles_of.ROW), tried.cutting())
         if untried and ctx.cur_rank == 0:
             ctx.warning(
                 f"{type(model).__name__} cannot be run without weights: that {', '.join(untried[:4])}"
@@ -145,7 +149,10 @@ class _Split:
 
     styles: dict[str, str]  # of all modules and parameters that the plan names
     linears: dict[str, str]  # of those that are split
+    delta_nets: list[str]
+    experts: dict[str, Any]  # of the modules that hold experts, how these are split
     by_own_plan: bool
+    plan: str  # whose it is, in words
     fuse: bool
     weights: str | None
     shares_tokens: bool
@@ -154,11 +161,19 @@ class _Split:
     def within(self, skeleton: nn.Module) -> _Split:
         """What of it there is to do in a skeleton, where layers that are alike are one."""
         there = {name for name, _ in skeleton.named_modules()}
-        return replace(self, linears={name: style for name, style in self.linears.items() if name in there})
+        linears = {name: style for name, style in self.linears.items() if name in there}
+        experts = {name: form for name, form in self.experts.items() if name in there}
+        nets = [name for name in self.delta_nets if name in there]
+        return replace(self, linears=linears, experts=experts, delta_nets=nets)
 
     def parents(self, kinds: set[str]) -> list[str]:
         """The modules of which a linear has one of the styles `kinds`."""
         return list(dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in kinds))
+
+    def cutting(self) -> list[str]:
+        """The modules that cut a rank's outputs as they would cut all: gates and ups, or q, k and v, side by side."""
+        column = [name for name in self.parents(styles_of.COLUMN) if cuts_its_output(name, self.linears)]
+        return self.parents(styles_of.PACKED) + column + self.delta_nets
 
     def digest(self, model: nn.Module) -> dict[str, Any]:
         """What all ranks must have alike."""
@@ -197,8 +212,10 @@ def _resolve(
         sequence.check(model, styles)
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
+    experts = _experts(modules, styles)
+    delta_nets = [name for name, style in styles.items() if style == delta_heads.STYLE and name in modules]
     if automatic and not partial:
-        styles_of.check_layers(model, linears, filter_fn is not None)
+        styles_of.check_layers(model, [*linears, *experts, *delta_nets], filter_fn is not None)
     served = styles_of.COLUMN | styles_of.PACKED
     if weights == "fp8_all":
         served |= styles_of.ROW | styles_of.ROW_SPLIT
@@ -206,25 +223,54 @@ def _resolve(
         wanted = "product" if weights == "fp8_all" else "colwise product without an exchange"
         raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {wanted}")
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
-    own = automatic and filter_fn is None
-    return _Split(styles, linears, own, fuse, weights, bool(sequence_parallel), least)
+    source, _ = styles_of.rules_of(model, plan)
+    own = automatic and filter_fn is None and built_in(model) is None
+    return _Split(styles, linears, delta_nets, experts, own, source, fuse, weights, bool(sequence_parallel), least)
+
+
+def _experts(modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, Any]:
+    """How the experts of each module that holds some are split."""
+    kinds: dict[Any, Any] = {}
+    found = {}
+    for name, style in styles.items():
+        if style in EXPERTS and name in modules:
+            before = f"{name}."
+            own = {each.removeprefix(before): of for each, of in styles.items() if each.startswith(before)}
+            kind = kind_of(modules[name]), *sorted(own.items())
+            if kind not in kinds:
+                kinds[kind] = form_of(name, modules[name], own)
+            found[name] = kinds[kind]
+    return found
 
 
 def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     """Swaps the modules of `model`; the styles of what it has now."""
     styles, heads = split.styles, _split_heads(model, split.linears, ctx)
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
+    outputs = {output_of(name, split.linears): name for name in heads}
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        linear = getattr(parent, child)
-        linked = style in styles_of.LINKED and parent_name in heads
-        parts = head_parts(child, linear, style, heads[parent_name]) if linked else None
+        found = as_linear(getattr(parent, child))
+        assert found is not None, name
+        linear, transposed = found
+        attention = outputs.get(name, parent_name if parent_name in heads else None)
+        linked = style in styles_of.LINKED and attention is not None
+        parts = head_parts(child, linear, style, heads[attention]) if linked else None
         tied = embeddings.get(id(linear.weight))
-        setattr(parent, child, _split(linear, style, parts, tied, ctx, split.shares_tokens))
+        layer = _split(linear, style, parts, tied, ctx, split.shares_tokens)
+        layer.stored_transposed = transposed
+        setattr(parent, child, layer)
     for owner, key, part in by_head:
         split_parameter(owner, key, part)
+    for name in split.delta_nets:
+        net = model.get_submodule(name)
+        styles = styles | dict.fromkeys([*delta_heads.linears_of(name, net), f"{name}.conv1d"], delta_heads.STYLE)
+        delta_heads.split_delta_net(net, ctx)
+    for name, form in split.experts.items():
+        parent_name, _, child = name.rpartition(".")
+        split_experts(model.get_submodule(parent_name), child, form, ctx)
     for name, held in heads.items():
         set_local_heads(model.get_submodule(name), held)
     if split.shares_tokens:
@@ -246,6 +292,8 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
 def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) -> Report:
     empty = any(parameter.is_meta for parameter in model.parameters())
     model.requires_grad_(False)
+    if split.fuse:
+        join_shared(model)
     if not empty:
         model.to(ctx.device)
         retie(model)
@@ -256,7 +304,7 @@ def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) 
     agree_on_samples(model, ctx)
     watch_inputs(model, ctx)
     wrap_save_pretrained(model, ctx)
-    return make_report(model, styles, ctx)
+    return make_report(model, styles, ctx, split.plan)
 
 
 def _together(
@@ -302,14 +350,11 @@ def _described(error: Exception) -> tuple[type[IrisError], str]:
 
 def _split_heads(model: nn.Module, styles: dict[str, str], ctx: Any) -> dict:
     """The heads of this rank in each attention module whose projections are split."""
-    children: dict[str, dict[str, str]] = {}
-    for name, style in styles.items():
-        parent, _, child = name.rpartition(".")
-        if style in styles_of.LINKED and styles_of.is_attention(model.get_submodule(parent)):
-            children.setdefault(parent, {})[child] = style
+    names = {name.rpartition(".")[0]: None for name, style in styles.items() if style in styles_of.LINKED}
     return {
-        name: head_split(name, model.get_submodule(name), of_children, ctx.num_ranks, ctx.cur_rank)
-        for name, of_children in children.items()
+        name: head_split(name, model, styles, ctx.num_ranks, ctx.cur_rank)
+        for name in names
+        if styles_of.is_attention(model.get_submodule(name))
     }
 
 

@@ -29,12 +29,14 @@ from ..sharded import ShardedLinear
 from . import sequence, weight_reads
 from .meaning import Op
 from .merge import Slice
+from .mixture import is_split_experts
 from .skeleton import kind_of
 
 _BATCH, _TOKENS = 11, 13  # which no sizes of a model are multiples of
 _WIDTHS = 4  # of inputs that are tried, of those that a module's parameters have
 _OURS = __name__.partition(".")[0] + "."
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+_FAR, _SAME = 40, 4  # ops: between those that correspond, at most; that have to be the same to go on
 _VALUE = torch.ops.aten._local_scalar_dense.default
 
 
@@ -51,6 +53,8 @@ def prove(whole: nn.Module, split: nn.Module, joined: list[str], packed: list[st
         for module in skeleton.modules():
             if isinstance(module, ShardedLinear):
                 _stand_in(module)
+            elif is_split_experts(module):
+                _stand_in_experts(module)
     proof = _Proof(joined, packed)
     proof.of(whole, split, "")
     linears = [name for name, module in split.named_modules() if isinstance(module, ShardedLinear)]
@@ -72,7 +76,7 @@ class _Proof:
         for arguments in _arguments(whole):
             expected = _Run(whole, name, inside, self._packed)
             if expected(arguments):
-                _compare(expected, _Run(split, name, inside, self._packed, expected.ops), arguments, split)
+                _compare(expected, _Run(split, name, inside, self._packed), arguments, split)
                 self.tried |= {id(each) for each in split.modules()}
                 return
             if isinstance(expected.error, StyleError):
@@ -103,6 +107,7 @@ def _compare(expected: _Run, run: _Run, arguments: dict[str, Any], split: nn.Mod
             raise StyleError(f"{name} would give {second[at]} in place of {first[at]}: {_REMEDY}")
     if isinstance(run.error, StyleError):
         raise run.error
+    _compare_ops(expected, run)
     if not passed:
         raise StyleError(f"{run.culprit()} would fail in its forward: {_one_line(run.error)}: {_REMEDY}") from run.error
     if run.result != expected.result:
@@ -121,11 +126,10 @@ def _one_line(error: BaseException | None) -> str:
 class _Run:
     """A call of the skeleton `module`, named `name` in the model, and the shapes that come out of `watched` modules."""
 
-    def __init__(
-        self, module: nn.Module, name: str, watched: list[str], packed: list[str], against: list[Op] | None = None
-    ) -> None:
-        self.module, self.name, self.watched, self.packed, self.against = module, name, watched, packed, against
+    def __init__(self, module: nn.Module, name: str, watched: list[str], packed: list[str]) -> None:
+        self.module, self.name, self.watched, self.packed = module, name, watched, packed
         self.ops: list[Op] = []
+        self.callers: list[tuple[str, bool]] = []  # of each op: the module whose code calls it, and whether it is ours
         self.error: Exception | None = None
         self.result: tuple[int, ...] | None = None
         self.shapes: dict[str, list] = {}
@@ -176,7 +180,7 @@ class _Run:
 class _OnMeta(TorchDispatchMode):
     """What sees each op of a run: it gives values for those of tensors on meta, and keeps the ops to compare them.
 
-    Raises where a split weight is read outside of its layer, and where an op does not mean what it does in `against`.
+    Raises where a split weight is read outside of its layer.
     """
 
     def __init__(self, run: _Run) -> None:
@@ -196,26 +200,46 @@ class _OnMeta(TorchDispatchMode):
             if id(each) in self._weights and not _caller()[1]:
                 raise StyleError(weight_reads.refusal(self._weights[id(each)]))
         out = function(*args, **(kwargs or {}))
-        self._compare(Op.of(function, args, kwargs or {}, out))
+        caller, is_ours = _caller()
+        self._run.ops.append(Op.of(function, args, kwargs or {}, out))
+        self._run.callers.append((self._names.get(id(caller), self._run.name), is_ours))
         return out
 
-    def _compare(self, op: Op) -> None:
-        """With the op in its place of the run `against`, as long as they correspond."""
-        run = self._run
-        run.ops.append(op)
-        if run.against is None:
+
+def _compare_ops(expected: _Run, run: _Run) -> None:
+    """Raises where an op of the split `run` does not mean what the same op of the whole one does."""
+    for at, here in _pairs(expected.ops, run.ops):
+        if (wrong := expected.ops[at].differs(run.ops[here])) is None:
+            continue
+        name, is_ours = run.callers[here]
+        if not (is_ours or (run.ops[here].is_cut and name in run.packed)):
+            raise StyleError(f"{name or type(run.module).__name__} {wrong}: {_REMEDY}")
+
+
+def _pairs(first: list[Op], second: list[Op]) -> Iterator[tuple[int, int]]:
+    """The places of ops that correspond. Where sizes decide what is called (a reshape that copies, one kv head in place
+    of several) some have none: it goes on where the next few are the same again.
+    """
+    i = j = 0
+    while i < len(first) and j < len(second):
+        if first[i].function is second[j].function:
+            yield i, j
+            i, j = i + 1, j + 1
+            continue
+        ahead = next(((i + skip, j + other) for total in range(1, _FAR) for skip in range(total + 1)
+                      for other in (total - skip,) if _alike(first, i + skip, second, j + other)), None)  # fmt: skip
+        if ahead is None:
             return
-        at = len(run.ops) - 1
-        if at >= len(run.against) or run.against[at].function is not op.function:
-            run.against = None  # what is called depends on sizes
-            return
-        if (wrong := run.against[at].differs(op)) is None:
-            return
-        caller, is_ours = _caller()
-        name = self._names.get(id(caller), run.name)
-        if is_ours or (op.is_cut and name in run.packed):
-            return
-        raise StyleError(f"{name or type(run.module).__name__} {wrong}: {_REMEDY}")
+        i, j = ahead
+
+
+def _alike(first: list[Op], i: int, second: list[Op], j: int) -> bool:
+    ours, others = first[i : i + _SAME], second[j : j + _SAME]
+    return (
+        len(ours) == len(others)
+        and bool(ours)
+        and all(one.function is other.function for one, other in zip(ours, others, strict=True))
+    )
 
 
 def _caller() -> tuple[nn.Module | None, bool]:
@@ -281,6 +305,11 @@ def _stand_in(layer: Any) -> None:
     layer.exchanged = lambda op, x, size: x.new_empty(size)
     layer.local_product = lambda x, biased=True: x.new_empty(*x.shape[:-1], layer.weight.shape[0])
     layer.gated = lambda x: x.new_empty(*x.shape[:-1], layer.weight.shape[0] // 2)
+
+
+def _stand_in_experts(module: Any) -> None:
+    """Makes experts give what is of their tokens' shape, once for the whole module and for this rank's part."""
+    module.forward = lambda hidden, *args, **kwargs: torch.empty_like(hidden)
 
 
 def _run_once(model: nn.Module) -> list[nn.Module]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..experts import SplitExperts
 from ..sharded import ShardedLinear
+from .mixture import is_split_experts
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -32,6 +34,7 @@ class Report:
     rank: int
     world: int
     rows: list[ReportRow] = field(default_factory=list)
+    plan: str = ""  # whose it is, in words
 
     @property
     def bytes(self) -> int:
@@ -49,6 +52,7 @@ class Report:
             lines.append((name, style, "x".join(map(str, shape)), f"{sum(row.bytes for row in rows):,}", op))
         widths = [max(len(line[i]) for line in lines) for i in range(5)]
         title = f"rank {self.rank} of {self.world}: {self.bytes:,} bytes of parameters"
+        title += f", split by {self.plan}" if self.plan else ""
         return "\n".join([title] + [_line(line, widths) for line in lines])
 
 
@@ -57,19 +61,27 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
-def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris) -> Report:
-    """The report of `model` as it is now, split by `styles`."""
-    report = Report(ctx.cur_rank, ctx.num_ranks)
+def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris, plan: str) -> Report:
+    """The report of `model` as it is now, split by `styles`, those of `plan`."""
+    report = Report(ctx.cur_rank, ctx.num_ranks, plan=plan)
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if not own:
             continue
         tied = getattr(module, "tied_to", None)
         size = sum(p.numel() * p.element_size() for key, p in own.items() if not (tied and key == "weight"))
-        split = isinstance(module, ShardedLinear)
+        split = isinstance(module, ShardedLinear) or is_split_experts(module)
         style = styles.get(name, "replicate") + (f", tied to {tied}" if tied else "")
         if not split and "replica" not in style:
             style += ", kept whole"
         shape = tuple(own.get("weight", next(iter(own.values()))).shape)
-        report.rows.append(ReportRow(name, style, shape, size, module.served_by if split else "-"))
+        report.rows.append(ReportRow(name, style, shape, size, _served_by(module)))
     return report
+
+
+def _served_by(module: Any) -> str:
+    if isinstance(module, SplitExperts):
+        return module.op
+    if is_split_experts(module):
+        return module._sums.op
+    return module.served_by if isinstance(module, ShardedLinear) else "-"

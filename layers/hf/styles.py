@@ -12,10 +12,15 @@ A plan maps names, with `*` for layer numbers, to the names of styles. The style
     local_params                   says nothing to us: the parameters of the module are local tensors
     embedding_rowwise, _colwise    left whole: a lookup has no product to fuse an exchange with, and a head that is tied
                                    to the embedding shares its memory
+    mla_kv_a_proj                  left whole: what all heads of a latent attention share
+    moe_tp_experts                 each expert's intermediate size is split (`mixture`); the styles of its parameters
+                                   say where that is, if transformers has not marked the module
+    moe_identity_expert            what passes tokens on inside of experts: on the first rank only
+    delta_heads                    ours, of a gated delta net: whole heads (`delta_heads`)
+    all_reduce                     a module of such parameters whose output is summed over the ranks
 
-Every other style (mixtures of experts, latent attention, sequence_parallel, ...) and every quantised model is refused
-by name, before anything is changed. `sequence_parallel` is refused because attention in Hugging Face models takes its
-shape from hidden states, which would then be a part of the sequence; the linears themselves have the option.
+Every other style is refused by name with the reason (`REFUSED`), as is every quantised model, before anything is
+changed.
 """
 
 from __future__ import annotations
@@ -33,6 +38,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..sharded import ShardedLinear
+from .delta_heads import STYLE as DELTA
+from .delta_heads import linears_of
+from .linear_like import as_linear
+from .mixture import EXPERTS, IDENTITY, PARAMETERS
+from .plans import built_in
 
 COLUMN = {"colwise"}
 GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -40,13 +50,25 @@ PACKED = {"packed_colwise"}
 ROW = {"rowwise"}
 ROW_SPLIT = {"rowwise_split_input", "rowwise_rep"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
+WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params",
+         "mla_kv_a_proj"} | IDENTITY  # fmt: skip
 SPLIT = COLUMN | GATHERED | PACKED | ROW | ROW_SPLIT
+_BY_EXPERT = (
+    "it gives whole experts to ranks, whose work is then as uneven as the router's choice; here every expert is"
+)
+_BY_EXPERT += " split over all ranks, by the style 'moe_tp_experts'"
+# Styles of transformers that are not served, and why.
+REFUSED = {
+    **dict.fromkeys(("grouped_gemm", "ep_dispatch_experts", "ep_router", "gather", "megablocks"), _BY_EXPERT),
+    "sequence_parallel": "attention takes its shape from hidden states, which would be a part of the sequence; pass"
+    " sequence_parallel=True to share tokens between the products",
+}
 # Between these a split activation passes: splitting one without the others of its parent changes what they see.
 LINKED = COLUMN | PACKED | ROW
 
 _LEAST = (5, 15)  # of transformers: older ones tie and cache otherwise, and what was loaded would be wrong
-_HEAD_ATTRIBUTES = ("head_dim", "head_size", "num_heads", "num_attention_heads", "num_key_value_groups")
+_HEAD_ATTRIBUTES = ("head_dim", "head_size", "num_heads", "num_attention_heads", "num_key_value_groups", "n_head",
+                    "n_heads")  # fmt: skip
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -84,10 +106,7 @@ def resolve_plan(
     check_plan(plan)
     check_version(model)
     automatic = plan == "auto"
-    rules = dict(getattr(model, "tp_plan", None) or {}) if automatic else plan
-    if not rules:
-        what = f"{type(model).__name__} has no tensor-parallel plan of its own" if automatic else "the plan is empty"
-        raise StyleError(f"{what}: pass plan={{name: style}}")
+    _, rules = rules_of(model, plan)
     _refuse_quantised(model)
     _refuse_split(model)
     _refuse_lazy(model)
@@ -100,12 +119,32 @@ def resolve_plan(
         if not found and not automatic:  # a model's own plan may name modules that this configuration does not have
             raise StyleError(f"{pattern!r} of the plan matches no module of {type(model).__name__}")
         styles.update(dict.fromkeys(found, style))
-    for name in sorted(styles, key=lambda name: styles[name] in SPLIT | WHOLE):  # first what no layer could serve
+    for name in sorted(
+        styles, key=lambda name: styles[name] in SPLIT | WHOLE | EXPERTS | {DELTA}
+    ):  # first what no layer could serve
         _check(name, styles, modules)
     styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
     _check_places(model, styles, modules)
     _check_halves(styles, modules, automatic)
     return styles
+
+
+def rules_of(model: nn.Module, plan: Any) -> tuple[str, dict[str, str]]:
+    """Whose plan is taken, in words, and its rules: that which is given, else a built-in one, else the model's own."""
+    if plan != "auto":
+        if not plan:
+            raise StyleError("the plan is empty: pass plan={name: style}")
+        return "the plan that was given", plan
+    if (found := built_in(model)) is not None:
+        kind, rules = found
+        return f"the built-in plan of {kind}", rules
+    rules = dict(getattr(model, "tp_plan", None) or {})
+    if not rules:
+        raise StyleError(
+            f"{type(model).__name__} has no tensor-parallel plan of its own, and none is built in: pass"
+            " plan={name: style}"
+        )
+    return "the model's own plan", rules
 
 
 def _refuse_quantised(model: nn.Module) -> None:
@@ -135,9 +174,16 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
     style = styles[name]
-    if style not in SPLIT | WHOLE:
-        why = ", it is a mixture of experts" if "expert" in name + style else ""
-        raise StyleError(f"style {style!r} of {name} is not served{why}: expected one of {sorted(SPLIT | WHOLE)}")
+    known = SPLIT | WHOLE | EXPERTS | set(PARAMETERS) | {DELTA}
+    if style not in known:
+        why = f": {REFUSED[style]}" if style in REFUSED else f": expected one of {sorted(known)}"
+        raise StyleError(f"style {style!r} of {name} is not served{why}")
+    if style in EXPERTS and name in modules or is_of_experts(name, styles):
+        return
+    if style == DELTA and name in modules:
+        for linear in linears_of(name, modules[name]):
+            _check_tensors(linear, modules[linear])
+        return
     by_head = style in COLUMN and name not in modules and is_attention(modules[name.rpartition(".")[0]])
     if style in WHOLE or by_head:
         return
@@ -147,10 +193,16 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
     if name in modules:
         own = type(modules[name])
         kind = own.__name__ if own.__name__ != nn.Linear.__name__ else f"{own.__module__}.{own.__name__}"
-    if name not in modules or type(modules[name]) is not nn.Linear:
+    linear = as_linear(modules[name]) if name in modules else None
+    if linear is None:
         raise StyleError(f"{name} is a {kind}: style {style!r} splits a torch.nn.Linear only")
-    if style in PACKED and modules[name].out_features % 2:
-        raise StyleError(f"{name} has {modules[name].out_features} outputs: style {style!r} expects two equal halves")
+    if style in PACKED and linear[0].out_features % 2:
+        raise StyleError(f"{name} has {linear[0].out_features} outputs: style {style!r} expects two equal halves")
+
+
+def is_of_experts(name: str, styles: dict[str, str]) -> bool:
+    """Whether `name` is of a parameter of an experts module, whose style it goes with."""
+    return styles.get(name.rpartition(".")[0]) in EXPERTS and styles[name] in PARAMETERS
 
 
 def check_layers(model: nn.Module, linears: Iterable[str], filtered: bool) -> None:
@@ -193,7 +245,7 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, A
     attributes = [value for module in model.modules() for key, value in vars(module).items() if key != "_modules"]
     listed = {id(each) for value in attributes for each in _contents(value)}
     for name, style in styles.items():
-        if name not in modules and style in COLUMN:  # a parameter of one entry a head
+        if name not in modules and style in COLUMN and not is_of_experts(name, styles):  # one entry a head
             _check_tensor(name, model.get_parameter(name))
     linears = [name for name, style in styles.items() if style in SPLIT and name in modules]
     empty = [name for name in linears if modules[name].weight.is_meta]

@@ -61,6 +61,29 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "offset_norm": ("Gemma", {"num_key_value_heads": 2}),
     "gathered_qkv": ("Olmo2", {"num_key_value_heads": 2, "hidden_size": 32}),
 }
+# Mixtures of experts, whose intermediate sizes three ranks do not divide.
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "hidden_size": 32}
+_OF_DEEPSEEK: dict[str, Any] = {
+    "hidden_size": 32,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_experts_per_tok": 2,
+}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**_EXPERTS, "intermediate_size": 20}),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24}),
+    "gpt_oss": ("GptOss", {**_EXPERTS, "intermediate_size": 20, "sliding_window": 4}),
+    "deepseek_v3": ("DeepseekV3", _OF_DEEPSEEK),
+}
+MORE["transposed"] = ("GPT2", {"hidden_size": 32, "n_inner": 40})
 
 
 # Whose heads or words run out on more ranks.
@@ -78,7 +101,7 @@ def cases(names: Iterable[str]) -> list[tuple[int, str]]:
 def config_of(name: str):
     import transformers
 
-    architecture, changes = (CONFIGS | MORE)[name]
+    architecture, changes = (CONFIGS | MORE | MIXTURES)[name]
     return getattr(transformers, f"{architecture}Config")(**{**PLAIN, **changes})
 
 
@@ -87,6 +110,7 @@ def build(name: str, attention: str = "sdpa") -> nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    attention = "eager" if name == "gpt_oss" else attention  # the only one of torch's that knows of sinks
     state = torch.get_rng_state()
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(

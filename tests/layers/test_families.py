@@ -1,4 +1,4 @@
-"""Dense families of transformers: split by its own plan, each gives the unsplit model's logits; the rest is refused.
+"""Families of transformers: split by its own plan or a built-in one, each gives the unsplit model's logits.
 
 One body runs all families, so that a family costs what its kernels cost. Norms and biases are drawn at random too:
 with the ones and zeros of a fresh model, one on the wrong head would change nothing.
@@ -92,17 +92,6 @@ THREE_RANKS: dict[str, dict[str, Any]] = {
     "gemma": {"num_key_value_heads": 1},
     "gpt_neox": {"num_key_value_heads": 4},
 }
-# model_type: (what differs from TINY, the refusal)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mixtral": ({}, r"'moe_tp_experts' of model.layers.0.mlp.experts is not served, it is a mixture of experts"),
-    "qwen3_moe": ({"num_experts": 4, "moe_intermediate_size": 8}, "it is a mixture of experts"),
-    "llama4_text": ({}, r"experts\.gate_up_proj is not served, it is a mixture of experts"),
-    "minicpm3": (
-        {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": 8},
-        "'mla_kv_a_proj' of model.layers.0.self_attn.kv_a_proj_with_mqa is not served",
-    ),
-    "doge": ({}, r"model.layers.0.self_attn is a DogeAttention with \{'dt_proj': 'rowwise'"),
-}
 
 
 def build(family: str, changes: dict[str, Any]) -> nn.Module:
@@ -165,15 +154,15 @@ def test_a_familys_own_plan_gives_the_unsplit_logits(world_size: int, families: 
     assert not wrong, "\n".join(wrong)
 
 
-def refused_body(ctx, refused: dict[str, tuple[dict[str, Any], str]]) -> None:
-    for family, (changes, match) in refused.items():
-        model = build(family, changes)
-        before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-        with pytest.raises(StyleError, match=match):
-            parallelize(model, ctx)
-        after = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-        assert after.keys() == before.keys() and all(after[name][0] is before[name][0] for name in before), family
-        assert all(after[name][1].keys() == before[name][1].keys() for name in before), family
+def refused_body(ctx) -> None:
+    model = build("llama", {})
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    holder: Any = model
+    holder._tp_plan = {**model.tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
+    with pytest.raises(StyleError, match="style 'diagonal' of model.layers.0.mlp.up_proj is not served: expected one"):
+        parallelize(model, ctx)
+    after = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    assert after.keys() == before.keys() and all(after[name][0] is before[name][0] for name in before)
     model = build("llama", {})
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(StyleError, match=r"LlamaForCausalLM is quantised \(bitsandbytes\)"):
@@ -182,8 +171,8 @@ def refused_body(ctx, refused: dict[str, tuple[dict[str, Any], str]]) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
-def test_what_is_not_dense_is_refused_by_name(world_size: int) -> None:
-    run_ranks(world_size, refused_body, REFUSED)
+def test_what_no_layer_serves_is_refused_by_name(world_size: int) -> None:
+    run_ranks(world_size, refused_body)
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
@@ -197,7 +186,7 @@ def test_an_old_transformers_is_refused(monkeypatch) -> None:
     resolve_plan(model, "auto")
 
 
-# --- families without a plan -----------------------------------------------------------------------------------------
+# --- families whose own plan is missing ------------------------------------------------------------------------------
 
 BLOCK = "model.layers.*."
 PLANS = {
@@ -222,10 +211,15 @@ def dict_body(ctx) -> dict[str, torch.Tensor]:
     results = {}
     for family, plan in PLANS.items():
         model = build(family, CHANGES[family])
-        with pytest.raises(StyleError, match="has no tensor-parallel plan of its own: pass plan="):
-            parallelize(model, ctx)
-        parallelize(model, ctx, plan=plan)
+        assert "split by the plan that was given" in str(parallelize(model, ctx, plan=plan))
         results[family] = logits(model, ctx.device)
+        built_in = build(family, CHANGES[family])
+        assert parallelize(built_in, ctx).plan == f"the built-in plan of {family}"
+        assert torch.equal(logits(built_in, ctx.device), results[family])
+    without: Any = build("llama", {})
+    without._tp_plan = {}
+    with pytest.raises(StyleError, match="has no tensor-parallel plan of its own, and none is built in: pass plan="):
+        parallelize(without, ctx)
     model = build("granite_swa", {})  # in older versions its plan splits the sinks without saying local_params
     plan = {name: style for name, style in model.tp_plan.items() if style != "local_params"}
     model.model.layers[0].self_attn.gains = nn.Parameter(torch.ones(3))

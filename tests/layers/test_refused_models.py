@@ -16,7 +16,7 @@ from tests.harness import UNDER_TORCHRUN, WORLDS, agreed, both, run_ranks
 from tests.layers import models, test_families
 from tests.layers.test_refused_plans import Pair
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytestmark = both
 two_ranks = pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
 
@@ -134,37 +134,49 @@ def test_a_plan_that_finds_nothing_is_refused(world_size: int) -> None:
     run_ranks(world_size, whole_body)
 
 
-HYBRID = {
-    "jamba": {"mamba_d_state": 8, "num_experts": 1},
-    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
-}
+class HeadOnly(transformers.LlamaForCausalLM):
+    """A family whose own plan splits its head only."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._tp_plan = {"lm_head": "colwise_gather_output"}
 
 
 def head_body(ctx, folder: str) -> dict[str, torch.Tensor]:
     results = {}
-    for family, kind in (("jamba", "JambaForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM")):
-        changes = HYBRID[family]
-        match = f"{kind}'s own plan splits lm_head only: each rank would hold and compute all layers, whole; pass plan="
-        model = test_families.build(family, changes)
-        with pytest.raises(StyleError, match=match):
-            parallelize(model, ctx)
-        for options in ({"partial": True}, {"plan": {"lm_head": "colwise_gather_output"}}):
-            model = test_families.build(family, changes)
-            report = parallelize(model, ctx, **options)
-            assert [row.name for row in report.rows if row.op != "-"] == ["lm_head"]
-        if family == "falcon_h1":  # one layer of the other has no cache
-            results[family] = test_families.logits(model, ctx.device)
-    with pytest.raises(StyleError, match="splits lm_head only"):
-        layers.from_pretrained(folder, ctx)
-    results["loaded"] = test_families.logits(layers.from_pretrained(folder, ctx, partial=True), ctx.device)
+    match = "HeadOnly's own plan splits lm_head only: each rank would hold and compute all layers, whole; pass plan="
+    with pytest.raises(StyleError, match=match):
+        parallelize(head_only(), ctx)
+    for options in ({"partial": True}, {"plan": {"lm_head": "colwise_gather_output"}}):
+        model = head_only()
+        report = parallelize(model, ctx, **options)
+        assert [row.name for row in report.rows if row.op != "-"] == ["lm_head"]
+        results[str(options)] = models.logits(model, ctx.device)
+    hybrid = test_families.build("falcon_h1", HYBRID)  # its own is of the kind, too
+    report = parallelize(hybrid, ctx)
+    assert report.plan == "the built-in plan of falcon_h1" and sum(row.op != "-" for row in report.rows) > 6
+    results["hybrid"] = test_families.logits(hybrid, ctx.device)
+    results["loaded"] = test_families.logits(layers.from_pretrained(folder, ctx), ctx.device)
     return results
+
+
+HYBRID = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+
+
+def head_only() -> nn.Module:
+    model = HeadOnly(transformers.LlamaConfig(**models.PLAIN)).eval()
+    model.load_state_dict(models.build("plain").state_dict())
+    return model
 
 
 @two_ranks
 def test_a_plan_of_the_head_only_is_refused_unless_partial(world_size: int, tmp_path: Path) -> None:
     folder = agreed(tmp_path)
-    whole = test_families.build("falcon_h1", HYBRID["falcon_h1"])
+    whole = test_families.build("falcon_h1", HYBRID)
     whole.save_pretrained(folder)
     for results in run_ranks(world_size, head_body, str(folder)):
         for name, result in results.items():
-            torch.testing.assert_close(result.cpu(), test_families.logits(whole), rtol=1e-3, atol=1e-4, msg=name)
+            if name in ("hybrid", "loaded"):
+                torch.testing.assert_close(result.cpu(), test_families.logits(whole), rtol=1e-3, atol=1e-4, msg=name)
+            else:
+                models.assert_logits(result, "plain")

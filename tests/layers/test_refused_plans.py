@@ -207,8 +207,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
     ),
     "a weight read by another's forward": (lambda: Stack(Unbound), PAIR, "layers.0.down .* reads its (weight|bias)"),
     "a linear in a list": (lambda: Stack(Listed), PAIR, "layers.0.up is held in a list, a tuple or a dict"),
-    "n_heads": (t5, attention(T5_SELF, ["q", "k", "v"], "o"), r"encoder.block.0.layer.0.SelfAttention would fail"),
-    "n_heads across": (t5, attention(T5_CROSS, ["q", "k", "v"], "o"), r"layer.1.EncDecAttention would fail"),
+    "n_heads": (
+        t5,
+        attention(T5_SELF, ["q", "k", "v"], "o"),
+        r"encoder.block.0.layer.0.SelfAttention is a T5Attention",
+    ),
+    "n_heads across": (t5, attention(T5_CROSS, ["q", "k", "v"], "o"), r"layer.1.EncDecAttention is a T5Attention"),
     "alibi": (
         bloom,
         attention("transformer.h.*.self_attention", ["query_key_value"], "dense"),

@@ -1,0 +1,121 @@
+"""Experts of a mixture, every one of them split over the ranks by its intermediate size.
+
+    parameter              whole                                   this rank's
+    gate_up_proj           [E, 2I, H], or [E, H, 2I]               I/w of the gates, and of what they gate
+    up_proj                [E, I, H], experts without a gate       I/w
+    down_proj              [E, H, I], or [E, I, H]                 I/w
+    gate_up_proj_bias      [E, 2I]                                 I/w of each
+    down_proj_bias         [E, H]                                  whole
+
+Each rank computes its slice of every expert that a token goes to, and the sum over a token's experts and over the ranks
+is one op. The router stays whole, so all ranks know where each token goes, and no token travels. Splitting whole
+experts instead would leave the ranks with uneven work, for routers' loads are uneven.
+
+`I` need not divide by the ranks. Where it is a multiple of 8, so is every part, for kernels load 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from iris_ops import torch_ops
+from iris_ops.moe.activation import Activation
+from iris_ops.moe.torch_ops import mixture
+import torch
+from torch import nn
+
+from .shard import Shard, balanced
+from .sharded import split_parameter
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+_UNIT = 8  # entries of an intermediate size that stay together: 16 bytes of bf16
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a module stores its experts, and what they compute."""
+
+    first: str  # the name of the weight before the activation
+    second: str
+    intermediate: int
+    activation: Activation | None  # None: what the module's own forward computes, by elements
+    transposed: bool = False  # [E, H, I], as gpt-oss has it, in place of [E, I, H]
+    interleaved: bool = False  # gates and ups in turn, in place of all gates first
+    gated: bool = True
+
+    def parts(self, module: nn.Module, world: int, rank: int) -> dict[str, tuple[Shard, int]]:
+        """By parameter: this rank's part, and of which dimension."""
+        start, stop = part_of_experts(self.intermediate, world, rank)
+        one = Shard(self.intermediate, ((start, stop),))
+        both = one
+        if self.gated and self.interleaved:
+            both = Shard(2 * self.intermediate, ((2 * start, 2 * stop),))
+        elif self.gated:
+            after = self.intermediate
+            both = Shard(2 * self.intermediate, ((start, stop), (start + after, stop + after)))
+        parts = {self.first: (both, 2 if self.transposed else 1), self.second: (one, 1 if self.transposed else 2)}
+        if getattr(module, f"{self.first}_bias", None) is not None:
+            parts[f"{self.first}_bias"] = both, 1
+        return parts
+
+
+def part_of_experts(intermediate: int, world: int, rank: int) -> tuple[int, int]:
+    """`[start, stop)` of an intermediate size: sizes differ by one unit at most."""
+    unit = _UNIT if intermediate % _UNIT == 0 and intermediate >= _UNIT * world else 1
+    start, stop = balanced(intermediate // unit, world, rank)
+    return start * unit, stop * unit
+
+
+class SplitExperts(nn.Module):
+    """In place of `module`, whose other attributes it takes over: `moe_gate_up`, then `moe_down_all_reduce`."""
+
+    op = "moe_gate_up, moe_down_all_reduce"
+    shared: tuple[nn.Module, ...] = ()  # one whose part, of the same tokens, joins the sum over ranks
+
+    def __init__(self, module: nn.Module, form: Form, ctx: Iris):
+        super().__init__()
+        vars(self).update(vars(module))
+        self._form, self.ctx = form, ctx
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:4]
+        for key, (part, dim) in form.parts(module, ctx.num_ranks, ctx.cur_rank).items():
+            split_parameter(self, key, part, dim)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Hidden states [..., H], experts [tokens, k] and weights [tokens, k], by position or by the class's names."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        hidden, experts, weights = (given[name] for name in self._names)
+        x, form = hidden.reshape(-1, hidden.shape[-1]), self._form
+        shared = self.shared[0](x) if self.shared else None
+        up, down = getattr(self, form.first), getattr(self, form.second)
+        if not form.transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        bias, last = (getattr(self, f"{key}_bias", None) for key in (form.first, form.second))
+        assert form.activation is not None
+        return mixture(self.ctx, x, up, down, experts, weights, bias, last, shared, form.activation, form.interleaved)
+
+
+class SumOverRanks:
+    """The forward hook of a module that computes with this rank's slices: its output becomes the sum over ranks."""
+
+    op = "the module's own, then all_reduce"
+
+    def __init__(self, ctx: Iris):
+        self.ctx = ctx
+
+    def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output if output.is_meta else torch_ops.sum_over_ranks(self.ctx, output)
+
+
+class OnFirstRank(nn.Module):
+    """What passes a token on, inside of a module whose output is summed over the ranks: one of them does."""
+
+    def __init__(self, ctx: Iris):
+        super().__init__()
+        self._passes = ctx.cur_rank == 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._passes else torch.zeros_like(x)

@@ -1,0 +1,25 @@
+"""Plans of mixtures of experts, and of latent attention."""
+
+from __future__ import annotations
+
+from .rules import COLUMN, EXPERTS, GATHER, HEAD, ROW, attention, below, mlp
+
+# What all heads share, `q_a_proj` and `kv_a_proj_with_mqa`, is small and stays whole.
+LATENT = {**{f"self_attn.{each}": COLUMN for each in ("q_proj", "q_b_proj", "kv_b_proj")}, "self_attn.o_proj": ROW}
+_EXPERTS = {"mlp.experts": EXPERTS, **mlp("mlp.shared_experts"), **mlp()}
+_LATENT = {**below("model.layers.*", LATENT, _EXPERTS), **HEAD}
+
+PLANS: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        **below("model.layers.*", attention(), {"self_attn.sinks": COLUMN, "mlp.experts": EXPERTS}),
+        **HEAD,
+    },
+    **dict.fromkeys(("deepseek_v3", "axk1", "sarvam_mla"), _LATENT),
+    "dbrx": {
+        **below("transformer.blocks.*", {"norm_attn_norm.attn.Wqkv": GATHER, "norm_attn_norm.attn.out_proj":
+                "rowwise_split_input"}),
+        **HEAD,
+    },
+    "jetmoe": {**below("model.layers.*", {"self_attention.kv_proj": GATHER}), **HEAD},
+    "zaya": {**below("model.layers.*", {"mlp.experts": EXPERTS, "self_attn.o_proj": "rowwise_split_input"}), **HEAD},
+}  # fmt: skip

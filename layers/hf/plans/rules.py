@@ -1,0 +1,42 @@
+"""Parts that plans are put together from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+COLUMN, ROW = "colwise", "rowwise"
+GATHER, SLICE = "colwise_gather_output", "rowwise_split_input"
+PACKED, EXPERTS, WHOLE = "packed_colwise", "moe_tp_experts", "replicate"
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def below(stacks: str | Iterable[str], *rules: dict[str, str]) -> dict[str, str]:
+    """`rules` for the modules below each of `stacks`."""
+    stacks = (stacks,) if isinstance(stacks, str) else stacks
+    return {f"{stack}.{name}": style for stack in stacks for each in rules for name, style in each.items()}
+
+
+def attention(name: str = "self_attn", projections: Iterable[str] = QKV, output: str = "o_proj") -> dict[str, str]:
+    """Whole heads on each rank. An empty `name` for projections that stand in the layer itself."""
+    prefix = f"{name}." if name else ""
+    return {**{prefix + each: COLUMN for each in projections}, prefix + output: ROW}
+
+
+def gathered(name: str, projections: Iterable[str], output: Iterable[str] = ()) -> dict[str, str]:
+    """All heads on each rank: weights are split, outputs gathered."""
+    return {**{f"{name}.{each}": GATHER for each in projections}, **{f"{name}.{each}": SLICE for each in output}}
+
+
+def mlp(
+    name: str = "mlp", first: Iterable[str] = ("gate_proj", "up_proj"), second: str = "down_proj"
+) -> dict[str, str]:
+    """The one before and the one behind the activation."""
+    prefix = f"{name}." if name else ""
+    return {**{prefix + each: COLUMN for each in first}, prefix + second: ROW}
+
+
+HEAD = {name: GATHER for name in ("lm_head", "embed_out", "output_projection", "proj_out", "head", "decoder", "output",
+                                  "lm_loss", "pred_layer.proj", "generator_lm_head")}  # fmt: skip
+LLAMA = {**attention(), **mlp()}
+LLAMA_PLAN = {**below("model.layers.*", LLAMA), **HEAD}

@@ -1,0 +1,124 @@
+"""Shared experts of a mixture: their part joins the sum of the routed ones, before ranks exchange it.
+
+    block(x) = experts(x, router(x)) + shared(x)      one all-reduce for both, in place of one for each
+
+A block is changed only if it computes just that, seen by trying: a copy of it, whose experts and shared expert are
+stand-ins, is called, and its result must be the sum of what the two gave, each for the block's own input. (A shared
+expert behind a gate of its own is none.) The names of all modules and parameters stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..experts import SplitExperts
+from ..linear import RowParallelLinear
+from ..sharded import LOCAL
+from .skeleton import kind_of
+from .styles import is_hooked
+
+_NAMES = ("shared_experts", "shared_expert")
+_BATCH, _TOKENS = 2, 3
+
+
+class Joined(nn.Module):
+    """In place of a shared expert, with all that it holds: its part is in the routed experts' sum, so it gives zero."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        vars(self).update((key, held) for key, held in vars(shared).items() if not key.endswith("_hooks"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(())
+
+
+def join_shared(model: nn.Module) -> int:
+    """Lets the shared experts of `model` join the routed ones' sum, where that is right; how many blocks there were."""
+    found: dict[tuple, bool] = {}
+    count = 0
+    for block in list(model.modules()):
+        children = dict(block.named_children())
+        experts = children.get("experts")
+        name = next((each for each in _NAMES if each in children), None)
+        if not isinstance(experts, SplitExperts) or name is None or is_hooked(experts) or "forward" in vars(block):
+            continue
+        shared: Any = children[name]
+        last = [each for each in shared.modules() if isinstance(each, RowParallelLinear)]
+        if (
+            len(last) != 1
+            or not last[0].reduce_results
+            or last[0].weight_scale is not None
+            or last[0].sequence_parallel
+        ):
+            continue
+        if shared._forward_hooks or "forward" in vars(shared):
+            continue
+        kind = type(block), kind_of(experts)
+        if kind not in found:
+            found[kind] = _is_sum(block, name)
+        if found[kind]:
+            last[0].reduce_results, last[0].op = False, LOCAL
+            experts.shared = (shared,)  # in a tuple: a child of the block only
+            setattr(block, name, Joined(shared).train(shared.training))
+            count += 1
+    return count
+
+
+class _StandIn(nn.Module):
+    """Gives random values of its input's shape, and keeps both."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = torch.Generator("cpu").manual_seed(seed)
+        self.given: list[torch.Tensor] = []
+        self.gave: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self.given.append(x)
+        self.gave.append(torch.randn(x.shape, generator=self._random))
+        return self.gave[-1]
+
+
+@torch.no_grad()
+def _is_sum(block: Any, name: str) -> bool:
+    """Whether `block` adds what its experts and its child `name` make of its input, and does nothing else."""
+    trial, experts, shared = copy.copy(block), _StandIn(1), _StandIn(2)
+    trial._modules, trial._parameters = dict(block._modules), dict(block._parameters)
+    trial._forward_pre_hooks, trial._forward_hooks = {}, {}
+    hidden = getattr(block.experts, block.experts._form.second).shape[2 if block.experts._form.transposed else 1]
+    random = torch.Generator("cpu").manual_seed(0)
+    try:
+        for child, module in block._modules.items():
+            if child not in ("experts", name) and module is not None:
+                trial._modules[child] = _drawn(module, random)
+        for key, parameter in block._parameters.items():
+            if parameter is not None:
+                trial._parameters[key] = nn.Parameter(torch.rand(parameter.shape, generator=random))
+        for key, buffer in block._buffers.items():
+            if buffer is not None:
+                trial._buffers = {**trial._buffers, key: torch.rand(buffer.shape, generator=random)}
+        trial._modules |= {"experts": experts, name: shared}
+        x = torch.randn(_BATCH, _TOKENS, hidden, generator=random)
+        result = type(block).forward(trial, x)
+    except Exception:  # whatever it wants beside
+        return False
+    result = result[0] if isinstance(result, tuple) else result
+    if len(experts.given) != 1 or len(shared.given) != 1 or not isinstance(result, torch.Tensor):
+        return False
+    flat = [each.reshape(-1, hidden) for each in (experts.given[0], shared.given[0], x)]
+    total = experts.gave[0].reshape(x.shape) + shared.gave[0].reshape(x.shape)
+    alike = all(each.shape == flat[2].shape and torch.equal(each, flat[2]) for each in flat)
+    return alike and result.shape == x.shape and torch.allclose(result, total, rtol=1e-5, atol=1e-6)
+
+
+def _drawn(module: nn.Module, random: torch.Generator) -> nn.Module:
+    """A copy of `module` in float32 on the CPU with random weights."""
+    own = copy.deepcopy(module).to_empty(device="cpu").float()
+    for tensor in (*own.parameters(), *own.buffers()):
+        if tensor.is_floating_point():
+            tensor.copy_(torch.rand(tensor.shape, generator=random))
+    return own

@@ -1,0 +1,81 @@
+"""Tries every causal language model type of the installed transformers, split and unsplit, and writes docs/models.md.
+
+    python -m tests.coverage_of_models --write                   all types on 2 and on 3 ranks: an hour on two cores
+    python -m tests.coverage_of_models --only mixtral --report   one of them, and what became of its modules
+    python -m tests.coverage_of_models --json FILE               goes on where FILE ends
+
+Fails if a type is accepted and wrong. See `table` for what the page says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+import time
+
+import iris  # noqa: F401  # before triton
+
+from tests.coverage_of_models import compare, table, tiny
+from tests.harness import run_ranks
+
+TIMEOUT_S = 400.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types in place of all")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3], metavar="N")
+    parser.add_argument("--json", type=Path, help="results by type: read first if it is there, then written")
+    parser.add_argument("--again", action="store_true", help="try what the file has, too")
+    parser.add_argument("--merge", type=Path, help="results of another run, on other ranks, to take the worse of")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    parser.add_argument("--report", action="store_true", help="print each report")
+    arguments = parser.parse_args()
+    results = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    for model_type in arguments.only or tiny.types():
+        if model_type in results and not arguments.again and not arguments.only:
+            continue
+        started = time.monotonic()
+        results[model_type] = of_type(model_type, arguments.ranks, arguments.report)
+        row = results[model_type]
+        text = row["message"] if row["outcome"] != "split" else f"{row['share']:.0%}"
+        print(f"{model_type}: {row['outcome']} {text[:300]} ({time.monotonic() - started:.1f} s)", flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.merge:
+        results = table.merged(results, json.loads(arguments.merge.read_text()))
+    if arguments.write:
+        table.PLACE.write_text(table.render(results, arguments.ranks))
+    counts: dict[str, int] = {}
+    for row in results.values():
+        counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1
+    print(counts)
+    return int(counts.get("wrong", 0) > 0)
+
+
+def of_type(model_type: str, ranks: list[int], shows: bool) -> dict:
+    """One row: outcome (split, refused, wrong, untried), the share that is split, and a message."""
+    try:
+        single, double, note = compare.reference(model_type)
+    except Exception as error:  # of transformers: whatever it is, the type cannot be tried
+        return {"outcome": "untried", "share": 0.0, "message": f"{type(error).__name__}: {error}"}
+    share, report = 1.0, ""
+    for world_size in ranks:
+        try:
+            outcomes = run_ranks(world_size, compare.split_body, model_type, timeout=TIMEOUT_S)
+        except Exception as error:  # the worst of all: accepted, and then it fails
+            lines = str(error).strip().splitlines()
+            return {"outcome": "wrong", "share": 0.0, "message": f"{world_size} ranks: {' | '.join(lines[-8:])}"[-800:]}
+        if outcomes[0].refusal:
+            return {"outcome": "refused", "share": 0.0, "message": outcomes[0].refusal}
+        if wrong := compare.judge(single, double, outcomes):
+            return {"outcome": "wrong", "share": 0.0, "message": f"{world_size} ranks: {wrong}"}
+        share, report = min(share, *(each.share for each in outcomes)), outcomes[0].report
+        if shows:
+            print(report)
+    return {"outcome": "split", "share": round(share, 3), "message": note}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

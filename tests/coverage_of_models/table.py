@@ -1,0 +1,70 @@
+"""`docs/models.md`: which model types are split, how much of them, and what is said of the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+import re
+from typing import Any
+
+from layers.hf.plans import PLANS
+
+PLACE = Path(__file__).parents[2] / "docs" / "models.md"
+_HEAD = """# Models
+
+Which causal language models `layers.parallelize` and `layers.from_pretrained` split over ranks.
+
+`python -m tests.coverage_of_models --write` made this page. It builds a tiny random model of each type that
+transformers' `AutoModelForCausalLM` knows, splits it, and compares logits and greedy tokens with the unsplit model in
+float64. A type is *wrong* if it is accepted and a rank's answer differs; the command fails then.
+
+- **split**: the share of the tiny model's parameters of which each rank holds a part. Word embeddings are left out,
+  because every rank holds them whole. Norms and routers stay whole, too; they weigh less in a real model.
+- **plan**: *own* is the model's own tensor-parallel plan, *built in* is one of `layers/hf/plans/`. The report that
+  `parallelize` returns names it.
+- **refused**: the message. The model is then as it was. A plan of your own, `plan={{name: style}}`, may still split it.
+- **not tried**: transformers cannot build or run the type by itself here.
+
+Measured with transformers {transformers}, torch {torch}, {ranks}, on CPUs in Triton's interpreter.
+
+| of {all} types | split | refused | not tried | wrong |
+|---|---:|---:|---:|---:|
+| | {split} | {refused} | {untried} | {wrong} |
+"""
+
+
+def render(results: dict[str, dict[str, Any]], ranks: list[int]) -> str:
+    """The page for `results` by type."""
+    counts = Counter(row["outcome"] for row in results.values())
+    outcomes = {key: counts.get(key, 0) for key in ("split", "refused", "untried", "wrong")}
+    versions = {name: version(name).partition("+")[0] for name in ("transformers", "torch")}
+    over = " and ".join(map(str, ranks)) + " ranks"
+    parts = [_HEAD.format(all=len(results), ranks=over, **versions, **outcomes)]
+    split = {name: row for name, row in sorted(results.items()) if row["outcome"] == "split"}
+    lines = ["| type | split | plan | note |", "|---|---:|---|---|"]
+    for name, row in split.items():
+        plan = "built in" if name in PLANS else "own"
+        lines.append(f"| {name} | {100 * row['share']:.0f} % | {plan} | {_cell(row['message'])} |")
+    parts.append("## Split\n\n" + "\n".join(lines) + "\n")
+    for outcome, title in (("refused", "Refused"), ("untried", "Not tried"), ("wrong", "Wrong")):
+        rows = {name: row for name, row in sorted(results.items()) if row["outcome"] == outcome}
+        if rows:
+            table = [f"| {name} | {_cell(row['message'])} |" for name, row in rows.items()]
+            parts.append(f"## {title}\n\n" + "\n".join(["| type | why |", "|---|---|", *table]) + "\n")
+    return "\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()[:300]
+
+
+def merged(first: dict[str, dict], second: dict[str, dict]) -> dict[str, dict]:
+    """Of two runs the worse outcome of each type, and the smaller share."""
+    order = ("wrong", "refused", "untried", "split")
+    results = {}
+    for name in first.keys() | second.keys():
+        rows = [each[name] for each in (first, second) if name in each]
+        worst = min(rows, key=lambda row: (order.index(row["outcome"]), row["share"]))
+        results[name] = worst
+    return results
