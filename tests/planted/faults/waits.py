@@ -140,7 +140,7 @@ WAITS = [
         "iris/context.py",
         "            self.hosts.leave(error)\n",
         "",
-        (f"{_WAITS}[broadcast from it-raise]",),
+        (f"{_WAITS}[growth-raise]",),
     ),
     Fault(
         "who leaves by an error tells no kernel",
