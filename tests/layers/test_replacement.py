@@ -46,6 +46,7 @@ class Steps:
     def __init__(self, folder: Path, fatal: int | None) -> None:
         self.folder, self.fatal, self.count = str(folder), fatal, 0
         self.unsynced: set[int] = set()
+        self.truncate = os.truncate
         sys.addaudithook(self._heard)
         for name in ("fsync", "write", "pwritev", "truncate"):
             setattr(os, name, self._watched(name, getattr(os, name)))
@@ -59,6 +60,10 @@ class Steps:
         if event == "os.remove" and not os.path.lexists(arguments[0]):
             return
         self._step()
+        if event == "open" and arguments[2] & os.O_TRUNC and os.path.lexists(arguments[0]):
+            if self.count == self.fatal:
+                self.truncate(arguments[0], 0)  # as it is once it is open
+            self._step()
         if event in ("os.remove", "os.rename") and self.unsynced:
             os._exit(3)
 
