@@ -40,7 +40,7 @@ WAITS = [
         "iris/channel.py",
         "        self.tell(_LOST, (peer, reason))\n",
         "",
-        ("tests/iris/test_agreement.py::test_who_gives_up_later_names_the_same_rank",),
+        ("tests/iris/test_agreement.py::test_who_comes_once_another_has_ended_by_its_loss_names_the_same_rank",),
     ),
     Fault(
         "a broadcast takes each rank's own source",
