@@ -36,13 +36,6 @@ WAITS = [
         (f"{_WATCHED}[outlived]",),
     ),
     Fault(
-        "who loses a rank tells nobody",
-        "iris/channel.py",
-        "        self.tell(_LOST, (peer, reason))\n",
-        "",
-        ("tests/iris/test_agreement.py::test_who_comes_once_another_has_ended_by_its_loss_names_the_same_rank",),
-    ),
-    Fault(
         "a broadcast takes each rank's own source",
         "iris/group.py",
         "        if len({source for source, _ in told}) > 1:\n",
