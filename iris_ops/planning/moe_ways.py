@@ -31,7 +31,7 @@ _TILES = (
 )  # fmt: skip
 _SORT_US, _ROWS_US = 3.0, 2.0  # a kernel that sorts, one that goes over a token's rows
 _MOST_TO_ALL = 1 << 17  # sums that more than two ranks send each other in one shot
-_MOST_EXCHANGED = 1 << 28  # bytes of the heap, for what the ranks send each other in one call
+_MOST_EXCHANGED = 1 << 27  # bytes of the heap, for what the ranks send each other at a time
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,33 @@ def exchange_form(problem: MoeProblem) -> str:
 
 
 def exchange_bytes(problem: MoeProblem, config: FusedConfig) -> int:
-    """What the ranks send each other in Lamport values, in two buffers."""
+    """What the ranks send each other in Lamport values at a time, in two buffers."""
     if config.algorithm == "sequential" or not problem.reduces:
         return 0
+    if config.algorithm == "overlapped":
+        return _sums_bytes(problem, tokens_at_once(problem))
+    return 2 * problem.world_size * problem.tokens * exchange_ld(problem.N) * problem.dtype.itemsize
+
+
+def tokens_at_once(problem: MoeProblem) -> int:
+    """Of how many tokens `lamport_combine.py` exchanges the sums in one launch."""
+    if problem.scatters:  # whose parts are of all tokens
+        return problem.tokens
+    each = _sums_bytes(problem, problem.world_size) // problem.world_size
+    return min(problem.tokens, max(1, _MOST_EXCHANGED // max(1, each)))
+
+
+def _sums_bytes(problem: MoeProblem, tokens: int) -> int:
     w, ld = problem.world_size, exchange_ld(problem.N)
-    elements = w * problem.tokens * ld
-    if config.algorithm == "overlapped" and exchange_form(problem) != "all":
-        rows = -(-problem.tokens // w) * w
+    elements = w * tokens * ld
+    if exchange_form(problem) != "all":
+        rows = -(-tokens // w) * w
         elements = rows * ld + (exchange_ld(w) if problem.scatters else rows * ld)
     return 2 * elements * problem.dtype.itemsize
 
 
 def _many_sums(problem: MoeProblem, machine: Machine) -> str | None:
-    config = FusedConfig(algorithm="overlapped")
-    nbytes = exchange_bytes(problem, config)
+    nbytes = _sums_bytes(problem, tokens_at_once(problem))
     if nbytes > _MOST_EXCHANGED:
         return f"its exchange would take {nbytes >> 20} MiB; at most {_MOST_EXCHANGED >> 20}"
     return None
@@ -109,7 +122,9 @@ def _sums_us(problem: MoeProblem, machine: Machine) -> float:
     again = (problem.pairs + 3 * problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
     link = _link_us(problem, machine)
     sort = _SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
-    return _ROWS_US + machine.launch_us + machine.exchange_us + max(again, link) + 0.2 * min(again, link) + sort
+    launches = -(-problem.tokens // max(1, tokens_at_once(problem)))
+    fixed = _ROWS_US + launches * (machine.launch_us + machine.exchange_us) + sort
+    return fixed + max(again, link) + 0.2 * min(again, link)
 
 
 def _hop_us(problem: MoeProblem, machine: Machine) -> float:
