@@ -24,11 +24,12 @@ FEW_PAIRS = 256  # that a program looks through by itself
 MOST_TOKENS = 128  # of which one program adds up what their experts give, for some columns
 # block_m, block_n, block_k, warps, stages; what part of the chip's rate its products reach, and the depth along K that
 # would take as long as its beginning and end: less where two programs share a multiprocessor.
-_FEW_TILES = ((16, 64, 128, 4, 5, 0.12, 128), (16, 128, 64, 4, 5, 0.15, 128))
+_FEW_TILES = ((16, 32, 256, 4, 4, 0.08, 128), (16, 64, 128, 4, 5, 0.12, 128), (16, 128, 64, 4, 5, 0.15, 128))
 _TILES = (
     *_FEW_TILES, (32, 128, 64, 4, 5, 0.25, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
     (128, 256, 64, 8, 3, 0.75, 512),
 )  # fmt: skip
+_DRAW_ALL = 0.8  # of the multiprocessors draw all that the memory gives
 _SORT_US, _ROWS_US = 3.0, 2.0  # a kernel that sorts, one that goes over a token's rows
 _MOST_TO_ALL = 1 << 17  # sums that more than two ranks send each other in one shot
 _MOST_EXCHANGED = 1 << 27  # bytes of the heap, for what the ranks send each other at a time
@@ -246,8 +247,11 @@ def _product_us(problem: MoeProblem, config: FusedConfig, machine: Machine) -> f
     rate *= (1.0 if size == 2 else 0.06) * problem.K / (problem.K + ends) if problem.K else 1.0
     streamed = problem.touched * columns * problem.K * size
     passed = problem.pairs * (problem.K * -(-columns // (4 * config.block_n)) + problem.N) * size
-    waves = max(1.0, machine.num_programs / max(1.0, blocks * columns / config.block_n))
-    memory, math = (streamed + passed) / (machine.hbm_gbs * 1e3), waves * flops / (rate * machine.tflops * 1e6)
+    programs = max(1.0, blocks * columns / config.block_n)
+    waves = max(1.0, machine.num_programs / programs)
+    drawing = min(1.0, programs / (_DRAW_ALL * machine.num_programs))  # of what the memory gives
+    memory = (streamed + passed) / (drawing * machine.hbm_gbs * 1e3)
+    math = waves * flops / (rate * machine.tflops * 1e6)
     return max(memory, math) + 0.25 * min(memory, math)
 
 
