@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 # name: tokens, rows and columns of a tile, gate (or None: the product back), whether weights are transposed.
 PRODUCTS = {
     "moe_gate_up_few": (8, 16, 128, "halves", True),
-    "moe_gate_up_one": (1, 16, 64, "halves", True),
+    "moe_gate_up_one": (1, 16, 32, "halves", True),
     "moe_gate_up_turns": (8, 16, 128, "turns", False),
     "moe_gate_up_sorted": (4096, 64, 128, "halves", True),
     "moe_gate_up_large": (4096, 128, 256, "turns", False),

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are 
 
 from iris_tp.bench.team import launch  # noqa: E402
 
-from benchmarks import all_scatter, ccl, fp8, litmus, ops, rma, stress, timeline  # noqa: E402
+from benchmarks import all_scatter, ccl, fp8, litmus, moe, ops, rma, stress, timeline  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,8 @@ from benchmarks import all_scatter, ccl, fp8, litmus, ops, rma, stress, timeline
         (rma, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
         (litmus, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
         (fp8, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
+        (moe, ["--shapes", "switch"], "--shapes: switch; expected some of qwen3-30b-a3b, mixtral-8x7b"),
+        (moe, ["--tokens", "0"], "--tokens: invalid list of numbers from 1 on"),
         (all_scatter, ["--rows", "1"], "--rows: invalid list of sizes M,N,K;M,N,K from 1 on value: '1'"),
         (all_scatter, ["--rows", "0,0,0"], "--rows: invalid list of sizes M,N,K;M,N,K from 1 on"),
         (all_scatter, ["--device", "cpu", "--store-warp"], "--store-warp on cpu: expected NVIDIA Hopper GPUs"),

@@ -6,6 +6,8 @@ over the ranks. `lamport_down.py` is for few tokens; `sequential.py` for what ha
     "owners"    their tokens' owners   they add them and send the result to everyone
     "scatter"   their tokens' owners   they add them: reduce-scatter
 
+A launch exchanges the sums of as many tokens as the exchange area has room for (`moe_ways.tokens_at_once`).
+
 Sums are Lamport values (`lamport_steps.py`), so what a program reads of its memory and what it sends overlap, and no
 rank waits for a peer's last value before it begins. A program sends all that it has before it takes any: no wait is
 circular. Of "all", this rank's own sums stand in `out` meanwhile.
@@ -28,14 +30,12 @@ import triton.language as tl
 from ..kernels.lamport_matmul import sum_own_part
 from ..kernels.lamport_steps import exchange_of
 from ..kernels.tiles import Matrix
-from ..planning.moe_ways import exchange_form
+from ..planning.moe_ways import exchange_form, tokens_at_once
 from ..planning.workspace_size import exchange_ld
 from . import grouped_matmul
 from .combine import combined
 
 if TYPE_CHECKING:
-    from iris.rank import Rank
-
     from ..config import FusedConfig
     from ..planning.moe_problem import MoeProblem
     from ..workspace import Workspace
@@ -106,26 +106,36 @@ def launch(
     shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """`where`: experts as they were chosen, or sorted. The workspace has room in its exchange area."""
-    ctx: Rank = workspace.ctx
     size = problem.pairs * problem.N * problem.dtype.itemsize
     products = workspace.local("moe products", size).view(problem.dtype).view(problem.pairs, problem.N)
-    once = bias if ctx.cur_rank == 0 else None
+    once = bias if steps.ctx.cur_rank == 0 else None
     grouped_matmul.launch(steps, problem, config, products, A, B, where, once, None, False)
-    block_m, block_n, beside = _BLOCK[ctx.device.type]
+    at_once, k = tokens_at_once(problem), problem.top_k
+    for begin in range(0, problem.tokens, at_once):
+        some = slice(begin, begin + at_once)
+        _launch_sums(
+            steps, workspace, problem, out if problem.scatters else out[some],
+            products[begin * k : (begin + at_once) * k], weights[some], None if shared is None else shared[some],
+        )  # fmt: skip
+
+
+def _launch_sums(
+    steps: Steps, workspace: Workspace, problem: MoeProblem, out: torch.Tensor, products: torch.Tensor,
+    weights: torch.Tensor, shared: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Of the tokens that have `weights`."""
+    device, tokens, form = steps.ctx.device, weights.shape[0], exchange_form(problem)
+    block_m, block_n, beside = _BLOCK[device.type]
     values = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
-    form = exchange_form(problem)
     args = dict(
         products=products, weights=weights, shared=shared, out=out, staging=values, sync=workspace.exchange_sync,
-        ctx_ptr=ctx.get_device_context(), tokens=problem.tokens, N=problem.N, stride_pm=products.stride(0),
+        ctx_ptr=steps.ctx.get_device_context(), tokens=tokens, N=problem.N, stride_pm=products.stride(0),
         stride_wt=weights.stride(0), stride_st=0 if shared is None else shared.stride(0),
         stride_sn=0 if shared is None else shared.stride(1), stride_om=out.stride(0), stride_on=out.stride(1),
-        part_rows=problem.tokens if form == "all" else -(-problem.tokens // problem.world_size),
-        ld=exchange_ld(problem.N), half_elements=values.numel() // 2, TOP_K=problem.top_k,
-        HAS_SHARED=shared is not None,
-        EXCHANGE=form, BLOCK_M=block_m, BLOCK_N=block_n, WORLD_SIZE=problem.world_size,
-        WAITER=WAITERS.index(problem.op),
+        part_rows=tokens if form == "all" else -(-tokens // problem.world_size), ld=exchange_ld(problem.N),
+        half_elements=values.numel() // 2, TOP_K=problem.top_k, HAS_SHARED=shared is not None, EXCHANGE=form,
+        BLOCK_M=block_m, BLOCK_N=block_n, WORLD_SIZE=problem.world_size, WAITER=WAITERS.index(problem.op),
     )  # fmt: skip
-    tiles = triton.cdiv(problem.tokens, block_m) * triton.cdiv(problem.N, block_n)
-    grid = (min(tiles, beside * platform.num_programs(ctx.device)), 1, 1)
-    options = dict(num_warps=4, num_stages=1)
-    steps.launch(moe_lamport_combine_kernel, grid, args, **options)
+    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(problem.N, block_n)
+    grid = (min(tiles, beside * platform.num_programs(device)), 1, 1)
+    steps.launch(moe_lamport_combine_kernel, grid, args, num_warps=4, num_stages=1)

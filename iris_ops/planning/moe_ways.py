@@ -24,14 +24,15 @@ FEW_PAIRS = 256  # that a program looks through by itself
 MOST_TOKENS = 128  # of which one program adds up what their experts give, for some columns
 # block_m, block_n, block_k, warps, stages; what part of the chip's rate its products reach, and the depth along K that
 # would take as long as its beginning and end: less where two programs share a multiprocessor.
-_FEW_TILES = ((16, 64, 128, 4, 5, 0.12, 128), (16, 128, 64, 4, 5, 0.15, 128))
+_FEW_TILES = ((16, 32, 256, 4, 4, 0.08, 128), (16, 64, 128, 4, 5, 0.12, 128), (16, 128, 64, 4, 5, 0.15, 128))
 _TILES = (
     *_FEW_TILES, (32, 128, 64, 4, 5, 0.25, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
     (128, 256, 64, 8, 3, 0.75, 512),
 )  # fmt: skip
+_DRAW_ALL = 0.8  # of the multiprocessors draw all that the memory gives
 _SORT_US, _ROWS_US = 3.0, 2.0  # a kernel that sorts, one that goes over a token's rows
 _MOST_TO_ALL = 1 << 17  # sums that more than two ranks send each other in one shot
-_MOST_EXCHANGED = 1 << 28  # bytes of the heap, for what the ranks send each other in one call
+_MOST_EXCHANGED = 1 << 27  # bytes of the heap, for what the ranks send each other at a time
 
 
 @dataclass(frozen=True)
@@ -84,20 +85,33 @@ def exchange_form(problem: MoeProblem) -> str:
 
 
 def exchange_bytes(problem: MoeProblem, config: FusedConfig) -> int:
-    """What the ranks send each other in Lamport values, in two buffers."""
+    """What the ranks send each other in Lamport values at a time, in two buffers."""
     if config.algorithm == "sequential" or not problem.reduces:
         return 0
+    if config.algorithm == "overlapped":
+        return _sums_bytes(problem, tokens_at_once(problem))
+    return 2 * problem.world_size * problem.tokens * exchange_ld(problem.N) * problem.dtype.itemsize
+
+
+def tokens_at_once(problem: MoeProblem) -> int:
+    """Of how many tokens `lamport_combine.py` exchanges the sums in one launch."""
+    if problem.scatters:  # whose parts are of all tokens
+        return problem.tokens
+    each = _sums_bytes(problem, problem.world_size) // problem.world_size
+    return min(problem.tokens, max(1, _MOST_EXCHANGED // max(1, each)))
+
+
+def _sums_bytes(problem: MoeProblem, tokens: int) -> int:
     w, ld = problem.world_size, exchange_ld(problem.N)
-    elements = w * problem.tokens * ld
-    if config.algorithm == "overlapped" and exchange_form(problem) != "all":
-        rows = -(-problem.tokens // w) * w
+    elements = w * tokens * ld
+    if exchange_form(problem) != "all":
+        rows = -(-tokens // w) * w
         elements = rows * ld + (exchange_ld(w) if problem.scatters else rows * ld)
     return 2 * elements * problem.dtype.itemsize
 
 
 def _many_sums(problem: MoeProblem, machine: Machine) -> str | None:
-    config = FusedConfig(algorithm="overlapped")
-    nbytes = exchange_bytes(problem, config)
+    nbytes = _sums_bytes(problem, tokens_at_once(problem))
     if nbytes > _MOST_EXCHANGED:
         return f"its exchange would take {nbytes >> 20} MiB; at most {_MOST_EXCHANGED >> 20}"
     return None
@@ -109,7 +123,9 @@ def _sums_us(problem: MoeProblem, machine: Machine) -> float:
     again = (problem.pairs + 3 * problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
     link = _link_us(problem, machine)
     sort = _SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
-    return _ROWS_US + machine.launch_us + machine.exchange_us + max(again, link) + 0.2 * min(again, link) + sort
+    launches = -(-problem.tokens // max(1, tokens_at_once(problem)))
+    fixed = _ROWS_US + launches * (machine.launch_us + machine.exchange_us) + sort
+    return fixed + max(again, link) + 0.2 * min(again, link)
 
 
 def _hop_us(problem: MoeProblem, machine: Machine) -> float:
@@ -231,8 +247,11 @@ def _product_us(problem: MoeProblem, config: FusedConfig, machine: Machine) -> f
     rate *= (1.0 if size == 2 else 0.06) * problem.K / (problem.K + ends) if problem.K else 1.0
     streamed = problem.touched * columns * problem.K * size
     passed = problem.pairs * (problem.K * -(-columns // (4 * config.block_n)) + problem.N) * size
-    waves = max(1.0, machine.num_programs / max(1.0, blocks * columns / config.block_n))
-    memory, math = (streamed + passed) / (machine.hbm_gbs * 1e3), waves * flops / (rate * machine.tflops * 1e6)
+    programs = max(1.0, blocks * columns / config.block_n)
+    waves = max(1.0, machine.num_programs / programs)
+    drawing = min(1.0, programs / (_DRAW_ALL * machine.num_programs))  # of what the memory gives
+    memory = (streamed + passed) / (drawing * machine.hbm_gbs * 1e3)
+    math = waves * flops / (rate * machine.tflops * 1e6)
     return max(memory, math) + 0.25 * min(memory, math)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -10,15 +11,16 @@ import iris
 from iris.errors import ArgumentError, DtypeError, ExpertError, IrisError, ShapeError
 from iris_ops import Activation, FusedConfig
 from iris_ops.moe.routing import Routing
+from iris_ops.planning import moe_ways
 from iris_ops.planning.machine import machine_named
-from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, moe_plan, need_sorting
+from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
+from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, moe_plan, need_sorting, tokens_at_once
 import pytest
 import torch
 
 from tests.checks import assert_only_launches, poison
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
-from tests.iris_ops.test_moe import FEW, MANY, Layer, stored
+from tests.iris_ops.test_moe import FEW, MANY, Layer, mixture_body, stored
 from tests.reference import moe_down, moe_gate_up
 
 pytestmark = both
@@ -136,6 +138,16 @@ def test_pairs_are_sorted_as_torch_sorts_them(pairs: int, experts: int) -> None:
     run_ranks(RANKS, sorted_body, pairs, experts)
 
 
+def several_launches_body(ctx: iris.Iris) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_ways, "_MOST_EXCHANGED", 5 * 2 * ctx.num_ranks * 48 * 2)  # of five tokens
+        mixture_body(ctx, replace(FEW, tokens=12, algorithm="overlapped", shared=True))
+
+
+def test_sums_of_many_tokens_take_several_launches() -> None:
+    run_ranks(RANKS, several_launches_body)
+
+
 def test_plans_name_their_kernels_and_say_why() -> None:
     for way in WAYS:
         assert import_module(f"iris_ops.{way.kernel}")
@@ -147,8 +159,11 @@ def test_plans_name_their_kernels_and_say_why() -> None:
     assert plan.kernel == "moe.lamport_combine" and plan.prediction is not None
     assert any("rejected moe.lamport_down" in reason for reason in plan.reasons)
     large = MoeProblem(DOWN_ALL_REDUCE, 8192, 8, 256, 7168, 1024, 2, BF16)
-    assert moe_plan(large, machine).kernel == "moe.sequential"
-    assert "its exchange would take 448 MiB" in moe_plan(large, machine).explain()
+    assert moe_plan(large, machine).kernel == "moe.lamport_combine"
+    assert tokens_at_once(large) == (1 << 27) // (2 * 2 * 2 * 7168)
+    scattered = MoeProblem(DOWN_REDUCE_SCATTER, 8192, 8, 256, 7168, 1024, 2, BF16)
+    assert moe_plan(scattered, machine).kernel == "moe.sequential"
+    assert "its exchange would take 224 MiB" in moe_plan(scattered, machine).explain()
     wide = MoeProblem(DOWN_ALL_REDUCE, 4, 8, 128, 1 << 16, 384, 2, BF16)
     assert "than programs run at once" in moe_plan(wide, machine).explain()
 

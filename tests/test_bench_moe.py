@@ -1,0 +1,33 @@
+"""`benchmarks.moe` from end to end on CPUs: ours and the rival are right, and the file says what was measured."""
+
+import json
+from pathlib import Path
+import sys
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
+
+from tests.processes import run_benchmark  # noqa: E402
+
+
+@pytest.mark.slow
+def test_ours_and_the_rival_are_right_and_timed(tmp_path: Path) -> None:
+    asked = ("--shapes", "tiny-gpt-oss", "--tokens", "2,30")
+    printed = run_benchmark("moe", 2, *asked, "--out", str(tmp_path), "--name", "tiny")
+    report = json.loads((tmp_path / "tiny.json").read_text())
+    assert [row["T"] for row in report["rows"]] == [2, 30] and "tiny-gpt-oss" in printed
+    for row in report["rows"]:
+        assert row["us"].keys() >= {"ours", "ours gate_up", "ours down", "torch + NCCL"}
+        assert not row["failed"] and not row["wrong"]
+        assert 0 < row["errors"]["ours"] < 0.02 and row["load"] >= 1 and 1 <= row["touched"] <= 6
+
+
+@pytest.mark.slow
+def test_all_configurations_are_tried(tmp_path: Path) -> None:
+    run_benchmark("moe", 2, "--shapes", "tiny", "--tokens", "2", "--tune", "--out", str(tmp_path), "--name", "tuned")
+    (row,) = json.loads((tmp_path / "tuned.json").read_text())["rows"]
+    assert {label.split()[-1] for label in row["tuned"]["moe_down_all_reduce"]} == {
+        "one_shot", "overlapped", "sequential"
+    }  # fmt: skip
