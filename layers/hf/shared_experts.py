@@ -126,7 +126,8 @@ def _is_sum(block: Any, name: str) -> bool:
     alike = all(each.shape == flat[2].shape and torch.equal(each, flat[2]) for each in flat)
     alike = alike and result.shape == without.shape == x.shape
     alone = experts.gave[1].reshape(x.shape)
-    return alike and all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in ((result, total), (without, alone)))
+    pairs = ((result, total), (without, alone))
+    return alike and all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs)
 
 
 def _drawn(module: nn.Module, random: torch.Generator) -> nn.Module:
