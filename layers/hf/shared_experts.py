@@ -33,7 +33,12 @@ class Joined(nn.Module):
         vars(self).update((key, held) for key, held in vars(shared).items() if not key.endswith("_hooks"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros(())
+        return _nothing(x)
+
+
+def _nothing(x: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape of `x`, which take no memory."""
+    return x.new_zeros(()).expand(x.shape)
 
 
 def join_shared(model: nn.Module) -> int:
@@ -83,6 +88,11 @@ class _StandIn(nn.Module):
         return self.gave[-1]
 
 
+class _Nothing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _nothing(x)
+
+
 @torch.no_grad()
 def _is_sum(block: Any, name: str) -> bool:
     """Whether `block` adds what its experts and its child `name` make of its input, and does nothing else."""
@@ -104,15 +114,20 @@ def _is_sum(block: Any, name: str) -> bool:
         trial._modules |= {"experts": experts, name: shared}
         x = torch.randn(_BATCH, _TOKENS, hidden, generator=random)
         result = type(block).forward(trial, x)
+        trial._modules[name] = _Nothing()
+        without = type(block).forward(trial, x)
     except Exception:  # whatever it wants beside
         return False
-    result = result[0] if isinstance(result, tuple) else result
-    if len(experts.given) != 1 or len(shared.given) != 1 or not isinstance(result, torch.Tensor):
+    result, without = (each[0] if isinstance(each, tuple) else each for each in (result, without))
+    if len(experts.given) != 2 or len(shared.given) != 1 or not isinstance(result, torch.Tensor):
         return False
     flat = [each.reshape(-1, hidden) for each in (experts.given[0], shared.given[0], x)]
     total = experts.gave[0].reshape(x.shape) + shared.gave[0].reshape(x.shape)
     alike = all(each.shape == flat[2].shape and torch.equal(each, flat[2]) for each in flat)
-    return alike and result.shape == x.shape and torch.allclose(result, total, rtol=1e-5, atol=1e-6)
+    alike = alike and result.shape == without.shape == x.shape
+    alone = experts.gave[1].reshape(x.shape)
+    pairs = ((result, total), (without, alone))
+    return alike and all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs)
 
 
 def _drawn(module: nn.Module, random: torch.Generator) -> nn.Module:

@@ -14,7 +14,10 @@ PLANS: dict[str, dict[str, str]] = {
         **below("model.layers.*", attention(), {"self_attn.sinks": COLUMN, "mlp.experts": EXPERTS}),
         **HEAD,
     },
-    **dict.fromkeys(("deepseek_v3", "axk1", "sarvam_mla"), _LATENT),
+    **dict.fromkeys(("deepseek_v3", "axk1", "sarvam_mla", "youtu"), _LATENT),
+    "afmoe": {**below("model.layers.*", attention(), {"self_attn.gate_proj": COLUMN}, _EXPERTS), **HEAD},
+    "flint": {**below("model.layers.*", attention(), {"self_attn.sinks": COLUMN}, _EXPERTS), **HEAD},
+    "hunyuan_v1_moe": {**below("model.layers.*", attention(), _EXPERTS, mlp("mlp.shared_mlp")), **HEAD},
     "dbrx": {
         **below("transformer.blocks.*", {"norm_attn_norm.attn.Wqkv": GATHER, "norm_attn_norm.attn.out_proj":
                 "rowwise_split_input"}),

@@ -58,6 +58,13 @@ PLANS: dict[str, dict[str, str]] = {
                 {"feed_forward.gate_up_proj": GATHER, "feed_forward.down_proj": SLICE}),
         **HEAD,
     },
+    # delta attention in most layers, latent attention in the others, under the same names
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), {
+        **below("model.layers.*",
+                gathered("self_attn", ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj", "kv_b_proj"), ("o_proj",)),
+                {"mlp.experts": EXPERTS}, mlp(), mlp("mlp.shared_experts")),
+        **HEAD,
+    }),
     "nemotron_h": {
         **below("model.layers.*", gathered("mixer", ("in_proj",), ("out_proj",)), attention("mixer"),
                 {"mixer.experts": EXPERTS}, mlp("mixer", ("up_proj",)), mlp("mixer.shared_experts", ("up_proj",))),
