@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import agreement, platform, registry, tensors
+from . import agreement, invariance, platform, registry, tensors
 from .barrier import DeviceBarrier
 from .device import waits
 from .device.context import HEADER, pack
@@ -46,35 +46,43 @@ if TYPE_CHECKING:
 _MAX_HEAP = 1 << 46
 
 
-def iris(heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None) -> Iris:
+def iris(
+    heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None, invariant: str | None = None
+) -> Iris:
     """Makes the symmetric heap and returns this rank's handle on it. Collective: every rank calls it.
 
     `heap_size`: bytes on each rank, the same on all, rounded up to whole 256. `allocator_type`: "torch" (PyTorch
     symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is
     mapped when it is needed, outside tensors can be imported); the environment variable IRIS_ALLOCATOR overrides it.
     `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
-    process group, else the one that torchrun's environment describes, else a world of one.
+    process group, else the one that torchrun's environment describes, else a world of one. `invariant`: with "batch"
+    a row of a result has the same bits however many rows there are and wherever it stands among them; None takes
+    whatever is fastest (docs/concepts/determinism.md).
 
     Raises `ArgumentError` for bad arguments, `PlatformError` where the machine cannot serve (fewer GPUs than ranks,
     say), `HeapExhausted` when the memory cannot be had; on every rank alike.
     """
-    return Iris(heap_size, allocator_type, group)
+    return Iris(heap_size, allocator_type, group, invariant)
 
 
 class Iris(tensors.TensorMethods):
     """One rank's handle on the symmetric heap. Use it as a context manager, or call `close()`.
 
     Attributes: `cur_rank`, `num_ranks`; `device` and its index, `gpu_id`; `heap_size` in bytes; `heap_bases` as
-    `get_heap_bases()` gives them; `group_name`, by which compiled graphs find the context.
+    `get_heap_bases()` gives them; `group_name`, by which compiled graphs find the context; `invariant`, what is
+    promised of a row's bits.
     """
 
-    def __init__(self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None) -> None:
+    def __init__(
+        self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None,
+        invariant: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._closed = True  # until it is built
         self._thread = threading.get_ident()
         self.hosts = Ranks(group)
         try:
-            self._make(heap_size, os.environ.get("IRIS_ALLOCATOR", allocator_type))
+            self._make(heap_size, os.environ.get("IRIS_ALLOCATOR", allocator_type), invariant)
         except BaseException:
             self.hosts.close()
             raise
@@ -82,16 +90,18 @@ class Iris(tensors.TensorMethods):
         registry.add(self.group_name, self)
         self._closed = False
 
-    def _make(self, heap_size: int, allocator: str) -> None:
+    def _make(self, heap_size: int, allocator: str, invariant: str | None) -> None:
         """Each step is one of all ranks: where it fails on one, it fails on all."""
         ranks = self.hosts
         self.cur_rank, self.num_ranks = ranks.rank, ranks.size
         self.log = rank_logger(self.cur_rank, self.num_ranks)
         self.device = ranks.together("the device", self._own_device)
         self.gpu_id = self.device.index or 0
-        asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0"
-        told = ranks.all_gather(_Told(self._device_name(), *asked, _refusal(heap_size)), "the creation of a context")
+        asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0", repr(invariant)
+        wrong = _refusal(heap_size) or invariance.refusal(invariant)
+        told = ranks.all_gather(_Told(self._device_name(), *asked, wrong), "the creation of a context")
         _agree(told)
+        self.invariant = invariant
         gpus = [rank.gpu for rank in told if rank.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
@@ -328,6 +338,7 @@ class _Told:
     heap_size: str
     allocator: str
     debug: str
+    invariant: str
     refusal: IrisError | None
 
 
@@ -347,7 +358,8 @@ def _agree(told: list[_Told]) -> None:
     """Raises on every rank alike when one of them cannot go on or two contradict each other."""
     for refusal in filter(None, (rank.refusal for rank in told)):
         raise refusal
-    for name, key in (("heap_size", "heap_size"), ("allocator", "allocator"), (agreement.ENV_DEBUG, "debug")):
+    asked = ("heap_size", "heap_size"), ("allocator", "allocator"), ("invariant", "invariant")
+    for name, key in (*asked, (agreement.ENV_DEBUG, "debug")):
         values = [getattr(rank, key) for rank in told]
         if len(set(values)) > 1:
             raise ArgumentError(f"{name} differs between ranks: {', '.join(values)}; expected the same on all")

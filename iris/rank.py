@@ -36,7 +36,7 @@ class Rank:
 
     `hosts`: the processes of all ranks, and what they exchange. `heap`: where this rank's tensors and workspaces lie.
     `side`: the stream of calls with `async_op=True`. `agreement`: with IRIS_DEBUG=1, what compares the ranks' calls.
-    `recording`: whether fused kernels record events (`tracing.py`).
+    `recording`: whether fused kernels record events (`tracing.py`). `invariant`: what is promised of a row's bits.
     """
 
     cur_rank: int
@@ -51,6 +51,7 @@ class Rank:
     agreement: Agreement | None
     log: logging.LoggerAdapter
     recording: bool = False
+    invariant: str | None = None
     _segment: Segment
     _context_tensor: torch.Tensor
     _record_view: memoryview

@@ -118,7 +118,8 @@ def supports(kernel: str, problem: Problem, config: FusedConfig, rank: int, tens
 def _eight_bits(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> torch.Tensor | None:
     """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
     out, A, B, bias, _ = tensors
-    rounds = problem.op != GATHER_MATMUL and problem.M > weight_stream.MOST_ROWS
+    few = problem.M <= weight_stream.MOST_ROWS and not problem.invariant
+    rounds = problem.op != GATHER_MATMUL and not few
     if not rounds or not scaled_matmul.multiplies_in_fp8(B.shape, B.device, A.dtype):
         return None
     if max(config.block_m, config.block_n) * config.depth(True) > MOST_ELEMENTS:

@@ -7,6 +7,7 @@ first call of a problem, but for the graph that several launches become when the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -233,7 +234,7 @@ class Ops:
                 op, M, N, K, 1 if experts is None else experts, top_k, self._ctx.num_ranks, dtype
             )
             return moe_plan(mixture, machine_of(self._ctx.device), explained)
-        asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8)
+        asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8, self._ctx.invariant)
         planned = self._plan(asked, explained, algorithm)
         return planned if aligned else unaligned(asked, planned)
 
@@ -366,6 +367,7 @@ class Ops:
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
+        problem = replace(problem, invariant=self._ctx.invariant) if self._ctx.invariant else problem
         chosen = config or self.outputs.foreseen(problem) or self._plan(problem)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")

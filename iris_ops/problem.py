@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, ShapeError
+from iris.invariance import refusal
 import torch
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Problem:
     """Whether B is in eight bits; `dtype` is that of everything else."""
     normed: bool = False
     """Whether a residual sum and the first half of a norm follow."""
+    invariant: str | None = None
+    """"batch": a row has the same bits however many there are (`planning/orders.py`)."""
 
     @property
     def asked(self) -> str:
@@ -110,9 +113,12 @@ class Problem:
 
 
 def problem_asked(
-    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None, fp8: bool = False
-) -> Problem:
+    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None, fp8: bool = False,
+    invariant: str | None = None,
+) -> Problem:  # fmt: skip
     """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
+    if wrong := refusal(invariant):
+        raise wrong
     if op not in (*OPS, *_KINDS):
         raise ArgumentError(f"op is {op!r}; expected one of {', '.join((*OPS, *_KINDS))}")
     if dtype not in DTYPES:
@@ -132,7 +138,7 @@ def problem_asked(
     if fp8 and op not in SCALED:
         served = ", ".join(each for each in (*OPS, *_KINDS) if each in SCALED)
         raise ArgumentError(f"fp8 is True for {op}; expected False, or one of {served}")
-    return _planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8))
+    return _planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8, invariant=invariant))
 
 
 def _planned(problem: Problem) -> Problem:

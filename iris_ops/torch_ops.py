@@ -51,6 +51,7 @@ class Context(Protocol):
     cur_rank: int
     num_ranks: int
     group_name: str
+    invariant: str | None
 
     @property
     def ops(self) -> Ops: ...

@@ -1,14 +1,15 @@
-"""`iris-tp`: demo, plan, bench, doctor.
+"""`iris-tp`: demo, plan, bench, verify, doctor.
 
     iris-tp demo [--ranks 3]                                         a real model on several ranks
     iris-tp plan matmul_all_reduce 2048 8192 2048 --ranks 4 --gpu h200    which kernel a call would take, and why
     iris-tp plan --html FILE                                         a page in which a reader moves the sizes
     iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4         a call beside torch's product and collective
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
+    iris-tp verify batch --model path                                whether a row's bits depend on the batch
     iris-tp doctor                                                   what this machine lacks, and how to get it
     iris-tp --version
 
-`plan` is arithmetic: it needs neither a GPU nor ranks. Whatever follows `demo` or `bench` is handed on.
+`plan` is arithmetic: it needs neither a GPU nor ranks. Whatever follows `demo`, `bench` or `verify` is handed on.
 The exit code is 0, or 1 where `doctor` finds something to fix, or 2 for a wrong question; else that of what was run.
 """
 
@@ -29,7 +30,7 @@ _GPUS = {
     "mi350x": ("AMD Instinct MI350X", 256),
     "interpreter": ("interpreter", 1),
 }
-_FORWARDED = ("demo", "bench")
+_FORWARDED = ("demo", "bench", "verify")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,6 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         if rest and rest[0] in command.IN_CHECKOUT:
             return _forward(f"benchmarks.{rest[0]}", rest[1:])
         return command.main(rest)
+    if args.command == "verify":
+        from . import verify
+
+        return verify.main(rest)
     if args.command == "doctor":
         from .doctor import examine, show
 
@@ -67,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="a real language model on several ranks", add_help=False)
     commands.add_parser("bench", help="measure on this machine", add_help=False)
+    commands.add_parser("verify", help="whether bits are as promised, on this machine", add_help=False)
     commands.add_parser("doctor", help="what this machine lacks, and how to get it")
     plan = commands.add_parser("plan", help="which kernel a call would take, and why; needs no GPU")
     ops = "matmul_all_reduce, all_gather_matmul, matmul_all_gather or matmul_reduce_scatter"
@@ -80,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     plan.add_argument("--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it")
     plan.add_argument("--fp8", action="store_true", help="B in eight bits, with a scale for each column")
+    plan.add_argument(
+        "--invariant", choices=("batch",), help="among ways of one order only (docs/concepts/determinism.md)"
+    )
     plan.add_argument("--algorithm", help="the best of this one, as one_shot or sequential (FusedConfig.algorithm)")
     return parser
 
@@ -109,7 +118,7 @@ def _plan(args: argparse.Namespace) -> int:
         name, programs = properties.name, properties.multi_processor_count
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
-        problem = problem_asked(args.op, *sizes, dtype, args.form, args.fp8)
+        problem = problem_asked(args.op, *sizes, dtype, args.form, args.fp8, args.invariant)
         chosen = plan(problem, machine_named(name, programs), algorithm=args.algorithm)
     except ArgumentError as error:
         print(f"iris-tp plan: {error}", file=sys.stderr)

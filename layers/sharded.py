@@ -18,7 +18,7 @@ from iris_ops import torch_ops
 from iris_ops.fp8 import linear as fp8
 from iris_ops.fp8 import weight_stream
 from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised
-from iris_ops.local import skinny_matmul
+from iris_ops.local import matmul, skinny_matmul
 from iris_ops.problem import FP8
 import torch
 from torch import nn
@@ -69,6 +69,8 @@ class ShardedLinear(nn.Module):
         like: dict[str, Any] = {"dtype": dtype, "device": ctx.device if device is None else device}
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
+        self._invariant = ctx.invariant
+        self.own_steps = type(self).own_steps and not self._invariant
         self.weight_scale: nn.Parameter | None = None  # of fp8 weights, with the dtype of what goes in and comes out
         self._exact: torch.dtype | None = None
         if not self.weight.is_meta:
@@ -220,6 +222,8 @@ class ShardedLinear(nn.Module):
         """`x` [..., K] times the weight here, however it is stored, plus the bias, without an exchange."""
         weight, bias = self.terms(x.dtype)
         bias = bias if biased else None
+        if self._invariant:
+            return matmul.linear(self.ctx, x, weight, bias, self.weight_scale)
         if self.own_steps:
             return skinny_matmul.linear(x, weight, bias, self.weight_scale)
         if self.weight_scale is None:
@@ -250,7 +254,8 @@ class ShardedLinear(nn.Module):
         self._converts = not (streamed or multiplies_in_fp8(shape, device, self.dtype))
         self.op = self.named(self._op_in_fp8)
         # what is summed over ranks has no steps of its own, and its depth may differ between them
-        self.own_steps = type(self).own_steps and (streamed or self._op_in_fp8 == REDUCED)
+        alone = streamed or self._op_in_fp8 == REDUCED
+        self.own_steps = type(self).own_steps and not self._invariant and alone
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """As torch's, but a change of dtype is one of `dtype`: fp8 weights and their scales stay what they are."""

@@ -74,7 +74,7 @@ class _Renewable:
         """The heap as it was at first. Every rank has ended its body, and none begins the next before all are here."""
         self.ctx._kept.clear()
         self.ctx.on_change.clear()
-        self.ctx.recording = False
+        self.ctx.recording, self.ctx.invariant = False, None
         for begin, end in self.ctx.heap.cut(self._used):
             _zero(self.ctx._segment.local[begin:end])
 

@@ -76,7 +76,8 @@ def _sum(
         for i in tl.static_range(WORLD_SIZE):
             staged = staging + (tl.cast(i, tl.int64) * units + unit) * BLOCK + lane
             theirs = tl.load(staged, mask=mask & (i != ctx.rank), other=0, cache_modifier=".cg").to(total.dtype)
-            total += tl.where(i == ctx.rank, own, theirs)
+            part = tl.where(i == ctx.rank, own, theirs)
+            total = part if i == 0 else total + part  # as in words: to begin with 0 would make 0 of -0
         result = rounded(total, dtype)
         pointers, _ = target.place(0 if ONE_OUT else ctx.rank, unit, BLOCK, WORLD_SIZE)
         if GATHER:

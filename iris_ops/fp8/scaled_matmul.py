@@ -134,11 +134,15 @@ def rounded_product(
     scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    by_tiles: bool = False,
 ) -> torch.Tensor:
-    """The same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors."""
+    """The same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors.
+
+    `by_tiles`: not by torch's product, whatever is faster.
+    """
     rounded, scale_x = round_rows(x if x.stride(1) == 1 else x.contiguous())
     weight = in_whole_vectors(weight)  # of another torch's product makes NaN
-    if tile_matmul.serves(x.shape[0], weight.shape[0], x.device):
+    if by_tiles or tile_matmul.serves(x.shape[0], weight.shape[0], x.device):
         out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
         tile_matmul.multiply(out, rounded, scale_x, weight, scale, bias if bias is None else bias.contiguous())
         return out

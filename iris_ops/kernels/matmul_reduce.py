@@ -1,10 +1,11 @@
 """`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owner, who sums them.
 
 Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. It signals a tile
-one tile later, when the stores have long landed. The owner adds what arrived to its own tile in fp32, in rank order
-from its own on, and stores the part. A rank's own tiles come last, or, behind the first `early` tiles of each other
-owner, between the others' (`tile_orders.turn`). A wait looks at tiles that come earlier in the same order on the peers,
-so no wait can be circular, with any number of programs.
+one tile later, when the stores have long landed. The owner rounds its own tile as its peers round theirs, adds what
+arrived in fp32, in rank order, and stores the part. So the sum of a row has the same bits whoever owns it. A rank's own
+tiles come last, or, behind the first `early` tiles of each other owner, between the others' (`tile_orders.turn`). A
+wait looks at tiles that come earlier in the same order on the peers, so no wait can be circular, with any number of
+programs.
 
 `matmul_all_reduce` in two shots is this kernel with owners who send their sums to everyone.
 """
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
+from iris.device.function import device_function
 from iris.device.sync import await_entered, enter, leave, out_at, signal, wait
 from iris.device.tracing import PRODUCT, PUSH, SUM, tile_bytes
 import torch
@@ -35,6 +37,30 @@ if TYPE_CHECKING:
     from ..operands import Operands
     from ..workspace import Workspace
     from .launching import Launch
+
+
+@device_function
+def _sum_in_rank_order(
+    ctx, own, staging, index, owned, down, own_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """`own`, this rank's tile, and what peers have staged for it in `index` of `owned`, in fp32 from rank 0 on."""
+    if WORLD_SIZE == 2:  # two add up to the same in either order
+        staged = packed_rows(staging, (1 - ctx.rank) * owned + index, down, BLOCK_M, BLOCK_N)
+        theirs = tl.load(staged, mask=own_row[:, None], other=0.0, cache_modifier=".cg")
+        return own.to(tl.float32) + theirs.to(tl.float32)
+    elif WORLD_SIZE == 1:
+        return own.to(tl.float32)
+    else:  # to where a peer's would be: beside a sum, a tile has no room in registers
+        mine = packed_rows(staging, ctx.rank * owned + index, down, BLOCK_M, BLOCK_N)
+        tl.store(mine, own, mask=own_row[:, None])
+        tl.debug_barrier()
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i in tl.static_range(WORLD_SIZE):
+            staged = packed_rows(staging, i * owned + index, down, BLOCK_M, BLOCK_N)
+            part = tl.load(staged, mask=own_row[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+            total = part if i == 0 else total + part
+        return total
 
 
 @triton.jit
@@ -124,8 +150,10 @@ def matmul_reduce_kernel(
                 for i in tl.static_range(1, WORLD_SIZE):
                     source = (ctx.rank + i) % WORLD_SIZE
                     ok = wait(ctx, flags + source * owned + index, epoch, source, WAITER, exact=True) and ok
-                    staged = packed_rows(staging, source * owned + index, down, BLOCK_M, BLOCK_N)
-                    acc += tl.load(staged, mask=own_row[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+                # as its peers' is: a row's sum is the same whoever owns it
+                acc = _sum_in_rank_order(
+                    ctx, arch.round_to(acc, dtype), staging, index, owned, down, own_row, BLOCK_M, BLOCK_N, WORLD_SIZE
+                )
                 ctx.tracing.record_event_end(span)
                 if HAS_BIAS:
                     acc = add_bias(acc, bias, col, cols, BLOCK_N)

@@ -70,14 +70,22 @@ def first_half(h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, tor
     """(scaled, squares) of rows h [..., N], by torch."""
     columns = h.shape[-1]
     padded = F.pad(h.float().square(), (0, spans(columns) * SPAN.value - columns))
-    squares = padded.view(-1, spans(columns), SPAN.value).sum(-1)
+    squares = _halved(padded.view(-1, spans(columns), SPAN.value))
     # with the strides of what a kernel makes, of one span too: compiled code asks for them
     return h * weight, squares.t().clone(memory_format=torch.contiguous_format)
 
 
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension, a power of two: neighbours first. torch's order goes by the number of rows."""
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0]
+
+
 def second_half(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
     """The norm [..., N] of the rows of which these are the first half, by torch."""
-    factors = torch.rsqrt(squares.sum(0) / scaled.shape[-1] + eps)
+    sums = _halved(F.pad(squares, (0, 0, 0, triton.next_power_of_2(squares.shape[0]) - squares.shape[0])).t())
+    factors = torch.rsqrt(sums / scaled.shape[-1] + eps)
     return (scaled.float() * factors.view(*scaled.shape[:-1], 1)).to(scaled.dtype)
 
 

@@ -5,6 +5,9 @@ however little is filled. Here each program takes a stretch of the cache for one
 it. It reads from the first place that the mask shows to the last. A second kernel weighs the stretches together. Sums
 are kept in fp32. Where there are enough short caches, a stretch is a whole one, and there is no second kernel.
 
+With `invariant` stretches have one length, whatever the batch and the cache, and count from a row's first token, behind
+its padding: so a row attends in one order among any others (`docs/concepts/determinism.md`).
+
 `layers/serving/attention.py` has the models of transformers attend by it.
 """
 
@@ -22,6 +25,7 @@ import triton.language as tl
 _BLOCK, _WARPS, _STAGES = 32, 4, 3
 _MOST_SCANNED, _TOLD_BYTES = 4096, 4096
 _MOST_PARTS, _COLUMNS = 256, 32  # of a program that weighs
+_STRETCH = 128  # of a cache, where it must not depend on the batch
 # One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
 # blocks a program could read before its first one and behind its last one, or while a second kernel weighs.
 _RESIDENT, _SATURATING, _BESIDES = 5, 1.6, 3
@@ -35,21 +39,38 @@ def _load(base, rows, there, stride_row, columns, COLUMNS: tl.constexpr):
     return tl.load(at, mask=there[:, None] & (c < columns)[None, :], other=0.0)
 
 
+@device_function
+def _first_seen(mask, length, SCAN: tl.constexpr):
+    """The first column that a row's mask shows."""
+    n = 0
+    found = length
+    while (n < length) & (found == length):
+        columns = n + tl.arange(0, SCAN)
+        seen = tl.load(mask + columns, mask=columns < length, other=0) != 0
+        found = tl.min(tl.where(seen, columns, length), 0)
+        n += SCAN
+    return found
+
+
 @triton.jit
 def stretch_kernel(
     q, k, v, mask, out, weights, scale, length, groups, dim, kv_heads, stretch,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_mb,
     WHOLE: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+    FROM_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Over one stretch: out [B*H, parts, D] fp32, not yet divided; weights [B*H, parts, 2]: the maximum and the sum.
 
-    `WHOLE`: one stretch is all. out [B*H, D] is the attention then, and weights are left alone.
+    `WHOLE`: one stretch is all. out [B*H, D] is the attention then, and weights are left alone. `FROM_FIRST`: stretches
+    begin with the first column that the mask shows, not with the cache.
     """
     arch.follow()
     pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     mask += batch * stride_mb
     begin = part * stretch
+    if FROM_FIRST:
+        begin = min(begin + _first_seen(mask, length, SCAN), length)
     end = min(begin + stretch, length)
     # From the first column seen to the last, so that the loop over keys has no branch, and loads run ahead of it.
     first, beyond = end, begin
@@ -92,9 +113,23 @@ def stretch_kernel(
     tl.store(where, acc.to(out.dtype.element_ty), mask=there[:, None] & (d < dim)[None, :])
 
 
+@device_function
+def _in_pairs(x, COUNT: tl.constexpr):
+    """The sums of the rows of x [rows, COUNT], neighbours first."""
+    for _i in tl.static_range(COUNT.bit_length() - 1):
+        first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        x = first + second
+    return tl.reshape(x, (x.shape[0],))
+
+
 @triton.jit
-def weigh_kernel(stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """out [B*H, D] from all stretches of a head, `COLUMNS` of it a program."""
+def weigh_kernel(
+    stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, COLUMNS: tl.constexpr, IN_PAIRS: tl.constexpr = False
+):
+    """out [B*H, D] from all stretches of a head, `COLUMNS` of it a program.
+
+    `IN_PAIRS`: neighbours are added first, so that it does not matter how many empty ones are behind the last.
+    """
     arch.follow()
     head, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
     p, c = tl.arange(0, PARTS), tl.arange(0, COLUMNS)
@@ -104,7 +139,11 @@ def weigh_kernel(stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, C
     share = tl.exp(top - tl.max(top, 0))
     sums = _load(stretches + head * num_parts * dim + d, p, there, dim, dim - d, COLUMNS)
     arch.lead()
-    result = tl.sum(sums * share[:, None], 0) / tl.sum(total * share, 0)
+    if IN_PAIRS:
+        lower = tl.zeros((COLUMNS, PARTS), tl.float32) + (total * share)[None, :]
+        result = _in_pairs((sums * share[:, None]).T, PARTS) / _in_pairs(lower, PARTS)
+    else:
+        result = tl.sum(sums * share[:, None], 0) / tl.sum(total * share, 0)
     tl.store(out + head * dim + d + c, result.to(out.dtype.element_ty), mask=c < dim - d)
 
 
@@ -148,30 +187,37 @@ def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
 
 
 def decode_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, invariant: bool = False
 ) -> torch.Tensor:
-    """[B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D], where mask [B, L] is true: somewhere in each row."""
+    """[B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D], where mask [B, L] is true: somewhere in each row.
+
+    `invariant`: a row has the same bits whatever the batch, its padding and the length of the cache.
+    """
     batch, heads, dim = q.shape
     kv_heads, length = k.shape[1:3]
     groups = heads // kv_heads
     padded, rows = (max(16, triton.next_power_of_2(size)) for size in (dim, groups))  # what a product of tiles takes
     block, stages = pipeline_of(rows, padded * q.element_size(), platform.shared_bytes(q.device))
-    parts, stretch = stretches_of(batch * kv_heads, length, block, platform.num_programs(q.device))
+    if invariant:
+        parts, stretch = triton.cdiv(length, _STRETCH), _STRETCH
+    else:
+        parts, stretch = stretches_of(batch * kv_heads, length, block, platform.num_programs(q.device))
+    whole = parts == 1 and not invariant
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     weights = q.new_empty(batch * heads, parts, 2, dtype=torch.float32)
-    stretches = out if parts == 1 else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
+    stretches = out if whole else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
     stretch_kernel[(batch * kv_heads, parts)](
         q, k, v, mask, stretches, weights, scale, length, groups, dim, kv_heads, stretch,
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask.stride(0),
-        WHOLE=parts == 1, GROUPS=rows, DIM=padded, BLOCK=block,
+        WHOLE=whole, FROM_FIRST=invariant, GROUPS=rows, DIM=padded, BLOCK=block,
         SCAN=min(_MOST_SCANNED, triton.next_power_of_2(stretch)), num_warps=_WARPS, num_stages=stages,
         **platform.launch_options(q.device),
     )  # fmt: skip
-    if parts > 1:
+    if not whole:
         columns = min(padded, _COLUMNS)
         weigh_kernel[(batch * heads, triton.cdiv(dim, columns))](
-            stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), COLUMNS=columns, num_warps=4,
-            **platform.launch_options(q.device),
+            stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), COLUMNS=columns,
+            IN_PAIRS=invariant, num_warps=4, **platform.launch_options(q.device),
         )  # fmt: skip
     return out
 
@@ -179,7 +225,7 @@ def decode_attention(
 # One opaque operator for compilers, as `iris_ops.torch_ops` has them.
 _library = torch.library.Library("iris_ops", "FRAGMENT")
 _library.define(
-    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale, bool invariant=False) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.impl("decode_attention", decode_attention, "CompositeExplicitAutograd")

@@ -54,10 +54,10 @@ def overlapped(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     else:
         tiles = tuple(tritonblas.tiles(problem, machine.name)) or fitting(problem.dtype.itemsize, machine, few=False)
     found = _tiled(tiles, ("overlapped",), _movers(problem, machine))
-    if problem.op == GATHER_MATMUL:
+    if problem.op == GATHER_MATMUL and not problem.invariant:  # which no cut of few tiles would be
         splits = [_splits(problem, config, machine) for config in found]
         return [replace(each, splits=s) if s > 1 else each for each, s in zip(found, splits, strict=True)]
-    aligned = problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)
+    aligned = problem.op != GATHER_MATMUL and problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)
     if machine.warp_specialised and problem.dtype.itemsize == 2 and aligned:
         return [each for each in found if each.block_m < min(specialised_tiles(machine.architecture).overlapped)[0]]
     return found

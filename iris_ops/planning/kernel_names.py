@@ -57,7 +57,8 @@ def kernel_for(problem: Problem, config: FusedConfig) -> str:
         return _OVERLAPPED[problem.op][config.warp_specialised]
     if problem.op == GATHER_MATMUL:
         return LAMPORT_GATHER
-    if problem.op == ALL_REDUCE and problem.fp8 and config.algorithm == "one_shot" and fits(problem.M, problem.K):
+    streams = problem.op == ALL_REDUCE and problem.fp8 and not problem.invariant and fits(problem.M, problem.K)
+    if streams and config.algorithm == "one_shot":
         return LAMPORT_FP8
     if config.warp_specialised and config.algorithm == "two_shot" and problem.op == ALL_REDUCE:
         return LAMPORT_TWO_SHOT
@@ -77,5 +78,7 @@ def keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:
 
 def ends_with_norm(problem: Problem, config: FusedConfig) -> bool:
     """Whether the kernel itself can add the residual and end with an RMSNorm's first half (`rmsnorm_epilogue.py`)."""
+    if problem.invariant:  # where rows are many no kernel does, and a tile sums squares in an order of its own
+        return False
     ends = problem.op == ALL_REDUCE and kernel_for(problem, config) in (LAMPORT, LAMPORT_FP8)
     return ends and config.block_n % NORM_SPAN == 0

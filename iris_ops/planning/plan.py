@@ -2,19 +2,21 @@
 
 Nothing else is read, so every rank chooses the same without talking, and the plan can explain itself. Candidates are
 whole configurations. The planner takes the one that should take least time by `overlap_model.py`.
+With `Problem.invariant` it weighs those of one order only (`orders.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from iris.errors import ArgumentError
 import torch
 
 from ..config import FusedConfig, Prediction
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
-from . import tritonblas
+from . import orders, tritonblas
 from .fp8_model import MULTIPLE
 from .kernel_names import (
     LAMPORT_FP8,
@@ -24,6 +26,7 @@ from .kernel_names import (
     kernel_for,
 )
 from .machine import INTERPRETER, Machine
+from .orders import Order
 from .overlap_model import push_us
 from .tile_model import (
     tile_us,
@@ -45,20 +48,28 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
     if why := _converting(problem, machine):
         found = _plan(replace(problem, fp8=False), machine, explained, algorithm)
         return replace(found, reasons=(*found.reasons[:1], why, *found.reasons[1:])) if explained else found
-    scored, rejected, others = _weigh(problem, machine, algorithm)
+    rejected: list[tuple[str, str]] = []
+    candidates = _candidates(problem, machine, rejected)
+    asked_for = [each for each in candidates if algorithm in (None, each.config.algorithm)]
+    wanted = orders.chosen(replace(problem, M=0), machine, _offers) if problem.invariant else None
+    scored = [each for each in asked_for if not problem.invariant or (wanted and each.order == wanted)]
     if not scored:
+        others = ", ".join(sorted({each.config.algorithm for each in candidates}))
+        alike = f", and sum in the order that all numbers of rows have, {wanted}" if problem.invariant else ""
         raise ArgumentError(
-            f"{problem.asked}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks, "
-            f"{', '.join(sorted(others))}"
+            f"{problem.asked}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks"
+            f"{alike}, {others}"
         )
-    chosen, prediction = scored[0]
+    chosen, prediction = scored[0].config, scored[0].prediction
     reasons: tuple[str, ...] = ()
     if explained:
         asked = f"{problem.asked} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype}"
         asked += ", B in eight bits" if problem.fp8 else ""
-        table = [_row(problem, candidate, times) for candidate, times in scored]
+        table = [_row(problem, each.config, each.prediction) for each in scored]
         named = tritonblas.reasons(problem, machine.name)
         refused = [f"rejected {kernel}: {why}" for kernel, why in rejected]
+        if wanted:
+            refused += _left_out(problem, wanted, scored, [each for each in asked_for if each.order != wanted])
         reasons = (f"{asked} on {machine.name}", *named, *table, *refused, f"chosen {label(problem, chosen)}")
         if problem.op in (ALL_REDUCE, MATMUL_GATHER) and chosen.algorithm == "overlapped":
             said = (
@@ -74,34 +85,56 @@ def weighed(problem: Problem, machine: Machine) -> tuple[list[tuple[FusedConfig,
 
     Of weights in 16 bits; what a plan makes of B in eight bits stands in its own trace only.
     """
-    scored, rejected, _ = _weigh(problem, machine, None)
-    return scored, rejected
-
-
-def _weigh(
-    problem: Problem, machine: Machine, algorithm: str | None
-) -> tuple[list[tuple[FusedConfig, Prediction]], list[tuple[str, str]], set[str]]:
-    """The same, of one `algorithm` if it is given, and which others there would be."""
     rejected: list[tuple[str, str]] = []
-    scored: list[tuple[float, int, FusedConfig, Prediction]] = []
-    others: set[str] = set()
+    return [(each.config, each.prediction) for each in _candidates(problem, machine, rejected)], rejected
+
+
+class _Candidate(NamedTuple):
+    weighed_us: float
+    number: int
+    config: FusedConfig
+    prediction: Prediction
+    order: Order | None
+
+
+def _candidates(problem: Problem, machine: Machine, rejected: list[tuple[str, str]]) -> list[_Candidate]:
+    """All that serve the problem, the fastest first; and why others do not, to `rejected`."""
+    found: list[_Candidate] = []
     for way in (way for way in WAYS if problem.op in way.ops):
         unhidden = "" if hides(way, problem) else "nothing would hide the exchange of so large a result"
         if reason := way.supports(problem, machine) or unhidden:
             rejected.append((way.kernel, reason))
             continue
         for candidate in way.configs(problem, machine):
-            if algorithm not in (None, candidate.algorithm):
-                others.add(candidate.algorithm)
-                continue
             if stagger_us := _stagger_us(problem, candidate, machine):
                 candidate = replace(candidate, stagger_us=stagger_us)
             prediction = predict(problem, candidate, machine)
             lead, most = (0.0, 0.0) if candidate.warp_specialised else _LEADS.get(candidate.algorithm, (0.0, 0.0))
             weighed_us = prediction.total_us + min(lead * prediction.total_us, most)
-            scored.append((weighed_us, len(scored), candidate, prediction))
-    scored.sort()
-    return [(candidate, prediction) for _, _, candidate, prediction in scored], rejected, others
+            order = way.order(problem, candidate, machine) if problem.invariant else None
+            found.append(_Candidate(weighed_us, len(found), candidate, prediction, order))
+    return sorted(found, key=lambda each: each[:2])
+
+
+def _offers(problem: Problem, machine: Machine) -> dict[Order, float]:
+    """The orders of all that serve the problem, each with its least time."""
+    found: dict[Order, float] = {}
+    for each in _candidates(problem, machine, []):
+        if each.order is not None:
+            found.setdefault(each.order, each.weighed_us)
+    return found
+
+
+def _left_out(problem: Problem, wanted: Order, scored: list[_Candidate], others: list[_Candidate]) -> list[str]:
+    """What was not weighed, so that a row has the same bits however many there are, and what that costs."""
+    said = [
+        f"left out {label(problem, each.config)}, {each.prediction.total_us:.1f} us: "
+        + (f"it sums by {each.order}" if each.order else "its order of sums depends on the number of rows")
+        for each in others
+    ]
+    cost = scored[0].weighed_us - min([scored[0].weighed_us, *(each.weighed_us for each in others)])
+    share = 100 * cost / scored[0].weighed_us if scored[0].weighed_us else 0.0
+    return [*said, f"all sum by {wanted}: the same bits at every number of rows cost {cost:.1f} us, {share:.1f} %"]
 
 
 def unaligned(problem: Problem, config: FusedConfig) -> FusedConfig:

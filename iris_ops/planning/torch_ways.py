@@ -1,5 +1,7 @@
 """The ways whose product is torch's, as numbers: what each serves, how long it takes, what it stages.
 
+With `Problem.invariant` the product is `local/matmul.py`'s in place of torch's.
+
 `with_torch/` has what they launch: a collective after the product or before it (`sequential`), and copy engines that
 carry gathered rows while other rows are multiplied (`copy_gather`).
 """
@@ -16,6 +18,7 @@ from iris.ccl import problem as ccl
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem, part_of
 from .machine import Machine
+from .product_model import product_us
 from .torch_model import expected_in_turn, expected_us
 
 
@@ -56,7 +59,10 @@ def _sequential_us(problem: Problem, config: FusedConfig, machine: Machine) -> t
     link = replace(
         link, **{name: share * getattr(link, name) for name in ("link_gbs", "lamport_gbs", "pair_gbs", "two_hops_gbs")}
     )
-    gemm = expected_us(*problem.gemm, machine, in_fp8=problem.fp8)
+    if problem.invariant:
+        gemm = product_us(*problem.gemm, problem, machine)
+    else:
+        gemm = expected_us(*problem.gemm, machine, in_fp8=problem.fp8)
     moved = collectives.plan(_collective(problem), Config(), link).expected_us
     return gemm, moved, gemm + moved + _BETWEEN_US
 
@@ -124,7 +130,10 @@ def _copy_gather_us(problem: Problem, config: FusedConfig, machine: Machine) -> 
     for rank in range(w):
         steps = [rows_of(problem, rank, step) for step in steps_of(problem, config)]
         rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
-        products = expected_in_turn(rows, problem.N, problem.K, machine, in_fp8=problem.fp8)
+        if problem.invariant:
+            products = [product_us(each, problem.N, problem.K, problem, machine) for each in rows]
+        else:
+            products = expected_in_turn(rows, problem.N, problem.K, machine, in_fp8=problem.fp8)
         us, sent, done = barrier + products[0], barrier, 1
         for step, there in zip(steps_of(problem, config), steps, strict=True):
             sent += len(step) * copy

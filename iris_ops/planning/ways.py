@@ -19,6 +19,7 @@ from . import kernel_names as names
 from . import overlap_model as model
 from .fp8_model import MOST_ROWS, MULTIPLE, fits, rounding_us, stream_us
 from .machine import Machine
+from .orders import Order, of_library, of_stream, of_tiles
 from .tile_model import gemm_us
 from .torch_model import gate_us
 from .torch_ways import TORCH_WAYS
@@ -34,7 +35,8 @@ class Way:
     """`ops`: those that it may serve. `together`: given the product's microseconds, those of what travels and of both.
 
     Where torch multiplies it is None, for `TORCH_WAYS` knows. `most`: elements of the largest result whose exchange it
-    hides; None: any.
+    hides; None: any. `order`: in which a configuration adds up a row's products; None where that depends on how many
+    rows there are.
     """
 
     kernel: str
@@ -43,6 +45,7 @@ class Way:
     configs: Callable[[Problem, Machine], Sequence[FusedConfig]]
     together: Callable[[Problem, FusedConfig, Machine, float], tuple[float, float]] | None = None
     most: Callable[[Problem], int] | None = None
+    order: Callable[[Problem, FusedConfig, Machine], Order | None] = of_tiles
 
 
 def _any(problem: Problem, machine: Machine) -> str | None:
@@ -59,7 +62,7 @@ def _rounded(problem: Problem, machine: Machine) -> str | None:
         return None
     if not machine.warp_specialised or problem.dtype != torch.bfloat16:
         return "it multiplies rows rounded to eight bits on Hopper only, of bf16"
-    if problem.M <= MOST_ROWS:
+    if problem.M <= MOST_ROWS and not problem.invariant:
         return f"up to {MOST_ROWS} rows are not rounded"
     if problem.K % MULTIPLE or problem.N % MULTIPLE:
         return f"K and N are no multiples of {MULTIPLE}"
@@ -101,6 +104,8 @@ def _pair_scatter(problem: Problem, machine: Machine) -> str | None:
 
 
 def _stream(problem: Problem, machine: Machine) -> str | None:
+    if problem.invariant:
+        return "more rows are rounded to eight bits, and few must not differ"
     if not problem.fp8 or not fits(problem.M, problem.K):
         return f"it is for weights in eight bits and up to {MOST_ROWS} rows, K a multiple of 128"
     return None if machine.warp_specialised and problem.dtype == torch.bfloat16 else "it needs a Hopper GPU and bf16"
@@ -136,7 +141,7 @@ _SUMS = (ALL_REDUCE, REDUCE_SCATTER)
 WAYS = (
     Way(names.LAMPORT, (*_SUMS, MATMUL_GATHER), _rounded, candidates.lamport, model.lamport, _unhidden),
     Way(names.LAMPORT_GATHER, (GATHER_MATMUL,), _of_16_bits, candidates.lamport, model.lamport, _unhidden),
-    Way(names.LAMPORT_FP8, (ALL_REDUCE,), _stream, candidates.streamed, model.lamport, _unhidden),
+    Way(names.LAMPORT_FP8, (ALL_REDUCE,), _stream, candidates.streamed, model.lamport, _unhidden, of_stream),
     Way(names.REDUCE, _SUMS, _of_16_bits, candidates.overlapped, model.reduced),
     Way(names.GATHER, (MATMUL_GATHER,), _of_16_bits, candidates.overlapped, model.gathered),
     Way(names.GATHER_FIRST, (GATHER_MATMUL,), _of_16_bits, candidates.overlapped, model.overlapped),
@@ -155,8 +160,8 @@ WAYS = (
         model.lamport_pair_scatter, lambda problem: 1 << 23,
     ),
     Way(names.HOPPER_GATHER_FIRST, (GATHER_MATMUL,), _brought, candidates.brought, model.copy_gathered),
-    Way(names.SEQUENTIAL, OPS, _torch("sequential"), candidates.sequential),
-    Way(names.COPY_GATHER, (GATHER_MATMUL,), _torch("copy_gather"), candidates.copied),
+    Way(names.SEQUENTIAL, OPS, _torch("sequential"), candidates.sequential, order=of_library),
+    Way(names.COPY_GATHER, (GATHER_MATMUL,), _torch("copy_gather"), candidates.copied, order=of_library),
 )  # fmt: skip
 _BY_KERNEL = {way.kernel: way for way in WAYS}
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from iris.ccl import problem as ccl
 from iris.ccl.collectives import Collectives
 
+from ..local import matmul
 from ..planning.torch_ways import sequential_elements
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 from . import torch_matmul
@@ -48,6 +49,8 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors
         partial_sums = between.view(problem.M, problem.N)
         product, moved = (partial_sums, A, B, once, scale), [(ccl.REDUCE_SCATTER, out, partial_sums)]
     multiply = partial(torch_matmul.multiply, *product)
+    if problem.invariant:
+        multiply = partial(matmul.multiply, ctx, *product)
     parts: list[Callable[[], object]] = [
         multiply,
         *(ctx.once(Collectives).ready(*each, workspace.collective) for each in moved),

@@ -20,21 +20,26 @@ from .styles import is_hooked
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
-    def __init__(self, weight: nn.Parameter, eps: float):
+    def __init__(self, weight: nn.Parameter, eps: float, invariant: str | None = None):
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps, self.invariant = weight, eps, invariant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.weight.dtype:  # under torch.autocast: the wider of both, as of the module before
             return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
+        if self.invariant and torch.compiler.is_compiling():  # whose own sums go by the number of rows
+            return torch.ops.iris_ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-def fuse_norms(model: nn.Module) -> int:
-    """Exchanges the plain RMSNorms of `model`, which keep their weights; how many there were."""
+def fuse_norms(model: nn.Module, invariant: str | None = None) -> int:
+    """Exchanges the plain RMSNorms of `model`, which keep their weights; how many there were.
+
+    `invariant`: as in `iris.iris`; torch's own norm then stays one kernel in compiled code, which works row by row.
+    """
     plain: dict[tuple, bool] = {}
     found = []
     for parent in model.modules():
@@ -49,7 +54,7 @@ def fuse_norms(model: nn.Module) -> int:
                 plain[kind] = is_plain(module, eps)
             if plain[kind]:
                 norm: Any = module
-                found.append((parent, child, RMSNorm(norm.weight, eps).train(norm.training)))
+                found.append((parent, child, RMSNorm(norm.weight, eps, invariant).train(norm.training)))
     for parent, child, norm in found:
         setattr(parent, child, norm)
     return len(found)
@@ -72,3 +77,10 @@ def is_plain(module: Any, eps: float) -> bool:
     except Exception:  # whatever it wants beside its input
         return False
     return torch.is_tensor(result) and torch.allclose(result, F.rms_norm(x, (size,), trial.weight, eps), 1e-4, 1e-6)
+
+
+# An opaque operator for compilers.
+_library = torch.library.Library("iris_ops", "FRAGMENT")
+_library.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
+_library.impl("rms_norm", lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), "CompositeExplicitAutograd")
+torch.library.register_fake("iris_ops::rms_norm", lambda x, weight, eps: torch.empty_like(x), lib=_library)

@@ -193,7 +193,7 @@ class _Alone:
     num_ranks, cur_rank = 1, 0
 
     def __init__(self, ctx: Iris) -> None:
-        self.device = ctx.device
+        self.device, self.invariant = ctx.device, ctx.invariant
 
     def check(self) -> None:
         """Nothing: the context was checked."""
@@ -280,7 +280,7 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         styles = styles | merge_siblings(model, styles)
     if split.fuse:
         fuse_gates(model)
-        fuse_norms(model)
+        fuse_norms(model, ctx.invariant)
     if split.weights:
         for module in list(model.modules()):
             if isinstance(module, ShardedLinear) and module.op in _FP8[split.weights]:

@@ -7,6 +7,7 @@ padding has no mask then, even while a CUDA graph is captured, where transformer
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from iris_ops.local import decode_attention
@@ -14,27 +15,36 @@ import torch
 from torch import nn
 
 from . import prefill_attention
+from .host_attention import host_attention
 
-NAME = "iris_step"
+NAME, INVARIANT = "iris_step", "iris_step_invariant"
 _UNSERVED = ("softcap", "s_aux", "position_bias", "cache")  # options of some models
 
 
 def attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    scaling: float | None = None, **options: Any,
+    scaling: float | None = None, invariant: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D]."""
+    """An attention function as transformers calls it: query [B, H, T, D], key and value [B, KV, L, D].
+
+    `invariant`: a row has the same bits among any others.
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     here = torch.ops.iris_ops if torch.compiler.is_compiling() else None
     padded = prefill_attention.is_places(attention_mask)
     wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    if not wants_gradient and all(options.get(name) is None for name in _UNSERVED):
+    plain = not wants_gradient and all(options.get(name) is None for name in _UNSERVED)
+    if plain and invariant and query.device.type == "cpu" and here is None:
+        seen = prefill_attention.mask_of_places(attention_mask) if padded else attention_mask
+        width = key.shape[2] if seen is None else seen.shape[3]
+        return host_attention(query, key[:, :, :width], value[:, :, :width], scale, seen), None
+    if plain:
         if padded or prefill_attention.serves(module, query, key, value, attention_mask, options):
             call = here.prefill_attention if here else prefill_attention.prefill_attention
-            return call(query, key, value, scale, attention_mask), None
+            return call(query, key, value, scale, attention_mask, invariant), None
         if _serves(query, key, value, attention_mask):
             call = here.decode_attention if here else decode_attention.decode_attention
-            return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale).unsqueeze(1), None
+            return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale, invariant).unsqueeze(1), None
     if padded:
         attention_mask = prefill_attention.mask_of_places(attention_mask)
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[3] != 1:
@@ -77,12 +87,13 @@ def mask_of(**asked: Any) -> torch.Tensor | None:
     return mask[..., :length] if mask is not None and alone else mask
 
 
-def use(model: Any) -> bool:
+def use(model: Any, invariant: bool = False) -> bool:
     """Makes `model` attend by this; False, and nothing changes, if it does not attend by transformers' sdpa now."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, mask_of)
-        model.set_attn_implementation(NAME)
-    return model.config._attn_implementation == NAME
+    name = INVARIANT if invariant else NAME
+    if model.config._attn_implementation in ("sdpa", NAME, INVARIANT):
+        AttentionInterface.register(name, partial(attend, invariant=True) if invariant else attend)
+        AttentionMaskInterface.register(name, mask_of)
+        model.set_attn_implementation(name)
+    return model.config._attn_implementation == name

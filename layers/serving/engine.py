@@ -116,9 +116,9 @@ class Engine:
         check_no_autocast(device.type)
         if self.graphs and device.type != "cuda":
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
-        wanted = device.type == "cuda" if step_attention is None else step_attention
+        wanted = device.type == "cuda" or bool(ctx.invariant) if step_attention is None else step_attention
         # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
-        capturable = wanted and attention.use(model) and self.graphs
+        capturable = wanted and attention.use(model, bool(ctx.invariant)) and self.graphs
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
         self._cache_name = cache_name(model)
@@ -132,7 +132,7 @@ class Engine:
         self.sampler = Sampler(device)
         # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
         config: Any = model.config
-        own = config._attn_implementation in ("sdpa", attention.NAME) and not has_windows(config)
+        own = config._attn_implementation in ("sdpa", attention.NAME, attention.INVARIANT) and not has_windows(config)
         self._seen = self.mask[:, None, None] if own else self.mask
         self._keeps_any = "Tensor" in str(_annotation(model, "logits_to_keep"))  # else so many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)

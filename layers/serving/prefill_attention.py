@@ -64,16 +64,19 @@ def mask_of_places(places: torch.Tensor) -> torch.Tensor:
 
 
 def prefill_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, places: torch.Tensor | None = None
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, places: torch.Tensor | None = None,
+    invariant: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """[B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D]: token t over the first t + 1 of them.
 
     With `places`, over those of them that are seen; what is not seen gets finite numbers that mean nothing.
+    `invariant`: always by flash attention, whose blocks go by the place of a token alone.
     """
     batch, heads, length, _ = q.shape
     rows = [each[:, :, :length].transpose(1, 2) for each in (q, k, v)]  # as a projection leaves them: [B, T, heads, D]
     more = length_on_grid(length) - length
     by_cudnn = more == 0 or (batch * length >= _PADDED_TOKENS and length + more <= _MOST_PADDED * length)
+    by_cudnn = by_cudnn and not invariant
     more = more if by_cudnn else 0
     if places is not None:
         row = torch.arange(batch, device=q.device)[:, None]
@@ -123,7 +126,7 @@ def _has_plans(device: torch.device) -> bool:
 # One opaque operator for compilers, which would choose a backend for all lengths.
 _library = torch.library.Library("iris_ops", "FRAGMENT")
 _library.define(
-    "prefill_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? places=None) -> Tensor",
+    "prefill_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? places=None, bool invariant=False) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.impl("prefill_attention", prefill_attention, "CompositeExplicitAutograd")

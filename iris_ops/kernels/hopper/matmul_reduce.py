@@ -1,8 +1,7 @@
 """`matmul_reduce_scatter`, and `matmul_all_reduce` in two shots, by warp-specialised programs (`pipeline.py`).
 
 Tiles, their order, and where they are staged and signalled are those of `matmul_reduce.py`. Here the mover warps push,
-signal, wait and sum, while the MMA warps multiply on. An owner rounds its own product before it sums it, as its peers
-round theirs.
+signal, wait and sum, while the MMA warps multiply on.
 """
 
 from typing import TYPE_CHECKING
@@ -64,21 +63,36 @@ def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: 
 
 
 @gluon.jit
+def _in_rank_order(ctx, own, others, OTHERS: gl.constexpr):
+    """The sum, in fp32 from rank 0 on, of this rank's values and those of all `others`, which are in rank order."""
+    if OTHERS < 2:  # two add up to the same in either order
+        total = own.to(gl.float32)
+        for i in gl.static_range(OTHERS):
+            total += others[i].to(gl.float32)
+    else:
+        total = gl.full(own.shape, -0.0, gl.float32, own.type.layout)  # to which any number adds up to itself
+        for i in gl.static_range(OTHERS):
+            total = gl.where(ctx.rank == i, total + own.to(gl.float32), total) + others[i].to(gl.float32)
+        total = gl.where(ctx.rank == OTHERS, total + own.to(gl.float32), total)
+    return total
+
+
+@gluon.jit
 def _sum(
-    ctx, shared, staging, index, owned, sync, out, stride_om, row, end, M, width, ALL_REDUCE: gl.constexpr,
-    MOVE: gl.constexpr, done, ok,
+    ctx, shared, staging, index, owned, sync, bias, out, stride_om, row, end, M, width, ALL_REDUCE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, done, ok,
 ):  # fmt: skip
     """Adds what peers have staged for the finished tile, number `index` of `owned`, and stores the sum to `out`.
 
-    Rows to `end`, `width` columns.
+    Rows to `end`, `width` columns, of which `bias` is.
     """
     ELEMENTS: gl.constexpr = shared.BLOCK_M * shared.BLOCK_N
     OTHERS: gl.constexpr = ctx.world_size - 1
     sources = ()
     targets = ()
     for i in gl.static_range(OTHERS):
-        peer = (ctx.rank + 1 + i) % ctx.world_size
-        sources = sources + (staging + (peer * owned + index).to(gl.int64) * ELEMENTS,)
+        source = gl.where(i < ctx.rank, i, i + 1)  # in rank order
+        sources = sources + (staging + (source * owned + index).to(gl.int64) * ELEMENTS,)
         if ALL_REDUCE:
             targets = targets + (out_at(ctx, sync, out, i + 1),)
     AHEAD: gl.constexpr = 4 // OTHERS if OTHERS else 0  # parts under way; as many as there are registers for
@@ -88,12 +102,12 @@ def _sum(
     await_tile(shared, done)
     for part in range(shared.PARTS):
         under_way = under_way + (_load_staged(shared, sources, part + AHEAD, row, end, M, MOVE, OTHERS),)
-        total = rows_of(shared, done, part, MOVE).to(gl.float32)
-        for i in gl.static_range(OTHERS):
-            total += under_way[0][i].to(gl.float32)
+        total = _in_rank_order(ctx, rows_of(shared, done, part, MOVE), under_way[0], OTHERS)
         under_way = under_way[1:]
-        result = total.to(out.dtype.element_ty)
         r, c, own = places_of(shared, part, row, M, MOVE)
+        if HAS_BIAS:
+            total += gl.load(bias + c, mask=c < width, other=0.0).to(gl.float32)[None, :]
+        result = total.to(out.dtype.element_ty)
         place = ((r - row).to(gl.int64) * stride_om)[:, None] + c[None, :]
         mask = (own & (r < end))[:, None] & (c < width)[None, :]
         gl.store(out + place, result, mask=mask)
@@ -105,8 +119,8 @@ def _sum(
 
 @gluon.jit
 def _move_tiles(
-    ctx, shared, units, tiles, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE: gl.constexpr,
-    MOVE: gl.constexpr, WAITER: gl.constexpr,
+    ctx, shared, units, tiles, bias, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """What the mover warps do: push others' tiles to their owners, and sum own ones, for `out` or for all ranks."""
     BLOCK_M: gl.constexpr = shared.BLOCK_M
@@ -151,9 +165,9 @@ def _move_tiles(
                 if ALL_REDUCE:  # part by part, as it is summed
                     push = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
                 _sum(
-                    ctx, shared, staging, index, owned, sync,
+                    ctx, shared, staging, index, owned, sync, bias + col if HAS_BIAS else bias,
                     out + first_row.to(gl.int64) * stride_om + first_col, stride_om, row, rows, M, cols - col,
-                    ALL_REDUCE, MOVE, done, ok,
+                    ALL_REDUCE, HAS_BIAS, MOVE, done, ok,
                 )  # fmt: skip
                 if ALL_REDUCE:
                     ctx.tracing.record_event_end(push)
@@ -187,13 +201,16 @@ def hopper_matmul_reduce_kernel(
             (
                 multiply_tiles,
                 (
-                    ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
-                    HAS_BIAS, WAITER,
+                    ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, out, parts, left, epoch, M, N,
+                    False, WAITER,
                 ),
             ),
             (
                 _move_tiles,
-                (ctx, shared, units, tiles, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE, MOVE, WAITER),
+                (
+                    ctx, shared, units, tiles, bias, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE,
+                    HAS_BIAS, MOVE, WAITER,
+                ),
             ),
         ],
         [MOVER_WARPS],

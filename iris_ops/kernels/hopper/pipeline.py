@@ -212,16 +212,6 @@ def multiply_tiles(
     for u in range(gl.program_id(0), count, programs):
         tile, _, steps, complete = units.at(u, programs)
         start = mma.zeros()
-        if HAS_BIAS and b_scales is None:  # first, while the accumulator's registers are all that is used
-            _row, own_col, own = tiles.place(tile)
-            c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, mma.LAYOUT))
-            second = 0
-            if mma.GATED:
-                second = c // (BLOCK_N // 2)
-                c = c % (BLOCK_N // 2)
-            c += own_col
-            values = gl.load(bias + second * N + c, mask=(c < N) & own & complete, other=0.0)
-            start += values.to(gl.float32)[None, :]
         span = ctx.tracing.record_event_start(PRODUCT, -1, parts, tile, nbytes=0)
         acc = mma.begin(start)
         for _i in range(steps):
@@ -243,7 +233,9 @@ def multiply_tiles(
         product = _join(ctx, units, parts, left, epoch, u, tile, steps, complete, product, WAITER)
         if complete:
             if b_scales is not None:
-                product = _scaled(product, tiles, tile, a_scales, b_scales, bias, M, N, shared.FOLDED, HAS_BIAS)
+                product = _scaled(product, tiles, tile, a_scales, b_scales, M, N, shared.FOLDED)
+            if HAS_BIAS:
+                product += _bias_of(product, tiles, tile, bias, N, mma.GATED)
             place = done % shared.PLACES
             mbarrier.wait(shared.free.index(place), done // shared.PLACES & 1 ^ 1)
             finished.index(place).store(product.to(finished.dtype))
@@ -253,20 +245,30 @@ def multiply_tiles(
 
 
 @gluon.jit
-def _scaled(
-    product, tiles, tile, a_scales, b_scales, bias, M, N, FOLDED: gl.constexpr, HAS_BIAS: gl.constexpr
-):  # fmt: skip
-    """The product of a tile whose operands were in eight bits, times their scales, plus the bias."""
+def _scaled(product, tiles, tile, a_scales, b_scales, M, N, FOLDED: gl.constexpr):
+    """The product of a tile whose operands were in eight bits, times their scales."""
     ACC: gl.constexpr = product.type.layout
-    row, col, own = tiles.place(tile)
+    row, col, _own = tiles.place(tile)
     i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
     r, _own = rows_from(first_row(row, M, product.shape[0]), row, M, i, product.shape[0], FOLDED)
     c = col + gl.arange(0, product.shape[1], layout=gl.SliceLayout(0, ACC))
     product *= gl.load(a_scales + r, mask=r < M, other=0.0)[:, None]
-    product *= gl.load(b_scales + c, mask=c < N, other=0.0)[None, :]
-    if HAS_BIAS:
-        product += gl.load(bias + c, mask=(c < N) & own, other=0.0).to(gl.float32)[None, :]
-    return product
+    return product * gl.load(b_scales + c, mask=c < N, other=0.0)[None, :]
+
+
+@gluon.jit
+def _bias_of(product, tiles, tile, bias, N, GATED: gl.constexpr):
+    """The bias of a tile's columns, in fp32. It is added behind the product, as in all other kernels."""
+    BLOCK_N: gl.constexpr = product.shape[1]
+    _row, col, _own = tiles.place(tile)
+    c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, product.type.layout))
+    if GATED:
+        second = c // (BLOCK_N // 2)
+        c = col + c % (BLOCK_N // 2)
+        return gl.load(bias + second * N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+    else:
+        c += col
+        return gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
 
 
 @gluon.jit

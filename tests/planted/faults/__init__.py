@@ -1,5 +1,6 @@
 """The faults: each is one wrong line of the library, in a file by what it is about."""
 
+from .alike import ALIKE
 from .collectives import COLLECTIVE
 from .device import DEVICE
 from .experts import EXPERTS
@@ -12,4 +13,4 @@ from .results import RESULTS
 from .splits import SPLITS
 from .waits import WAITS
 
-FAULTS = [*DEVICE, *COLLECTIVE, *KERNELS, *EXPERTS, *PLANNER, *MODEL, *RESULTS, *SPLITS, *WAITS, *FOLDERS]
+FAULTS = [*DEVICE, *COLLECTIVE, *KERNELS, *EXPERTS, *PLANNER, *ALIKE, *MODEL, *RESULTS, *SPLITS, *WAITS, *FOLDERS]

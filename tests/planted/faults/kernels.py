@@ -55,10 +55,9 @@ KERNELS = [
     Fault(
         "staged tiles are added in their own dtype",
         "iris_ops/kernels/matmul_reduce.py",
-        'acc += tl.load(staged, mask=own_row[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)',
-        "acc = arch.round_to(acc, dtype).to(tl.float32) + tl.load(staged, mask=own_row[:, None], other=0.0).to("
-        "tl.float32)",
-        OPS,
+        "total = part if i == 0 else total + part",
+        "total = part if i == 0 else arch.round_to(total + part, own.dtype).to(tl.float32)",
+        ("tests/iris_ops/test_invariance.py",),
     ),
     Fault(
         "every owner adds the bias of the first columns",
@@ -195,8 +194,8 @@ KERNELS = [
     Fault(
         "mover warps sum the tile of another place",
         "iris_ops/kernels/hopper/matmul_reduce.py",
-        "sources = sources + (staging + (peer * owned + index).to(gl.int64) * ELEMENTS,)",
-        "sources = sources + (staging + (peer * owned).to(gl.int64) * ELEMENTS,)",
+        "sources = sources + (staging + (source * owned + index).to(gl.int64) * ELEMENTS,)",
+        "sources = sources + (staging + (source * owned).to(gl.int64) * ELEMENTS,)",
         (f"{PTX_HOPPER}of_warp_specialised_programs",),
         ON_HOPPER,
         HOPPER,

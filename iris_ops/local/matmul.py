@@ -1,0 +1,119 @@
+"""A product without ranks whose rows do not depend on each other: a row has the same bits however many there are.
+
+torch's product, a library's, does not promise that. It takes another kernel for few rows than for many, and may cut K
+in parts that it adds up. So with `ctx.invariant` layers multiply by this in its place, eager or compiled, and so do the
+ways of an op that come with torch's product.
+
+    few rows, or any but Hopper's      `skinny_matmul`: a stream of weights
+    many, where rows are whole vectors `kernels/hopper/gather_matmul.py` with one rank
+    weights in eight bits              rows are rounded, too, and multiplied by `fp8/tile_matmul.py`
+    CPU                                `iris/fixed_order.py`
+
+Which one depends on sizes, but all of one machine sum a row in one order (`planning/orders.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from iris import fixed_order, registry
+from iris.launch import relaunch
+import numpy as np
+import torch
+
+from ..fp8 import scaled_matmul
+from ..kernels.hopper import gather_matmul, operands
+from ..planning.machine import machine_of
+from ..planning.product_model import local_problem, specialised
+from . import gating, skinny_matmul
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+
+def multiply(
+    ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """`out` [M, N] = A [M, K] @ B [K, N] + bias; with `scale`, float32 [N], B is in eight bits."""
+    if out.numel() == 0:
+        return
+    if scale is not None:
+        weight = B.t()
+        if scaled_matmul.multiplies_in_fp8(weight.shape, A.device, A.dtype):
+            scaled_matmul.rounded_product(A, weight, scale, bias, out, by_tiles=True)
+            return
+        B = scaled_matmul.restored(weight, scale, A.dtype).t()
+    if A.device.type == "cpu":
+        made = torch.from_numpy(fixed_order.product(_array(A), _array(B)))
+        out.copy_(made if bias is None else made.add_(bias.float()))
+        return
+    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype)
+    config = specialised(problem, machine_of(A.device))
+    if config is not None and operands.supports(config, A, B, out) is None:
+        kept = ctx.once(_Kept)
+        bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
+        nothing = kept.nothing
+        gather_matmul.product(ctx, kept.calls, kept.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
+    else:
+        out.copy_(skinny_matmul.skinny_matmul(A, B.t(), bias))
+
+
+def gated(
+    ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """`out` [M, N/2] = silu of the first half of the product's columns, times the second half."""
+    both = A.new_empty(A.shape[0], B.shape[1])
+    multiply(ctx, both, A, B, bias, scale)
+    gating.gate(out, both)
+
+
+def linear(
+    ctx: Rank, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] times the transpose of the weight [N, K], plus bias [N]: a new tensor [..., N], compiled or not."""
+    if torch.compiler.is_compiling():
+        return torch.ops.iris_ops.invariant_linear(x, weight, bias, scale, ctx.group_name)
+    return _linear(ctx, x, weight, bias, scale)
+
+
+def _linear(
+    ctx: Rank, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
+) -> torch.Tensor:
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    out = x.new_empty(rows.shape[0], weight.shape[0])
+    if not out.is_meta:  # of a model that is tried without its weights
+        multiply(ctx, out, rows, weight.t(), bias, scale)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _array(t: torch.Tensor) -> np.ndarray:
+    return t.detach().float().numpy()
+
+
+class _Kept:
+    """What is known of earlier launches on a rank, and flags for which nobody waits."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.calls = relaunch.Calls(4)
+        self.kernels: dict = {}
+        self.nothing = torch.zeros(1, dtype=torch.int32, device=rank.device)
+        rank.on_change.append(self.calls.forget)
+
+
+_library = torch.library.Library("iris_ops", "FRAGMENT")
+_library.define(
+    "invariant_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, str group) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.impl(
+    "invariant_linear",
+    lambda x, weight, bias, scale, group: _linear(registry.find(group), x, weight, bias, scale),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake(
+    "iris_ops::invariant_linear",
+    lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    lib=_library,
+)

@@ -1,0 +1,127 @@
+"""In which order the products of a row are added up: ways of one order give a row the same bits.
+
+A sum of rounded numbers depends on its order. Here is what differs between the ways of this library:
+
+    instruction   what multiplies, and how many products along K it adds at once: by the tile's sides and the machine
+    part          where along K sums are kept apart, and then added: where ranks' parts of A do not end with a step
+    eight_bits    whether the rows of A are rounded to eight bits before they are multiplied
+
+And what does not, in no kernel: along K a tile is summed from 0 on in fp32; each rank's sum is rounded to the tensors'
+dtype, its own too; the ranks' are added in fp32 from rank 0 on; a bias comes behind that, and then it is rounded once.
+
+Two things have no order of their own, for they depend on how many rows there are: tiles that programs share along K
+(`stream_k.py`), and a library's product, which may cut K, and has other kernels for few rows.
+
+With `Problem.invariant` a plan takes ways of one order only. Which one depends on everything but the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config import FusedConfig
+from ..problem import GATHER_MATMUL, Problem
+from .fp8_model import LINE
+from .machine import INTERPRETER, Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Elements along K that AMD's instructions add at once, by the device and the bytes of an element: in tiles of which no
+# side is below 32, in others.
+_MFMA = {
+    ("AMD Instinct MI300X", 2): (8, 16),
+    ("AMD Instinct MI350X", 2): (16, 32),
+    ("AMD Instinct MI300X", 4): (2, 4),
+    ("AMD Instinct MI350X", 4): (2, 4),
+}
+_WARP_GROUP = 64  # rows of a tensor core's product by the instruction of Hopper and newer GPUs
+
+
+@dataclass(frozen=True)
+class Order:
+    """`instruction`: by name; `step`: how many products along K it adds at once. `part`: 0, or elements along K."""
+
+    instruction: str
+    step: int
+    part: int = 0
+    eight_bits: bool = False
+
+    def __str__(self) -> str:
+        said = f"{self.instruction} of {self.step} along K"
+        said += f", parts of {self.part}" if self.part else ""
+        return said + (", rows in eight bits" if self.eight_bits else "")
+
+
+def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
+    """Of kernels that sum a tile from the first to the last step along K; None where programs share tiles."""
+    if config.splits > 1:
+        return None
+    rounded = problem.fp8
+    order = Order(*_instruction(problem, config, machine), eight_bits=rounded)
+    if problem.op == GATHER_MATMUL and problem.form == "k" and config.algorithm == "overlapped":
+        part = -(-problem.K // problem.world_size)
+        if part % order.step and part < problem.K:
+            order = replace(order, part=part)
+    return order
+
+
+def of_stream(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
+    """Of `fp8.lamport_stream`, whose warps share K, a line of memory each."""
+    return Order("stream", LINE)
+
+
+def of_library(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
+    """Of `with_torch`: in calls that are to be invariant the product is `local/matmul.py`'s, else a library's."""
+    return of_product(problem, machine) if problem.invariant else None
+
+
+def of_product(problem: Problem, machine: Machine) -> Order:
+    """Of `local/matmul.py`, by whichever of its kernels."""
+    if machine.name == INTERPRETER:
+        return Order("fixed order", problem.K)
+    whole = FusedConfig(_WARP_GROUP, _WARP_GROUP)
+    return Order(*_instruction(problem, whole, machine), eight_bits=problem.fp8)
+
+
+def _instruction(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[str, int]:
+    if machine.name == INTERPRETER:
+        return "block", config.depth(problem.fp8)
+    itemsize = 1 if problem.fp8 else problem.dtype.itemsize
+    low = min(config.block_m, config.block_n)
+    if machine.name.startswith("AMD"):
+        wide, narrow = _MFMA.get((machine.name, itemsize), (32, 64))
+        return ("mfma of 16", narrow) if low < 32 else ("mfma of 32", wide)
+    if problem.dtype == torch.float32 and not problem.fp8:
+        return "fma", 1
+    # the Lamport kernels multiply B's columns by A's rows, where that fills a product's rows
+    across = config.lamport and not config.warp_specialised and config.block_n >= _WARP_GROUP
+    rows = config.block_n if across else config.block_m
+    return ("wgmma" if rows >= _WARP_GROUP else "mma"), 32 // itemsize
+
+
+# Rows at which an order must have a way to be taken; the last are more than any way for few rows serves.
+_ROWS = 1, 8, 24, 100, 400, 1600, 6400, 25600, 1 << 25
+
+
+@lru_cache(maxsize=1024)
+def chosen(problem: Problem, machine: Machine, offers: Callable[[Problem, Machine], dict]) -> Order | None:
+    """The order of all ways that serve `problem`, however many rows it has: of several, the fastest in the mean.
+
+    `offers`: the orders that there are for a problem, each with its least microseconds. `problem.M` is not looked at
+    (and is 0, so that all share what is kept). None: there is no such order.
+    """
+    found = [offers(replace(problem, M=rows), machine) for rows in _ROWS]
+    common = [order for order in found[0] if all(order in offered for offered in found)]
+
+    def mean(order: Order) -> float:
+        product = 1.0
+        for offered in found:
+            product *= max(offered[order], 1e-3) / max(min(offered.values()), 1e-3)
+        return product
+
+    return min(common, key=mean, default=None)

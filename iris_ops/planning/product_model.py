@@ -1,0 +1,52 @@
+"""How a product without ranks is computed whose rows do not depend on each other, and how long it takes.
+
+The kernels are those of `local/`: `skinny_matmul.py`, a stream of weights, and, warp-specialised, the local form of
+`kernels/hopper/gather_matmul.py`. Both sum a tile by the same instruction from the first step along K to the last.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..config import FusedConfig
+from ..problem import GATHER_MATMUL, Problem
+from .candidates import copy_gather_configs
+from .fp8_model import rounding_us
+from .machine import Machine
+from .tile_model import gemm_us
+
+# Blocks of `skinny_matmul`, as tiles that the model knows: (rows, columns, depth, warps, stages).
+_SKINNY = tuple(
+    FusedConfig(m, n, k, num_warps=4, num_stages=s, algorithm="one_shot")
+    for m, n, k, s in ((16, 64, 256, 5), (32, 64, 256, 4), (64, 64, 128, 7))
+)
+
+
+def local_problem(M: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Problem:
+    """x [M, K] times a weight of N columns, on one rank."""
+    return Problem(GATHER_MATMUL, "rows", M, N, K, 1, dtype, gated)
+
+
+@lru_cache(maxsize=4096)
+def specialised(problem: Problem, machine: Machine) -> FusedConfig | None:
+    """The tile of warp-specialised programs, where they are faster than a stream of weights; else None."""
+    if not machine.warp_specialised or problem.dtype.itemsize != 2:
+        return None
+    best = min(copy_gather_configs(machine), key=lambda config: gemm_us(problem, config, machine))
+    return best if gemm_us(problem, best, machine) < _skinny_us(problem, machine) else None
+
+
+def product_us(M: int, N: int, K: int, problem: Problem, machine: Machine) -> float:
+    """Microseconds of a product of these sizes, with operands as those of `problem`."""
+    local = local_problem(M, N, K, problem.dtype)
+    config = specialised(local, machine)
+    us = _skinny_us(local, machine) if config is None else gemm_us(local, config, machine)
+    if problem.fp8:
+        us = us / 1.85 + rounding_us(M, K, machine)
+    return us + machine.launch_us
+
+
+def _skinny_us(problem: Problem, machine: Machine) -> float:
+    return min(gemm_us(problem, config, machine) for config in _SKINNY)

@@ -1,0 +1,44 @@
+"""Products on the host: the same bits of a row whatever its place and however many rows there are."""
+
+from __future__ import annotations
+
+from iris import fixed_order
+import numpy as np
+import pytest
+
+SIZES = [(1, 1), (3, 16), (16, 100), (64, 64), (64, 256), (100, 300), (256, 33), (576, 384), (300, 1025), (17, 2048)]
+
+
+@pytest.mark.parametrize(("N", "K"), SIZES)
+def test_a_row_has_the_same_bits_in_any_place(N, K):
+    random = np.random.default_rng()
+    a, b = (random.standard_normal(shape).astype(np.float32) for shape in ((300, K), (K, N)))
+    whole = fixed_order.product(a, b)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    assert np.abs(whole - exact).max() <= 1e-6 * K * np.abs(a).max() * np.abs(b).max()
+    for M in (1, 2, 3, 16, 17, 64, 100, 128, 299):
+        first = int(random.integers(0, 300 - M + 1))
+        others = np.full((300, K), np.nan, np.float32)  # what is in other rows is nobody's affair
+        others[first : first + M] = a[first : first + M]
+        for found in (fixed_order.product(a[first : first + M], b), fixed_order.product(others, b)[first : first + M]):
+            assert found.tobytes() == whole[first : first + M].tobytes()
+
+
+@pytest.mark.parametrize(("N", "K"), SIZES)
+def test_a_column_has_the_same_bits_among_any_others(N, K):
+    random = np.random.default_rng()
+    a, b = (random.standard_normal(shape).astype(np.float32) for shape in ((32, K), (K, N)))
+    whole = fixed_order.product(a, b)
+    for width in {1, min(N, 16), min(N, 64)}:
+        assert fixed_order.product(a, b[:, :width]).tobytes() == np.ascontiguousarray(whole[:, :width]).tobytes()
+    assert fixed_order.product(b.T, a.T).T.tolist() == whole.tolist()  # nor does it matter which is which
+
+
+def test_the_plain_product_has_other_bits():
+    """What this is for: numpy's own product of the same rows differs by their number at some size."""
+    random = np.random.default_rng(1)
+    differ = 0
+    for N, K in SIZES[2:]:
+        a, b = (random.standard_normal(shape).astype(np.float32) for shape in ((300, K), (N, K)))
+        differ += (np.matmul(a, b.T)[:1] != np.matmul(a[:1], b.T)).sum()
+    assert differ

@@ -1,0 +1,126 @@
+"""With `invariant="batch"` a row has the same bits for any number of rows, in any place, beside any others."""
+
+from __future__ import annotations
+
+import random
+
+import iris
+from iris_ops import FusedConfig
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
+import pytest
+import torch
+
+from tests.harness import WORLDS, both, run_ranks
+from tests.iris_ops.invariance import Place, Probe, different_rows, ways
+from tests.reference import FORMS, Case
+
+pytestmark = both
+
+FEW = (1, 2, 9, 33, 70)
+MANY = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 47, 64, 65, 100, 127, 128, 129, 160, 200, 255, 256, 257, 300)
+
+
+def draw_places(rows: tuple[int, ...], rng: random.Random) -> list[Place]:
+    places = []
+    for M in rows:
+        first = rng.choice([0, M - 1, rng.randrange(M)])
+        places.append(Place(M, first, rng.choice(["nan", "random"]), rng.random() < 0.7))
+    return places
+
+
+def check_rows(ctx: iris.Iris, case: Case, places: list[Place], fp8: bool = False) -> list[str]:
+    ctx.invariant = "batch"
+    return different_rows(Probe(ctx, case, fp8=fp8), places)
+
+
+def check_ways(ctx: iris.Iris, case: Case, M: int) -> tuple[list[str], int]:
+    ctx.invariant = "batch"
+    configs = ways(ctx, case, M)
+    places = [Place(M, first, config=config) for config in configs for first in (0, M - 1)]
+    return different_rows(Probe(ctx, case), places), len(configs)
+
+
+def no_difference(found: list[list[str]]) -> None:
+    said = [f"rank {rank}: {each}" for rank, differences in enumerate(found) for each in differences]
+    assert not said, "\n".join(said[:5])
+
+
+def case_of(op: str, form: str, **kinds) -> Case:
+    seed = random.randrange(1 << 30)
+    return Case(op, form, 0, 80, 144, **({"dtype": torch.bfloat16, "bias": True, "seed": seed} | kinds))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("op", "form"), FORMS)
+@pytest.mark.some(7)
+def test_a_row_has_the_same_bits_among_any_others(world_size, op, form):
+    rng = random.Random()
+    # a sum in another order shows in float32, and is mostly rounded away in bfloat16
+    case = case_of(op, form, dtype=torch.float32)
+    no_difference(run_ranks(world_size, check_rows, case, draw_places(FEW, rng)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("op", "form"), FORMS)
+def test_a_row_has_the_same_bits_at_every_number_of_rows(world_size, op, form, dtype):
+    rng = random.Random()
+    case = case_of(op, form, dtype=dtype, bias=rng.random() < 0.5, transposed=rng.random() < 0.5)
+    no_difference(run_ranks(world_size, check_rows, case, draw_places(MANY, rng)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("op", [ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER])
+def test_a_row_times_a_weight_in_eight_bits_has_the_same_bits(world_size, op):
+    case = case_of(op, "" if op == ALL_REDUCE else "rows")
+    no_difference(run_ranks(world_size, check_rows, case, draw_places(MANY[::3], random.Random()), True))
+
+
+KINDS = [(2, torch.bfloat16), (3, torch.float32), (3, torch.bfloat16)]
+# A partial sum that is not rounded shows in bfloat16, another order of the ranks' in float32.
+FAST = [(*KINDS[0], ALL_REDUCE, ""), (*KINDS[1], ALL_REDUCE, ""), (*KINDS[2], ALL_REDUCE, "")]
+REST = [(*kind, *form) for kind in KINDS for form in FORMS if (*kind, *form) not in FAST]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "op", "form"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)]
+)
+def test_all_ways_of_the_order_give_the_same_bits(world_size, dtype, op, form):
+    """Whichever of them the plan takes, on this machine or on one that it knows better."""
+    found = run_ranks(world_size, check_ways, case_of(op, form, dtype=dtype), 40)
+    no_difference([differences for differences, _ in found])
+    assert found[0][1] >= 2 or form == "k"  # there ranks' parts of K begin within a step, in one of the two ways
+
+
+def check_splits(ctx: iris.Iris, case: Case) -> list[str]:
+    """Among configurations that a plan leaves out, one that cuts K."""
+    known = dict(block_m=64, block_n=128, block_k=16, num_programs=4)  # of which the tiles fill no wave
+    whole, cut = FusedConfig(**known), FusedConfig(**known, splits=2)
+    ctx.invariant = "batch"
+    return different_rows(Probe(ctx, case), [Place(40, 3, config=whole), Place(40, 3, config=cut)])
+
+
+def check_depths(ctx: iris.Iris, case: Case) -> list[str]:
+    places = [Place(40, 3, config=FusedConfig(64, 128, depth)) for depth in (16, 64)]
+    return different_rows(Probe(ctx, case), places)
+
+
+@pytest.mark.parametrize("check", [check_splits, check_depths])
+def test_a_way_of_another_order_is_noticed(check):
+    found = run_ranks(2, check, Case(GATHER_MATMUL, "rows", 0, 80, 512, torch.float32, bias=False))
+    assert any(found), "no bit differs, so these tests would see nothing"
+
+
+def compare_levels(ctx: iris.Iris, M: int) -> tuple[str, str]:
+    plans = []
+    for ctx.invariant in (None, "batch"):
+        plans.append(ctx.ops.plan(ALL_REDUCE, M, 256, 512, torch.bfloat16).explain())
+    return plans[0], plans[1]
+
+
+def test_a_plan_says_what_was_left_out():
+    (free, alike), *_ = run_ranks(2, compare_levels, 64)
+    assert "the same bits" not in free and "left out" not in free
+    assert "the same bits at every number of rows cost" in alike and "left out" in alike

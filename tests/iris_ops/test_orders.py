@@ -1,0 +1,97 @@
+"""The planner's orders: plans of one product share one, whatever the number of rows, and what that costs is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+import random
+
+from iris.errors import ArgumentError
+from iris_ops.planning import orders
+from iris_ops.planning.kernel_names import kernel_for
+from iris_ops.planning.machine import INTERPRETER, machine_named
+from iris_ops.planning.plan import plan
+from iris_ops.planning.ways import WAYS
+from iris_ops.problem import GATHER_MATMUL, Problem, problem_asked
+import pytest
+import torch
+
+from tests.reference import FORMS
+
+MACHINES = {"NVIDIA H100": 132, "NVIDIA H200": 132, "AMD Instinct MI300X": 304, "NVIDIA A100": 108, INTERPRETER: 1}
+ROWS = (1, 3, 16, 17, 64, 65, 128, 200, 256, 512, 1000, 4096, 16384, 60000)
+
+
+def order_of(problem: Problem, machine) -> orders.Order | None:
+    config = plan(problem, machine, explained=False)
+    (way,) = (way for way in WAYS if way.kernel == kernel_for(problem, config))
+    return way.order(problem, config, machine)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_plans_of_any_number_of_rows_share_an_order(name):
+    machine, rng = machine_named(name, MACHINES[name]), random.Random()
+    for _ in range(12):
+        op, form = rng.choice(FORMS)
+        world, dtype = (
+            rng.choice([1, 2, 3, 4, 8]),
+            rng.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]),
+        )
+        N, K = (rng.choice([64, 80, 1000, 2880, 4096, 8192, 14336, 77]) for _ in range(2))
+        fp8 = (
+            dtype == torch.bfloat16
+            and (op, form) != (GATHER_MATMUL, "k")
+            and "gather" not in op[-7:]
+            and rng.random() < 0.3
+        )
+        asked = [problem_asked(op, M, N, K, world, dtype, form or None, fp8, "batch") for M in ROWS]
+        found = {order_of(each, machine) for each in asked}
+        assert len(found) == 1 and None not in found, f"{asked[0]} on {name}: {[*map(str, found)]}"
+
+
+def test_an_order_does_not_depend_on_the_rows_that_are_asked_first():
+    machine = machine_named(INTERPRETER, 1)
+    for rows in (ROWS, ROWS[::-1]):
+        orders.chosen.cache_clear()
+        plan.__globals__["_plan"].cache_clear()
+        found = [
+            order_of(problem_asked("matmul_all_reduce", M, 96, 300, 2, torch.bfloat16, invariant="batch"), machine)
+            for M in rows
+        ]
+        assert len({*found}) == 1
+
+
+def test_what_depends_on_the_rows_has_no_order():
+    machine = machine_named("NVIDIA H100", 132)
+    problem = problem_asked("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
+    whole = plan(problem, machine)
+    assert orders.of_tiles(problem, whole, machine) == orders.Order("wgmma", 16)
+    assert orders.of_tiles(problem, replace(whole, splits=4), machine) is None
+    assert orders.of_library(problem, whole, machine) is None
+    own = replace(problem, invariant="batch")
+    assert orders.of_library(own, whole, machine) == orders.Order("wgmma", 16)
+
+
+@pytest.mark.parametrize(("blocks", "instruction"), [((64, 128, 64), "wgmma"), ((32, 64, 128), "mma")])
+def test_an_instruction_goes_by_the_tile(blocks, instruction):
+    """As the compiler chooses it for sm_90 (`tests/test_codegen_ptx.py` reads it)."""
+    machine = machine_named("NVIDIA H100", 132)
+    problem = problem_asked("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
+    m, n, k = blocks
+    config = replace(plan(problem, machine), block_m=m, block_n=n, block_k=k, num_warps=8, warp_specialised=False)
+    assert orders.of_tiles(problem, config, machine) == orders.Order(instruction, 16)
+
+
+def test_a_plan_says_what_it_left_out_and_what_that_cost():
+    machine = machine_named("NVIDIA H100", 132)
+    sizes = ("matmul_reduce_scatter", 512, 5120, 12800, 2, torch.bfloat16)
+    free, alike = (plan(problem_asked(*sizes, invariant=level), machine) for level in (None, "batch"))
+    assert alike.prediction.total_us > free.prediction.total_us
+    cost = f"{alike.prediction.total_us - free.prediction.total_us:.1f} us"
+    assert f"the same bits at every number of rows cost {cost}" in alike.explain() or "left out" in alike.explain()
+    assert "its order of sums depends on the number of rows" in alike.explain()
+
+
+@pytest.mark.parametrize("invariant", ["rows", True, 1, ["batch"]])
+def test_another_level_is_refused(invariant):
+    with pytest.raises(ArgumentError, match="invariant is"):
+        problem_asked("matmul_all_reduce", 1, 16, 16, 2, torch.bfloat16, invariant=invariant)
