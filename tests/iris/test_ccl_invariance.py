@@ -10,7 +10,7 @@ import torch
 from tests.harness import WORLDS, both, run_ranks
 
 pytestmark = both
-WAYS = [("one_shot", "words"), ("two_shot", "words"), ("two_shot", "flags")]
+WAYS = [("one_shot", "lamport"), ("two_shot", "lamport"), ("two_shot", "flags")]
 
 
 def sums_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:

@@ -178,8 +178,8 @@ class Block(nn.Module):
         self.experts = experts
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        experts = torch.arange(len(hidden))[:, None] % 3
-        return self.experts(hidden, experts, torch.ones(experts.shape) / 2)
+        experts = torch.arange(len(hidden), device=hidden.device)[:, None] % 3
+        return self.experts(hidden, experts, torch.ones(experts.shape, device=hidden.device) / 2)
 
 
 def experts_body(ctx) -> dict[str, torch.Tensor]:

@@ -54,7 +54,7 @@ def load_body(ctx, folder: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     for key, buffer in twin.named_buffers():
         assert torch.equal(model.get_buffer(key), buffer), key
     assert not model.training and all(p.device == ctx.device for p in model.parameters())
-    assert model.parallel_report.bytes == sum(row.bytes for row in make_report(twin, {}, ctx).rows)
+    assert model.parallel_report.bytes == sum(row.bytes for row in make_report(twin, {}, ctx, "whole").rows)
     return models.logits(model, ctx.device), models.generate(model, ctx.device)
 
 
