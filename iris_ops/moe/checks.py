@@ -95,7 +95,7 @@ def describe_gate_up(
     if bias is not None:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
     _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias})
-    return MoeProblem(op, tokens, k, count, out.shape[1], H, ctx.num_ranks, A.dtype, gated)
+    return MoeProblem(op, tokens, k, count, out.shape[1], H, ctx.num_ranks, A.dtype, gated, ctx.invariant)
 
 
 def describe_down(
@@ -121,7 +121,7 @@ def describe_down(
     if shared is not None:
         _expect(op, "shared", shared, (tokens, H), "(T,H)")
     _check_places(op, out, {**given, "experts": chosen})
-    return MoeProblem(op, tokens, k, count, H, width, ctx.num_ranks, A.dtype)
+    return MoeProblem(op, tokens, k, count, H, width, ctx.num_ranks, A.dtype, False, ctx.invariant)
 
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:

@@ -33,6 +33,8 @@ class MoeProblem:
     world_size: int
     dtype: torch.dtype
     gated: bool = False
+    invariant: str | None = None
+    """"batch": a token's result has the same bits however many tokens there are."""
 
     @property
     def pairs(self) -> int:

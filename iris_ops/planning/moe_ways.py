@@ -2,6 +2,9 @@
 
 A grouped product of few rows to an expert is a stream of the weights of the experts that have rows; of many it is a
 product whose blocks are each one expert's, the last of them partly empty. Both times stand in `_product_us`.
+
+All ways round and add alike: along K from 0 on, experts in the order of a token's choice, ranks in order. So where a
+context promises a row's bits at every number of rows (`orders.py`), tiles of one instruction are all that is asked.
 """
 
 from __future__ import annotations
@@ -170,6 +173,7 @@ def kernel_for(problem: MoeProblem, config: FusedConfig) -> str:
 
 def moe_problem_asked(
     op: str, tokens: int, N: int, K: int, experts: int, top_k: int, world_size: int, dtype: torch.dtype,
+    invariant: str | None = None,
 ) -> MoeProblem:  # fmt: skip
     """The problem of a question to the planner; of `moe_gate_up` N is I, and experts are gated."""
     if op not in MOE_OPS:
@@ -177,7 +181,7 @@ def moe_problem_asked(
     for name, size, least in (("experts", experts, 1), ("top_k", top_k, 1)):
         if type(size) is not int or size < least:
             raise ArgumentError(f"{name} is {size!r}; expected an integer from {least}")
-    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP)
+    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant)
 
 
 def moe_plan(problem: MoeProblem, machine: Machine, explained: bool = True) -> FusedConfig:
@@ -213,9 +217,19 @@ def candidates(problem: MoeProblem, machine: Machine) -> list[FusedConfig]:
     return [config for way in ways for config in _configs(way, problem, machine)]
 
 
+def _tiles(problem: MoeProblem, machine: Machine) -> Sequence[tuple]:
+    """Tiles that suit so many pairs; of a problem that is to be invariant, those of one order (`orders.py`)."""
+    few = not need_sorting(problem.pairs, problem.experts)
+    if problem.invariant is None:
+        return _FEW_TILES if few else _TILES
+    least = 32 if machine.name.startswith("AMD") else 16  # an instruction has 32 rows and columns there, or 16
+    found = [tile for tile in _TILES if tile[0] >= least and tile[1] >= 128]
+    return found[:1] if few else found
+
+
 def _configs(way: MoeWay, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
     found = []
-    for m, n, k, warps, stages, *_ in _TILES if need_sorting(problem.pairs, problem.experts) else _FEW_TILES:
+    for m, n, k, warps, stages, *_ in _tiles(problem, machine):
         if way.kernel == LAMPORT and waits_too_wide(problem, n, machine):
             continue
         fit = machine.stages((m + n) * k * problem.dtype.itemsize)

@@ -14,7 +14,7 @@ from iris_ops.moe.routing import Routing
 from iris_ops.planning import moe_ways
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, moe_plan, need_sorting, tokens_at_once
+from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, candidates, moe_plan, need_sorting, tokens_at_once
 import pytest
 import torch
 
@@ -136,6 +136,51 @@ def sorted_body(ctx: iris.Iris, pairs: int, experts: int) -> None:
 @pytest.mark.parametrize("pairs, experts", [(1, 1), (129, 7), (700, 200), (5000, 33)])
 def test_pairs_are_sorted_as_torch_sorts_them(pairs: int, experts: int) -> None:
     run_ranks(RANKS, sorted_body, pairs, experts)
+
+
+@torch.no_grad()
+def invariant_body(ctx: iris.Iris, dtype: torch.dtype) -> None:
+    case = replace(MANY, tokens=90, hidden=300, width=300, dtype=dtype, shared=True)
+    with iris.iris(64 << 20, invariant="batch") as own:
+        layer, rank = Layer(case, own.num_ranks, own.device), own.cur_rank
+        first, second = stored(layer.first[rank], True), stored(layer.second[rank], True)
+        whole = None
+        for tokens in (case.tokens, 1, 3, 17, 64):
+            chosen, weights = layer.chosen[-tokens:].contiguous(), layer.weights[-tokens:]
+            middle = layer.A.new_empty(tokens * case.k, second.shape[1])
+            out = layer.A.new_empty(tokens, case.hidden)
+            own.ops.moe_gate_up(middle, layer.A[-tokens:], first, chosen)
+            own.ops.moe_down_all_reduce(out, middle, second, chosen, weights, None, layer.shared[rank][-tokens:])
+            whole = (middle, out) if whole is None else whole
+            assert torch.equal(middle, whole[0][-len(middle) :]), tokens
+            assert torch.equal(out, whole[1][-tokens:]), tokens
+
+
+def instruction(problem: MoeProblem, config: FusedConfig, name: str) -> object:
+    """What multiplies a tile, by its sides; in the interpreter, what is added at once along K."""
+    if name == "interpreter":
+        return config.block_k
+    columns = config.block_n // 2 if problem.gated else config.block_n  # gate and up are two products
+    if name.startswith("AMD"):
+        return min(config.block_m, columns) >= 32
+    return (columns if config.block_m < 64 <= columns else config.block_m) >= 64
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100", "AMD Instinct MI300X", "interpreter"])
+@pytest.mark.parametrize("op", [GATE_UP, DOWN_ALL_REDUCE])
+def test_plans_of_invariant_calls_take_one_instruction(name: str, op: str) -> None:
+    machine, found = machine_named(name, 132), {None: set(), "batch": set()}
+    for tokens in (1, 2, 9, 40, 130, 1000, 9000):
+        for experts, k, N, K in ((128, 8, 384, 2048), (8, 2, 4096, 7168), (32, 4, 1440, 2880)):
+            for invariant, seen in found.items():
+                problem = MoeProblem(op, tokens, k, experts, N, K, 2, BF16, op == GATE_UP, invariant)
+                seen |= {instruction(problem, config, name) for config in candidates(problem, machine)}
+    assert len(found["batch"]) == 1 < len(found[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_token_has_the_same_bits_among_any_number(dtype: torch.dtype) -> None:
+    run_ranks(RANKS, invariant_body, dtype)
 
 
 def several_launches_body(ctx: iris.Iris) -> None:
