@@ -121,6 +121,9 @@ def variants(target: GPUTarget):
         for whole in flags:
             name = "step_wide" if dtype == "fp32" else "step_whole" if whole else "step_stretch"
             yield name, stretch_kernel, dict(num_warps=4, num_stages=stages), {**constants, "WHOLE": whole}
+            if name == "step_stretch":
+                choice = {**constants, "WHOLE": whole, "FROM_FIRST": True}
+                yield f"{name}_from_first", stretch_kernel, dict(num_warps=4, num_stages=stages), choice
     if cuda:  # AMD's e4m3 is another one
         yield "round_rows", round_rows_kernel, dict(num_warps=16), dict(BLOCK=16384)
     if target.arch == 90:
@@ -147,7 +150,9 @@ def variants(target: GPUTarget):
         yield f"{name}_norm", skinny_matmul.skinny_matmul_kernel, options, constants
         if constants["TMA_A"] and n == skinny_matmul.BLOCK_N:
             yield f"{name}_folded", skinny_matmul.skinny_matmul_kernel, options, constants | dict(FOLDED=True)
-    yield "step_weigh", weigh_kernel, dict(num_warps=4), dict(PARTS=256, COLUMNS=32)
+    for in_pairs in (False, True):  # as an invariant context has them added
+        name, constants = "step_weigh_pairs" if in_pairs else "step_weigh", dict(PARTS=256, COLUMNS=32)
+        yield name, weigh_kernel, dict(num_warps=4), dict(constants, IN_PAIRS=in_pairs)
     yield from moe_variants(target, machine, WORLD_SIZE)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)

@@ -8,6 +8,7 @@ ways of an op that come with torch's product.
     many, where rows are whole vectors `kernels/hopper/gather_matmul.py` with one rank
     weights in eight bits              rows are rounded, too, and multiplied by `fp8/tile_matmul.py`
     CPU                                `iris/fixed_order.py`
+    float32 on GPUs                    torch's product, which promises nothing
 
 Which one depends on sizes, but all of one machine sum a row in one order (`planning/orders.py`).
 """
@@ -25,6 +26,7 @@ from ..fp8 import scaled_matmul
 from ..kernels.hopper import gather_matmul, operands
 from ..planning.machine import machine_of
 from ..planning.product_model import local_problem, specialised
+from ..with_torch import torch_matmul
 from . import gating, skinny_matmul
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ def multiply(
     if A.device.type == "cpu":
         made = torch.from_numpy(fixed_order.product(_array(A), _array(B)))
         out.copy_(made if bias is None else made.add_(bias.float()))
+        return
+    if A.dtype.itemsize != 2:
+        torch_matmul.multiply(out, A, B, bias)
         return
     problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype)
     config = specialised(problem, machine_of(A.device))

@@ -375,6 +375,12 @@ def _bad_arguments(ctx):
     if "IRIS_ALLOCATOR" not in os.environ:  # which would override it
         with pytest.raises(errors.ArgumentError, match="allocator_type is 'paper'"):
             iris.iris(1 << 20, "paper")
+    for level in ("rows", True, ["batch"]):
+        with pytest.raises(errors.ArgumentError, match="invariant is"):
+            iris.iris(1 << 20, invariant=level)
+    if ctx.num_ranks > 1:
+        with pytest.raises(errors.ArgumentError, match="invariant differs between ranks: 'batch', None"):
+            iris.iris(1 << 20, invariant=None if ctx.cur_rank else "batch")
     mine = (1 << 20) * (1 + (ctx.cur_rank == 0))
     if ctx.num_ranks > 1:
         with pytest.raises(errors.ArgumentError, match=r"heap_size differs between ranks: 2097152, 1048576"):

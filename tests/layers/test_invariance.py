@@ -53,7 +53,9 @@ def linear_body(ctx: iris.Iris, dtype: torch.dtype, bias: bool) -> dict[str, lis
 
 
 @pytest.mark.parametrize("world_size", [2])
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "bias"), [(torch.float16 if ON_GPU else torch.float32, True), (torch.bfloat16, False)]
+)
 def test_layers_give_a_row_the_same_bits(world_size, dtype, bias):
     for found in run_ranks(world_size, linear_body, dtype, bias):
         assert not any(found.values()), found
