@@ -14,6 +14,7 @@ platform.prepare_triton()
 from . import ops  # noqa: E402
 from .aliases import PAGE  # noqa: E402
 from .context import Iris, iris  # noqa: E402
+from .device import tiles  # noqa: E402
 from .device.context import DeviceContext  # noqa: E402
 from .device.rma import (  # noqa: E402
     atomic_add,
@@ -68,6 +69,7 @@ __all__ = [
     "put",
     "set_logger_level",
     "store",
+    "tiles",
 ]
 
 # What ROCm/iris has under these names, and what stands for it here.

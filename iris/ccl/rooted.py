@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..device.tiles import HEADER
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_tensor
 from .config import ReduceOp
@@ -119,6 +120,22 @@ def check_sizes(max_numel: Any, dtype: Any) -> int:
     if type(max_numel) is not int or not 0 < max_numel < 1 << 40 or not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"init_p2p({max_numel!r}, {dtype!r}); expected a number of elements from 1, and a dtype")
     return max_numel * dtype.itemsize
+
+
+def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """The memory that `iris/device/tiles.py` lays out, empty."""
+    sound = all(type(count) is int and 0 < count < 1 << 31 for count in (tiles, elements))
+    if not sound or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ArgumentError(
+            f"tile_space({tiles!r}, {elements!r}, {dtype!r}); expected counts from 1, and bfloat16, float16 or float32"
+        )
+    whole = 256 * ctx.num_ranks  # each rank's share of a half is whole 256 bytes
+    half = -(-ctx.num_ranks * tiles * elements * dtype.itemsize // whole) * whole
+    space = ctx.heap.reserve((HEADER.value + half // 2,), torch.int32).fill_(-1)  # the sentinel
+    space[: HEADER.value] = 0
+    space[2] = half // 256
+    ctx.barrier()  # no peer sends before this rank's space is empty
+    return space
 
 
 class _Met:

@@ -75,6 +75,16 @@ class RootedCalls:
         rooted.reduce(workspace, out, inp, dst, op)
         return workspace
 
+    def tile_space(self, tiles: int, elements: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Memory for the collectives on tiles of one's own kernel (`iris.tiles`); collective over all ranks.
+
+        int32, for `tiles` tiles of `elements` elements of `dtype`, a floating-point one of 16 or 32 bits, each. Kernels
+        that use one space follow each other in one stream. Raises `ArgumentError` for bad arguments, `HeapExhausted`
+        where it does not fit.
+        """
+        self._ctx.check()
+        return rooted.tile_space(self._ctx, tiles, elements, dtype)
+
     def init_p2p(self, max_numel: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -> None:
         """Makes room for messages of so many elements. Collective over all ranks; `send` and its kin need it."""
         self._ctx.check()

@@ -32,6 +32,12 @@ def test_there_are_as_many_programs_as_the_page_says() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("world_size", [w for w in WORLDS if w != 3])
+@pytest.mark.parametrize("world_size", [w for w in WORLDS if w not in (1, 3)])
 def test_a_program_written_for_iris_runs(world_size: int, program: Callable[[], None]) -> None:
     run_ranks(world_size, _run, program)
+
+
+@pytest.mark.parametrize("world_size", [w for w in WORLDS if w == 1])
+def test_all_programs_run_on_one_rank(world_size: int) -> None:
+    for program in PROGRAMS:
+        run_ranks(world_size, _run, program)
