@@ -44,6 +44,19 @@ def hinted_store_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.
 
 
 @triton.jit
+def tiles_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """`flags` is the space."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, flags)
+    offsets = tl.arange(0, BLOCK)
+    for number in range(tl.program_id(0), n, tl.num_programs(0)):
+        tile = tl.load(src + number * BLOCK + offsets)
+        total = tiles.all_reduce(tile, 2 * number)
+        tiles.all_gather(total, 2 * number + 1, dst + number * BLOCK + offsets, n * BLOCK, None, tl.bfloat16)
+    tiles.close()
+
+
+@triton.jit
 def put_and_signal_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -111,6 +124,7 @@ ALL = {
     "rma_context_get": context_get_kernel,
     "rma_get": get_kernel,
     "rma_hinted_store": hinted_store_kernel,
+    "rma_tiles": tiles_kernel,
     "rma_put_and_signal": put_and_signal_kernel,
     "rma_recorded_put": recorded_put_kernel,
     "broken_no_barrier": no_barrier_kernel,

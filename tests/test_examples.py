@@ -27,6 +27,7 @@ IN_WORKERS = {
     "ring": 3,
     "split_a_model": 3,
     "store_load": 3,
+    "tile_all_reduce": 3,
     "message_passing": 2,
     "message_passing_put": 2,
     "message_passing_load_store": 2,

@@ -1,4 +1,4 @@
-"""Collectives on tiles inside a kernel: sums and gathers of fresh inputs, call after call, and the same bits everywhere."""
+"""Collectives on tiles inside a kernel: fresh inputs call after call, and the same bits on every rank."""
 
 import iris
 from iris.errors import ArgumentError
