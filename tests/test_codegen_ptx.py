@@ -149,6 +149,12 @@ def test_ptx_accesses_peers_by_16_bytes(compiled, target: str) -> None:
         loads = set(re.findall(r"\bld\.global[a-z0-9_.]*", kernels[name].text))
         narrow = {"ld.global.b8", "ld.global.b16", "ld.global.v2.b32"}
         assert "ld.global.v4.b32" in loads and not loads & narrow, (name, loads)
+    # rows that a table names, of which only the hint says that they are whole
+    assert kernels["rma_hinted_store"].count(r"\bst\.global\.v4\.b32") and not narrow_stores(
+        kernels["rma_hinted_store"]
+    )
+    values = kernels["rma_tiles"]
+    assert values.count(r"ld\.volatile\.global\.v4\.b32") and values.count(r"st\.global\.wt\.v4\.b32")
 
 
 @pytest.mark.parametrize("target", CUDA)

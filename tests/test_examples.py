@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 SCATTERS = ("bulk_synchronous", "producer_consumer", "fused_sequential", "fused_specialized")
 IN_WORKERS = {
     "atomics": 3,
+    "flash_decode": 4,
     "matmul_all_reduce": 3,
     "ring": 3,
     "split_a_model": 3,

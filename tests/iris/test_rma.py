@@ -202,6 +202,7 @@ def _either_order(ctx, dtype, rows):
     return ctx.get_heap_bases().tolist()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_get_takes_its_two_ranks_in_either_order(world_size, dtype):

@@ -44,6 +44,7 @@ def _rooted(ctx, dtype, group=None, ranks=None):
     ctx.barrier()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world_size", [w for w in WORLDS if w != 1])
 def test_from_and_to_each_root(world_size, dtype):

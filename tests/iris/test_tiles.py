@@ -56,6 +56,7 @@ def _sums(ctx, dtype, count, flat):
     return torch.stack(found)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "dtype, flat", [(torch.bfloat16, False), (torch.float16, True), (torch.float32, False)], ids=str
 )
