@@ -1,6 +1,6 @@
 """Names that code written for ROCm/iris uses, taken for ours: keywords of calls, and fields of configurations.
 
-`docs/coming-from-iris.md` lists all of them. What such a name cannot mean here is told once, with that page's name.
+`docs/guides/coming-from-iris.md` lists all of them. What a name cannot mean here is told once, with that page's name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 
 from .errors import ArgumentError
 
-PAGE = "docs/coming-from-iris.md"
+PAGE = "docs/guides/coming-from-iris.md"
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -246,15 +246,12 @@ class Ops:
         return planned if aligned else unaligned(asked, planned)
 
     def preamble(
-        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,
-        workspace: Workspace | None = None,
-    ) -> Workspace:  # fmt: skip
+        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None
+    ) -> Workspace:
         """A workspace with room for a call of `op` with such tensors. Collective; multiplies nothing."""
         self._ctx.check()
         prepared = self._prepare(op, out, A, B, None, config, None, None)
-        if workspace is not None:
-            self._check_workspace(op, workspace)
-        workspace = workspace or self._own_workspace()
+        workspace = self._own_workspace()
         if not prepared.problem.empty and workspace.reserve(prepared.num_flags, prepared.nbytes, prepared.exchange):
             self.forget_launches()
         return workspace

@@ -1,4 +1,4 @@
-"""What `docs/coming-from-iris.md` says of each public name of ROCm/iris, the library says too."""
+"""What `docs/guides/coming-from-iris.md` says of each public name of ROCm/iris, the library says too."""
 
 from dataclasses import dataclass
 import importlib
@@ -17,7 +17,7 @@ from iris_ops import FusedConfig
 from iris_ops.ops import Ops
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from-iris.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from-iris.md"
 ROW = re.compile(r"^\| `([\w.]+)(?:\(([^)]*)\))?` \| (same|alias: `[\w.]+`|different: .+|AMD's own) \|$", re.MULTILINE)
 ROWS = [(name, given, here) for name, given, here in ROW.findall(PAGE.read_text())]
 ROOTS = {
@@ -70,7 +70,7 @@ def test_a_name_is_what_the_page_says(name, given, here):
         if config is not None:
             assert field in config.unused
         elif owner == "iris":
-            with pytest.raises(AttributeError, match="expected .* here .docs/coming-from-iris.md"):
+            with pytest.raises(AttributeError, match="expected .* here .docs/guides/coming-from-iris.md"):
                 getattr(iris, field)
         return
     assert found is not MISSING

@@ -18,6 +18,20 @@ DEVICE = [
         RMA,
     ),
     Fault(
+        "a get goes from the higher heap up",
+        "iris/device/rma.py",
+        "way = tl.where(pointer.to(tl.int64) >= higher, -1, 1)",
+        "way = tl.where(pointer.to(tl.int64) >= higher, 1, 1)",
+        RMA,
+    ),
+    Fault(
+        "all tiles of a call stand in one place",
+        "iris/device/tiles.py",
+        "return first + tl.cast(number, tl.int64) * size, step",
+        "return first, step",
+        ("tests/iris/test_tiles.py",),
+    ),
+    Fault(
         "atomics reach this GPU only",
         "iris/device/rma.py",
         'return "sys" if scope is None else scope',
