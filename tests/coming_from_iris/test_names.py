@@ -97,7 +97,7 @@ def test_a_field_of_amds_own_is_told_once():
     class Fresh:
         size: int = 1
 
-    with pytest.warns(UserWarning, match="Fresh.num_xcds has no use here: none are here .docs/coming") as told:
+    with pytest.warns(UserWarning, match="Fresh.num_xcds has no use here: none are here .docs/guides/coming") as told:
         assert [Fresh(num_xcds=8), Fresh(num_xcds=8, chunk_size=2, size=2), Fresh(num_xcds=None)] == [
             Fresh(), Fresh(2), Fresh(1)
         ]  # fmt: skip
