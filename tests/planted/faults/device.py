@@ -13,8 +13,8 @@ DEVICE = [
     Fault(
         "a copy lands on the caller",
         "iris/device/rma.py",
-        "remote = translate(dst_ptr, cur_rank, to_rank, heap_bases)",
-        "remote = translate(dst_ptr, cur_rank, cur_rank, heap_bases)",
+        "remote = hinted(translate(dst_ptr, cur_rank, to_rank, heap_bases), hint)",
+        "remote = hinted(translate(dst_ptr, cur_rank, cur_rank, heap_bases), hint)",
         RMA,
     ),
     Fault(
