@@ -4,12 +4,17 @@
 can be called inside `@triton.jit`.
 """
 
+from typing import TYPE_CHECKING
+
 from . import platform, requirements
 
 requirements.check_triton()  # before anything imports it
 platform.prepare_triton()
 
+from . import ops  # noqa: E402
+from .aliases import PAGE  # noqa: E402
 from .context import Iris, iris  # noqa: E402
+from .device import tiles  # noqa: E402
 from .device.context import DeviceContext  # noqa: E402
 from .device.rma import (  # noqa: E402
     atomic_add,
@@ -26,18 +31,25 @@ from .device.rma import (  # noqa: E402
     put,
     store,
 )
+from .device.tracing import TraceEvent  # noqa: E402
 from .errors import IrisError  # noqa: E402
-from .log import DEBUG, ERROR, INFO, WARNING, set_logger_level  # noqa: E402
+from .log import DEBUG, ERROR, INFO, WARNING, logger, set_logger_level  # noqa: E402
+from .timing import do_bench  # noqa: E402
 from .version import __version__  # noqa: E402
+
+Context = TritonContext = DeviceContext  # as ROCm/iris calls it, or called it once
 
 __all__ = [
     "DEBUG",
     "ERROR",
     "INFO",
     "WARNING",
+    "Context",
     "DeviceContext",
     "Iris",
     "IrisError",
+    "TraceEvent",
+    "TritonContext",
     "__version__",
     "atomic_add",
     "atomic_and",
@@ -48,10 +60,38 @@ __all__ = [
     "atomic_xchg",
     "atomic_xor",
     "copy",
+    "do_bench",
     "get",
     "iris",
     "load",
+    "logger",
+    "ops",
     "put",
     "set_logger_level",
     "store",
+    "tiles",
 ]
+
+# What ROCm/iris has under these names, and what stands for it here.
+_ELSEWHERE = {
+    "AllReduceConfig": "ctx.ccl.all_reduce or ctx.ops.matmul_all_reduce outside the kernel",
+    "Tile": "ctx.ccl or ctx.ops outside the kernel, load, store and atomics inside",
+    "TileView": "pointers",
+    "TensorView": "pointers",
+    "make_tensor_view": "pointers",
+    "bench": "iris.do_bench, or the command iris-tp bench",
+    "hip": "ctx.get_cu_count() and torch.cuda",
+    "get_device_id_for_rank": "ctx.get_device_id()",
+    "is_simulation_env": "TRITON_INTERPRET=1, or no GPU, for the interpreter",
+    "tensor_from_ptr": "ctx.empty(...), or ctx.as_remote(tensor, rank)",
+    "CUDAArrayInterface": "ctx.empty(...), or ctx.as_remote(tensor, rank)",
+    "tensor_creation": "ctx.zeros(...) and its kin",
+}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name in _ELSEWHERE:
+            raise AttributeError(f"iris.{name} is ROCm/iris's; expected {_ELSEWHERE[name]} here ({PAGE})")
+        raise AttributeError(f"module 'iris' has no attribute {name!r}")

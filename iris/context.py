@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import agreement, invariance, platform, registry, tensors
+from . import agreement, aliases, invariance, platform, registry, tensors
 from .barrier import DeviceBarrier
 from .device import waits
 from .device.context import HEADER, pack
@@ -180,6 +180,15 @@ class Iris(tensors.TensorMethods):
             raise ArgumentError(f"rank is {rank!r}; expected a rank from 0 to {self.num_ranks - 1}")
         return self.view_at(tensor, rank)
 
+    def as_remote(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """`peer_view`, by the name that it has in ROCm/iris."""
+        return self.peer_view(tensor, rank)
+
+    def allocate_symmetric(self, *size: Any, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`empty(*size, dtype=dtype)` and `get_heap_bases()`, which together say where every rank's tensor lies."""
+        return self.empty(*size, dtype=dtype), self.get_heap_bases()
+
+    @aliases.keywords(source_rank="src")
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
 

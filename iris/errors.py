@@ -1,7 +1,8 @@
 """Every exception a user of the library can meet.
 
-Each derives from `IrisError` and from the built-in exception that Python users would catch for the same
-mistake. Messages name the argument, what it was, what is expected and, where there is one, the remedy.
+Each derives from `IrisError` and from the built-in exception that Python users would catch for the same mistake; where
+torch raises a `RuntimeError` for a wrong tensor, from that too. Messages name the argument, what it was, what is
+expected and, where there is one, the remedy.
 """
 
 
@@ -13,15 +14,15 @@ class ArgumentError(IrisError, ValueError):
     """An argument has a wrong value: size, rank, range, layout, overlap."""
 
 
-class ShapeError(ArgumentError):
+class ShapeError(ArgumentError, RuntimeError):
     """A tensor has the wrong number of dimensions or the wrong sizes."""
 
 
-class DtypeError(IrisError, TypeError):
+class DtypeError(IrisError, TypeError, RuntimeError):
     """A tensor's dtype is not supported, or two dtypes that must agree do not."""
 
 
-class DeviceError(ArgumentError):
+class DeviceError(ArgumentError, RuntimeError):
     """A tensor lies on another device than the context."""
 
 
@@ -29,7 +30,7 @@ class ExpertError(IrisError, IndexError):
     """A token was given to an expert that there is not: a routing index is out of range."""
 
 
-class NotSymmetricError(ArgumentError):
+class NotSymmetricError(ArgumentError, RuntimeError):
     """A tensor must lie on this context's symmetric heap and does not."""
 
 

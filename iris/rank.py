@@ -143,6 +143,14 @@ class Rank:
         self._barrier(members, self.heap.digest)
         self.check()
 
+    def meet(self, ranks: tuple[int, ...]) -> None:
+        """`device_barrier` of `ranks`, this one among them; they differ by rank where each names those it waits for.
+
+        Two ranks that name each other make the same meetings in the same order.
+        """
+        self.check()
+        self._barrier(ranks, self.heap.digest)
+
     def compare(self, call: str, members: Sequence[int] | None = None, **facts: Any) -> None:
         """With IRIS_DEBUG=1: raises on all `members`, by default all ranks, where they differ in a collective call.
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import re
 from typing import Any
 
+import numpy as np
 import torch
 
-from . import platform
+from . import aliases, platform
 from .errors import (
     ArgumentError,
     CaptureError,
@@ -32,22 +33,24 @@ _TORCH_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, OverflowError)
 class TensorMethods(Rank):
     """The constructors of `Iris`. Every rank makes the same calls, so offsets agree on all ranks.
 
-    All take torch's keywords: `out` (on this heap, of the result's sizes), `dtype`, `layout` (strided), `device` (the
-    context's), `requires_grad`, and `generator` or `memory_format` where torch has them. They raise `ArgumentError` or
-    one of its kin for bad arguments and `HeapExhausted` when the heap is full; nothing is taken from the heap then.
+    Sizes may also be nested, as in `zeros(((2, 3),))`, or none at all for a single element. All take torch's keywords:
+    `out` (on this heap, of the result's sizes, or contiguous and of as many elements: then a view of it is returned),
+    `dtype`, `layout` (strided), `device` (the context's), `requires_grad`, and `generator` or `memory_format` where
+    torch has them. They raise `ArgumentError` or one of its kin for bad arguments and `HeapExhausted` when the heap is
+    full; nothing is taken from the heap then.
     """
 
     def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
         """As `torch.zeros`: sizes as arguments or as one tuple."""
-        return self._construct(torch.zeros, size, options)
+        return self._construct(torch.zeros, _sizes(size, options), options)
 
     def ones(self, *size: Any, **options: Any) -> torch.Tensor:
         """As `torch.ones`."""
-        return self._construct(torch.ones, size, options)
+        return self._construct(torch.ones, _sizes(size, options), options)
 
     def empty(self, *size: Any, **options: Any) -> torch.Tensor:
         """As `torch.empty`."""
-        return self._construct(torch.empty, size, options, fill=lambda tensor: None)
+        return self._construct(torch.empty, _sizes(size, options), options, fill=lambda tensor: None)
 
     def empty_ragged(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As `empty`, of sizes that may differ by rank: each rank's part of something uneven. Collective.
@@ -84,11 +87,11 @@ class TensorMethods(Rank):
 
     def rand(self, *size: Any, **options: Any) -> torch.Tensor:
         """As `torch.rand`. Ranks with the same seed get the same values."""
-        return self._construct(torch.rand, size, options)
+        return self._construct(torch.rand, _sizes(size, options), options)
 
     def randn(self, *size: Any, **options: Any) -> torch.Tensor:
         """As `torch.randn`."""
-        return self._construct(torch.randn, size, options)
+        return self._construct(torch.randn, _sizes(size, options), options)
 
     def randint(self, *bounds_and_size: Any, **options: Any) -> torch.Tensor:
         """As `torch.randint([low,] high, size)`."""
@@ -99,9 +102,22 @@ class TensorMethods(Rank):
         return self._construct(torch.arange, bounds, options)
 
     def linspace(self, *bounds_and_steps: Any, **options: Any) -> torch.Tensor:
-        """As `torch.linspace(start, end, steps)`."""
-        return self._construct(torch.linspace, bounds_and_steps, options)
+        """As `torch.linspace(start, end, steps)`; the steps may be a size of one dimension."""
+        return self._construct(torch.linspace, tuple(map(_single, bounds_and_steps)), options)
 
+    def uniform(
+        self, size: Any, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """`empty(size, dtype=dtype)`, filled with random numbers from `low` to `high`."""
+        sound = all(isinstance(bound, (int, float)) for bound in (low, high)) and low <= high
+        if not sound or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ArgumentError(
+                f"uniform(low={low!r}, high={high!r}, dtype={dtype!r}); expected numbers, the lower first, and a "
+                f"floating-point dtype"
+            )
+        return self._construct(torch.empty, _sizes((size,), {}), {"dtype": dtype}, fill=lambda t: t.uniform_(low, high))
+
+    @aliases.keywords(external_tensor="tensor")
     def as_symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on this heap that shares memory with `tensor`: itself if it lies there. Collective.
 
@@ -162,7 +178,7 @@ class TensorMethods(Rank):
             _check_tensor(tensor)
         plan = ask(device="meta", dtype=dtype, requires_grad=bool(requires_grad))
         if out is not None:
-            self._check_out(out, plan, dtype, call)
+            out = self._check_out(out, plan, dtype, call)
         tensor = out if out is not None else self._allocate(plan)
         try:
             if fill is None:
@@ -202,17 +218,20 @@ class TensorMethods(Rank):
         if layout not in (None, torch.strided):
             raise ArgumentError(f"layout is {layout}; expected torch.strided, the only one on the heap")
 
-    def _check_out(self, out: Any, plan: torch.Tensor, dtype: Any, call: str) -> None:
+    def _check_out(self, out: Any, plan: torch.Tensor, dtype: Any, call: str) -> torch.Tensor:
+        """`out` in the sizes of `plan`."""
         if not isinstance(out, torch.Tensor):
             raise ArgumentError(f"out is {described(out)}; expected a torch.Tensor")
         if out.device != self.device:
             raise DeviceError(f"out lies on {out.device}; expected the context's device, {self.device}")
         if not self.is_symmetric(out):
             raise NotSymmetricError(f"out {described(out)} lies outside this heap; make it with ctx.empty(...)")
-        if out.shape != plan.shape:
+        reshaped = out.shape != plan.shape and out.numel() == plan.numel() and out.is_contiguous()
+        if out.shape != plan.shape and not reshaped:
             raise ShapeError(f"out has sizes {tuple(out.shape)}; expected {tuple(plan.shape)} for {call}")
         if dtype is not None and out.dtype != plan.dtype:
             raise DtypeError(f"out is {out.dtype}; expected {plan.dtype}, the dtype asked for")
+        return out.view(plan.shape) if reshaped else out
 
 
 def _asked(function: Callable[..., torch.Tensor], args: tuple, options: dict[str, Any], call: str) -> torch.Tensor:
@@ -221,6 +240,23 @@ def _asked(function: Callable[..., torch.Tensor], args: tuple, options: dict[str
         return function(*args, **options)
     except _TORCH_ERRORS as error:
         raise _translated(error, call) from None
+
+
+def _sizes(given: tuple, options: dict[str, Any]) -> tuple:
+    """Sizes as torch takes them: from arguments, from one tuple or list, or from one in another."""
+    if not given and "size" in options:
+        return ()
+    while len(given) == 1 and isinstance(given[0], (tuple, list)):
+        given = tuple(given[0])
+    return tuple(int(size) if isinstance(size, np.integer) else size for size in given) or ((),)
+
+
+def _single(value: Any) -> Any:
+    """What a tensor, a size or an array of one element holds; anything else as it is."""
+    while isinstance(value, (tuple, list)) and len(value) == 1:
+        value = value[0]
+    one = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type != "meta"
+    return value.item() if one or isinstance(value, np.generic) else value
 
 
 def _checked_dtype(dtype: Any) -> Any:

@@ -155,6 +155,16 @@ class Tracing:
         return self._ctx.recording
 
     @property
+    def trace_counter(self) -> torch.Tensor:
+        """int64 [1] on the device: events of this rank since the last reset, those beyond `max_events` counted too."""
+        return self._recorded()[:1]
+
+    @property
+    def max_events(self) -> int:
+        """How many events can be recorded; 0 before `enable()`."""
+        return self._capacity
+
+    @property
     def dropped(self) -> int:
         """Events of this rank beyond `max_events` since the last reset. Waits for the device."""
         return max(0, self._count() - self._capacity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from iris import aliases
 from iris.errors import ArgumentError
 
 ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather")
@@ -18,6 +19,28 @@ class Prediction:
     total_us: float
 
 
+@aliases.fields(
+    {
+        "block_size_m": "block_m",
+        "block_size_n": "block_n",
+        "block_size_k": "block_k",
+        "group_size_m": "group_m",
+        "swizzle_size": "group_m",
+        "num_sms": "num_programs",
+        "comm_sms": "comm_programs",
+    },
+    {
+        "num_xcds": "GPUs here are not numbered by chiplets",
+        "chunk_size": "GPUs here are not numbered by chiplets",
+        "cache_modifier_a": "operands are loaded by descriptors",
+        "cache_modifier_b": "operands are loaded by descriptors",
+        "allow_tf32": "products of float32 are always exact to float32",
+        "all_reduce_variant": "`algorithm` decides it, one that serves every op",
+        "all_reduce_num_rings": "no fused op here is a ring",
+        "reduce_num_sms": "the programs that multiply also reduce",
+        "ksplit": "`splits` cuts K",
+    },
+)
 @dataclass(frozen=True)
 class FusedConfig:
     """How a fused op is computed. All ranks pass equal configurations, and an op ignores fields of other ops.
@@ -106,6 +129,9 @@ class FusedConfig:
                 f"in {self.num_stages} stages and {places} tile{'s' * (places > 1)} beside them, {nbytes} bytes of "
                 f"shared memory; expected at most {_SHARED_BYTES}"
             )
+
+    def validate(self, world_size: int | None = None) -> None:
+        """Does nothing: what is wrong is an `ArgumentError` when the configuration is made."""
 
     def depth(self, fp8: bool) -> int:
         """Elements along K of a block: `block_k`, or of operands in eight bits twice as many, in as much room."""

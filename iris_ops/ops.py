@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import proxy
 
-from iris import platform
+from iris import aliases, platform
 from iris.errors import ArgumentError
 from iris.heap import check_memory, span
 from iris.launch import relaunch
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
 
+_KEYWORDS = aliases.keywords(output_tensor="out", A_sharded="A")
+
+
 class Ops:
     """The fused operations of one context. All are collective, and every rank makes the same calls in the same order.
 
@@ -69,6 +72,7 @@ class Ops:
         self._mixture = Mixture(ctx)
         ctx.on_change.append(self.forget_launches)
 
+    @_KEYWORDS
     def matmul_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
@@ -97,6 +101,7 @@ class Ops:
         epilogue = residual, weight, scaled, squares
         return self._call(rmsnorm_epilogue.OP, out, A, B, bias, False, config, workspace, epilogue, scale)
 
+    @_KEYWORDS
     def all_gather_matmul(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
@@ -120,6 +125,7 @@ class Ops:
         """
         return self._call(GATED, out, A, B, bias, False, config, workspace, scale=scale)
 
+    @_KEYWORDS
     def matmul_all_gather(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
@@ -130,6 +136,7 @@ class Ops:
         """
         return self._call(MATMUL_GATHER, out, A, B, bias, async_op, config, workspace)
 
+    @_KEYWORDS
     def matmul_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
@@ -237,6 +244,17 @@ class Ops:
         asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8, self._ctx.invariant)
         planned = self._plan(asked, explained, algorithm)
         return planned if aligned else unaligned(asked, planned)
+
+    def preamble(
+        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None
+    ) -> Workspace:
+        """A workspace with room for a call of `op` with such tensors. Collective; multiplies nothing."""
+        self._ctx.check()
+        prepared = self._prepare(op, out, A, B, None, config, None, None)
+        workspace = self._own_workspace()
+        if not prepared.problem.empty and workspace.reserve(prepared.num_flags, prepared.nbytes, prepared.exchange):
+            self.forget_launches()
+        return workspace
 
     def forget_launches(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""

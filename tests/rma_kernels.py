@@ -21,6 +21,42 @@ def load_kernel(src, dst, ctx_ptr, heap_bases, rank, peer, n, WORLD_SIZE: tl.con
 
 
 @triton.jit
+def context_get_kernel(src, dst, ctx_ptr, heap_bases, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ctx.get(src + offsets, dst + offsets, peer, mask=offsets < n)
+
+
+@triton.jit
+def get_kernel(src, dst, ctx_ptr, heap_bases, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, lane = tl.program_id(0) * 2 + tl.arange(0, 2)[:, None], tl.arange(0, BLOCK // 2)[None, :]
+    offsets = row * (BLOCK // 2) + lane
+    iris.get(src + offsets, dst + offsets, rank, peer, heap_bases, mask=offsets < n)
+
+
+@triton.jit
+def hinted_store_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Goes to rows that a table names, which the compiler cannot know to be whole."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    lane = tl.arange(0, BLOCK)
+    row = tl.load(flags + lane // 16)
+    ctx.store(dst + row * 16 + lane % 16, tl.load(src + lane), peer, hint=16)
+
+
+@triton.jit
+def tiles_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """`flags` is the space."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, flags)
+    offsets = tl.arange(0, BLOCK)
+    for number in range(tl.program_id(0), n, tl.num_programs(0)):
+        tile = tl.load(src + number * BLOCK + offsets)
+        total = tiles.all_reduce(tile, 2 * number)
+        tiles.all_gather(total, 2 * number + 1, dst + number * BLOCK + offsets, n * BLOCK, None, tl.bfloat16)
+    tiles.close()
+
+
+@triton.jit
 def put_and_signal_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -85,6 +121,10 @@ def narrow_store_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.
 ALL = {
     "rma_store": store_kernel,
     "rma_load": load_kernel,
+    "rma_context_get": context_get_kernel,
+    "rma_get": get_kernel,
+    "rma_hinted_store": hinted_store_kernel,
+    "rma_tiles": tiles_kernel,
     "rma_put_and_signal": put_and_signal_kernel,
     "rma_recorded_put": recorded_put_kernel,
     "broken_no_barrier": no_barrier_kernel,

@@ -53,7 +53,7 @@ def test_amd_uses_matrix_cores_and_wide_stores(compiled, target: str) -> None:
         assert kernel.count(r"v_mfma_f32_\w*bf16"), kernel.name
     for kernel in stores:
         assert kernel.count(r"global_store_dwordx4"), kernel.name
-    assert all(kernels[name].count(r"global_load_dwordx4") for name in ("rma_load", "rma_load_bytes"))
+    assert all(kernels[name].count(r"global_load_dwordx4") for name in ("rma_load", "rma_load_bytes", "rma_get"))
 
 
 @pytest.mark.parametrize("target", HIP)

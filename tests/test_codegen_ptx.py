@@ -146,10 +146,16 @@ def test_ptx_accesses_peers_by_16_bytes(compiled, target: str) -> None:
     for name in ("all_reduce_tma", "matmul_all_gather_tma"):
         # each value goes to every peer
         assert kernels[name].count(r"\bst\.global\.v4\.b32") >= WORLD_SIZE, name
-    for name in ("rma_load", "rma_load_bytes", "rma_put_and_signal"):
+    for name in ("rma_load", "rma_load_bytes", "rma_get", "rma_context_get", "rma_put_and_signal"):
         loads = set(re.findall(r"\bld\.global[a-z0-9_.]*", kernels[name].text))
         narrow = {"ld.global.b8", "ld.global.b16", "ld.global.v2.b32"}
         assert "ld.global.v4.b32" in loads and not loads & narrow, (name, loads)
+    # rows that a table names, of which only the hint says that they are whole
+    assert kernels["rma_hinted_store"].count(r"\bst\.global\.v4\.b32") and not narrow_stores(
+        kernels["rma_hinted_store"]
+    )
+    values = kernels["rma_tiles"]
+    assert values.count(r"ld\.volatile\.global\.v4\.b32") and values.count(r"st\.global\.wt\.v4\.b32")
 
 
 @pytest.mark.parametrize("target", CUDA)

@@ -23,10 +23,12 @@ ROOT = Path(__file__).parents[1]
 SCATTERS = ("bulk_synchronous", "producer_consumer", "fused_sequential", "fused_specialized")
 IN_WORKERS = {
     "atomics": 3,
+    "flash_decode": 4,
     "matmul_all_reduce": 3,
     "ring": 3,
     "split_a_model": 3,
     "store_load": 3,
+    "tile_all_reduce": 3,
     "message_passing": 2,
     "message_passing_put": 2,
     "message_passing_load_store": 2,

@@ -18,7 +18,7 @@ from ..heap import check_memory, span
 from ..launch import relaunch
 from ..launch.streams import check_async
 from . import launch
-from .config import Config, ReduceOp
+from .config import KEYWORDS, Config, ReduceOp, check_options
 from .group import Group, group_of
 from .plan import Plan, machine_of, plan
 from .problem import (
@@ -33,6 +33,7 @@ from .problem import (
     check_tensors,
     describe,
 )
+from .rooted_calls import RootedCalls
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class _Prepared:
     room: launch.Room | None
 
 
-class Collectives:
+class Collectives(RootedCalls):
     """The collectives of one context. Every rank of the group makes the same calls in the same order.
 
     `out`, `inp`: device tensors of one dtype, of any shape whose rows stand one stride apart; an `out` on the symmetric
@@ -75,6 +76,7 @@ class Collectives:
         ctx.on_change.append(self._calls.forget)
         self._device_of = relaunch.device_of(ctx.device)
 
+    @KEYWORDS
     def all_to_all(
         self, out: torch.Tensor, inp: torch.Tensor, group: Members = None, async_op: bool = False,
         config: Config | None = None, workspace: Workspace | None = None,
@@ -82,6 +84,7 @@ class Collectives:
         """Columns j * N ... of `inp` (M, N * w) to rank j, whose columns i * N ... of `out` they are, from rank i."""
         return self._call(ALL_TO_ALL, out, inp, None, group, async_op, config, workspace)
 
+    @KEYWORDS
     def all_gather(
         self, out: torch.Tensor, inp: torch.Tensor, group: Members = None, async_op: bool = False,
         config: Config | None = None, workspace: Workspace | None = None,
@@ -89,6 +92,7 @@ class Collectives:
         """`out` (w * M, N): every rank's `inp` (M, N), in rank order. `inp` may be this rank's part of `out`."""
         return self._call(ALL_GATHER, out, inp, None, group, async_op, config, workspace)
 
+    @KEYWORDS
     def all_reduce(
         self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp | None = None, group: Members = None,
         async_op: bool = False, config: Config | None = None, workspace: Workspace | None = None,
@@ -99,6 +103,7 @@ class Collectives:
         """
         return self._call(ALL_REDUCE, out, inp, op, group, async_op, config, workspace)
 
+    @KEYWORDS
     def reduce_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp | None = None, group: Members = None,
         async_op: bool = False, config: Config | None = None, workspace: Workspace | None = None,
@@ -106,10 +111,11 @@ class Collectives:
         """This rank's rows of the sum over ranks of `inp` (M, N), if `out` is (M/w, N), parts as torch.chunk splits.
 
         If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`,
-        in turn (`all_reduce_distribution=0`) or in one range each (1, the default); of a single row all are rank 0's.
+        in turn (`all_reduce_distribution=0`, the default) or in one range each (1); of a single row all are rank 0's.
         """
         return self._call(REDUCE_SCATTER, out, inp, op, group, async_op, config, workspace)
 
+    @KEYWORDS
     def all_reduce_preamble(
         self, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, workspace: Workspace | None = None,
         group: Members = None,
@@ -118,7 +124,7 @@ class Collectives:
         ctx = self._ctx
         ctx.check()
         check_tensors(ALL_REDUCE, out, inp, ctx.device)
-        _check_options(ALL_REDUCE, None, config)
+        check_options(ALL_REDUCE, None, config)
         members = self._group(group)
         workspace = self._workspace_of(ALL_REDUCE, members, workspace, new=True)
         if inp.numel():
@@ -257,7 +263,7 @@ class Collectives:
         config: Config | None,
     ) -> _Prepared:  # fmt: skip
         check_tensors(op, out, inp, self._ctx.device)
-        _check_options(op, reduce_op, config)
+        check_options(op, reduce_op, config)
         return self._prepare(op, out, inp, config or Config(), self._group(group))
 
     def _prepare(self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config, members: Group) -> _Prepared:
@@ -303,13 +309,11 @@ class Collectives:
             if members not in self._workspaces:
                 self._workspaces[members] = Workspace(members)
             return self._workspaces[members]
-        if not isinstance(workspace, Workspace) or workspace.group is not members:
+        if isinstance(workspace, Workspace) and workspace.group is not members:
+            raise ArgumentError(
+                f"{op}: workspace is one of ranks {workspace.group.ranks}, the call is one of {members.ranks}; "
+                f"expected the same group: pass group= to all_reduce_preamble, and to new_workspace, as to the call"
+            )
+        if not isinstance(workspace, Workspace):
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that a call of this group returned")
         return workspace
-
-
-def _check_options(op: str, reduce_op: Any, config: Any) -> None:
-    if config is not None and not isinstance(config, Config):
-        raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris.ccl.Config")
-    if reduce_op is not None and reduce_op is not ReduceOp.SUM:
-        raise ArgumentError(f"{op}: op is {reduce_op!r}; expected None or iris.ccl.ReduceOp.SUM")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 
+from .. import aliases
 from ..errors import ArgumentError
 
 ALL_REDUCE_VARIANTS = ("atomic", "ring", "one_shot", "two_shot", "spinlock")
@@ -18,21 +19,30 @@ class ReduceOp(Enum):
     SUM = "sum"
 
 
+@aliases.fields(
+    {"num_sms": "comm_sms"},
+    {
+        "num_xcds": "GPUs here are not numbered by chiplets",
+        "chunk_size": "GPUs here are not numbered by chiplets",
+        "use_gluon": "one kernel serves each collective",
+        "all_reduce_ring_slice_n": "a ring is cut into units of block_size_m * block_size_n",
+    },
+)
 @dataclass(frozen=True)
 class Config:
     """How a collective is carried out; the same on all ranks. What is None is chosen by shape and machine.
 
     `block_size_m`, `block_size_n`: powers of two. Their product is how many elements a program moves at once; they are
-    also the tile of a reduce-scatter whose `out` has the shape of its input. `swizzle_size`: row blocks of such tiles
-    that are numbered together. `comm_sms`: programs, at most the chip's multiprocessors. `all_reduce_variant`:
-    "one_shot" (everyone sums everything), "two_shot" (each rank sums a part and sends it to all), "ring", "atomic" or
-    "spinlock" (everyone adds into everyone's sum, in the order of arrival: results may differ in their last bits
-    between runs and ranks; all other variants give the same bits on every rank and in each run).
-    `all_reduce_distribution`: whose part is what: 0 block after block in turn, 1 one range each.
-    `all_reduce_num_rings`: into how many rings the data of "ring" is divided, every second one running the other way
-    round; for all other variants at most 1. `reduce_scatter_variant`: "two_shot".
-    `protocol`: how a rank knows that data has arrived: "lamport" (the values themselves show it; for small tensors) or
-    "flags" (signals; for large ones).
+    also the tile of a reduce-scatter whose `out` has the shape of its input, by default 128 x 128. `swizzle_size`: row
+    blocks of such tiles that are numbered together, by default 6. `comm_sms`: programs, at most the chip's
+    multiprocessors. `all_reduce_variant`: "one_shot" (everyone sums everything), "two_shot" (each rank sums a part and
+    sends it to all), "ring", "atomic" or "spinlock" (everyone adds into everyone's sum, in the order of arrival:
+    results may differ in their last bits between runs and ranks; all other variants give the same bits on every rank
+    and in each run). `all_reduce_distribution`: whose part is what: 0 block after block in turn (the default where
+    `out` takes tiles), 1 one range each. `all_reduce_num_rings`: into how many rings the data of "ring" is divided,
+    every second one running the other way round; for all other variants at most 1. `reduce_scatter_variant`:
+    "two_shot". `protocol`: how a rank knows that data has arrived: "lamport" (the values themselves show it; for small
+    tensors) or "flags" (signals; for large ones).
     """
 
     block_size_m: int | None = None
@@ -87,4 +97,17 @@ class Config:
 
     @property
     def tile(self) -> tuple[int, int]:
-        return self.block_size_m or 32, self.block_size_n or 64
+        """Rows and columns of a tile."""
+        return self.block_size_m or 128, self.block_size_n or 128
+
+
+# The parameters of a collective as ROCm/iris calls them.
+KEYWORDS = aliases.keywords(output_tensor="out", input_tensor="inp")
+
+
+def check_options(op: str, reduce_op: object, config: object) -> None:
+    """Raises `ArgumentError` for what is no `Config` or no operation."""
+    if config is not None and not isinstance(config, Config):
+        raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris.ccl.Config")
+    if reduce_op is not None and reduce_op is not ReduceOp.SUM:
+        raise ArgumentError(f"{op}: op is {reduce_op!r}; expected None or iris.ccl.ReduceOp.SUM")

@@ -68,14 +68,15 @@ class RemoteAccess:
         other=None,
         cache_modifier: tl.constexpr = None,
         volatile: tl.constexpr = False,
+        hint: tl.constexpr = None,
     ):
-        """Returns what stands at `pointer` on `from_rank`."""
-        return rma.load(pointer, self.rank, from_rank, self.heap_bases(), mask, other, cache_modifier, volatile)
+        """Returns what stands at `pointer` on `from_rank`. `hint`: as in `iris.load`, here and in every method."""
+        return rma.load(pointer, self.rank, from_rank, self.heap_bases(), mask, other, cache_modifier, volatile, hint)
 
     @device_function
-    def store(self, pointer, value, to_rank, mask=None, cache_modifier: tl.constexpr = None):
+    def store(self, pointer, value, to_rank, mask=None, cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
         """Stores `value` at `pointer` on `to_rank`."""
-        rma.store(pointer, value, self.rank, to_rank, self.heap_bases(), mask, cache_modifier)
+        rma.store(pointer, value, self.rank, to_rank, self.heap_bases(), mask, cache_modifier, hint)
 
     @device_function
     def get(
@@ -87,19 +88,11 @@ class RemoteAccess:
         other=None,
         load_cache_modifier: tl.constexpr = None,
         store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
     ):
         """Copies from `from_ptr` on `from_rank` to this rank's `to_ptr`."""
-        rma.get(
-            from_ptr,
-            to_ptr,
-            from_rank,
-            self.rank,
-            self.heap_bases(),
-            mask,
-            other,
-            load_cache_modifier,
-            store_cache_modifier,
-        )
+        data = self.load(from_ptr, from_rank, mask, other, load_cache_modifier, hint=hint)
+        tl.store(to_ptr, data, mask=mask, cache_modifier=store_cache_modifier)
 
     @device_function
     def put(
@@ -111,6 +104,7 @@ class RemoteAccess:
         other=None,
         load_cache_modifier: tl.constexpr = None,
         store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
     ):
         """Copies from this rank's `from_ptr` to `to_ptr` on `to_rank`."""
         rma.put(
@@ -123,6 +117,7 @@ class RemoteAccess:
             other,
             load_cache_modifier,
             store_cache_modifier,
+            hint,
         )
 
     @device_function
@@ -136,6 +131,7 @@ class RemoteAccess:
         other=None,
         load_cache_modifier: tl.constexpr = None,
         store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
     ):
         """Copies from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`."""
         rma.copy(
@@ -149,47 +145,120 @@ class RemoteAccess:
             other,
             load_cache_modifier,
             store_cache_modifier,
+            hint,
         )
 
     @device_function
-    def atomic_cas(self, pointer, cmp, val, to_rank, sem: tl.constexpr = None, scope: tl.constexpr = None):
+    def atomic_cas(
+        self,
+        pointer,
+        cmp,
+        val,
+        to_rank,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """`iris.atomic_cas` at `to_rank`."""
-        return rma.atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases(), sem, scope)
+        return rma.atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases(), sem, scope, hint)
 
     @device_function
-    def atomic_add(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+    def atomic_add(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """`iris.atomic_add` at `to_rank`."""
-        return rma.atomic_add(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+        return rma.atomic_add(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
-    def atomic_xchg(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+    def atomic_xchg(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """`iris.atomic_xchg` at `to_rank`."""
-        return rma.atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+        return rma.atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
-    def atomic_xor(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+    def atomic_xor(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """`iris.atomic_xor` at `to_rank`."""
-        return rma.atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+        return rma.atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
-    def atomic_and(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+    def atomic_and(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """`iris.atomic_and` at `to_rank`."""
-        return rma.atomic_and(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+        return rma.atomic_and(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
-    def atomic_or(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+    def atomic_or(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """`iris.atomic_or` at `to_rank`."""
-        return rma.atomic_or(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+        return rma.atomic_or(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
-    def atomic_min(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+    def atomic_min(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """`iris.atomic_min` at `to_rank`."""
-        return rma.atomic_min(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+        return rma.atomic_min(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
-    def atomic_max(self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None):
+    def atomic_max(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
         """`iris.atomic_max` at `to_rank`."""
-        return rma.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope)
+        return rma.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
 
 @aggregate

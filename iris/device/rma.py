@@ -8,6 +8,7 @@ block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered unless an
 import triton
 import triton.language as tl
 
+from .arch import INTERPRET
 from .function import device_function
 
 # 2 MiB, the alignment of every heap base (iris/memory/base.py).
@@ -36,6 +37,36 @@ def moved(pointer, base, target, ALIGNMENT: tl.constexpr = BASE_ALIGNMENT):
 
 
 @device_function
+def across(pointer, one_rank, other_rank, heap_bases):
+    """`pointer`, which lies in the heap of either rank, as the address of the same bytes in the other one's heap.
+
+    Heaps do not overlap. So what lies from the higher base on goes down by the difference, and all else goes up.
+    """
+    # Each element finds its own way, where a scalar would need a reduction over the block, which may have masked
+    # elements outside any heap. That all go the same way is said to the compiler, so accesses stay wide.
+    nbytes: tl.constexpr = max(1, pointer.dtype.scalar.element_ty.primitive_bitwidth // 8)
+    one = tl.load(heap_bases + one_rank).to(tl.int64)
+    other = tl.load(heap_bases + other_rank).to(tl.int64)
+    higher = tl.maximum(one, other)
+    distance = higher - tl.minimum(one, other)
+    if nbytes > 1:
+        distance = distance // nbytes
+    way = tl.where(pointer.to(tl.int64) >= higher, -1, 1).to(tl.int64)
+    if pointer.type.is_block() and not INTERPRET:  # the interpreter takes no block's shape for a hint, and needs none
+        way = tl.max_constancy(way, pointer.shape)
+    return pointer + way * tl.multiple_of(distance, BASE_ALIGNMENT // nbytes)
+
+
+@device_function
+def hinted(pointer, hint: tl.constexpr):
+    """`pointer`, of which the caller says that `hint` elements in a row are contiguous and begin at such a multiple."""
+    if hint is None:
+        return pointer
+    else:
+        return tl.max_contiguous(tl.multiple_of(pointer, hint), hint)
+
+
+@device_function
 def load(
     pointer,
     to_rank,
@@ -45,16 +76,31 @@ def load(
     other=None,
     cache_modifier: tl.constexpr = None,
     volatile: tl.constexpr = False,
+    hint: tl.constexpr = None,
 ):
-    """Returns what stands at `pointer` on `from_rank`; the caller is `to_rank`."""
-    remote = translate(pointer, to_rank, from_rank, heap_bases)
+    """Returns what stands at `pointer` on `from_rank`; the caller is `to_rank`.
+
+    `hint`, here and in every function below: how many elements of the block are contiguous, beginning at such a
+    multiple; an integer, or a tuple for a block of several dimensions. What is false of the pointers gives wrong data.
+    """
+    remote = hinted(translate(pointer, to_rank, from_rank, heap_bases), hint)
     return tl.load(remote, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
 
 
 @device_function
-def store(pointer, value, from_rank, to_rank, heap_bases, mask=None, cache_modifier: tl.constexpr = None):
+def store(
+    pointer,
+    value,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    cache_modifier: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
     """Stores `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
-    tl.store(translate(pointer, from_rank, to_rank, heap_bases), value, mask=mask, cache_modifier=cache_modifier)
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
+    tl.store(remote, value, mask=mask, cache_modifier=cache_modifier)
 
 
 @device_function
@@ -68,9 +114,14 @@ def get(
     other=None,
     load_cache_modifier: tl.constexpr = None,
     store_cache_modifier: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
-    """Copies from `from_ptr` on `from_rank` to the caller's own `to_ptr`; the caller is `to_rank`."""
-    remote = translate(from_ptr, to_rank, from_rank, heap_bases)
+    """Copies from `from_ptr` on `from_rank` to the caller's own `to_ptr`; the caller is `to_rank`.
+
+    The two ranks may stand in either order, for code written for ROCm/iris has both: the caller is the one in whose
+    heap `from_ptr` lies. `DeviceContext.get` need not look.
+    """
+    remote = hinted(across(from_ptr, to_rank, from_rank, heap_bases), hint)
     data = tl.load(remote, mask=mask, other=other, cache_modifier=load_cache_modifier)
     tl.store(to_ptr, data, mask=mask, cache_modifier=store_cache_modifier)
 
@@ -86,10 +137,11 @@ def put(
     other=None,
     load_cache_modifier: tl.constexpr = None,
     store_cache_modifier: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
     """Copies from the caller's own `from_ptr` to `to_ptr` on `to_rank`; the caller is `from_rank`."""
     data = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
-    remote = translate(to_ptr, from_rank, to_rank, heap_bases)
+    remote = hinted(translate(to_ptr, from_rank, to_rank, heap_bases), hint)
     tl.store(remote, data, mask=mask, cache_modifier=store_cache_modifier)
 
 
@@ -105,11 +157,12 @@ def copy(
     other=None,
     load_cache_modifier: tl.constexpr = None,
     store_cache_modifier: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
     """Copies from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`; the caller is `cur_rank`, any of them or none."""
-    source = translate(src_ptr, cur_rank, from_rank, heap_bases)
+    source = hinted(translate(src_ptr, cur_rank, from_rank, heap_bases), hint)
     data = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
-    remote = translate(dst_ptr, cur_rank, to_rank, heap_bases)
+    remote = hinted(translate(dst_ptr, cur_rank, to_rank, heap_bases), hint)
     tl.store(remote, data, mask=mask, cache_modifier=store_cache_modifier)
 
 
@@ -119,74 +172,140 @@ def _reach(scope):
 
 
 @device_function
-def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem: tl.constexpr = None, scope: tl.constexpr = None):
+def atomic_cas(
+    pointer,
+    cmp,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
     """Stores `val` at `pointer` on `to_rank` if `cmp` stands there; returns what stood there.
 
     `sem`: "acquire", "release", "acq_rel" (default) or "relaxed". `scope`: "sys" (default), "gpu" or "cta"; only "sys"
     is right between ranks. The same holds for every atomic here.
     """
-    remote = translate(pointer, from_rank, to_rank, heap_bases)
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_cas(remote, cmp, val, sem=sem, scope=_reach(scope))
 
 
 @device_function
 def atomic_add(
-    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
     """Adds `val` at `pointer` on `to_rank`; returns what stood there. fp16 and bf16 round at each addition."""
-    remote = translate(pointer, from_rank, to_rank, heap_bases)
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_add(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
 def atomic_xchg(
-    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
     """Stores `val` at `pointer` on `to_rank`; returns what stood there."""
-    remote = translate(pointer, from_rank, to_rank, heap_bases)
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_xchg(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
 def atomic_xor(
-    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
     """Exclusive-ors `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
-    remote = translate(pointer, from_rank, to_rank, heap_bases)
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_xor(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
 def atomic_and(
-    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
     """Ands `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
-    remote = translate(pointer, from_rank, to_rank, heap_bases)
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_and(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
 def atomic_or(
-    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
     """Ors `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
-    remote = translate(pointer, from_rank, to_rank, heap_bases)
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_or(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
 def atomic_min(
-    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
     """Leaves the smaller of `val` and what stands at `pointer` on `to_rank`; returns what stood there."""
-    remote = translate(pointer, from_rank, to_rank, heap_bases)
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_min(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
 
 @device_function
 def atomic_max(
-    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None, scope: tl.constexpr = None
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
 ):
     """Leaves the larger of `val` and what stands at `pointer` on `to_rank`; returns what stood there."""
-    remote = translate(pointer, from_rank, to_rank, heap_bases)
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_max(remote, val, mask=mask, sem=sem, scope=_reach(scope))

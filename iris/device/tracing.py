@@ -36,6 +36,40 @@ NAMES = ("load", "store", "get", "put", "copy", "atomic", "wait", "product", "pu
 
 
 @aggregate
+class TraceEvent:
+    """Event ids by name, inside kernels: `iris.TraceEvent().put`. All atomics are one event here."""
+
+    load: tl.constexpr
+    store: tl.constexpr
+    get: tl.constexpr
+    put: tl.constexpr
+    copy: tl.constexpr
+    atomic_add: tl.constexpr
+    atomic_sub: tl.constexpr
+    atomic_cas: tl.constexpr
+    atomic_xchg: tl.constexpr
+    atomic_xor: tl.constexpr
+    atomic_and: tl.constexpr
+    atomic_or: tl.constexpr
+    atomic_min: tl.constexpr
+    atomic_max: tl.constexpr
+    fetch: tl.constexpr
+    compute: tl.constexpr
+    reduce: tl.constexpr
+    wait: tl.constexpr
+    barrier: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self):
+        self.load = self.fetch = LOAD
+        self.store, self.get, self.put, self.copy = STORE, GET, PUT, COPY
+        self.atomic_add = self.atomic_sub = self.atomic_cas = self.atomic_xchg = ATOMIC
+        self.atomic_xor = self.atomic_and = self.atomic_or = self.atomic_min = self.atomic_max = ATOMIC
+        self.compute, self.reduce = PRODUCT, SUM
+        self.wait = self.barrier = WAIT
+
+
+@aggregate
 class DeviceTracing:
     """`DeviceContext.tracing`."""
 

@@ -172,3 +172,75 @@ def test_a_masked_tile_goes_to_the_neighbour(world_size):
 def _far_kernel(src, dst, rank, to, bases, offset, N: tl.constexpr):
     i = tl.arange(0, N)
     iris.put(src + i, dst + offset.to(tl.int64) + i, rank, to, bases)
+
+
+@triton.jit
+def _either_order_kernel(src, dst, rank, bases, rows, columns, R: tl.constexpr, C: tl.constexpr, WORLD: tl.constexpr):
+    """dst [2, WORLD, R, C]: what each peer has, by both orders of the two ranks."""
+    m, n = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
+    at, mask = m * C + n, (m < rows) & (n < columns)
+    for peer in range(WORLD):
+        caller_last, caller_first = dst + peer * R * C, dst + (WORLD + peer) * R * C
+        iris.get(src + at, caller_last + at, peer, rank, bases, mask=mask)
+        iris.get(src + at, caller_first + at, rank, peer, bases, mask=mask)
+        if rows == 1:  # a single element by a scalar
+            iris.get(src, caller_first, rank, peer, bases)
+
+
+def _either_order(ctx, dtype, rows):
+    R, C = 8, 16
+    src = ctx.empty(R, C, dtype=dtype).copy_(_pattern(ctx.cur_rank, R * C, dtype).view(R, C))
+    dst = ctx.full((2, ctx.num_ranks, R, C), UNTOUCHED, dtype=dtype)
+    ctx.barrier()
+    _either_order_kernel[(1,)](src, dst, ctx.cur_rank, ctx.get_heap_bases(), rows, 11, R=R, C=C, WORLD=ctx.num_ranks)
+    ctx.barrier()
+    for order in range(2):
+        for peer in range(ctx.num_ranks):
+            want = torch.full((R, C), UNTOUCHED, dtype=dtype)
+            want[:rows, :11] = _pattern(peer, R * C, dtype).view(R, C)[:rows, :11]
+            assert torch.equal(dst[order, peer].cpu(), want), (order, peer, dst[order, peer])
+    return ctx.get_heap_bases().tolist()
+
+
+@pytest.mark.some(4)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_get_takes_its_two_ranks_in_either_order(world_size, dtype):
+    for rows in (1, 5):
+        run_ranks(world_size, _either_order, dtype, rows)
+
+
+@triton.jit
+def _hints_kernel(src, dst, rank, peer, ctx_ptr, bases, R: tl.constexpr, C: tl.constexpr, WORLD: tl.constexpr):
+    """dst [6, R, C]: by each function that moves data, with hints for one and for two dimensions."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD)
+    flat, tile = tl.arange(0, R * C), tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
+    size: tl.constexpr = R * C
+    tl.store(dst + flat, ctx.load(src + flat, peer, hint=16))
+    tl.store(dst + size + tile, iris.load(src + tile, rank, peer, bases, hint=(1, 16)))
+    ctx.get(src + flat, dst + 2 * size + flat, peer, hint=C)
+    iris.get(src + tile, dst + 3 * size + tile, rank, peer, bases, hint=(1, C))
+    ctx.put(src + tile, dst + 4 * size + tile, peer, hint=(1, 16))
+    ctx.store(dst + 5 * size + flat, tl.load(src + flat), peer, hint=16)
+    ctx.atomic_add(dst + 5 * size + flat, tl.load(src + flat), peer, hint=16)
+    iris.copy(src + tile, dst + 6 * size + tile, peer, peer, rank, bases, hint=(1, 16))
+
+
+def _hints(ctx):
+    R, C = 4, 16
+    peer, before = (ctx.cur_rank + 1) % ctx.num_ranks, (ctx.cur_rank - 1) % ctx.num_ranks
+    src = ctx.empty(R * C, dtype=torch.int32).copy_(_pattern(ctx.cur_rank, R * C, torch.int32))
+    dst = ctx.full((7, R * C), UNTOUCHED, dtype=torch.int32)
+    ctx.barrier()
+    _hints_kernel[(1,)](
+        src, dst, ctx.cur_rank, peer, ctx.get_device_context(), ctx.get_heap_bases(), R=R, C=C, WORLD=ctx.num_ranks
+    )
+    ctx.barrier()
+    own, theirs, sent = (_pattern(rank, R * C, torch.int32) for rank in (ctx.cur_rank, peer, before))
+    for row, want in zip(dst.cpu(), (theirs, theirs, theirs, theirs, sent, 2 * sent, own), strict=True):
+        assert torch.equal(row, want), (row, want)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_hints_change_no_value(world_size):
+    run_ranks(world_size, _hints)

@@ -178,7 +178,7 @@ def _bad_calls(ctx):
         (errors.ArgumentError, r"zeros\(.a.\).*(not str|invalid)", lambda: ctx.zeros("a")),
         (errors.ArgumentError, r"ones\(1\.5\)", lambda: ctx.ones(1.5)),
         (errors.ArgumentError, r"ones\(True\)", lambda: ctx.ones(True)),
-        (errors.ArgumentError, "torch.rand takes", lambda: ctx.rand()),
+        (errors.ArgumentError, "torch.rand takes", lambda: ctx.rand(None)),
         (errors.HeapExhausted, "heap_size", lambda: ctx.zeros(1 << 42)),
         (errors.HeapExhausted, r"a tensor \(1099511627776, 4\) of torch.float32 needs", lambda: ctx.zeros(1 << 40, 4)),
         (errors.HeapExhausted, "overflow", lambda: ctx.empty(1 << 40, 1 << 40)),

@@ -4,6 +4,13 @@ from .fault import COLLECTIVES, Fault
 
 COLLECTIVE = [
     Fault(
+        "a gather takes every part from its root",
+        "iris/ccl/rooted.py",
+        "part.copy_(_at(room, group, rank))",
+        "part.copy_(_at(room, group, dst))",
+        ("tests/iris/test_rooted.py",),
+    ),
+    Fault(
         "a reduce-scatter by flags has one half",
         "iris/ccl/flags.py",
         "parity = 0 if GATHER else epoch & 1",

@@ -13,9 +13,23 @@ DEVICE = [
     Fault(
         "a copy lands on the caller",
         "iris/device/rma.py",
-        "remote = translate(dst_ptr, cur_rank, to_rank, heap_bases)",
-        "remote = translate(dst_ptr, cur_rank, cur_rank, heap_bases)",
+        "remote = hinted(translate(dst_ptr, cur_rank, to_rank, heap_bases), hint)",
+        "remote = hinted(translate(dst_ptr, cur_rank, cur_rank, heap_bases), hint)",
         RMA,
+    ),
+    Fault(
+        "a get goes from the higher heap up",
+        "iris/device/rma.py",
+        "way = tl.where(pointer.to(tl.int64) >= higher, -1, 1)",
+        "way = tl.where(pointer.to(tl.int64) >= higher, 1, 1)",
+        RMA,
+    ),
+    Fault(
+        "all tiles of a call stand in one place",
+        "iris/device/tiles.py",
+        "return first + tl.cast(number, tl.int64) * size, step",
+        "return first, step",
+        ("tests/iris/test_tiles.py",),
     ),
     Fault(
         "atomics reach this GPU only",

@@ -1,0 +1,77 @@
+"""Names that code written for ROCm/iris uses, taken for ours: keywords of calls, and fields of configurations.
+
+`docs/guides/coming-from-iris.md` lists all of them. What a name cannot mean here is told once, with that page's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from operator import attrgetter
+from typing import Any, ParamSpec, TypeVar
+import warnings
+
+from .errors import ArgumentError
+
+PAGE = "docs/guides/coming-from-iris.md"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def keywords(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A call that takes each of these keywords for the parameter that it names."""
+
+    def taking(call: Callable[P, T]) -> Callable[P, T]:
+        @wraps(call)
+        def called(*args: P.args, **given: P.kwargs) -> T:
+            for name in given:  # at most a few: a set of names takes longer to ask
+                if name in ours:
+                    return call(*args, **_renamed(call.__name__, given, ours))  # type: ignore[arg-type]
+            return call(*args, **given)
+
+        called.aliases = ours  # type: ignore[attr-defined]
+        return called
+
+    return taking
+
+
+def fields(ours: dict[str, str], unused: dict[str, str]) -> Callable[[type[T]], type[T]]:
+    """A dataclass that takes the fields `ours` by either name, and `unused` ones, each with why it has no use here.
+
+    A first `unused` field that is given is told in a `UserWarning`; later ones of the class are not.
+    """
+
+    def taking(cls: type[T]) -> type[T]:
+        made, told = cls.__init__, False
+
+        @wraps(made)
+        def init(self: T, *args: Any, **given: Any) -> None:
+            nonlocal told
+            if given and not ours.keys().isdisjoint(given):
+                given = _renamed(cls.__name__, given, ours)
+            for name in unused.keys() & given.keys():
+                if given.pop(name) is not None and not told:
+                    told = True
+                    warnings.warn(f"{cls.__name__}.{name} has no use here: {unused[name]} ({PAGE})", stacklevel=2)
+            made(self, *args, **given)
+
+        cls.__init__ = init  # type: ignore[assignment, method-assign]
+        for alias, name in ours.items():
+            setattr(cls, alias, property(attrgetter(name)))
+        cls.aliases, cls.unused = ours, unused  # type: ignore[attr-defined]
+        return cls
+
+    return taking
+
+
+def _renamed(call: str, given: dict[str, Any], ours: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = ours.get(name, name)
+        if own != name and value is None:  # as left open
+            continue
+        if own in found or (own != name and own in given):
+            raise ArgumentError(f"{call}: {name} and {own} are two names of one argument; expected one of them")
+        found[own] = value
+    return found

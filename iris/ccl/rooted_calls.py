@@ -1,0 +1,127 @@
+"""The methods of `ctx.ccl` with a root or between two ranks; their steps stand in `rooted.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..launch.streams import check_async
+from . import rooted
+from .config import KEYWORDS, Config, ReduceOp, check_options
+from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from ..group import Members
+    from ..rank import Rank
+    from .group import Group
+
+
+class RootedCalls:
+    """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype but where sums are asked.
+
+    Each can be captured once it was called with as large a tensor. They run in the current stream, with `async_op`,
+    which is accepted, too; a `config` decides nothing.
+    """
+
+    if TYPE_CHECKING:
+        _ctx: Rank
+
+        def _group(self, group: Members) -> Group: ...
+        def _workspace_of(
+            self, op: str, members: Group, workspace: Workspace | None, new: bool = False
+        ) -> Workspace: ...
+
+    def barrier(self, group: Members = None) -> None:
+        """`ctx.device_barrier(group)`."""
+        self._ctx.device_barrier(group)
+
+    def broadcast(
+        self, tensor: torch.Tensor, src: int = 0, group: Members = None, async_op: bool = False,
+        config: Config | None = None,
+    ) -> Workspace:  # fmt: skip
+        """`tensor`, of any shape and dtype, becomes what rank `src` has. Here and below: ranks count in the group."""
+        workspace = self._rooted("broadcast", group, async_op, config)
+        rooted.broadcast(workspace, tensor, src)
+        return workspace
+
+    @KEYWORDS
+    def gather(
+        self, out: torch.Tensor | None, inp: torch.Tensor, dst: int = 0, group: Members = None, async_op: bool = False,
+        config: Config | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Rank `dst`'s `out` (w * M, ...): every rank's `inp` (M, ...), in rank order. The others' `out` is left."""
+        workspace = self._rooted("gather", group, async_op, config)
+        rooted.gather(workspace, out, inp, dst)
+        return workspace
+
+    @KEYWORDS
+    def scatter(
+        self, out: torch.Tensor, inp: torch.Tensor | None, src: int = 0, group: Members = None, async_op: bool = False,
+        config: Config | None = None,
+    ) -> Workspace:  # fmt: skip
+        """`out` (M, ...): this rank's part of rank `src`'s `inp` (w * M, ...). The others' `inp` is not looked at."""
+        workspace = self._rooted("scatter", group, async_op, config)
+        rooted.scatter(workspace, out, inp, src)
+        return workspace
+
+    @KEYWORDS
+    def reduce(
+        self, out: torch.Tensor | None, inp: torch.Tensor, dst: int = 0, op: ReduceOp | None = None,
+        group: Members = None, async_op: bool = False, config: Config | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Rank `dst`'s `out`: the sum over ranks of `inp`, kept in fp32 and rounded once. The others' `out` is left."""
+        workspace = self._rooted("reduce", group, async_op, config)
+        rooted.reduce(workspace, out, inp, dst, op)
+        return workspace
+
+    def tile_space(self, tiles: int, elements: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Memory for the collectives on tiles of one's own kernel (`iris.tiles`); collective over all ranks.
+
+        int32, for `tiles` tiles of `elements` elements of `dtype`, a floating-point one of 16 or 32 bits, each. Kernels
+        that use one space follow each other in one stream. Raises `ArgumentError` for bad arguments, `HeapExhausted`
+        where it does not fit.
+        """
+        self._ctx.check()
+        return rooted.tile_space(self._ctx, tiles, elements, dtype)
+
+    def init_p2p(self, max_numel: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Makes room for messages of so many elements. Collective over all ranks; `send` and its kin need it."""
+        self._ctx.check()
+        workspace = self._workspace_of("init_p2p", self._group(None), None)
+        if workspace.reserve("messages", 0, rooted.check_sizes(max_numel, dtype)):
+            self._ctx.forget_launches()
+
+    def send(self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0) -> None:
+        """Gives `tensor` to rank `dst`, which calls `recv`: in the current stream, both wait for each other there.
+
+        So two ranks that both send first wait in vain; `sendrecv` is for them. Nobody else takes part. Several sends
+        to one rank arrive in their order, whatever their `tag`.
+        """
+        rooted.exchange("send", self._messages(group), tensor, dst, None, None)
+
+    def recv(self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0) -> None:
+        """Takes `tensor` from rank `src`, which calls `send` with as many elements of the same dtype."""
+        rooted.exchange("recv", self._messages(group), None, None, tensor, src)
+
+    def sendrecv(
+        self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, src: int, group: Members = None,
+        tag: int = 0,
+    ) -> None:  # fmt: skip
+        """`send` to `dst` and `recv` from `src` at once: a ring's step, say, in which every rank calls this."""
+        rooted.exchange("sendrecv", self._messages(group), send_tensor, dst, recv_tensor, src)
+
+    def _rooted(self, op: str, group: Members, async_op: bool, config: Config | None) -> Workspace:
+        """The group's workspace, for a call that always runs in the current stream."""
+        self._ctx.check()
+        check_async(op, async_op)
+        check_options(op, None, config)
+        return self._workspace_of(op, self._group(group), None)
+
+    def _messages(self, group: Members) -> Workspace:
+        """The place of messages, which are all ranks', as a workspace of the group."""
+        self._ctx.check()
+        whole = self._workspace_of("send", self._group(None), None)
+        workspace = Workspace(self._group(group))
+        workspace.areas = whole.areas
+        return workspace

@@ -1,0 +1,81 @@
+"""`ctx.ccl`, with the keywords and configurations of ROCm/iris."""
+
+import iris
+from iris.ccl import Config, ReduceOp
+import torch
+
+
+def gather_and_exchange():
+    shmem = iris.iris(1 << 22)
+    rank, n = shmem.cur_rank, shmem.num_ranks
+    inp, out = shmem.full((4, 8), float(rank)), shmem.zeros(4 * n, 8)
+    shmem.ccl.all_gather(output_tensor=out, input_tensor=inp)
+    shmem.barrier()
+    assert torch.equal(out.view(n, 32)[:, 5].cpu(), torch.arange(float(n)))
+    inp, out = shmem.zeros(4, 8 * n), shmem.zeros(4, 8 * n)
+    inp.copy_(torch.arange(n, device=inp.device).repeat_interleave(8)[None] + 10.0 * rank)
+    shmem.ccl.all_to_all(out, inp, config=Config(block_size_m=32, block_size_n=64, swizzle_size=4, comm_sms=8))
+    shmem.barrier()
+    assert out[1].view(n, 8)[:, 0].tolist() == [10.0 * i + rank for i in range(n)]
+
+
+def sums_by_every_variant():
+    shmem = iris.iris(1 << 22)
+    n = shmem.num_ranks
+    inp, out = shmem.full((16, 24), shmem.cur_rank + 1.0), shmem.zeros(16, 24)
+    for variant in ("atomic", "ring", "two_shot", "one_shot", "spinlock"):
+        config = Config(block_size_m=32, block_size_n=64, all_reduce_variant=variant, all_reduce_num_rings=1)
+        workspace = shmem.ccl.all_reduce_preamble(output_tensor=out, input_tensor=inp, config=config)
+        out.fill_(float("nan"))
+        shmem.ccl.all_reduce(out, inp, op=ReduceOp.SUM, async_op=False, config=config, workspace=workspace)
+        torch.cuda.synchronize() if out.is_cuda else None
+        assert (out == n * (n + 1) / 2).all(), variant
+    shmem.barrier()
+
+
+def tiles_of_a_sum():
+    shmem = iris.iris(1 << 24)
+    rank, n = shmem.cur_rank, shmem.num_ranks
+    M, N = 256, 384  # six tiles of 128 x 128, in one group
+    inp, out = shmem.full((M, N), 1.0), shmem.full((M, N), -1.0)
+    shmem.ccl.reduce_scatter(out, inp)
+    shmem.barrier()
+    for tile in range(6):
+        m, k = tile % 2, tile // 2
+        want = float(n) if tile % n == rank else -1.0
+        assert (out[128 * m : 128 * (m + 1), 128 * k : 128 * (k + 1)] == want).all(), tile
+    shmem.barrier()
+
+
+def from_and_to_one_rank():
+    shmem = iris.iris(1 << 22)
+    rank, n = shmem.cur_rank, shmem.num_ranks
+    root = n - 1
+    tensor = shmem.full((5, 3), rank, dtype=torch.int16)
+    shmem.ccl.broadcast(tensor, src=root)
+    assert (tensor == root).all()
+    part, whole = shmem.full((2, 3), rank + 0.5), shmem.zeros(2 * n, 3)
+    shmem.ccl.gather(whole, part, dst=root)
+    if rank == root:
+        assert whole[::2, 0].tolist() == [i + 0.5 for i in range(n)]
+    shmem.ccl.scatter(part, whole, src=root)
+    assert (part == rank + 0.5).all()
+    total = shmem.zeros(2, 3)
+    shmem.ccl.reduce(output_tensor=total, input_tensor=part, dst=root, op=ReduceOp.SUM)
+    assert (total == (n * n / 2 if rank == root else 0)).all()
+    shmem.barrier()
+
+
+def messages_round_a_ring():
+    shmem = iris.iris(1 << 23)
+    rank, n = shmem.cur_rank, shmem.num_ranks
+    shmem.ccl.init_p2p(max_numel=1000, dtype=torch.float32)
+    mine, theirs = shmem.full((100,), float(rank)), shmem.zeros(100)
+    shmem.ccl.sendrecv(mine, theirs, dst=(rank + 1) % n, src=(rank - 1) % n)
+    assert (theirs == (rank - 1) % n).all()
+    if n > 1 and rank == 0:
+        shmem.ccl.send(mine + 7, dst=1)
+    if n > 1 and rank == 1:
+        shmem.ccl.recv(theirs, src=0)
+        assert (theirs == 7).all()
+    shmem.barrier()

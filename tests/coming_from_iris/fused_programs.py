@@ -1,0 +1,71 @@
+"""`ctx.ops` and `iris.ops`, with the names and configurations of ROCm/iris."""
+
+import iris
+from iris import ops
+from iris.ops import FusedConfig
+import torch
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.float16)
+
+
+def _close(out: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(out.double().cpu(), want, rtol=1e-2, atol=3e-2)
+
+
+def product_and_sum():
+    shmem = iris.iris(1 << 24)
+    n, rank = shmem.num_ranks, shmem.cur_rank
+    M, N, K = 32, 48, 16
+    A, B = (_random(M, K, seed=i) for i in range(n)), [_random(K, N, seed=100 + i) for i in range(n)]
+    A = list(A)
+    output = shmem.zeros((M, N), dtype=torch.float16)
+    a, b = A[rank].to(shmem.device), B[rank].to(shmem.device)
+    want = sum(x.double() @ y.double() for x, y in zip(A, B, strict=True))
+    config = FusedConfig(block_size_m=32, block_size_n=32, block_size_k=16, group_size_m=1, num_sms=None)
+    config.validate(world_size=n)
+    workspace = ops.matmul_all_reduce_preamble(shmem, output, a, b, config)
+    ops.matmul_all_reduce(shmem, output, a, b, async_op=False, config=config, workspace=workspace)
+    shmem.barrier()
+    _close(output, want)
+    output.fill_(float("nan"))
+    shmem.ops.matmul_all_reduce(output_tensor=output, A=a, B=b)
+    shmem.barrier()
+    _close(output, want)
+
+
+def gathered_depth_and_product():
+    shmem = iris.iris(1 << 24)
+    n, rank = shmem.num_ranks, shmem.cur_rank
+    M, N, K_local = 32, 32, 16
+    shards = [_random(M, K_local, seed=i) for i in range(n)]
+    B = _random(K_local * n, N, seed=50)
+    A_sharded = shmem.zeros((M, K_local), dtype=torch.float16)
+    A_sharded.copy_(shards[rank])
+    output = shmem.zeros((M, N), dtype=torch.float16)
+    shmem.barrier()
+    shmem.ops.all_gather_matmul(output, A_sharded=A_sharded, B=B.to(shmem.device))
+    shmem.barrier()
+    _close(output, torch.cat(shards, 1).double() @ B.double())
+
+
+def product_and_gather():
+    shmem = iris.iris(1 << 24)
+    n, rank = shmem.num_ranks, shmem.cur_rank
+    A, B = [_random(16, 32, seed=i) for i in range(n)], _random(32, 32, seed=50)
+    output = shmem.zeros((16 * n, 32), dtype=torch.float16)
+    ops.matmul_all_gather(shmem, output, A[rank].to(shmem.device), B.to(shmem.device))
+    shmem.barrier()
+    _close(output, torch.cat(A).double() @ B.double())
+
+
+def product_and_scattered_sum():
+    shmem = iris.iris(1 << 24)
+    n, rank = shmem.num_ranks, shmem.cur_rank
+    A, B = [_random(16, 32, seed=i) for i in range(n)], [_random(32, 16 * n, seed=50 + i) for i in range(n)]
+    output = shmem.zeros((16, 16), dtype=torch.float16)
+    shmem.ops.matmul_reduce_scatter(output, A[rank].to(shmem.device), B[rank].to(shmem.device))
+    shmem.barrier()
+    want = sum(x.double() @ y.double() for x, y in zip(A, B, strict=True))
+    _close(output, want[:, 16 * rank : 16 * (rank + 1)] if n > 1 else want)

@@ -1,0 +1,128 @@
+"""The host's side: constructors, barriers, broadcast, logging, timing, memory of peers."""
+
+import iris
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from .device import DEVICE
+
+
+def sizes_of_every_kind():
+    ctx = iris.iris(1 << 20)
+    size = (2, 3)
+    for made in (ctx.zeros(2, 3), ctx.zeros(size), ctx.zeros([2, 3]), ctx.zeros((size,)), ctx.zeros(torch.Size(size))):
+        assert made.shape == size and not made.any()
+    assert ctx.ones(np.int64(4), np.int64(2)).shape == (4, 2)
+    assert ctx.zeros(*()).shape == ctx.randn(()).shape == ()
+    assert ctx.empty(0).numel() == 0
+    ctx.barrier()
+
+
+def out_of_another_shape():
+    ctx = iris.iris(1 << 20)
+    out = ctx.empty(12, dtype=torch.float32)
+    ones = ctx.ones(3, 4, out=out)
+    assert ones.shape == (3, 4) and ones.data_ptr() == out.data_ptr() and out.sum().item() == 12
+    with pytest.raises(RuntimeError):
+        ctx.zeros(5, out=out)
+    with pytest.raises(RuntimeError):
+        ctx.zeros(12, out=out, dtype=torch.int32)
+    with pytest.raises(RuntimeError):
+        ctx.zeros(12, out=torch.zeros(12, device=ctx.device))
+    with pytest.raises(RuntimeError):
+        ctx.zeros(3, device="meta")
+    with pytest.raises(ValueError):
+        ctx.zeros(3, layout=torch.sparse_coo)
+    ctx.barrier()
+
+
+def evenly_spaced_numbers():
+    ctx = iris.iris(1 << 20)
+    assert ctx.linspace(0, 10, 5, device=DEVICE).tolist() == [0, 2.5, 5, 7.5, 10]
+    assert ctx.linspace(0, 1, (3,)).tolist() == ctx.linspace(0, 1, [(3,)]).tolist() == [0, 0.5, 1]
+    start, end = torch.tensor(0 + 0j), torch.tensor(2 + 4j)
+    assert ctx.linspace(start, end, 3).tolist() == [0, 1 + 2j, 2 + 4j]
+    assert ctx.linspace(0, 6, np.int64(4), dtype=torch.int32).tolist() == [0, 2, 4, 6]
+    assert ctx.arange(4).tolist() == [0, 1, 2, 3]
+    ctx.barrier()
+
+
+def random_numbers():
+    ctx = iris.iris(1 << 20)
+    uniform = ctx.uniform((100, 10), low=-2.0, high=-1.0, dtype=torch.float16)
+    assert uniform.dtype == torch.float16 and uniform.min() >= -2 and uniform.max() <= -1
+    drawn = ctx.randint(3, 7, (1000,))
+    assert sorted(set(drawn.tolist())) == [3, 4, 5, 6]
+    assert ctx.rand(5, requires_grad=True).requires_grad and ctx.full((2, 2), 3.5).mean().item() == 3.5
+    ctx.barrier()
+
+
+def what_a_context_says_of_itself():
+    ctx = iris.iris(heap_size=1 << 20)
+    assert ctx.get_rank() == ctx.cur_rank == dist.get_rank()
+    assert ctx.get_num_ranks() == ctx.num_ranks == dist.get_world_size()
+    bases = ctx.get_heap_bases()
+    assert bases.shape == (ctx.num_ranks,) and bases.dtype == torch.uint64
+    assert ctx.zeros(4).device == ctx.get_device() and ctx.get_cu_count() >= 1 and ctx.get_device_id() == ctx.gpu_id
+    assert ctx.is_symmetric(ctx.zeros(4)) and not ctx.is_symmetric(torch.zeros(4, device=ctx.device))
+    ctx.barrier()
+
+
+def broadcast_of_values():
+    ctx = iris.iris(1 << 20)
+    last = ctx.num_ranks - 1
+    assert ctx.broadcast(42 if ctx.cur_rank == 0 else None, src=0) == 42
+    assert ctx.broadcast("text" if ctx.cur_rank == last else None, source_rank=last) == "text"
+    array = ctx.broadcast(np.arange(5) if ctx.cur_rank == 0 else None, 0)
+    np.testing.assert_array_equal(np.asarray(array), np.arange(5))
+    tensor = ctx.broadcast(torch.ones(3) * ctx.cur_rank, last)
+    assert np.asarray(tensor.cpu()).tolist() == [last] * 3
+    ctx.barrier()
+
+
+def a_peers_tensor():
+    ctx = iris.iris(1 << 20)
+    buf = ctx.full((8, 4), ctx.cur_rank, dtype=torch.int32)
+    target = (ctx.cur_rank + 1) % ctx.num_ranks
+    ctx.barrier()
+    remote = ctx.as_remote(buf, target)
+    assert remote.shape == buf.shape and remote.dtype == buf.dtype and (remote == target).all()
+    bases = ctx.get_heap_bases().tolist()
+    assert remote.data_ptr() - bases[target] == buf.data_ptr() - bases[ctx.cur_rank]
+    tensor, table = ctx.allocate_symmetric(16, dtype=torch.float32)
+    assert tensor.shape == (16,) and ctx.is_symmetric(tensor) and table.tolist() == bases
+    ctx.barrier()
+
+
+def barriers():
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    ctx.device_barrier()
+    ctx.ccl.barrier()
+    ctx.barrier(group=dist.group.WORLD)
+    ctx.device_barrier(group=dist.group.WORLD)
+    if DEVICE == "cuda":
+        ctx.barrier(stream=torch.cuda.current_stream())
+
+
+def log_lines():
+    ctx = iris.iris(1 << 20)
+    before = iris.logger.level
+    iris.set_logger_level(iris.ERROR)
+    ctx.debug("not shown")
+    ctx.info("not shown")
+    ctx.warning("not shown")
+    iris.logger.setLevel(before)
+    assert iris.DEBUG < iris.INFO < iris.WARNING < iris.ERROR
+    ctx.barrier()
+
+
+def the_time_of_a_call():
+    ctx = iris.iris(1 << 20)
+    ms = iris.do_bench(lambda: ctx.zeros(10, 10), barrier_fn=ctx.barrier, n_warmup=1, n_repeat=3)
+    assert ms > 0
+    times = iris.do_bench(lambda: None, ctx.barrier, lambda: None, 0, 3, return_mode="all")
+    assert len(times) == 3
+    assert len(iris.do_bench(lambda: None, n_warmup=0, n_repeat=3, quantiles=[0.5, 0.2, 0.8])) == 3

@@ -1,0 +1,116 @@
+"""What `docs/guides/coming-from-iris.md` says of each public name of ROCm/iris, the library says too."""
+
+from dataclasses import dataclass
+import importlib
+import inspect
+from pathlib import Path
+import re
+from typing import Any
+
+import iris
+from iris import aliases, errors
+from iris.ccl import Config
+from iris.ccl.collectives import Collectives
+from iris.device.tracing import DeviceTracing
+from iris.tracing import Tracing
+from iris_ops import FusedConfig
+from iris_ops.ops import Ops
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from-iris.md"
+ROW = re.compile(r"^\| `([\w.]+)(?:\(([^)]*)\))?` \| (same|alias: `[\w.]+`|different: .+|AMD's own) \|$", re.MULTILINE)
+ROWS = [(name, given, here) for name, given, here in ROW.findall(PAGE.read_text())]
+ROOTS = {
+    "ctx.ccl.": Collectives,
+    "ctx.ops.": Ops,
+    "ctx.tracing.": Tracing,
+    "ctx.": iris.Iris,
+    "DeviceContext.": iris.DeviceContext,
+    "DeviceTracing.": DeviceTracing,
+}
+# What `*size` and torch's keywords of a constructor are; the programs of this folder pass them.
+CONSTRUCTORS = {"zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "zeros_like"}
+MISSING = object()
+
+
+def _found(name: str) -> Any:
+    for prefix, root in ROOTS.items():
+        if name.startswith(prefix):
+            return inspect.getattr_static(root, name.removeprefix(prefix), MISSING)
+    value: Any = iris
+    for part in name.split(".")[1:]:
+        try:
+            value = getattr(value, part) if hasattr(value, part) else importlib.import_module(f"iris.{part}")
+        except (AttributeError, ImportError):
+            return MISSING
+    return value
+
+
+def _parameters(value: Any) -> set[str]:
+    value = value.__func__ if isinstance(value, staticmethod) else value
+    function = getattr(value, "fn", value)  # of a kernel's function
+    return {*inspect.signature(function).parameters, *getattr(value, "aliases", ())}
+
+
+def test_the_page_has_rows_of_every_part():
+    names = [name for name, _, _ in ROWS]
+    assert len(names) == len(set(names)) > 120
+    assert all(any(name.startswith(prefix) for name in names) for prefix in ROOTS)
+    table_rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `") and line.count("|") == 3]
+    assert len(table_rows) == len(ROWS), "a row that says none of the four"
+
+
+@pytest.mark.parametrize("name, given, here", ROWS, ids=[name for name, _, _ in ROWS])
+def test_a_name_is_what_the_page_says(name, given, here):
+    found = _found(name)
+    owner, _, field = name.rpartition(".")
+    config = {"iris.ccl.Config": Config, "iris.ops.FusedConfig": FusedConfig}.get(owner)
+    if here == "AMD's own":
+        assert found is MISSING
+        if config is not None:
+            assert field in config.unused
+        elif owner == "iris":
+            with pytest.raises(AttributeError, match="expected .* here .docs/guides/coming-from-iris.md"):
+                getattr(iris, field)
+        return
+    assert found is not MISSING
+    if config is not None and not given:
+        own = config.aliases.get(field, field)
+        assert own in config.__dataclass_fields__
+        assert here.startswith("alias") == (own != field)
+        return
+    if owner == "ctx" and field in CONSTRUCTORS:
+        return
+    if given:
+        assert set(given.split(", ")) <= _parameters(found)
+
+
+def test_exported_names_are_on_the_page():
+    """What `iris` exports under a name of its own is on the page, or new here."""
+    new = {"IrisError", "__version__", "tiles"}
+    assert {f"iris.{name}" for name in iris.__all__} - {name for name, _, _ in ROWS} == {f"iris.{name}" for name in new}
+
+
+def test_a_field_of_amds_own_is_told_once():
+    @aliases.fields({}, {"num_xcds": "none are here", "chunk_size": "none are here"})
+    @dataclass(frozen=True)
+    class Fresh:
+        size: int = 1
+
+    with pytest.warns(UserWarning, match="Fresh.num_xcds has no use here: none are here .docs/guides/coming") as told:
+        assert [Fresh(num_xcds=8), Fresh(num_xcds=8, chunk_size=2, size=2), Fresh(num_xcds=None)] == [
+            Fresh(), Fresh(2), Fresh(1)
+        ]  # fmt: skip
+    assert len(told) == 1
+
+
+def test_both_names_of_a_field_at_once_are_refused():
+    with pytest.raises(ValueError, match="block_size_m and block_m"):
+        FusedConfig(block_m=64, block_size_m=64)
+    assert FusedConfig(block_size_m=64, num_sms=7) == FusedConfig(block_m=64, num_programs=7)
+    assert FusedConfig(block_size_m=64).block_size_m == 64
+
+
+def test_errors_of_tensors_are_runtime_errors_too():
+    for kind in (errors.ShapeError, errors.DtypeError, errors.DeviceError, errors.NotSymmetricError):
+        assert issubclass(kind, RuntimeError) and issubclass(kind, errors.IrisError)
