@@ -61,7 +61,7 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
-def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris, plan: str) -> Report:
+def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris, plan: str = "") -> Report:
     """The report of `model` as it is now, split by `styles`, those of `plan`."""
     report = Report(ctx.cur_rank, ctx.num_ranks, plan=plan)
     for name, module in model.named_modules():

@@ -56,6 +56,8 @@ def main() -> int:
 
 def of_type(model_type: str, ranks: list[int], shows: bool) -> dict:
     """One row: outcome (split, refused, wrong, untried), the share that is split, and a message."""
+    if model_type in tiny.UNTRIED:
+        return {"outcome": "untried", "share": 0.0, "message": tiny.UNTRIED[model_type]}
     try:
         single, double, note = compare.reference(model_type)
     except Exception as error:  # of transformers: whatever it is, the type cannot be tried

@@ -17,10 +17,12 @@ Which causal language models `layers.parallelize` and `layers.from_pretrained` s
 
 `python -m tests.coverage_of_models --write` made this page. It builds a tiny random model of each type that
 transformers' `AutoModelForCausalLM` knows, splits it, and compares logits and greedy tokens with the unsplit model in
-float64. A type is *wrong* if it is accepted and a rank's answer differs; the command fails then.
+float64. A type is *wrong* if it is accepted and a rank's answer differs; the command fails then. Each token is found
+by a call on all tokens before it, without a cache.
 
 - **split**: the share of the tiny model's parameters of which each rank holds a part. Word embeddings are left out,
-  because every rank holds them whole. Norms and routers stay whole, too; they weigh less in a real model.
+  because every rank holds them whole. Norms, routers, and towers for images and sound stay whole, too. Products that
+  are split and gathered count as split.
 - **plan**: *own* is the model's own tensor-parallel plan, *built in* is one of `layers/hf/plans/`. The report that
   `parallelize` returns names it.
 - **refused**: the message. The model is then as it was. A plan of your own, `plan={{name: style}}`, may still split it.

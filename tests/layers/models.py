@@ -78,8 +78,8 @@ _OF_DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {**_EXPERTS, "intermediate_size": 20}),
-    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24}),
+    "mixtral": ("Mixtral", {**_EXPERTS, "intermediate_size": 20, "num_hidden_layers": 1}),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 1}),
     "gpt_oss": ("GptOss", {**_EXPERTS, "intermediate_size": 20, "sliding_window": 4}),
     "deepseek_v3": ("DeepseekV3", _OF_DEEPSEEK),
 }
