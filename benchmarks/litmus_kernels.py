@@ -12,7 +12,7 @@ Rounds carry numbers that never repeat, so nothing is reset, and they start wher
 32 bits for example. A program waits only for the same program of other ranks, and all programs are resident.
 """
 
-from iris.device import arch, rma  # before triton on a machine without a GPU
+from iris.device import arch, atomics  # before triton on a machine without a GPU
 from iris.device.context import own_context
 from iris.device.function import device_function
 from iris.device.sync import signal, wait
@@ -199,7 +199,7 @@ def _announce(ctx, flag, value, to_rank, ORDERED: tl.constexpr):
     if ORDERED:
         signal(ctx, flag, value, to_rank)
     else:
-        rma.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="relaxed", scope="sys")
+        atomics.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="relaxed", scope="sys")
 
 
 @triton.jit(do_not_specialize=["first", "rounds"])

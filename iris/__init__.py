@@ -15,8 +15,7 @@ from . import ops  # noqa: E402
 from .aliases import PAGE  # noqa: E402
 from .context import Iris, iris  # noqa: E402
 from .device import tiles  # noqa: E402
-from .device.context import DeviceContext  # noqa: E402
-from .device.rma import (  # noqa: E402
+from .device.atomics import (  # noqa: E402
     atomic_add,
     atomic_and,
     atomic_cas,
@@ -25,12 +24,9 @@ from .device.rma import (  # noqa: E402
     atomic_or,
     atomic_xchg,
     atomic_xor,
-    copy,
-    get,
-    load,
-    put,
-    store,
 )
+from .device.context import DeviceContext  # noqa: E402
+from .device.rma import copy, get, load, put, store  # noqa: E402
 from .device.tracing import TraceEvent  # noqa: E402
 from .errors import IrisError  # noqa: E402
 from .log import DEBUG, ERROR, INFO, WARNING, logger, set_logger_level  # noqa: E402

@@ -20,7 +20,8 @@ import zlib
 
 from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import machine_named
-from iris_ops.planning.plan import label, weighed
+from iris_ops.planning.plan import weighed
+from iris_ops.planning.trace import label
 from iris_ops.problem import OPS, problem_asked
 import torch
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..triton_private import aggregate
-from . import rma
+from . import atomics, rma
 from .function import device_function
 from .tracing import DeviceTracing, device_tracing
 
@@ -160,7 +160,7 @@ class RemoteAccess:
         hint: tl.constexpr = None,
     ):
         """`iris.atomic_cas` at `to_rank`."""
-        return rma.atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases(), sem, scope, hint)
+        return atomics.atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases(), sem, scope, hint)
 
     @device_function
     def atomic_add(
@@ -174,7 +174,7 @@ class RemoteAccess:
         hint: tl.constexpr = None,
     ):
         """`iris.atomic_add` at `to_rank`."""
-        return rma.atomic_add(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
+        return atomics.atomic_add(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
     def atomic_xchg(
@@ -188,7 +188,7 @@ class RemoteAccess:
         hint: tl.constexpr = None,
     ):
         """`iris.atomic_xchg` at `to_rank`."""
-        return rma.atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
+        return atomics.atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
     def atomic_xor(
@@ -202,7 +202,7 @@ class RemoteAccess:
         hint: tl.constexpr = None,
     ):
         """`iris.atomic_xor` at `to_rank`."""
-        return rma.atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
+        return atomics.atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
     def atomic_and(
@@ -216,7 +216,7 @@ class RemoteAccess:
         hint: tl.constexpr = None,
     ):
         """`iris.atomic_and` at `to_rank`."""
-        return rma.atomic_and(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
+        return atomics.atomic_and(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
     def atomic_or(
@@ -230,7 +230,7 @@ class RemoteAccess:
         hint: tl.constexpr = None,
     ):
         """`iris.atomic_or` at `to_rank`."""
-        return rma.atomic_or(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
+        return atomics.atomic_or(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
     def atomic_min(
@@ -244,7 +244,7 @@ class RemoteAccess:
         hint: tl.constexpr = None,
     ):
         """`iris.atomic_min` at `to_rank`."""
-        return rma.atomic_min(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
+        return atomics.atomic_min(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
     def atomic_max(
@@ -258,7 +258,7 @@ class RemoteAccess:
         hint: tl.constexpr = None,
     ):
         """`iris.atomic_max` at `to_rank`."""
-        return rma.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
+        return atomics.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
 
 @aggregate

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from . import rma
+from . import atomics
 from .function import device_function
 from .sync import signal
 from .waits import anyone_gone, deadline, is_late, keeps_waiting, report
@@ -25,7 +25,7 @@ def unlock(ctx, word, to_rank):
 
 @device_function
 def _try(ctx, word, to_rank):
-    return rma.atomic_cas(word, 0, 1, ctx.rank, to_rank, ctx.heap_bases(), sem="acquire", scope="sys") == 0
+    return atomics.atomic_cas(word, 0, 1, ctx.rank, to_rank, ctx.heap_bases(), sem="acquire", scope="sys") == 0
 
 
 @device_function

@@ -8,7 +8,7 @@ skipped. Flags carry epochs, which only ever advance, so nothing is reset and a 
 import triton
 import triton.language as tl
 
-from . import arch, rma
+from . import arch, atomics
 from .context import own_context
 from .function import device_function
 from .places import matching_places, moved_out, tell_out
@@ -55,7 +55,7 @@ def signal(ctx, flag, value, to_rank):
     span = ctx.tracing.record_event_start(SIGNAL, to_rank, flag)
     arch.drain_stores()
     tl.debug_barrier()  # a release covers one thread; the barrier brings every thread's stores before it
-    rma.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")
+    atomics.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")
     ctx.tracing.record_event_end(span)
 
 

@@ -60,13 +60,26 @@ class TraceEvent:
     barrier: tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self):
-        self.load = self.fetch = LOAD
-        self.store, self.get, self.put, self.copy = STORE, GET, PUT, COPY
-        self.atomic_add = self.atomic_sub = self.atomic_cas = self.atomic_xchg = ATOMIC
-        self.atomic_xor = self.atomic_and = self.atomic_or = self.atomic_min = self.atomic_max = ATOMIC
-        self.compute, self.reduce = PRODUCT, SUM
-        self.wait = self.barrier = WAIT
+    def __init__(self):  # one name a line: triton 3.6 reads no other assignment
+        self.load = LOAD
+        self.fetch = LOAD
+        self.store = STORE
+        self.get = GET
+        self.put = PUT
+        self.copy = COPY
+        self.atomic_add = ATOMIC
+        self.atomic_sub = ATOMIC
+        self.atomic_cas = ATOMIC
+        self.atomic_xchg = ATOMIC
+        self.atomic_xor = ATOMIC
+        self.atomic_and = ATOMIC
+        self.atomic_or = ATOMIC
+        self.atomic_min = ATOMIC
+        self.atomic_max = ATOMIC
+        self.compute = PRODUCT
+        self.reduce = SUM
+        self.wait = WAIT
+        self.barrier = WAIT
 
 
 @aggregate

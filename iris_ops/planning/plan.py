@@ -15,22 +15,15 @@ from iris.errors import ArgumentError
 import torch
 
 from ..config import FusedConfig, Prediction
-from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
+from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from . import orders, tritonblas
 from .fp8_model import MULTIPLE
-from .kernel_names import (
-    LAMPORT_FP8,
-    LAMPORT_PAIR,
-    STAND_INS,
-    WITH_TORCH,
-    kernel_for,
-)
+from .kernel_names import LAMPORT_PAIR, STAND_INS, kernel_for
 from .machine import INTERPRETER, Machine
 from .orders import Order
 from .overlap_model import push_us
-from .tile_model import (
-    tile_us,
-)
+from .tile_model import tile_us
+from .trace import label, row
 from .waves import gemm_tiles, programs_of
 from .ways import WAYS, hides, predict
 
@@ -65,7 +58,7 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
     if explained:
         asked = f"{problem.asked} {problem.form} M={problem.M} N={problem.N} K={problem.K} {problem.dtype}"
         asked += ", B in eight bits" if problem.fp8 else ""
-        table = [_row(problem, each.config, each.prediction) for each in scored]
+        table = [row(problem, each.config, each.prediction) for each in scored]
         named = tritonblas.reasons(problem, machine.name)
         refused = [f"rejected {kernel}: {why}" for kernel, why in rejected]
         if wanted:
@@ -146,33 +139,9 @@ def unaligned(problem: Problem, config: FusedConfig) -> FusedConfig:
     return replace(config, kernel=kernel, reasons=(*config.reasons, said) if config.reasons else ())
 
 
-def _row(problem: Problem, config: FusedConfig, times: Prediction) -> str:
-    return (
-        f"{label(problem, config):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "
-        f"together {times.total_us:9.1f} us"
-    )
-
-
 # Our kernel, one launch, is taken unless several are this much faster in CUDA graphs, where no host time counts: a part
 # of the time, and at most so many microseconds.
 _LEADS = {"sequential": (0.02, 7.0), "copy_gather": (0.01, float("inf"))}
-
-
-def label(problem: Problem, config: FusedConfig) -> str:
-    """The kernel, and in which form."""
-    kernel = kernel_for(problem, config)
-    if kernel == LAMPORT_FP8:
-        return kernel
-    if kernel in WITH_TORCH.values():
-        together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
-        return f"{kernel}{together}" + (", in eight bits" if problem.fp8 else "")
-    label = f"{kernel} {config.block_m}x{config.block_n}x{config.depth(problem.fp8)}"
-    if config.lamport:
-        label += f" {config.algorithm}, {config.num_warps} warps"
-    elif problem.op == ALL_REDUCE:
-        label += f", each rank sums {'columns' if owned_part(problem, config)[2] else 'rows'}"
-    label += ", programs share first tiles" if config.warp_specialised and config.splits > 1 else ""
-    return label + (", rows rounded to eight bits" if problem.fp8 else "")
 
 
 def _converting(problem: Problem, machine: Machine) -> str | None:

@@ -5,7 +5,7 @@ from .fault import COLLECTIVES, EPOCHS, EXCHANGE, HEAPS, LOST, OPS, OUTPUTS, PTX
 DEVICE = [
     Fault(
         "a minimum takes the maximum",
-        "iris/device/rma.py",
+        "iris/device/atomics.py",
         "return tl.atomic_min(remote, val",
         "return tl.atomic_max(remote, val",
         RMA,
@@ -33,7 +33,7 @@ DEVICE = [
     ),
     Fault(
         "atomics reach this GPU only",
-        "iris/device/rma.py",
+        "iris/device/atomics.py",
         'return "sys" if scope is None else scope',
         'return "gpu" if scope is None else scope',
         (f"{PTX}of_gluon_is_wide_and_reaches_the_system[sm_90]",),
@@ -42,8 +42,8 @@ DEVICE = [
     Fault(
         "a signal releases nothing",
         "iris/device/sync.py",
-        'rma.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")',
-        'rma.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="relaxed", scope="sys")',
+        'atomics.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")',
+        'atomics.atomic_xchg(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="relaxed", scope="sys")',
         (f"{PTX}has_signals_and_waits[sm_90]",),
         kernels=r"^(rma_put_and_signal|reduce_scatter_pointers|all_reduce_pointers|matmul_all_gather_pointers|all_gather_matmul_rows_pointers)$",
     ),

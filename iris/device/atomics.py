@@ -1,0 +1,157 @@
+"""Atomics on a peer's heap, inside `@triton.jit`: how ranks count, swap and signal without a copy of their own.
+
+Arguments are as in `rma.py`, which turns the caller's address into the peer's. An atomic is the one access that can
+order others: `sem="release"` puts this thread's earlier stores before it, `sem="acquire"` its later loads behind it.
+A program has many threads, so `sync.signal` puts a barrier of the program before its release.
+"""
+
+import triton
+import triton.language as tl
+
+from .function import device_function
+from .rma import hinted, translate
+
+
+@triton.constexpr_function
+def _reach(scope):
+    return "sys" if scope is None else scope
+
+
+@device_function
+def atomic_cas(
+    pointer,
+    cmp,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Stores `val` at `pointer` on `to_rank` if `cmp` stands there; returns what stood there.
+
+    `sem`: "acquire", "release", "acq_rel" (default) or "relaxed". `scope`: "sys" (default), "gpu" or "cta"; only "sys"
+    is right between ranks. The same holds for every atomic here.
+    """
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
+    return tl.atomic_cas(remote, cmp, val, sem=sem, scope=_reach(scope))
+
+
+@device_function
+def atomic_add(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Adds `val` at `pointer` on `to_rank`; returns what stood there. fp16 and bf16 round at each addition."""
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
+    return tl.atomic_add(remote, val, mask=mask, sem=sem, scope=_reach(scope))
+
+
+@device_function
+def atomic_xchg(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Stores `val` at `pointer` on `to_rank`; returns what stood there."""
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
+    return tl.atomic_xchg(remote, val, mask=mask, sem=sem, scope=_reach(scope))
+
+
+@device_function
+def atomic_xor(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Exclusive-ors `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
+    return tl.atomic_xor(remote, val, mask=mask, sem=sem, scope=_reach(scope))
+
+
+@device_function
+def atomic_and(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Ands `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
+    return tl.atomic_and(remote, val, mask=mask, sem=sem, scope=_reach(scope))
+
+
+@device_function
+def atomic_or(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Ors `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
+    return tl.atomic_or(remote, val, mask=mask, sem=sem, scope=_reach(scope))
+
+
+@device_function
+def atomic_min(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Leaves the smaller of `val` and what stands at `pointer` on `to_rank`; returns what stood there."""
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
+    return tl.atomic_min(remote, val, mask=mask, sem=sem, scope=_reach(scope))
+
+
+@device_function
+def atomic_max(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = None,
+    hint: tl.constexpr = None,
+):
+    """Leaves the larger of `val` and what stands at `pointer` on `to_rank`; returns what stood there."""
+    remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
+    return tl.atomic_max(remote, val, mask=mask, sem=sem, scope=_reach(scope))

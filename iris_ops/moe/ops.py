@@ -1,0 +1,100 @@
+"""The part of `ctx.ops` that mixtures of experts call: their arguments, and what the ops promise.
+
+`Mixture` does the work. These methods see to the context and the workspace first, as `Ops` does for its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
+from .mixture import Mixture
+from .routing import Routing
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..config import FusedConfig
+    from ..workspace import Workspace
+    from .activation import Activation
+
+
+class MixtureOps:
+    """What `Ops` inherits. It gives the workspace that calls share, and refuses those of other contexts."""
+
+    _ctx: Rank
+
+    def __init__(self, ctx: Rank) -> None:
+        self._ctx = ctx
+        self._mixture = Mixture(ctx)
+
+    def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
+        """Tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` behind it to share.
+
+        `experts` [T,k], int32 or int64, contiguous: indices below `num_experts`. It is read again by those calls, so it
+        must not change before. One that is out of range is found on the device: a later call raises `ExpertError`,
+        with IRIS_DEBUG=1 this one. No ranks are involved.
+        """
+        self._ctx.check()
+        return self._mixture.route(experts, num_experts)
+
+    def moe_gate_up(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
+        bias: torch.Tensor | None = None, activation: str | Activation = "silu", interleaved: bool = False,
+        config: FusedConfig | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
+        """`out [T*k,I]`: row t*k+j is the activation of `A[t] @ B[e] + bias[e]`, e = experts[t,j], of tokens A [T,H].
+
+        B [E,H,2I] has gate columns, then up columns, or both in turn (`interleaved`), and may be the transpose of a
+        contiguous [E,2I,H]; or [E,H,I], of experts without a gate. bias [E,2I]. `experts` [T,k] as in `moe_route`, or
+        what that returned. `activation`: an `iris_ops.Activation`, or "silu", "gelu", "gelu_tanh", "relu2", "gpt_oss".
+        Sums, bias and activation are in fp32 and rounded once. I, this rank's part, may differ by rank.
+        """
+        workspace = self._mixture_workspace(GATE_UP, workspace)
+        self._mixture.gate_up(workspace, out, A, B, experts, bias, activation, interleaved, config)
+        self._ctx.check()
+        return workspace
+
+    def moe_down_all_reduce(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
+        weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
+        """`out [T,H]`: of each token the sum over ranks and over its k experts, `weights [T,k] * (A @ B[e] + bias[e])`.
+
+        A [T*k,I] as `moe_gate_up` leaves it, B [E,I,H] or the transpose of a contiguous [E,H,I]; weights in float32 or
+        A's dtype; bias [E,H], the same on all ranks, is added once; shared [T,H], this rank's part of what a shared
+        expert gives, is added before the sum over ranks. `experts` as in `moe_gate_up`. I may differ by rank, and be 0.
+        Products are rounded to the tensors' dtype, as is what ranks exchange; they are added in fp32, experts in the
+        order of j, then ranks in order.
+        """
+        workspace = self._mixture_workspace(DOWN_ALL_REDUCE, workspace)
+        self._mixture.down(DOWN_ALL_REDUCE, workspace, out, A, B, experts, weights, bias, shared, config)
+        self._ctx.check()
+        return workspace
+
+    def moe_down_reduce_scatter(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
+        weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
+        """This rank's tokens of `moe_down_all_reduce`: out is [T/w,H], rows as torch.chunk splits them."""
+        workspace = self._mixture_workspace(DOWN_REDUCE_SCATTER, workspace)
+        self._mixture.down(DOWN_REDUCE_SCATTER, workspace, out, A, B, experts, weights, bias, shared, config)
+        self._ctx.check()
+        return workspace
+
+    def _mixture_workspace(self, op: str, workspace: Workspace | None) -> Workspace:
+        self._ctx.check()
+        if workspace is not None:
+            self._check_workspace(op, workspace)
+        self._ctx.side.join()
+        return workspace or self._own_workspace()
+
+    def _check_workspace(self, op: str, workspace: object) -> None:
+        raise NotImplementedError
+
+    def _own_workspace(self) -> Workspace:
+        raise NotImplementedError
