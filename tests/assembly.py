@@ -214,11 +214,11 @@ def narrow_scopes(kernel: Kernel) -> list[str]:
 def narrow_stores(kernel: Kernel) -> list[str]:
     """Stores to global memory of other than 16 bytes, but for the words of sync blocks and failure records.
 
-    And for where `out` lies, which is told to every peer.
+    And for where `out` lies, which is told to every peer, and how far each peer's lies from this rank's, which is kept.
     """
     kinds = re.findall(r"\bst\.(?:volatile\.)?global[a-z0-9_.:]*", kernel.text)
     reports = kernel.text.count(LOCAL[1]) // CAS_A_REPORT
-    allowed = {"st.global.v4.b32": len(kinds), "st.global.b32": 3, "st.global.b64": 6 * reports + WORLD_SIZE - 1}
+    allowed = {"st.global.v4.b32": len(kinds), "st.global.b32": 3, "st.global.b64": 6 * reports + 2 * (WORLD_SIZE - 1)}
     if "_hopper_" in kernel.name:  # parts of shared tiles, kept by this rank as accumulators lie in registers
         allowed["st.global.v2.b32"] = 64
     return [
