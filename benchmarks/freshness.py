@@ -22,7 +22,10 @@ import subprocess
 import tokenize
 
 ROOT = Path(__file__).resolve().parents[1]
-DEVICE = ("iris.device.", "iris.ccl.", "iris_ops.kernels.", "iris_ops.with_torch.", "iris_ops.local.", "iris_ops.fp8.")
+DEVICE = (
+    "iris.device.", "iris.ccl.", "iris_ops.kernels.", "iris_ops.with_torch.", "iris_ops.local.", "iris_ops.fp8.",
+    "iris_ops.moe.",
+)  # fmt: skip
 PLANS = "plans"
 UNKNOWN = "unknown: before digests"
 _PLANNING = ("iris_ops.planning.",)
@@ -33,9 +36,12 @@ _BEGINNINGS = {
     "norms": ("iris_ops.kernels.rmsnorm_epilogue",),
     "ccl": ("iris.ccl.",),
     "rma": ("iris.device.", "benchmarks.rma_kernels"),
+    "moe": ("iris_ops.moe.",),
+    "outputs": ("iris_ops.kernels.",),
+    "invariance": DEVICE,
     "llm": (*DEVICE, "layers.serving.", "layers.linear", "layers.sharded"),
 }
-_PLANNED = ("ops", "norms", "llm")  # who asks `iris_ops/planning/`
+_PLANNED = ("ops", "norms", "moe", "outputs", "invariance", "llm")  # who asks `iris_ops/planning/`
 
 
 def recorded(report: dict) -> dict[str, str]:

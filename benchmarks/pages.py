@@ -15,7 +15,7 @@ from pathlib import Path
 import re
 import sys
 
-from benchmarks import ccl_report, docs_tables, page_tables, report, rma_table, table
+from benchmarks import ccl_report, docs_tables, page_tables, report, rma_table, single_tables, table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +35,9 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("models x2", "docs/benchmarks/models.md", partial(page_tables.models, 2)),
     ("collectives x4", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 4)),
     ("collectives x2", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 2)),
+    ("mixtures", "docs/guides/mixtures.md", single_tables.mixtures),
+    ("outputs", "docs/guides/memory.md", single_tables.outputs),
+    ("invariance", "docs/concepts/determinism.md", single_tables.invariance),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost()),
     *((f"measured {name}", page, partial(docs_tables.of_kernel, name)) for name, page in docs_tables.PAGES.items()),
 ]
