@@ -24,8 +24,8 @@ def mixtures(folder: str) -> str:
         rows.append([*size, us(ours), floor, beside(best[1], ours, best[0]), changed(run)])
     text = (
         f"µs of `moe_gate_up` and `moe_down_all_reduce` in a CUDA graph, median, slowest rank. The floor is the bytes of"
-        f" the experts that tokens go to over a copy's {run['copy_gbs']:.0f} GB/s; in brackets how many times that ours"
-        " takes."
+        f" the experts that tokens go to over a copy's {run['copy_gbs']:.0f} GB/s; in brackets how many times that"
+        " ours takes."
     )
     head = ["model", "tokens", "experts", "ours", "floor", "best rival", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 1)}"
