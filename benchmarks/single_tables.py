@@ -23,8 +23,8 @@ def mixtures(folder: str) -> str:
         size = [row["shape"], str(row["T"]), f"{row['touched']:.0f}"]
         rows.append([*size, us(ours), floor, beside(best[1], ours, best[0]), changed(run)])
     text = (
-        f"µs of `moe_gate_up` and `moe_down_all_reduce` in a CUDA graph, median, slowest rank. The floor is the bytes of"
-        f" the experts that tokens go to over a copy's {run['copy_gbs']:.0f} GB/s; in brackets how many times that"
+        f"µs of `moe_gate_up` and `moe_down_all_reduce` in a CUDA graph, median, slowest rank. The floor is the bytes"
+        f" of the experts that tokens go to over a copy's {run['copy_gbs']:.0f} GB/s; in brackets how many times that"
         " ours takes."
     )
     head = ["model", "tokens", "experts", "ours", "floor", "best rival", CHANGED]
