@@ -87,7 +87,7 @@ _ELSEWHERE = {
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name):
+    def __getattr__(name: str) -> object:
         if name in _ELSEWHERE:
             raise AttributeError(f"iris.{name} is ROCm/iris's; expected {_ELSEWHERE[name]} here ({PAGE})")
         raise AttributeError(f"module 'iris' has no attribute {name!r}")

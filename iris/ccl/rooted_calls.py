@@ -24,13 +24,13 @@ class RootedCalls:
     which is accepted, too; a `config` decides nothing.
     """
 
-    if TYPE_CHECKING:
-        _ctx: Rank
+    _ctx: Rank
 
-        def _group(self, group: Members) -> Group: ...
-        def _workspace_of(
-            self, op: str, members: Group, workspace: Workspace | None, new: bool = False
-        ) -> Workspace: ...
+    def _group(self, group: Members) -> Group:
+        raise NotImplementedError
+
+    def _workspace_of(self, op: str, members: Group, workspace: Workspace | None, new: bool = False) -> Workspace:
+        raise NotImplementedError
 
     def barrier(self, group: Members = None) -> None:
         """`ctx.device_barrier(group)`."""
