@@ -42,7 +42,7 @@ class Machine:
 
     def stages(self, block_bytes: int) -> int:
         """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""
-        if self.name.startswith("AMD"):  # one of them is in registers
+        if self.name == "AMD Instinct MI300X":  # one of them is in registers; later chips load all to shared memory
             return self.shared_bytes // block_bytes + 1
         return (self.shared_bytes - _BARRIER_BYTES) // block_bytes
 
