@@ -64,7 +64,7 @@ class Shard:
 
 
 def fill(local: torch.Tensor, source: Any, index: tuple[slice, ...] = (slice(None),)) -> None:
-    """Copies `source[index]` into `local`; a tensor in a checkpoint copies itself (see `checkpoint`)."""
+    """Copies `source[index]` into `local`; a tensor in a checkpoint copies itself (see `checkpoint.files`)."""
     if hasattr(source, "copy_to"):
         source.copy_to(local, index)
     else:

@@ -1,12 +1,12 @@
 """`from_pretrained(path, ctx)`: a split Hugging Face model, of which each rank reads only its slices from the files.
 
-1. The folder and the files' headers are checked (`folder`, `checkpoint`), then the model is built empty, on meta, from
+1. The folder and the files' headers are checked (`folder`, `files`), then the model is built empty, on meta, from
    its configuration (`configuration`).
 2. The headers are compared with it. What is missing, left over or wrongly shaped is listed in one error, and every rank
    raises the same.
 3. `parallelize` swaps the Linears, still empty.
 4. Parameters are allocated and filled one by one, in the order of the files: the peak is this rank's part of the model,
-   and two buffers of a few rows (`staging`).
+   and two buffers of a few rows (`buffers`).
 5. Buffers that no file holds (rotary frequencies) are computed by the model's own initialisation.
 """
 

@@ -1,7 +1,7 @@
 """`save_pretrained(model, folder, ctx)`: a split model as a checkpoint that plain transformers reads, bit for bit.
 
 Nothing is gathered. The headers fix where each byte of each tensor belongs, so rank 0 lays out the files, and then
-every rank writes its own parts into them through `staging`, one tensor after the other. What several ranks hold (copies
+every rank writes its own parts into them through `buffers`, one tensor after the other. What several ranks hold (copies
 of kv heads) they write alike; what all hold whole, rank 0 writes. When all ranks are done and the bytes are on the
 disk, rank 0 puts the new files in the old ones' place (`replacement`).
 """

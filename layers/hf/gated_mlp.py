@@ -3,7 +3,7 @@
 With few rows the kernel is `skinny_matmul`'s. With many rows, on a GPU with warp-specialised kernels, it is
 `hopper_gather_matmul_kernel`, whether the rows are here or, with sequence parallelism, spread over the ranks.
 
-A module is exchanged only if its forward reads just so, its gate and up are one product (see `fused`), its activation
+A module is exchanged only if its forward reads just so, its gate and up are one product (see `merge`), its activation
 is silu, and nobody else has hooked it. What it holds stays, under the same names. The kernel passes over gate, up and
 activation. So where a user exchanges or hooks one of them later, all of them are called again. With sequence
 parallelism that makes another op, so then all ranks do it or none.

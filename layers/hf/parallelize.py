@@ -1,9 +1,10 @@
 """Splits a Hugging Face model over ranks, in place: `parallelize(model, ctx)`.
 
-The model's own plan says how (see `plan`). Instances of torch.nn.Linear are swapped for split ones: no class is patched
-and no forward rewritten. In attention modules heads stay whole, and the instance is told how many it has (`attention`).
+The model's own plan says how (see `styles`). Instances of torch.nn.Linear are swapped for split ones: no class is
+patched and no forward rewritten. In attention modules heads stay whole, and the instance is told how many it has
+(`heads`).
 
-1. The plan is resolved and checked, and each forward around a split linear looked at (`reads`).
+1. The plan is resolved and checked, and each forward around a split linear looked at (`weight_reads`).
 2. The split is carried out on a skeleton of the model, without weights, and run there (`proof`).
 3. It is carried out on the model. Behind each of the two steps the ranks tell each other how it went: if one of them
    failed, all raise, and the model is put back as it was (`snapshot`). So until the end it keeps its weights, beside
@@ -82,8 +83,8 @@ def parallelize(
 
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
-    product where the model's forward allows it (see `fused`), plain norms one kernel (see `norms`), and gates part of
-    the product before them (see `gated`). `weights="fp8"` keeps the weights of column-parallel linears, but the head's,
+    product where the model's forward allows it (see `merge`), plain norms one kernel (see `norms`), and gates part of
+    the product before them (see `gated_mlp`). `weights="fp8"` keeps the weights of column-parallel linears, but the head's,
     in eight bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks share the
     tokens between the products (see `sequence`) where a call has 2048 or more, or another number if one is given.
     "auto" is for the families that are tested with it, split by their own plan, with `fuse` and without `weights`;

@@ -2,7 +2,7 @@
 
 A plan maps names, with `*` for layer numbers, to the names of styles. The styles that are served, and by what:
 
-    colwise                        ColumnParallelLinear; whole heads in an attention module (see `attention`), and there
+    colwise                        ColumnParallelLinear; whole heads in an attention module (see `heads`), and there
                                    also a parameter of one entry a head
     colwise_gather_output, _rep    ColumnParallelLinear(gather_output=True)
     packed_colwise                 MergedColumnParallelLinear of two equal outputs (a fused gate and up)
