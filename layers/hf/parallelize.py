@@ -85,11 +85,11 @@ def parallelize(
     `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
     product where the model's forward allows it (see `merge`), plain norms one kernel (see `norms`), and gates part of
     the product before them (see `gated_mlp`). `weights="fp8"` keeps the weights of column-parallel linears, but the
-    head's, in eight bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks share the
-    tokens between the products (see `sequence`) where a call has 2048 or more, or another number if one is given.
-    "auto" is for the families that are tested with it, split by their own plan, with `fuse` and without `weights`;
-    there it takes more tokens unless an engine replays them from a graph. `partial` allows a plan of the model's own
-    that splits none of its layers, the head at most. Every rank calls this with the same model.
+    head's, in eight bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks
+    share the tokens between the products (see `sequence`) where a call has 2048 or more, or another number if one is
+    given. "auto" is for the families that are tested with it, split by their own plan, with `fuse` and without
+    `weights`; there it takes more tokens unless an engine replays them from a graph. `partial` allows a plan of the
+    model's own that splits none of its layers, the head at most. Every rank calls this with the same model.
 
     Raises on every rank `ArgumentError` for bad arguments, `DtypeError` for weights that no op takes, and `StyleError`,
     with the names of module and style, for what the plan asks and no layer serves, for what would fail or be wrong in
