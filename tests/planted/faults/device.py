@@ -131,8 +131,8 @@ DEVICE = [
     Fault(
         "a difference at the last peer is overwritten",
         "iris/device/places.py",
-        "differing = tl.where(_told(places + peer * step) == place_of(ctx, out), differing, peer)",
-        "differing = tl.where(_told(places + peer * step) == place_of(ctx, out), -1, peer)",
+        "differing = tl.where((told == own) | handed_out, differing, peer)",
+        "differing = tl.where((told == own) | handed_out, -1, peer)",
         HEAPS,
     ),
     Fault(
