@@ -133,7 +133,7 @@ DEVICE = [
         "iris/device/places.py",
         "differing = tl.where((told == own) | handed_out, differing, peer)",
         "differing = tl.where((told == own) | handed_out, -1, peer)",
-        HEAPS,
+        ("tests/iris/test_places_of_results.py",),
     ),
     Fault(
         "a peer's result is taken to lie where one's own does",
