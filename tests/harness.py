@@ -257,7 +257,7 @@ def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ..
     renewable.renew()
     _synchronize()
     dist.barrier(control)
-    outcome = attempt(body, renewable.ctx, *pickle.loads(dumps(args)))
+    outcome = attempt(body, renewable.ctx, *pickle.loads(agreed(dumps(args))))  # what rank 0 drew, as workers have it
     if not isinstance(outcome, Failure):
         outcome = attempt(_synchronized, outcome)
     outcomes: list[Any] = [None] * world_size

@@ -25,7 +25,8 @@ import torch
 # Seconds that a test takes there, about, most of them for compilation; and what a share should take beside its start.
 _SECONDS = {
     "test_hopper.py": 26, "test_compile.py": 21, "test_fuzz.py": 20, "test_step_norms.py": 12, "test_ccl.py": 11,
-    "test_families.py": 10, "test_ops.py": 8, "test_relaunch.py": 6, "test_sequence.py": 6, "test_ragged.py": 5,
+    "test_families.py": 10, "test_invariance.py": 10, "test_ops.py": 8, "test_relaunch.py": 6, "test_sequence.py": 6,
+    "test_ragged.py": 5,
     "test_skinny_matmul.py": 0.6, "test_copy_gather.py": 0.6, "test_plan.py": 0.2, "test_malformed.py": 0.2,
 }  # fmt: skip
 _OTHERS, _SHARE_SECONDS = 2, 80
