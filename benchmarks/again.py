@@ -45,10 +45,16 @@ STEPS = [
     Step("ccl", "ccl --modes graph", 60),
     Step(
         "llm-8b",
-        "llm --model llama-3-8b --compile --contenders ours,nccl,vllm --batches 1,16,64 --prompts 128,2048"
-        " --vllm-limit 170",
-        90,
+        "llm --model llama-3-8b --compile --contenders ours,nccl --batches 1,16,64 --prompts 128,2048",
+        110,
         "llm_llama-3-8b_compiled_{gpu}",
+    ),
+    Step(
+        "vllm",
+        "llm --model llama-3-8b --compile --contenders ours,vllm --batches 1,16,64 --prompts 128,2048 --rounds 2"
+        " --vllm-limit 150",
+        90,
+        "llm_llama-3-8b_vllm_{gpu}",
     ),
     Step("rma", "rma", 40),
     Step(

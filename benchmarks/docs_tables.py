@@ -47,7 +47,7 @@ _REASONS = {
 }
 _OF_ROWS = {(16384, 16384, 26624): _POWER}  # where a row has a reason of its own
 _OPS = {"ar": "matmul_all_reduce", "rs": "matmul_reduce_scatter", "ag": "all_gather_matmul", "ga": "matmul_all_gather"}
-_PROTOCOLS = {"words": "ccl.lamport", "flags": "ccl.flags"}
+_PROTOCOLS = {"lamport": "ccl.lamport", "words": "ccl.lamport", "flags": "ccl.flags"}  # "words": in older files
 _MOST = 5  # rows of a table
 _NONE = "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
 

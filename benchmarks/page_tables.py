@@ -88,14 +88,12 @@ def readme(_folder: str) -> str:
     used, rows = _op_rows(OPS_TWO, README_ROWS, floor=False)
     for model, name in MODELS.items():
         for run in newest(f"llm_{model}_compiled_{{gpu}}_x2"):
-            row = run["rows"][0]
-            results = {each["key"]: each for each in row["results"] if each["status"] == "ok"}
-            ours = _ms(results["ours"], "step")
-            vllm = _beside_ms(results.get("vllm"), ours, "step")
-            cells = [f"{name}, a step, ms", f"{row['batch']} x {row['prompt']}", figure(ours)]
-            nccl = _beside_ms(results.get("nccl"), ours, "step")
-            rows.append([*cells, nccl, f"vLLM {vllm}" if vllm else "", changed(run)])
-            used.append(run)
+            row, apart = run["rows"][0], beside_vllm(run)
+            results = _by_key(row)
+            cells = [f"{name}, a step, ms", f"{row['batch']} x {row['prompt']}", figure(_ms(results["ours"], "step"))]
+            vllm = _beside_ms(_of_size(apart, row), "vllm", "step")
+            rows.append([*cells, _beside_ms(results, "nccl", "step"), f"vLLM {vllm}" if vllm else "", changed(run)])
+            used += [run, *apart]
     head = ["op, µs", "M, N, K", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
     text = "In CUDA graphs, median, slowest rank. In brackets: how many times ours, in bold where faster."
     return f"\n{in_short(used, text)}\n\n{lines_of(head, rows, 2)}"
@@ -154,37 +152,53 @@ def _size(row: dict[str, Any]) -> str:
 def models(ranks: int, folder: str, most: int | None = None) -> str:
     """Steps and first tokens of whole models, compiled, beside cuBLAS + NCCL and, where it was measured, vLLM."""
     runs = [run for model in MODELS for run in newest(f"llm_{model}_compiled_{{gpu}}_x{ranks}")]
-    others = {"nccl": "cuBLAS + NCCL", "vllm": "vLLM"}
-    keys = {each["key"] for run in runs for row in run["rows"] for each in row["results"]}
-    others = {key: name for key, name in others.items() if key in keys}
+    apart = [beside_vllm(run) for run in runs]
+    others = {"nccl": "cuBLAS + NCCL"} | ({"vllm": "vLLM"} if any(apart) else {})
     rows = []
-    for run in runs:
+    for run, beside_it in zip(runs, apart, strict=True):
         for number, row in enumerate(run["rows"][:most]):
-            results = {each["key"]: each for each in row["results"] if each["status"] == "ok"}
-            ours = _ours(results)
-            if not ours:
+            results = _by_key(row)
+            if "ours" not in results:
                 continue
             cells = [MODELS[run["model"]] if not number else "", f"{row['batch']} x {row['prompt']}"]
             for kind in ("step", "first"):
-                mine = _ms(ours, kind)
-                cells += [figure(mine), *(_beside_ms(results.get(key), mine, kind) for key in others)]
+                cells.append(figure(_ms(results["ours"], kind)))
+                cells += [
+                    _beside_ms(_of_size(beside_it, row) if key == "vllm" else results, key, kind) for key in others
+                ]
             rows.append([*cells, changed(run)])
     head = ["model", "batch x prompt", "step", *others.values(), "first token", *others.values(), CHANGED]
     text = "ms, CUDA graphs, decoder layers compiled; in brackets how many times ours, in bold where faster."
-    return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
+    if any(apart):
+        text += " vLLM, which takes the GPUs for itself, is compared with ours of its own run."
+    used = [each for run, beside_it in zip(runs, apart, strict=True) for each in (run, *beside_it)]
+    return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
 
-def _ours(results: dict[str, dict]) -> dict:
-    """Ours as users get it: files before sharing by default have it under another key for long prompts."""
-    return results.get("ours", {})
+def beside_vllm(run: Run) -> list[Run]:
+    """The run of the same model with vLLM in it on as many of the same GPUs, if there is one."""
+    found = newest(f"llm_{run['model']}_vllm_{{gpu}}_x{run['world']}")
+    return [each for each in found if each["gpu"] == run["gpu"]]
+
+
+def _of_size(runs: list[Run], row: dict) -> dict[str, dict]:
+    """What `runs` found for a batch and prompt as in `row`."""
+    sizes = ("batch", "prompt")
+    alike = (each for run in runs for each in run["rows"] if all(each[size] == row[size] for size in sizes))
+    return next(map(_by_key, alike), {})
+
+
+def _by_key(row: dict) -> dict[str, dict]:
+    return {each["key"]: each for each in row["results"] if each["status"] == "ok"}
 
 
 def _ms(result: dict, kind: str) -> float | None:
     return result.get(f"{kind}_graph_ms") or result.get(f"{kind}_eager_ms")
 
 
-def _beside_ms(result: dict | None, ours: float | None, kind: str) -> str:
-    theirs = _ms(result or {}, kind)
+def _beside_ms(results: dict[str, dict], key: str, kind: str) -> str:
+    """What another takes, with how many times that of ours in the same run it is."""
+    theirs, ours = _ms(results.get(key, {}), kind), _ms(results.get("ours", {}), kind)
     if not theirs or not ours:
         return ""
     text = f"{figure(theirs)} ({theirs / ours:.2f}x)"
