@@ -25,6 +25,7 @@ from iris_ops.kernels.lamport_gather_matmul import lamport_gather_matmul_kernel
 from iris_ops.kernels.lamport_matmul import lamport_matmul_kernel
 from iris_ops.kernels.matmul_gather import matmul_gather_kernel
 from iris_ops.kernels.matmul_reduce import matmul_reduce_kernel
+from iris_ops.kernels.rmsnorm_epilogue import first_half_kernel
 from iris_ops.local import gating, skinny_matmul
 from iris_ops.local.decode_attention import pipeline_of, stretch_kernel, weigh_kernel
 from iris_ops.planning.candidates import fitting
@@ -112,6 +113,7 @@ def variants(target: GPUTarget):
     yield "lamport_gather_first", lamport_gather_matmul_kernel, gathering, {**few, **flags}
     if cuda:
         yield "lamport_gather_first_folded", lamport_gather_matmul_kernel, gathering, {**few, **flags, "FOLDED": True}
+    yield "first_half", first_half_kernel, dict(num_warps=4), dict(BLOCK_M=16, BLOCK_N=64, stride_on=1)
     yield "gate", gating.gate_kernel, dict(num_warps=8), dict(BLOCK_M=4, BLOCK_N=1024)
     arrival = dict(WORLD_SIZE=WORLD_SIZE, WAITER=3)
     yield "arrived", copy_gather.arrived_kernel, dict(num_warps=1), arrival

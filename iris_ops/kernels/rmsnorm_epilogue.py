@@ -9,13 +9,14 @@ the mean. But a factor of a whole row may as well be applied to what the next pr
 
 and the product that follows multiplies `scaled` and scales the rows of its result
 (`iris_ops/local/skinny_matmul.py`). Without this, the norm of a decode step is a kernel of 2 to 3 us that moves a few
-KB, twice a layer.
+KB, twice a layer. Where rows are many the all-reduce is a kernel without such an end, and `first_half_kernel` follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
 from iris.errors import ArgumentError, DtypeError, ShapeError
@@ -34,6 +35,8 @@ OP = NORM
 # Of a call, beside those of an all-reduce.
 EPILOGUE_NAMES = ("residual", "weight", "scaled", "squares")
 Epilogue = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# Rows of a program behind an all-reduce without such an end; the interpreter is quicker with large blocks.
+_BLOCK_M = {"cuda": 16, "cpu": 256}
 
 
 @device_function
@@ -89,13 +92,34 @@ def second_half(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torc
     return (scaled.float() * factors.view(*scaled.shape[:-1], 1)).to(scaled.dtype)
 
 
+@triton.jit(do_not_specialize=["M"])  # a row's squares are added alike at every number of rows
+def first_half_kernel(
+    out, residual, weight, scaled, squares, M, N, stride_om, stride_on, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """`out` += residual, and `scaled` and `squares` of it."""
+    arch.follow()
+    across = tl.cdiv(N, BLOCK_N)
+    col = tl.program_id(0) % across * BLOCK_N
+    r, c = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    place = out + (r.to(tl.int64) * stride_om)[:, None] + (c.to(tl.int64) * stride_on)[None, :]
+    inside = (r < M)[:, None] & (c < N)[None, :]
+    epilogue = add_residual(residual, weight, r, c, M, N)
+    total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    h = norm_first_half(total, epilogue, scaled, squares, r, c, col, M, N, BLOCK_N)
+    tl.store(place, h.to(out.dtype.element_ty), mask=inside)
+    arch.lead()
+
+
 def finish(
     out: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor
 ) -> None:
     """What `norm_first_half` does, of `out` without the residual, where the kernel that made it has no such end."""
-    out += residual
-    for own, made in zip((scaled, squares), first_half(out, weight), strict=True):
-        own.copy_(made)
+    M, N = out.shape
+    block_m = _BLOCK_M[out.device.type]
+    first_half_kernel[triton.cdiv(M, block_m) * spans(N),](
+        out, residual, weight, scaled, squares, M, N, *out.stride(), BLOCK_M=block_m, BLOCK_N=SPAN.value, num_warps=4,
+        **platform.launch_options(out.device),
+    )  # fmt: skip
 
 
 def check(epilogue: Epilogue, out: torch.Tensor) -> None:
