@@ -34,8 +34,11 @@ PAGES = {  # of each kernel, by the name in its comment
 # Why a rival of that name is ahead in an op, in graphs and in eager calls.
 _TILES = "A tile of cuBLAS fills the waves of these rows; ours left multiprocessors idle"
 _GATHERS = "Both have copy engines bring rows; cuBLAS's tiles are some percent ahead of ours at these widths"
+_WHOLE = "Both hide the exchange behind the product; cuBLAS's tiles are a percent ahead of ours at these sizes"
 UNEXPLAINED = "Not known yet"
 _POWER = "Not known: the product of 22 ms takes nearly all of the time"
+_HALVES = "The all-reduce's kernel of these rows cannot end with the norm, and some thirteen of torch's followed it"
+_ONE_HOP = "Both send in one hop, the same bytes; within 0.2 µs of each other, of which the cause is not known"
 _HOST = "The host's time of an eager call; in graphs ours is ahead"
 _REASONS = {
     ("ag", "torch async-TP"): (_GATHERS, _GATHERS),
@@ -43,7 +46,10 @@ _REASONS = {
     ("ar", "cuBLAS + torch two-shot"): (_TILES, _TILES),
     ("ar", "cuBLAS + NCCL"): ("", _POWER),
     ("rs", "cuBLAS + torch reduce-scatter"): (_TILES, _TILES),
+    ("rs", "torch async-TP"): (_WHOLE, _WHOLE),
+    ("ar", "cuBLAS + FlashInfer one-shot with norm"): (_HALVES, _HALVES),
     ("all_reduce", "torch two-shot"): ("", _HOST),
+    ("all_reduce", "FlashInfer one-shot"): (_ONE_HOP, ""),
 }
 _OF_ROWS = {(16384, 16384, 26624): _POWER}  # where a row has a reason of its own
 _OPS = {"ar": "matmul_all_reduce", "rs": "matmul_reduce_scatter", "ag": "all_gather_matmul", "ga": "matmul_all_gather"}
