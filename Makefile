@@ -3,6 +3,7 @@
 # make test-all         lint, then every test that needs no GPU
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too, but for slow ones
 # make test-gpu-all [RANKS=n]   every test that runs on GPUs
+# make coverage         the library's lines and branches that make test runs, in half an hour
 # make test-matrix [PAIRS=2.11,2.15] [QUICK=1]   demo, tests and kernels with each torch and the triton it requires
 # make docs              the site, in site/; a link, an anchor or a name that leads nowhere is an error
 # make soak [SECONDS=n] [RANKS=n]   random calls, stress and faults for ten minutes, on GPUs or CPUs
@@ -26,7 +27,7 @@ BESIDE = -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
-.PHONY: demo test test-all test-gpu test-gpu-all test-matrix soak lint bench docs clean distclean
+.PHONY: demo test test-all test-gpu test-gpu-all coverage test-matrix soak lint bench docs clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) $(MODEL_STAMP)
@@ -43,6 +44,10 @@ test-gpu: $(MODEL_STAMP)
 
 test-gpu-all: $(MODEL_STAMP)
 	$(PY) -m tests.on_gpus --all $(if $(RANKS),--ranks $(RANKS))
+
+coverage: $(MODEL_STAMP)
+	@$(call have,coverage) || $(PIP_INSTALL) 'coverage>=7.10'
+	$(PY) -m tests.line_coverage --jobs $(JOBS)
 
 test-matrix: $(STAMP)
 	$(PY) -m tests.matrix $(if $(PAIRS),--pairs $(PAIRS)) $(if $(QUICK),--quick) --python $(PYTHON)
