@@ -1,7 +1,9 @@
 # make demo [RANKS=n]   a real language model on several ranks, compared with the unsplit one
 # make test [JOBS=n]    lint, then the tests that need no GPU, but for slow ones, in n processes; 2 fill two cores
 # make test-all         lint, then every test that needs no GPU
-# make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too
+# make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too, but for slow ones
+# make test-gpu-all [RANKS=n]   every test that runs on GPUs
+# make coverage         the library's lines and branches that make test runs, in half an hour
 # make test-matrix [PAIRS=2.11,2.15] [QUICK=1]   demo, tests and kernels with each torch and the triton it requires
 # make docs              the site, in site/; a link, an anchor or a name that leads nowhere is an error
 # make soak [SECONDS=n] [RANKS=n]   random calls, stress and faults for ten minutes, on GPUs or CPUs
@@ -25,7 +27,7 @@ BESIDE = -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
-.PHONY: demo test test-all test-gpu test-matrix soak lint bench docs clean distclean
+.PHONY: demo test test-all test-gpu test-gpu-all coverage test-matrix soak lint bench docs clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) $(MODEL_STAMP)
@@ -39,6 +41,13 @@ test-all: lint $(MODEL_STAMP)
 
 test-gpu: $(MODEL_STAMP)
 	$(PY) -m tests.on_gpus $(if $(RANKS),--ranks $(RANKS))
+
+test-gpu-all: $(MODEL_STAMP)
+	$(PY) -m tests.on_gpus --all $(if $(RANKS),--ranks $(RANKS))
+
+coverage: $(MODEL_STAMP)
+	@$(call have,coverage) || $(PIP_INSTALL) 'coverage>=7.10'
+	$(PY) -m tests.line_coverage --jobs $(JOBS)
 
 test-matrix: $(STAMP)
 	$(PY) -m tests.matrix $(if $(PAIRS),--pairs $(PAIRS)) $(if $(QUICK),--quick) --python $(PYTHON)

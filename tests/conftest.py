@@ -1,9 +1,12 @@
 """Which tests run where, and what they share.
 
-`gpu` ones run under torchrun and only those, the rest without it. Of the rest `make test` leaves out what is marked
-`slow`, `make test-all` nothing. These are marked here: four ranks, but for the first such test of a file and where four
-is the point (`four`); a single rank, but for the first of a test's cases; kernels for a vendor's second architecture;
-and of a test marked `some(n)` all but n cases, spread evenly.
+`gpu` ones run under torchrun and only those, the rest without it. `make test` and `make test-gpu` leave out what is
+marked `slow`, `make test-all` and `make test-gpu-all` nothing. These are marked here:
+
+- of a test marked `some(n)` all but n cases, spread evenly. Under torchrun `some(n, on_gpus=m)` keeps m, for each case
+  may compile kernels of its own there; `some(on_gpus=m)` counts there only.
+- Without torchrun: four ranks, but for the first such test of a file and where four is the point (`four`); a single
+  rank, but for the first of a test's cases; kernels for a vendor's second architecture.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,14 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         if (item.get_closest_marker("gpu") is not None) != harness.UNDER_TORCHRUN:
             item.add_marker(pytest.mark.skip(reason=reason))
     if not harness.UNDER_TORCHRUN:
-        _mark_slow(items)
+        _mark_worlds_and_targets(items)
+    _mark_all_but_some(items)
     yield  # `-m` takes what it wants
     if "IRIS_TEST_SHARE" in os.environ:  # "2/4": of four shares the second; see on_gpus.py
         share, cut = map(int, os.environ["IRIS_TEST_SHARE"].split("/"))
         items[:] = items[share - 1 :: cut]
 
 
-def _mark_slow(items: list[pytest.Item]) -> None:
+def _mark_worlds_and_targets(items: list[pytest.Item]) -> None:
     seen = set()
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
@@ -45,12 +49,22 @@ def _mark_slow(items: list[pytest.Item]) -> None:
         seen.add(case)
         if given.get("target") in _SECOND_TARGETS:
             item.add_marker(pytest.mark.slow)
+
+
+def _mark_all_but_some(items: list[pytest.Item]) -> None:
     for cases in _cases_of(items):
-        wanted = cases[0].get_closest_marker("some").args[0]
+        mark = cases[0].get_closest_marker("some")
+        wanted = _wanted(len(cases), *mark.args, **mark.kwargs)
         kept = {index * len(cases) // wanted for index in range(wanted)}
         for index, item in enumerate(cases):
             if index not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def _wanted(cases: int, n: int | None = None, on_gpus: int | None = None) -> int:
+    """How many of the cases `some(n, on_gpus=...)` keeps."""
+    kept = n if on_gpus is None or not harness.UNDER_TORCHRUN else on_gpus
+    return cases if kept is None else kept
 
 
 def _cases_of(items: list[pytest.Item]) -> list[list[pytest.Item]]:

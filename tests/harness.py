@@ -48,6 +48,7 @@ both = [pytest.mark.gpu] if UNDER_TORCHRUN else []
 TIMEOUT_S = float(os.environ.get("IRIS_TEST_TIMEOUT", 120.0))
 _WAIT_LIMIT_S = TIMEOUT_S / 1.2  # of a wait inside a kernel: below the above, so that its own report comes first
 _GRACE_S = 5.0  # for the other ranks, once one has failed: they may wait for it in vain
+_ENDS_S = 1.0  # for workers that wait for a body, to end themselves
 _POOLS_KEPT = len(WORLDS)
 _CPU_HEAP = 8 << 30  # address space; memory is taken where it is touched
 _GPU_HEAP = int(os.environ.get("IRIS_TEST_HEAP", 16 << 30))
@@ -180,12 +181,16 @@ class _Pool:
         texts = (Path(self.folder, f"stacks-{rank}") for rank in ranks)
         return "\n".join(f"{path.name}: {path.read_text()}" for path in texts if path.exists())
 
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process, pipe in zip(self.processes, self.pipes, strict=True):
-            process.join(10)
+    def end(self) -> None:
+        """Workers that wait for a body end themselves, so that what watches them can write; others are killed."""
+        for pipe in self.pipes:
             pipe.close()
+        deadline = time.monotonic() + _ENDS_S
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        for process in self.processes:
+            process.join(10)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -195,7 +200,7 @@ _pools: OrderedDict[int, _Pool] = OrderedDict()
 def _pool(world_size: int) -> _Pool:
     if world_size not in _pools:
         while len(_pools) >= _POOLS_KEPT:
-            _pools.popitem(last=False)[1].kill()
+            _pools.popitem(last=False)[1].end()
         _pools[world_size] = _Pool(world_size)
     _pools.move_to_end(world_size)
     return _pools[world_size]
@@ -205,14 +210,14 @@ def _discard(pool: _Pool) -> None:
     for world_size, known in list(_pools.items()):
         if known is pool:
             del _pools[world_size]
-    pool.kill()
+    pool.end()
 
 
 @atexit.register
 def close_pools() -> None:
     """Ends all workers."""
     while _pools:
-        _pools.popitem()[1].kill()
+        _pools.popitem()[1].end()
 
 
 # --- torchrun: this process is a rank --------------------------------------------------------------------------------

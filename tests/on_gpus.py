@@ -1,4 +1,6 @@
-"""All tests that run on GPUs, in shares beside each other: `python -m tests.on_gpus --ranks 2` (or `make test-gpu`).
+"""The tests that run on GPUs, in shares beside each other: `python -m tests.on_gpus --ranks 2` (or `make test-gpu`).
+
+Without slow ones, as `make test` has it on CPUs; `--all` (or `make test-gpu-all`) leaves nothing out.
 
 Most of their time is compilation on CPU cores, so several torchruns share the GPUs, each with a share of one file's
 tests. Their kernels take turns on the GPUs, which also shows what only goes wrong when a rank is late. With
@@ -22,14 +24,24 @@ import time
 from iris import platform
 import torch
 
-# Seconds that a test takes there, about, most of them for compilation; and what a share should take beside its start.
+# Seconds that a test takes on 2 H100 beside 23 other shares, about, most of them for compilation; and what a share
+# should take beside its start, which takes some 22 s.
 _SECONDS = {
-    "test_hopper.py": 26, "test_compile.py": 21, "test_fuzz.py": 20, "test_step_norms.py": 12, "test_ccl.py": 11,
-    "test_families.py": 10, "test_invariance.py": 10, "test_ops.py": 8, "test_relaunch.py": 6, "test_sequence.py": 6,
-    "test_ragged.py": 5,
-    "test_skinny_matmul.py": 0.6, "test_copy_gather.py": 0.6, "test_plan.py": 0.2, "test_malformed.py": 0.2,
+    "iris_ops/test_hopper.py": 38, "layers/test_compile.py": 34, "iris_ops/test_fuzz.py": 29,
+    "layers/test_families.py": 16, "layers/test_step_norms.py": 15, "iris/test_ccl.py": 12,
+    "iris_ops/test_outputs_on_gpus.py": 10, "layers/test_gradients.py": 10, "layers/test_sequence.py": 10,
+    "layers/test_autocast.py": 9, "layers/test_folder.py": 9, "iris_ops/test_ops.py": 8, "iris_ops/test_relaunch.py": 8,
+    "iris_ops/test_gated.py": 6, "iris_ops/test_ragged.py": 4, "layers/test_fp8.py": 5, "layers/test_generation.py": 5,
+    "iris_ops/test_lamport_matmul.py": 4, "iris_ops/test_launch_graphs.py": 4, "layers/test_graphs.py": 4,
+    "iris_ops/test_moe.py": 3, "iris_ops/test_traced.py": 3, "iris_ops/test_graph.py": 2.6,
+    "iris_ops/test_invariance.py": 2.5, "layers/test_fusions.py": 2.5,
+    "iris_ops/test_fp8.py": 1.7, "iris_ops/test_rmsnorm_epilogue.py": 1, "iris_ops/test_fp8_shares.py": 1,
+    "layers/test_skinny_matmul.py": 0.7, "iris_ops/test_bad_input.py": 0.6, "layers/test_parallelize.py": 0.8,
+    "layers/test_linear.py": 0.4, "iris/test_context.py": 0.4, "iris_ops/test_copy_gather.py": 0.3,
+    "layers/test_mixtures.py": 2, "layers/test_refused_plans.py": 0.8,
+    "iris_ops/test_plan.py": 0.2, "layers/test_malformed.py": 0.2, "iris_ops/test_predictions.py": 0.2,
 }  # fmt: skip
-_OTHERS, _SHARE_SECONDS = 2, 80
+_OTHERS, _SHARE_SECONDS = 1.5, 90
 # rounds, and waits of 0.3 s, need all ranks on their GPUs at the same time, offsets beyond 4 GiB a heap for themselves,
 # and to count a GPU's free memory nobody else may take some
 _ALONE = "test_litmus.py", "test_epoch.py", "test_far.py", "test_vmem.py"
@@ -44,12 +56,14 @@ def parse() -> argparse.Namespace:
     gpus = torch.cuda.device_count()
     ranks = max(2, gpus) if platform.sharing_gpus() else gpus or 2
     parser.add_argument("--ranks", type=int, default=ranks, help="default: all GPUs, or two that share one")
+    parser.add_argument("--all", action="store_true", help="slow tests, too")
     parser.add_argument("--jobs", type=int, help="shares at a time; default: by CPU cores")
     parser.add_argument("--time-limit", type=float, default=900.0, help="seconds that a share may take")
     parser.add_argument("paths", nargs="*", default=["tests"], help="files or folders; default: all")
     args = parser.parse_args()
     # of a share's ranks one compiles while the others wait for what it compiles
     args.jobs = args.jobs or max(1, min(_MOST_JOBS, 3 * (os.cpu_count() or 1) // (2 * args.ranks)))
+    args.marks = "gpu" if args.all else "gpu and not slow"
     return args
 
 
@@ -69,12 +83,12 @@ class Share:
 def shares(args: argparse.Namespace) -> tuple[list[Share], list[Share]]:
     """Those that may run beside others, which take longest first, and those that may not."""
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": "0"}  # as under torchrun
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", *args.paths]
+    command = [sys.executable, "-m", "pytest", "-m", args.marks, "--collect-only", "-q", *args.paths]
     listed = subprocess.run(command, env=environment, capture_output=True, text=True)
     if listed.returncode:
         sys.exit(listed.stdout + listed.stderr)
     files = Counter(line.partition("::")[0] for line in listed.stdout.splitlines() if "::" in line)
-    seconds = {file: count * _SECONDS.get(Path(file).name, _OTHERS) for file, count in files.items()}
+    seconds = {file: count * _SECONDS.get(file.removeprefix("tests/"), _OTHERS) for file, count in files.items()}
     alone = tuple(file for file in files if file.endswith(_ALONE))
     found: list[Share] = []
     together: list[str] = []
@@ -98,18 +112,8 @@ def run(args: argparse.Namespace, logs: Path, heap: int, share: Share) -> tuple[
     log = logs / f"{share.files[0].removesuffix('.py').replace('/', '-')}-{share.number}.txt"
     environment = os.environ | {"IRIS_TEST_SHARE": f"{share.number}/{share.cut}", "IRIS_TEST_HEAP": str(heap)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-    command += [
-        "--no-python",
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *share.files,
-    ]
+    command += ["--no-python", sys.executable, "-m", "pytest", "-m", args.marks, "-q", "-p", "no:cacheprovider"]
+    command += share.files
     begin = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)

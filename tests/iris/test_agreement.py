@@ -141,21 +141,22 @@ def test_results_at_different_places_are_found_out() -> None:
     run(2, elsewhere)
 
 
-def silent(rank: int, world: int) -> None:
+def silent(rank: int, world: int, limit: float) -> None:
     with iris.iris(1 << 24) as ctx:
         if rank == 1:
-            time.sleep(3)
+            time.sleep(3 * limit)
             with pytest.raises(ArgumentError, match="call number 1: an allocation on rank 0, a barrier on rank 1"):
                 ctx.barrier()
         else:
-            message = "rank 0 lost rank 1 before call number 1, an allocation: it did not come within 1 s"
+            message = f"rank 0 lost rank 1 before call number 1, an allocation: it did not come within {limit:g} s"
             with pytest.raises(PeerLostError, match=message):
                 ctx.zeros(4)
         os._exit(0)  # nobody is left to close the context with
 
 
 def test_a_rank_that_makes_no_call_is_named() -> None:
-    run(2, silent, timeout_s=1)
+    limit = round(patient(1))  # making the context must not take longer
+    run(2, silent, limit, timeout_s=limit)
 
 
 def refused(rank: int, world: int) -> None:

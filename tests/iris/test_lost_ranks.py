@@ -132,6 +132,42 @@ def test_processes_and_their_connections_are_both_watched(how: str, tmp_path: Pa
     assert ended[0].exitcode == 0, ended[0].traceback
 
 
+def _until(path: Path) -> None:
+    begin = time.monotonic()
+    while not path.exists() and time.monotonic() - begin < 30:
+        time.sleep(0.01)
+
+
+def _less_patient(rank: int, world: int, folder: str) -> str:
+    """Rank 0 gives up on the victim between the two of them; the others wait for rank 0, the victim from later on."""
+    ctx = iris.iris(1 << 20)
+    ctx.barrier()
+    if rank == 0:
+        ctx.hosts._channel._timeout_s = 0.5
+    elif rank == VICTIM:
+        for other in (0, 2):
+            _until(Path(folder, str(other)))
+        ctx.hosts.exchange("between two", members=(0, VICTIM))  # what rank 0 had said before
+    with pytest.raises(PeerLostError) as caught:
+        if rank == 0:
+            ctx.hosts.exchange("between two", members=(0, VICTIM))
+        ctx.hosts.exchange("mine")
+    Path(folder, str(rank)).touch()
+    for other in range(world):  # so that nobody learns it of a process that has ended
+        _until(Path(folder, str(other)))
+    return str(caught.value)
+
+
+def test_who_gives_up_on_a_rank_tells_the_others(tmp_path: Path) -> None:
+    ended = run_fresh(WORLD, _less_patient, str(tmp_path), env={"IRIS_TIMEOUT": "20"})
+    assert [end.exitcode for end in ended] == [0] * WORLD, [end.traceback for end in ended]
+    reason = "it did not come within 0.5 s (IRIS_TIMEOUT)"
+    first, victim, other = (end.result for end in ended)
+    assert first.startswith(f"rank 0 lost rank {VICTIM} before between two: {reason}. ")
+    assert other.startswith(f"rank 2 lost rank {VICTIM} before mine: {reason}, as rank 0 found. ")
+    assert victim.startswith(f"rank {VICTIM} comes too late to mine: rank 0 has given up on it. ")
+
+
 PLACES = {
     "before": None,
     "between the meeting and its calls": (Channel, "_accept"),

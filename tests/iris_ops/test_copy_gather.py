@@ -24,7 +24,7 @@ import torch
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.iris_ops.calls import check_cases
 from tests.iris_ops.test_graph import captured_and_eager, replay
-from tests.processes import run_fresh
+from tests.processes import patient, run_fresh
 from tests.reference import Case
 
 pytestmark = both
@@ -204,20 +204,21 @@ def test_one_kernel_multiplies_rows_that_copy_engines_carry(M: int, K: int, betw
     assert run_ranks(2, at_once, M, K, between) == [[True] * expected] * 2
 
 
-def come_late(rank: int, world_size: int) -> None:
+def come_late(rank: int, world_size: int, limit: float) -> None:
     """Rank 0 gives up waiting for rank 1, which comes to a call that rank 0 has vouched for nothing in."""
     with iris.iris(1 << 22) as ctx, pytest.raises(PeerLostError, match=f"rank {rank} lost rank {1 - rank}"):
         whole, part, B = torch.ones(8, 8), torch.ones(4, 8), torch.ones(8, 8)
         call = partial(ctx.ops.all_gather_matmul, whole, part, B, config=FusedConfig(algorithm="copy_gather"))
         call()
         ctx.barrier()
-        time.sleep(3 * rank)
+        time.sleep(3 * limit * rank)
         call()
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
 def test_who_gave_up_at_the_entry_lets_nobody_use_its_rows() -> None:
-    ended = run_fresh(2, come_late, env={"IRIS_TIMEOUT": "1"})
+    limit = patient(1)  # making the context must not take longer
+    ended = run_fresh(2, come_late, limit, env={"IRIS_TIMEOUT": str(limit)})
     assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
 
 

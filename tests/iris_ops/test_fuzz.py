@@ -80,7 +80,7 @@ def draw_config(rng: random.Random, op: str, M: int, N: int, K: int, world_size:
 
 
 @pytest.mark.parametrize("world_size, part", [(size, part) for size in WORLDS for part in range(TESTS[size])])
-@pytest.mark.some(6)
+@pytest.mark.some(6, on_gpus=1)
 def test_random_calls(world_size: int, part: int) -> None:
     rng = random.Random(f"{world_size} ranks, part {part}, draw {DRAW}")
     cases = [draw_case(rng, world_size) for _ in range(PER_TEST)]

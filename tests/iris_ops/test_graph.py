@@ -105,6 +105,7 @@ def replay(ctx: iris.Iris, case: Case, replays: int) -> int:
 
 @pytest.mark.parametrize("shape", [(128, 512, 256), (37, 129, 50), (1, 1024, 512)], ids=str)
 @pytest.mark.parametrize("op, form, config", VARIANTS)
+@pytest.mark.some(on_gpus=29)  # each variant, each shape with a third of them
 def test_each_replay_is_right(
     world_size: int, op: str, form: str, config: FusedConfig | None, shape: tuple[int, int, int]
 ) -> None:
@@ -223,6 +224,7 @@ def eager_cost(ctx: iris.Iris, case: Case) -> None:
 
 @pytest.mark.parametrize("on_heap", [True, False])
 @pytest.mark.parametrize("op, form, config", VARIANTS)
+@pytest.mark.some(on_gpus=29)  # each variant
 def test_a_call_neither_waits_nor_allocates(
     world_size: int, op: str, form: str, config: FusedConfig | None, on_heap: bool
 ) -> None:
@@ -253,6 +255,7 @@ def overlap(ctx: iris.Iris, case: Case) -> bool:
 
 
 @pytest.mark.parametrize("op, form, config", VARIANTS)
+@pytest.mark.some(on_gpus=10)
 def test_async_op_leaves_the_stream_free(world_size: int, op: str, form: str, config: FusedConfig | None) -> None:
     if world_size == 1:
         pytest.skip("with nobody to wait for, the call may end first")
@@ -278,6 +281,7 @@ def captured_and_eager(ctx: iris.Iris, case: Case) -> None:
 
 
 @pytest.mark.parametrize("op, form, config", VARIANTS)
+@pytest.mark.some(on_gpus=10)
 def test_captured_and_eager_calls_in_turn(world_size: int, op: str, form: str, config: FusedConfig | None) -> None:
     run_ranks(world_size, captured_and_eager, Case(op, form, 64, 128, 64, config=config))
 

@@ -215,6 +215,7 @@ def alternate(ctx: iris.Iris, case: Case, turns: int) -> int:
 @ranks
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("op, form, config", WITH_TORCH_ALONE)
+@pytest.mark.some(on_gpus=8)
 def test_calls_in_all_ways_in_turn(
     world_size: int, op: str, form: str, config: FusedConfig, shape: tuple[int, int, int]
 ) -> None:

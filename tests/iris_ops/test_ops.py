@@ -73,7 +73,7 @@ def dtypes(world_size: int) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("op, form, algorithm", VARIANTS)
-@pytest.mark.some(42)
+@pytest.mark.some(42, on_gpus=10)
 def test_op_is_right_with_given_blocks(world_size: int, op: str, form: str, algorithm: str) -> None:
     called = [case for dtype in dtypes(world_size) for case in cases(op, form, algorithm, dtype)]
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
@@ -115,12 +115,14 @@ def test_ranks_may_differ_in_depth_or_columns(world_size: int, algorithm: str) -
 
 
 @pytest.mark.parametrize("op, form", FORMS)
+@pytest.mark.some(on_gpus=4)
 def test_a_product_of_depth_zero_is_the_bias(world_size: int, op: str, form: str) -> None:
     called = [Case(op, form, m, 20, 0, bias=bias) for m in (1, 19) for bias in (True, False)]
     assert_same_bits(called, run_ranks(world_size, check_cases, called, RUNS))
 
 
 @pytest.mark.parametrize("op, form", FORMS)
+@pytest.mark.some(on_gpus=4)
 def test_one_element_in_all(world_size: int, op: str, form: str) -> None:
     """Rank 0 cannot tell one form from the other, and parts of the others are empty, of B and of the bias, too."""
     ours = ("one_shot", "two_shot", "overlapped")

@@ -285,6 +285,7 @@ def contexts_body(ctx) -> None:
         assert not idle.calls
 
 
+@pytest.mark.some(on_gpus=0)
 def test_compiled_layers_call_the_ops_of_the_context_that_they_have(world_size: int) -> None:
     run_ranks(world_size, contexts_body)
 
@@ -311,6 +312,7 @@ def refused_body(ctx) -> None:
         layers.Engine(model, ctx, 2, 16, compile=True)
 
 
+@pytest.mark.some(on_gpus=0)
 def test_what_cannot_be_compiled_is_refused(world_size: int) -> None:
     run_ranks(world_size, refused_body)
 

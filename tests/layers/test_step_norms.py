@@ -122,6 +122,7 @@ def apart_body(ctx) -> None:
             handle.remove()
 
 
+@pytest.mark.some(on_gpus=0)
 def test_a_hooked_norm_stays_whole(world_size: int) -> None:
     run_ranks(world_size, apart_body)
 

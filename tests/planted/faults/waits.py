@@ -36,6 +36,13 @@ WAITS = [
         (f"{_WATCHED}[outlived]",),
     ),
     Fault(
+        "who gives up on a rank tells nobody",
+        "iris/channel.py",
+        "        self.tell(_LOST, (peer, reason))\n",
+        "",
+        ("tests/iris/test_lost_ranks.py::test_who_gives_up_on_a_rank_tells_the_others",),
+    ),
+    Fault(
         "a broadcast takes each rank's own source",
         "iris/group.py",
         "        if len({source for source, _ in told}) > 1:\n",
