@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
 from benchmarks.rma_kernels import block_words, move_kernel
-from tests import gluon_kernels, rma_kernels
+from tests import gluon_kernels, rma_kernels, tile_kernels
 from tests.moe_variants import moe_variants
 
 WORLD_SIZE = 4
@@ -174,6 +174,15 @@ def variants(target: GPUTarget):
         layout = gl.BlockedLayout([per_thread], [target.warp_size], [4], [0])
         name = kernel.__name__.removesuffix("_kernel")
         yield name, kernel, dict(num_warps=4), dict(BLOCK=block, LAYOUT=layout)
+    tile, options = dict(M=64, N=128, WORLD_SIZE=WORLD_SIZE), dict(num_warps=4)
+    for two_shot in (False, True):
+        suffix, constants = "_two_shot" if two_shot else "", tile | dict(TWO_SHOT=two_shot)
+        yield f"tile_reduce{suffix}", tile_kernels.tile_reduce_kernel, options, constants | dict(FLAT=False)
+        layout = gl.BlockedLayout([1, 8], [target.warp_size // 16, 16], [4, 1], [1, 0])
+        yield f"gluon_tiles{suffix}", gluon_kernels.gluon_tiles_kernel, options, constants | dict(LAYOUT=layout)
+    for which in ("scatter", "gather", "exchange"):
+        kernel = getattr(tile_kernels, f"tile_{which}_kernel")
+        yield f"tile_{which}", kernel, options, tile
 
 
 def hopper_variants():
