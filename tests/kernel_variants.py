@@ -35,6 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
 from benchmarks.rma_kernels import block_words, move_kernel
+from examples import expert_mixture, flash_decode, ring_attention, rms_norm_gather, tile_all_reduce
 from tests import gluon_kernels, rma_kernels, tile_kernels
 from tests.moe_variants import moe_variants
 
@@ -183,6 +184,22 @@ def variants(target: GPUTarget):
     for which in ("scatter", "gather", "exchange"):
         kernel = getattr(tile_kernels, f"tile_{which}_kernel")
         yield f"tile_{which}", kernel, options, tile
+    yield from examples()
+
+
+def examples():
+    """Kernels of the examples that exchange tiles, or pass them on."""
+    world, options = dict(WORLD_SIZE=WORLD_SIZE), dict(num_warps=4)
+    blocks = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32)
+    yield "example_matmul", tile_all_reduce.matmul_all_reduce_kernel, options, world | blocks
+    yield "example_decode", flash_decode.flash_decode_kernel, options, world | dict(D=128, BLOCK=32)
+    yield "example_norm", rms_norm_gather.rms_norm_gather_kernel, options, world | dict(ROWS=4, COLUMNS=1024)
+    constants = world | dict(dtype="fp32", H=64, F=64, EXPERTS=2, ROWS=16)
+    yield "example_mixture", expert_mixture.expert_mixture_kernel, options, constants
+    for causal in (False, True):
+        constants = world | dict(dtype="fp32", CAUSAL=causal, D=64, BLOCK=32)
+        name = "example_ring_causal" if causal else "example_ring"
+        yield name, ring_attention.ring_attention_kernel, options, constants
 
 
 def hopper_variants():

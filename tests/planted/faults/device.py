@@ -39,10 +39,10 @@ DEVICE = [
         ("tests/iris/test_tiles.py::test_no_rank_sends_what_a_late_one_has_no_room_for",),
     ),
     Fault(
-        "a rank sums the part of the one before",
+        "a part's sums come to their neighbours' places",
         "iris/device/tiles.py",
-        "lane // part == owner, self.bases",
-        "lane // part == (owner + 1) % self.ctx.world_size, self.bases",
+        "part + lane % part, 0, lane >= 0, owner",
+        "part + (lane + 1) % part, 0, lane >= 0, owner",
         ("tests/iris/test_tiles.py::test_tiles_are_summed_on_all_ranks",),
     ),
     Fault(
