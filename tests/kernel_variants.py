@@ -35,6 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
 from benchmarks.rma_kernels import block_words, move_kernel
+from benchmarks.tiles import move_tiles_kernel
 from examples import expert_mixture, flash_decode, ring_attention, rms_norm_gather, tile_all_reduce
 from tests import gluon_kernels, rma_kernels, tile_kernels
 from tests.moe_variants import moe_variants
@@ -188,10 +189,14 @@ def variants(target: GPUTarget):
 
 
 def examples():
-    """Kernels of the examples that exchange tiles, or pass them on."""
+    """Kernels of examples, and of one benchmark, that exchange tiles or pass them on."""
     world, options = dict(WORLD_SIZE=WORLD_SIZE), dict(num_warps=4)
     blocks = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32)
-    yield "example_matmul", tile_all_reduce.matmul_all_reduce_kernel, options, world | blocks
+    for name, flags in (("", {}), ("_two_shot", dict(TWO_SHOT=True)), ("_scatter", dict(SCATTER=True))):
+        yield f"example_matmul{name}", tile_all_reduce.tile_matmul_kernel, options, world | blocks | flags
+    for exchange in (False, True):
+        constants = world | dict(ROWS=8, COLUMNS=1024, EXCHANGE=exchange)
+        yield f"example_{'exchange' if exchange else 'gather'}", move_tiles_kernel, options, constants
     yield "example_decode", flash_decode.flash_decode_kernel, options, world | dict(D=128, BLOCK=32)
     yield "example_norm", rms_norm_gather.rms_norm_gather_kernel, options, world | dict(ROWS=4, COLUMNS=1024)
     constants = world | dict(dtype="fp32", H=64, F=64, EXPERTS=2, ROWS=16)
