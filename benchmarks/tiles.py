@@ -1,170 +1,212 @@
-"""Tile collectives beside the fused op, and collectives with a root beside torch.distributed's.
+"""Collectives on tiles, inside a kernel, beside fused ops, collectives of whole tensors and torch.distributed's.
 
     python -m benchmarks.tiles --ranks 2
 
-The kernel of `examples/tile_all_reduce.py` sums each finished tile over the ranks. It is timed beside
-`ctx.ops.matmul_all_reduce` and torch's product with an all-reduce of torch.distributed. Then broadcast, gather, scatter
-and reduce, from 2 KiB on. Every contender's result is compared with float64 before it is timed.
+The kernel of `examples/tile_all_reduce.py` sums each finished tile over the ranks, or for the rank that owns its rows.
+It is timed beside the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that
+does nothing but gather or exchange tiles is timed beside `ctx.ccl`. Every contender's result, into poisoned memory, is
+compared with float64 before and after it is timed. Takes less than a minute; writes tiles_<gpu>_x<ranks>.json after
+every row.
 """
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 import sys
+import time
+from typing import NamedTuple
 
 import iris
-from iris_tp.bench import timing
 from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
 import triton
+import triton.language as tl
 
-from benchmarks import report
-from benchmarks.table import markdown
-from examples.tile_all_reduce import matmul_all_reduce_kernel
+from benchmarks import beside, report
+from benchmarks.beside import Contender
+from examples.tile_all_reduce import tile_matmul_kernel
 
-CALLS, ROUNDS = 20, 9
-ROOTED = ("broadcast", "gather", "scatter", "reduce")
+NAMES = ("tiles", "tiles, two shots", "ctx.ops", "ctx.ccl", "torch")
+ROWS = 8  # of a tile that is only gathered or exchanged
+
+
+@triton.jit
+def move_tiles_kernel(
+    ctx_ptr, space, x, out, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXCHANGE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """out [w * M, N]: all ranks' x [M, N]; with EXCHANGE, out [M, w * N] as `ctx.ccl.all_to_all` of x [M, w * N]."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, space)
+    across = tl.cdiv(N, COLUMNS)
+    for number in range(tl.program_id(0), tl.cdiv(M, ROWS) * across, tl.num_programs(0)):
+        m, n = number // across * ROWS + tl.arange(0, ROWS), number % across * COLUMNS + tl.arange(0, COLUMNS)
+        there = (m < M)[:, None] & (n < N)[None, :]
+        if EXCHANGE:
+            at = m[:, None] * WORLD_SIZE * N + n[None, :]
+            tiles.all_to_all(x + at, N, number, out + at, N, there)
+        else:
+            at = m[:, None] * N + n[None, :]
+            tiles.all_gather(tl.load(x + at, there, 0.0), number, out + at, M * N, there)
+    tiles.close()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
-    parser.add_argument("--rows", type=report.sizes, help="default: 1, 64 and 2048 by 8192 by 2048, on CPUs 20,64,32")
-    parser.add_argument("--sizes", type=report.numbers, help="bytes; default: 2 KiB to 64 MiB, on CPUs 2 KiB")
+    parser.set_defaults(time_limit=60)
+    parser.add_argument("--rows", type=report.sizes, help="default: 1, 64 and 2048 by 8192 by 2048, on CPUs 20 and 64")
+    parser.add_argument("--blocks", type=list_of_blocks, help="rows,columns,depth,warps,stages,programs of every tile")
+    parser.add_argument("--sizes", type=report.numbers, help="bytes; default: 64 KiB, 1 MiB, 16 MiB, on CPUs 2 KiB")
     args = parser.parse_args(argv)
     report.settle(args, argv, "tiles")
     on_gpu = args.device == "cuda"
-    args.rows = args.rows or ([(m, 8192, 2048) for m in (1, 64, 2048)] if on_gpu else [(20, 64, 32)])
-    args.sizes = args.sizes or ([2048 << (3 * i) for i in range(6)] if on_gpu else [2048])
+    args.rows = args.rows or (
+        [(m, 8192, 2048) for m in (1, 64, 2048)] if on_gpu else [(m, 64, 32) for m in (20, 64 * args.ranks)]
+    )
+    args.sizes = args.sizes or ([1 << 16, 1 << 20, 1 << 24] if on_gpu else [2048])
     return args
 
 
-def blocks(M: int) -> tuple[int, int, int, int]:
-    """Rows, columns and depth of a tile, and warps."""
-    return (16, 64, 128, 4) if M <= 16 else (64, 64, 64, 4) if M <= 64 else (128, 128, 64, 8)
+class Blocks(NamedTuple):
+    """Of a product's tile: rows, columns and depth; warps, loads under way, and programs on each multiprocessor."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def blocks(M: int, dtype: torch.dtype) -> Blocks:
+    """Two programs on a multiprocessor where two fit: one multiplies while the other waits for its tile."""
+    both = 2 if dtype.itemsize == 2 else 1
+    if M <= 64:
+        return Blocks(16, 64, 128, 4, 4, both) if M <= 16 else Blocks(64, 64, 64, 4, 3, both)
+    return Blocks(128, 64, 64, 4, 4, both)
+
+
+def list_of_blocks(text: str) -> Blocks:
+    """The type of --blocks."""
+    rows, columns, depth, warps, stages, programs = report.numbers(text)
+    return Blocks(rows, columns, depth, warps, stages, programs)
+
+
+list_of_blocks.__name__ = "list of six numbers"
 
 
 def run(team: Team, args: argparse.Namespace) -> None:
-    dtype = getattr(torch, args.dtype)
+    dtype, begin = getattr(torch, args.dtype), time.monotonic()
     ctx = iris.iris(int(args.heap_gib * 2**30))
-    written = {**report.describe_run(team, args), "rows": []}
+    written = {**report.describe_run(team, args), "rows": [], "left_out": []}
+    rows: list[tuple[str, Callable[[], dict]]] = []
     for M, N, K in args.rows:
-        written["rows"].append(products(team, ctx, dtype, M, N, K))
+        tile, part = args.blocks or blocks(M, dtype), args.blocks or blocks(M // team.world, dtype)
+        rows.append((f"matmul_all_reduce {M}", partial(products, team, ctx, dtype, (M, N, K), tile, False)))
+        if M % (team.world * part.m) == 0:
+            rows.append((f"matmul_reduce_scatter {M}", partial(products, team, ctx, dtype, (M, N, K), part, True)))
     for nbytes in args.sizes:
-        written["rows"] += [rooted(team, ctx, dtype, op, nbytes) for op in ROOTED]
-    if team.rank == 0:
-        report.write(written, args)
-    team.say("\n" + render(report.rounded(written)))
+        for op in ("all_gather", "all_to_all"):
+            rows.append((f"{op} {nbytes}", partial(moves, team, ctx, dtype, nbytes, op)))
+    for name, row in rows:
+        if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
+            written["left_out"].append(name)
+            continue
+        written["rows"].append(row())
+        if team.rank == 0:
+            report.write(written, args)
+    team.say("\n" + beside.render(report.rounded(written), "tiles", NAMES))
     ctx.close()
 
 
-def products(team: Team, ctx: iris.Iris, dtype: torch.dtype, M: int, N: int, K: int) -> dict:
-    generator = torch.Generator().manual_seed(M)
-    A = torch.randn(team.world, M, K, generator=generator).to(dtype)
-    B = (torch.randn(team.world, K, N, generator=generator) / K**0.5).to(dtype)
-    exact = torch.bmm(A.double().to(ctx.device), B.double().to(ctx.device)).sum(0)
-    a, b, out = A[team.rank].to(ctx.device), B[team.rank].to(ctx.device), ctx.empty(M, N, dtype=dtype)
-    bm, bn, bk, warps = blocks(M)
-    number = triton.cdiv(M, bm) * triton.cdiv(N, bn)
-    space, grid = ctx.ccl.tile_space(number, bm * bn, dtype), (min(number, ctx.get_cu_count()),)
+def products(
+    team: Team, ctx: iris.Iris, dtype: torch.dtype, sizes: tuple[int, int, int], tile: Blocks, scatter: bool
+) -> dict:
+    M, N, K = sizes
+    w, rank, generator = team.world, team.rank, torch.Generator().manual_seed(M)
+    A = torch.randn(w, M, K, generator=generator).to(ctx.device, dtype)
+    B = (torch.randn(w, K, N, generator=generator) / K**0.5).to(ctx.device, dtype)
+    exact = torch.zeros(M, N, dtype=torch.float64, device=ctx.device)
+    for left, right in zip(A, B, strict=True):
+        exact += left.double() @ right.double()
+    exact = exact.chunk(w)[rank] if scatter else exact
+    a, b = A[rank].contiguous(), B[rank].contiguous()
+    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES}
+    number = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)
+    space, grid = ctx.ccl.tile_space(number, tile.m * tile.n, dtype), (min(number, tile.programs * ctx.get_cu_count()),)
 
-    def tiles(i: int) -> torch.Tensor:
-        matmul_all_reduce_kernel[grid](
-            ctx.get_device_context(), space, a, b, out, M, N, K, bm, bn, bk, team.world, num_warps=warps
-        )
-        return out
+    def tiles(out: torch.Tensor, **options: bool) -> None:
+        tile_matmul_kernel[grid](
+            ctx.get_device_context(), space, a, b, out, M, N, K, *tile[:3], w, **options, num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
 
-    def op(i: int) -> torch.Tensor:
-        ctx.ops.matmul_all_reduce(out, a, b)
-        return out
-
-    def torchs(i: int) -> torch.Tensor:
-        made = torch.mm(a, b)
-        dist.all_reduce(made)
-        return made
-
-    calls = {"tiles": tiles, "ctx.ops": op, "torch": torchs}
-    found = timed(team, calls, exact, dtype)
-    return {"what": "matmul_all_reduce", "size": f"{M} x {N} x {K}", **found}
-
-
-def rooted(team: Team, ctx: iris.Iris, dtype: torch.dtype, op: str, nbytes: int) -> dict:
-    """`nbytes`: of the whole tensor that a root has, or that is reduced."""
-    n, root, w = nbytes // dtype.itemsize // team.world * team.world, team.world - 1, team.world
-    whole = torch.randn(w, n, generator=torch.Generator().manual_seed(nbytes)).to(dtype).to(ctx.device)
-    given = whole[team.rank].clone() if op != "gather" else whole[team.rank, : n // w].clone()
-    out = torch.zeros(n if op != "scatter" else n // w, dtype=dtype, device=ctx.device)
-    parts = list(out.chunk(w)) if op == "gather" else list(given.chunk(w))
-
-    def ours(i: int) -> torch.Tensor:
-        if op == "broadcast":
-            out.copy_(given)
-            ctx.ccl.broadcast(out, root)
-        elif op == "gather":
-            ctx.ccl.gather(out, given, root)
-        elif op == "scatter":
-            ctx.ccl.scatter(out, given, root)
+    def torchs() -> None:
+        if scatter:
+            dist.reduce_scatter_tensor(outs["torch"], torch.mm(a, b, out=whole))
         else:
-            ctx.ccl.reduce(out, given, root)
-        return out
+            dist.all_reduce(torch.mm(a, b, out=outs["torch"]))
 
-    def theirs(i: int) -> torch.Tensor:
-        if op in ("broadcast", "reduce"):
-            out.copy_(given)
-            dist.broadcast(out, root) if op == "broadcast" else dist.reduce(out, root)
-        elif op == "gather":
-            dist.gather(given, parts if team.rank == root else None, root)
-        else:
-            dist.scatter(out, parts if team.rank == root else None, root)
-        return out
-
-    exact = None
-    if op == "broadcast":
-        exact = whole[root]
-    elif op == "scatter":
-        exact = whole[root].view(w, -1)[team.rank]
-    elif team.rank == root:
-        exact = whole[:, : n // w].reshape(-1) if op == "gather" else whole.double().sum(0)
-    found = timed(team, {"ours": ours, "torch": theirs}, exact, dtype)
-    return {"what": op, "size": f"{nbytes} bytes", **found}
-
-
-def timed(team: Team, calls: dict[str, Callable], exact: torch.Tensor | None, dtype: torch.dtype) -> dict:
-    """Microseconds of each call, as graphs on GPUs; raises where a result is wrong."""
-    for name, call in calls.items():
-        error = 0.0
-        for _ in range(3):
-            got = call(0).double()
-            if exact is not None:
-                error = max(error, ((got - exact).abs().max() / exact.double().abs().max()).item())
-        if team.slowest([error])[0] > 8 * torch.finfo(dtype).eps * team.world:
-            raise RuntimeError(f"{name}: wrong result, off by {error:.3g} of the largest value")
-    batches = {
-        name: timing.graph_batch(call, CALLS, 1)[0] if team.cuda else timing.eager_batch(call, 2, 1)
-        for name, call in calls.items()
+    whole = torch.empty(M, N, dtype=dtype, device=ctx.device)
+    op = "matmul_reduce_scatter" if scatter else "matmul_all_reduce"
+    calls = {
+        "tiles": partial(tiles, outs["tiles"], SCATTER=scatter),
+        "tiles, two shots": partial(tiles, outs["tiles, two shots"], TWO_SHOT=True),
+        "ctx.ops": partial(getattr(ctx.ops, op), outs["ctx.ops"], a, b),
+        "torch": torchs,
     }
-    timings, failed = timing.interleave(team, batches, ROUNDS if team.cuda else 1)
-    return {"us": {name: t.call_us for name, t in timings.items()}, "failed": failed}
+    if scatter:
+        del calls["tiles, two shots"]
+    found = {name: Contender(call, outs[name]) for name, call in calls.items()}
+    return {
+        "what": op,
+        "size": f"{M} x {N} x {K}",
+        "blocks": list(tile),
+        **beside.timed(team, found, exact, 8 * torch.finfo(dtype).eps * w),
+    }
 
 
-def render(written: dict) -> str:
-    lines = []
-    for row in written["rows"]:
-        us = row["us"]
-        best = us.get("ctx.ops", us.get("torch"))
-        own = us.get("tiles", us.get("ours"))
-        ratio = f"{best / own:.2f}" if best and own else ""
-        lines.append([row["what"], row["size"], *(f"{us[k]:.1f}" if k in us else "" for k in NAMES), ratio])
-    head = ["what", "size", *(f"{name}, µs" for name in NAMES), "ctx.ops or torch / ours"]
-    return f"{report.headline(written)} `{written['command']}`\n\n{markdown(head, lines)}"
+def moves(team: Team, ctx: iris.Iris, dtype: torch.dtype, nbytes: int, op: str) -> dict:
+    """`nbytes`: of what a rank has after it."""
+    w, rank, exchange = team.world, team.rank, op == "all_to_all"
+    N = 1024 if team.cuda else 32
+    M = max(1, nbytes // (w * N * dtype.itemsize))
+    generator = torch.Generator().manual_seed(nbytes)
+    x = torch.randn(w, M, w * N if exchange else N, generator=generator).to(ctx.device, dtype)
+    exact = torch.cat([x[r, :, rank * N : (rank + 1) * N] for r in range(w)], 1) if exchange else x.view(w * M, N)
+    given = x[rank].contiguous()
+    in_parts = given.view(M, w, N).movedim(1, 0).contiguous() if exchange else given
+    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES}
+    number = triton.cdiv(M, ROWS)
+    space, grid = ctx.ccl.tile_space(number, ROWS * N, dtype), (min(number, ctx.get_cu_count()),)
 
+    def tiles() -> None:
+        move_tiles_kernel[grid](
+            ctx.get_device_context(), space, given, outs["tiles"], M, N, ROWS, N, exchange, w, num_warps=4
+        )
 
-NAMES = ("tiles", "ours", "ctx.ops", "torch")
+    def ours() -> None:
+        (ctx.ccl.all_to_all if exchange else ctx.ccl.all_gather)(outs["ctx.ccl"], given)
+
+    def torchs() -> None:
+        if exchange:
+            dist.all_to_all_single(outs["torch"].view(w, M, N), in_parts)
+        else:
+            dist.all_gather_into_tensor(outs["torch"], given)
+
+    def side_by_side(out: torch.Tensor) -> torch.Tensor:
+        return out.view(w, M, N).movedim(0, 1).reshape(M, w * N)
+
+    found = {"tiles": Contender(tiles, outs["tiles"]), "ctx.ccl": Contender(ours, outs["ctx.ccl"])}
+    found["torch"] = Contender(torchs, outs["torch"], side_by_side if exchange else torch.Tensor.detach)
+    return {"what": op, "size": f"{nbytes} bytes", **beside.timed(team, found, exact, 0.0)}
 
 
 def main() -> None:
     args = parse()
-    sys.exit(launch(run, args, limit_s=args.time_limit))
+    sys.exit(launch(run, args, limit_s=args.time_limit + 120))
 
 
 if __name__ == "__main__":

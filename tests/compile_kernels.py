@@ -42,11 +42,15 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 _INT32 = {"flags", "passed", "sync", "members", "sent", "arrived", "count", "left", "order", "offsets", "counts"}
+_INT32 |= {"space", "calls"}
 _INT64 = {"ctx_ptr", "words", "heap_bases", "sums", "times", "step", "results", "digests", "chosen"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _DATA |= {"residual", "weight", "scaled", "both", "products", "shared"}
+_DATA |= {"kv", "x", "came", "wanted", "done", "back", "up", "down"}
 _POINTEES = {
     ("round_rows_kernel", "out"): "fp8e4nv",
+    ("expert_mixture_kernel", "sent"): "fp32",
+    ("expert_mixture_kernel", "chosen"): "fp32",
     ("lamport_two_shot_kernel", "staging"): "i16",
     ("lamport_pair_kernel", "staging"): "i16",
     ("lamport_pair_scatter_kernel", "staging"): "i16",
@@ -59,7 +63,7 @@ _POINTEES = {
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }
-_FLOAT32 = {"parts", "scales", "a_scales", "b_scales", "squares", "stretches", "weights"}
+_FLOAT32 = {"parts", "scales", "a_scales", "b_scales", "squares", "stretches", "weights", "most", "total"}
 
 # Products by rows, N = K = 4096, of which is compiled what their plans have launched.
 PLANNED = (

@@ -1,5 +1,6 @@
 """Gluon kernels as a user would write them; test_codegen*.py looks at the assembly, test_gluon.py runs them."""
 
+import iris
 from iris.device import sync, tracing
 import iris.experimental.iris_gluon as iris_gl
 from triton.experimental import gluon
@@ -53,3 +54,27 @@ def gluon_atomics_kernel(flags, ctx_ptr, peer, BLOCK: gl.constexpr, LAYOUT: gl.c
     ctx.atomic_max(flags + 6 * BLOCK + i, i, peer, mask=mask)
     ctx.atomic_cas(flags + 7 * BLOCK + i, i, i + 1, peer)
     ctx.atomic_add(flags + 8 * BLOCK, ctx.rank + 10 * ctx.world_size, peer, sem="release", scope="gpu")
+
+
+@gluon.jit
+def gluon_tiles_kernel(
+    ctx_ptr, sync, inp, out, num_tiles, WORLD_SIZE: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    TWO_SHOT: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """All collectives on tiles of inp [num_tiles, M, N]; out [num_tiles, 2 + 2 * world, M, N]: the sum of tile i, the
+    sum again on rank i % world, every rank's tile, and of every rank the r-th of these, for this is rank r.
+    """
+    ctx = iris.DeviceContext.initialize(ctx_ptr, gl.load(ctx_ptr).to(gl.int32), WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, sync)
+    m, n = gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
+    at = m[:, None] * N + n[None, :]
+    for i in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        tile = gl.load(inp + i * M * N + at)
+        result = out + i * (2 + 2 * WORLD_SIZE) * M * N + at
+        total = tiles.all_reduce(tile, 4 * i, two_shot=TWO_SHOT)
+        gl.store(result, total.to(out.dtype.element_ty))
+        total = tiles.reduce_scatter(tile, 4 * i + 1, i % WORLD_SIZE)
+        gl.store(result + M * N, total.to(out.dtype.element_ty), mask=(at >= 0) & (ctx.rank == i % WORLD_SIZE))
+        tiles.all_gather(tile, 4 * i + 2, result + 2 * M * N, M * N)
+        tiles.all_to_all(result + 2 * M * N, M * N, 4 * i + 3, result + (2 + WORLD_SIZE) * M * N, M * N)
+    tiles.close()

@@ -36,7 +36,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
 from benchmarks.rma_kernels import block_words, move_kernel
-from tests import gluon_kernels, rma_kernels
+from benchmarks.tiles import move_tiles_kernel
+from examples import expert_mixture, flash_decode, ring_attention, rms_norm_gather, tile_all_reduce
+from tests import gluon_kernels, rma_kernels, tile_kernels
 from tests.moe_variants import moe_variants
 
 WORLD_SIZE = 4
@@ -176,6 +178,35 @@ def variants(target: GPUTarget):
         layout = gl.BlockedLayout([per_thread], [target.warp_size], [4], [0])
         name = kernel.__name__.removesuffix("_kernel")
         yield name, kernel, dict(num_warps=4), dict(BLOCK=block, LAYOUT=layout)
+    tile, options = dict(M=64, N=128, WORLD_SIZE=WORLD_SIZE), dict(num_warps=4)
+    for two_shot in (False, True):
+        suffix, constants = "_two_shot" if two_shot else "", tile | dict(TWO_SHOT=two_shot)
+        yield f"tile_reduce{suffix}", tile_kernels.tile_reduce_kernel, options, constants | dict(FLAT=False)
+        layout = gl.BlockedLayout([1, 8], [target.warp_size // 16, 16], [4, 1], [1, 0])
+        yield f"gluon_tiles{suffix}", gluon_kernels.gluon_tiles_kernel, options, constants | dict(LAYOUT=layout)
+    for which in ("scatter", "gather", "exchange"):
+        kernel = getattr(tile_kernels, f"tile_{which}_kernel")
+        yield f"tile_{which}", kernel, options, tile
+    yield from examples()
+
+
+def examples():
+    """Kernels of examples, and of one benchmark, that exchange tiles or pass them on."""
+    world, options = dict(WORLD_SIZE=WORLD_SIZE), dict(num_warps=4)
+    blocks = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32)
+    for name, flags in (("", {}), ("_two_shot", dict(TWO_SHOT=True)), ("_scatter", dict(SCATTER=True))):
+        yield f"example_matmul{name}", tile_all_reduce.tile_matmul_kernel, options, world | blocks | flags
+    for exchange in (False, True):
+        constants = world | dict(ROWS=8, COLUMNS=1024, EXCHANGE=exchange)
+        yield f"example_{'exchange' if exchange else 'gather'}", move_tiles_kernel, options, constants
+    yield "example_decode", flash_decode.flash_decode_kernel, options, world | dict(D=128, BLOCK=32)
+    yield "example_norm", rms_norm_gather.rms_norm_gather_kernel, options, world | dict(ROWS=4, COLUMNS=1024)
+    constants = world | dict(dtype="fp32", H=64, F=64, EXPERTS=2, ROWS=16)
+    yield "example_mixture", expert_mixture.expert_mixture_kernel, options, constants
+    for causal in (False, True):
+        constants = world | dict(dtype="fp32", CAUSAL=causal, D=64, BLOCK=32)
+        name = "example_ring_causal" if causal else "example_ring"
+        yield name, ring_attention.ring_attention_kernel, options, constants
 
 
 def hopper_variants():

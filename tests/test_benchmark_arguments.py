@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are 
 
 from iris_tp.bench.team import launch  # noqa: E402
 
-from benchmarks import all_scatter, ccl, fp8, litmus, moe, ops, rma, stress, timeline  # noqa: E402
+from benchmarks import all_scatter, ccl, fp8, litmus, moe, ops, rma, rooted, stress, tiles, timeline  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,13 @@ from benchmarks import all_scatter, ccl, fp8, litmus, moe, ops, rma, stress, tim
         (ops, ["--device", "cpu", "--modes", "graph"], "--modes graph: expected eager, for CPUs have no CUDA graphs"),
         (ccl, ["--device", "cpu", "--modes", "graph"], "--modes graph: expected eager, for CPUs have no CUDA graphs"),
         (ccl, ["--sizes", "-5"], "--sizes: invalid list of numbers from 1 on"),
+        (
+            rooted,
+            ["--ops", "all_reduce"],
+            "--ops: all_reduce; expected some of broadcast, gather, scatter, reduce, ",
+        ),
+        (rooted, ["--device", "cpu", "--ranks", "1"], "--ranks 1: expected 2 or more"),
+        (tiles, ["--blocks", "64,64"], "--blocks: invalid list of six numbers value: '64,64'"),
         (rma, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
         (litmus, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
         (fp8, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),

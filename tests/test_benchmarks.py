@@ -357,10 +357,3 @@ def test_a_chain_of_ops_on_two_cpu_ranks(tmp_path):
     for row in report["rows"]:
         assert row["layer_us"] > 0 and len(row["alone_us"]) == 2
         assert row["over_sum"] == pytest.approx(row["layer_us"] / sum(row["alone_us"].values()), rel=0.01)
-
-
-def test_tile_collectives_and_roots_on_two_cpu_ranks(tmp_path):
-    run_benchmark("tiles", 2, "--dtype", "float32", "--out", str(tmp_path))
-    report = json.loads((tmp_path / "tiles_float32_cpu_x2.json").read_text())
-    assert [row["what"] for row in report["rows"]] == ["matmul_all_reduce", "broadcast", "gather", "scatter", "reduce"]
-    assert all(not row["failed"] and all(us > 0 for us in row["us"].values()) for row in report["rows"])

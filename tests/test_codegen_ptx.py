@@ -268,6 +268,23 @@ def test_lamport_values_between_two_leave_room_for_another_call(compiled, tmp_pa
         assert 4 * 256 * registers(compiled("sm_90")[name], tmp_path) <= 65536, name
 
 
+# Stores to a peer by a thread: 64 x 128 values of 2 bytes by 128 threads are 8 vectors, times the peers.
+TILES = dict.fromkeys(("tile_reduce", "tile_scatter", "tile_gather", "tile_exchange"), 8 * (WORLD_SIZE - 1))
+TILES |= {"tile_reduce_two_shot": 10 * WORLD_SIZE, "gluon_tiles": 8 * 4 * (WORLD_SIZE - 1)}  # the sums are a quarter
+TILES |= {"gluon_tiles_two_shot": 8 * 3 * (WORLD_SIZE - 1) + 16 * WORLD_SIZE}  # where whole threads have no sum
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_of_tiles_moves_16_bytes_at_a_time(compiled, target: str) -> None:
+    """In Triton and in Gluon: Lamport values without fence or flag, and results."""
+    for name, stores in TILES.items():
+        kernel = compiled(target)[name]
+        assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == stores, name
+        assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)|\bld\.volatile\.global\.(?!v4\.b32)"), name
+        assert kernel.count(r"\bld\.volatile\.global\.v4\.b32") >= stores, name
+        assert not kernel.count(r"sys\.acquire|sys\.release\.exch\.b32"), name
+
+
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_of_gluon_is_wide_and_reaches_the_system(compiled, target: str) -> None:
     kernels = compiled(target)

@@ -23,9 +23,12 @@ ROOT = Path(__file__).parents[1]
 SCATTERS = ("bulk_synchronous", "producer_consumer", "fused_sequential", "fused_specialized")
 IN_WORKERS = {
     "atomics": 3,
+    "expert_mixture": 3,
     "flash_decode": 4,
     "matmul_all_reduce": 3,
     "ring": 3,
+    "ring_attention": 4,
+    "rms_norm_gather": 3,
     "split_a_model": 3,
     "store_load": 3,
     "tile_all_reduce": 3,

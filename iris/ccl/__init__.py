@@ -16,5 +16,6 @@ stores large tensors straight into place and signals. `accumulate.py` and `ring.
 """
 
 from .config import Config, ReduceOp
+from .messages import P2POp
 
-__all__ = ["Config", "ReduceOp"]
+__all__ = ["Config", "P2POp", "ReduceOp"]

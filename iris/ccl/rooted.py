@@ -1,4 +1,4 @@
-"""Collectives with a root, and messages between two ranks: `broadcast`, `gather`, `scatter`, `reduce`, `send`, `recv`.
+"""Collectives with a root: `broadcast`, `gather`, `scatter`, `reduce`. `messages.py` has those between two ranks.
 
 All are the same three steps, in the order of the current stream: whoever gives copies its tensor into its own staging
 memory on the heap; the ranks meet (`device_barrier`); whoever takes copies it from there, out of the giver's heap. A
@@ -29,97 +29,63 @@ if TYPE_CHECKING:
 
 def broadcast(workspace: Workspace, tensor: torch.Tensor, src: int) -> None:
     op, group = "broadcast", workspace.group
-    _check(op, "tensor", tensor, group.ctx)
-    _check_rank(op, "src", src, group)
+    check(op, "tensor", tensor, group.ctx)
+    check_rank(op, "src", src, group)
     room = _stage(workspace, tensor.shape, tensor.dtype, tensor if group.rank == src else None)
-    with _Met(group, group.ranks):
+    with Met(group, group.ranks):
         if group.rank != src:
-            tensor.copy_(_at(room, group, src))
+            tensor.copy_(at_rank(room, group, src))
 
 
 def gather(workspace: Workspace, out: torch.Tensor | None, inp: torch.Tensor, dst: int) -> None:
     op, group = "gather", workspace.group
-    _check(op, "inp", inp, group.ctx)
-    _check_rank(op, "dst", dst, group)
+    check(op, "inp", inp, group.ctx)
+    check_rank(op, "dst", dst, group)
     if group.rank == dst:
         _check_whole(op, "out", out, "inp", inp, group)
     room = _stage(workspace, inp.shape, inp.dtype, inp)
-    with _Met(group, group.ranks):
+    with Met(group, group.ranks):
         if group.rank == dst and out is not None:
             for rank, part in enumerate(out.split(inp.shape[0]) if inp.shape[0] else ()):
-                part.copy_(_at(room, group, rank))
+                part.copy_(at_rank(room, group, rank))
 
 
 def scatter(workspace: Workspace, out: torch.Tensor, inp: torch.Tensor | None, src: int) -> None:
     op, group = "scatter", workspace.group
-    _check(op, "out", out, group.ctx)
-    _check_rank(op, "src", src, group)
+    check(op, "out", out, group.ctx)
+    check_rank(op, "src", src, group)
     if group.rank == src:
         _check_whole(op, "inp", inp, "out", out, group)
     whole = (group.size, *out.shape)
     given = inp.reshape(whole) if group.rank == src and inp is not None else None
     room = _stage(workspace, whole, out.dtype, given)
-    with _Met(group, group.ranks):
-        out.copy_(_at(room, group, src)[group.rank])
+    with Met(group, group.ranks):
+        out.copy_(at_rank(room, group, src)[group.rank])
 
 
 def reduce(workspace: Workspace, out: torch.Tensor | None, inp: torch.Tensor, dst: int, reduce_op: Any) -> None:
     op, group = "reduce", workspace.group
-    _check(op, "inp", inp, group.ctx)
-    _check_rank(op, "dst", dst, group)
+    check(op, "inp", inp, group.ctx)
+    check_rank(op, "dst", dst, group)
     if reduce_op is not None and reduce_op is not ReduceOp.SUM:
         raise ArgumentError(f"{op}: op is {reduce_op!r}; expected None or iris.ccl.ReduceOp.SUM")
     if inp.dtype not in SUMMED:
         raise DtypeError(f"{op}: inp has dtype {inp.dtype}; expected one of {', '.join(map(str, SUMMED))}")
     if group.rank == dst:
-        _check(op, "out", out, group.ctx)
+        check(op, "out", out, group.ctx)
         assert out is not None
         if (out.shape, out.dtype) != (inp.shape, inp.dtype):
             raise ShapeError(
                 f"{op}: out is {tuple(out.shape)} of {out.dtype}; expected {tuple(inp.shape)} of {inp.dtype}, as inp"
             )
     room = _stage(workspace, inp.shape, inp.dtype, inp)
-    with _Met(group, group.ranks):
+    with Met(group, group.ranks):
         if group.rank == dst and out is not None:
             wide = torch.float32 if inp.dtype.is_floating_point else inp.dtype
-            total = _at(room, group, 0).to(wide, copy=True)
+            total = at_rank(room, group, 0).to(wide, copy=True)
             for rank in range(1, group.size):  # in rank order, so each run gives the same bits
-                total += _at(room, group, rank)
+                total += at_rank(room, group, rank)
             out.copy_(total)
-
-
-def exchange(
-    op: str, workspace: Workspace, sent: torch.Tensor | None, dst: int | None, taken: torch.Tensor | None,
-    src: int | None,
-) -> None:  # fmt: skip
-    """Gives `sent` to `dst` and takes `taken` from `src`; None where a rank does only one of the two."""
-    group, peers = workspace.group, []
-    for name, tensor, peer_name, peer in (("tensor", sent, "dst", dst), ("tensor", taken, "src", src)):
-        if tensor is not None or peer is not None:
-            _check(op, name, tensor, group.ctx)
-            _check_rank(op, peer_name, peer, group)
-            peers.append(peer)
-    reserved = workspace.areas["messages"].staging if "messages" in workspace.areas else None
-    for tensor in (sent, taken):
-        if tensor is not None and (reserved is None or tensor.numel() * tensor.itemsize > reserved.nbytes):
-            raise ArgumentError(
-                f"{op}: tensor has {tensor.numel() * tensor.itemsize} bytes, and there is room for messages of "
-                f"{0 if reserved is None else reserved.nbytes}; call ctx.ccl.init_p2p(max_numel, dtype) on every rank"
-            )
-    if reserved is None:
-        return
-    if sent is not None:
-        _room(reserved, sent.shape, sent.dtype).copy_(sent)
-    with _Met(group, sorted({group.ranks[peer] for peer in (group.rank, *peers) if peer is not None})):
-        if taken is not None and src is not None:
-            taken.copy_(_at(_room(reserved, taken.shape, taken.dtype), group, src))
-
-
-def check_sizes(max_numel: Any, dtype: Any) -> int:
-    """The bytes of a message."""
-    if type(max_numel) is not int or not 0 < max_numel < 1 << 40 or not isinstance(dtype, torch.dtype):
-        raise ArgumentError(f"init_p2p({max_numel!r}, {dtype!r}); expected a number of elements from 1, and a dtype")
-    return max_numel * dtype.itemsize
 
 
 def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -138,7 +104,7 @@ def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torc
     return space
 
 
-class _Met:
+class Met:
     """Between two meetings of `ranks`, counted in the context, of which each makes this call."""
 
     def __init__(self, group: Group, ranks: Iterable[int]) -> None:
@@ -159,22 +125,22 @@ def _stage(workspace: Workspace, shape: Sequence[int], dtype: torch.dtype, given
     ctx.compare("a collective with a root", workspace.group.ranks, shape=tuple(shape), dtype=dtype)
     if workspace.reserve("rooted", 0, max(1, nbytes)):
         ctx.forget_launches()
-    room = _room(workspace.areas["rooted"].staging, shape, dtype)
+    room = room_for(workspace.areas["rooted"].staging, shape, dtype)
     if given is not None:
         room.copy_(given)
     return room
 
 
-def _room(memory: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def room_for(memory: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
-def _at(room: torch.Tensor, group: Group, rank: int) -> torch.Tensor:
+def at_rank(room: torch.Tensor, group: Group, rank: int) -> torch.Tensor:
     """The stage of the group's rank `rank`."""
     return group.ctx.view_at(room, group.ranks[rank])
 
 
-def _check(op: str, name: str, tensor: Any, ctx: Rank) -> None:
+def check(op: str, name: str, tensor: Any, ctx: Rank) -> None:
     check_tensor(op, name, tensor, ctx.device)
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{op}: {name} has layout {tensor.layout}; expected a strided tensor")
@@ -182,14 +148,14 @@ def _check(op: str, name: str, tensor: Any, ctx: Rank) -> None:
         raise ArgumentError(f"{op}: {name} requires grad, and there is no backward; call it under torch.no_grad()")
 
 
-def _check_rank(op: str, name: str, rank: Any, group: Group) -> None:
+def check_rank(op: str, name: str, rank: Any, group: Group) -> None:
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < group.size:
         raise ArgumentError(f"{op}: {name} is {rank!r}; expected a rank of the group, from 0 to {group.size - 1}")
 
 
 def _check_whole(op: str, name: str, whole: Any, part_name: str, part: torch.Tensor, group: Group) -> None:
     """`whole` has the parts of all ranks, one after the other."""
-    _check(op, name, whole, group.ctx)
+    check(op, name, whole, group.ctx)
     wanted = (group.size * part.shape[0], *part.shape[1:]) if part.ndim else None
     if tuple(whole.shape) != wanted or whole.dtype != part.dtype:
         raise ShapeError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import ArgumentError
 from ..launch.streams import check_async
-from . import rooted
+from . import messages, rooted
 from .config import KEYWORDS, Config, ReduceOp, check_options
+from .messages import P2POp
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -86,30 +89,52 @@ class RootedCalls:
         return rooted.tile_space(self._ctx, tiles, elements, dtype)
 
     def init_p2p(self, max_numel: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Makes room for messages of so many elements. Collective over all ranks; `send` and its kin need it."""
+        """Makes room for messages of so many elements in all to each rank. Collective; `send` and its kin need it.
+
+        `max_numel`: of all messages that one call sends to one rank together, each rounded up to whole 16 bytes. Raises
+        `ArgumentError` for what is no size and dtype, `HeapExhausted` where it does not fit, times the ranks.
+        """
         self._ctx.check()
         workspace = self._workspace_of("init_p2p", self._group(None), None)
-        if workspace.reserve("messages", 0, rooted.check_sizes(max_numel, dtype)):
+        nbytes = messages.bytes_of_message(max_numel, dtype)
+        if workspace.reserve("messages", 0, self._ctx.num_ranks * nbytes):
             self._ctx.forget_launches()
 
     def send(self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0) -> None:
         """Gives `tensor` to rank `dst`, which calls `recv`: in the current stream, both wait for each other there.
 
-        So two ranks that both send first wait in vain; `sendrecv` is for them. Nobody else takes part. Several sends
-        to one rank arrive in their order, whatever their `tag`.
+        So two ranks that both send first wait in vain; `sendrecv` and `batch_isend_irecv` are for them. Nobody else
+        takes part. Several sends to one rank arrive in their order, whatever their `tag`. Here and below: any shape,
+        dtype and strides, anywhere on the device. Raises `ArgumentError` for bad arguments, and where `init_p2p` made
+        too little room; with IRIS_DEBUG=1 also on both ranks where what they send and take differs.
         """
-        rooted.exchange("send", self._messages(group), tensor, dst, None, None)
+        messages.exchange("send", self._messages(group), [P2POp("send", tensor, dst)], [("tensor", "dst")])
 
     def recv(self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0) -> None:
         """Takes `tensor` from rank `src`, which calls `send` with as many elements of the same dtype."""
-        rooted.exchange("recv", self._messages(group), None, None, tensor, src)
+        messages.exchange("recv", self._messages(group), [P2POp("recv", tensor, src)], [("tensor", "src")])
 
     def sendrecv(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, src: int, group: Members = None,
         tag: int = 0,
     ) -> None:  # fmt: skip
         """`send` to `dst` and `recv` from `src` at once: a ring's step, say, in which every rank calls this."""
-        rooted.exchange("sendrecv", self._messages(group), send_tensor, dst, recv_tensor, src)
+        both = [P2POp("send", send_tensor, dst), P2POp("recv", recv_tensor, src)]
+        messages.exchange("sendrecv", self._messages(group), both, [("send_tensor", "dst"), ("recv_tensor", "src")])
+
+    def batch_isend_irecv(self, p2p_op_list: Sequence[P2POp], group: Members = None) -> None:
+        """All messages of the list at once, as of torch's call: each rank lists what it sends and takes, in any order.
+
+        Messages from one rank to another match in the order in which the two ranks list them. Every rank that is a
+        peer in the list makes a call with this rank in its own; others need make none. What is sent is read before
+        anything is stored. In the current stream: there is nothing to wait for. Raises as `send` does.
+        """
+        if not isinstance(p2p_op_list, (list, tuple)) or not all(isinstance(each, P2POp) for each in p2p_op_list):
+            raise ArgumentError(f"batch_isend_irecv: p2p_op_list is {p2p_op_list!r}; expected a list of iris.ccl.P2POp")
+        workspace = self._messages(group)
+        if p2p_op_list:
+            names = [(f"p2p_op_list[{i}].tensor", f"p2p_op_list[{i}].peer") for i in range(len(p2p_op_list))]
+            messages.exchange("batch_isend_irecv", workspace, p2p_op_list, names)
 
     def _rooted(self, op: str, group: Members, async_op: bool, config: Config | None) -> Workspace:
         """The group's workspace, for a call that always runs in the current stream."""

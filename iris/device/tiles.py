@@ -1,4 +1,4 @@
-"""Collectives on tiles, inside a kernel of one's own: a block of values goes to all ranks, and theirs come back.
+"""Collectives on tiles, inside a kernel of one's own: blocks of values go to other ranks, and theirs come back.
 
     @triton.jit
     def kernel(ctx_ptr, space, ..., RANK: tl.constexpr, WORLD: tl.constexpr):
@@ -8,10 +8,14 @@
             total = tiles.all_reduce(tile, number)  # fp32 [M, N], the same bits on every rank
         tiles.close()
 
-`space` comes from `ctx.ccl.tile_space(tiles, elements, dtype)`: memory for so many tiles of so many elements. A tile's
+`reduce_scatter`, `all_gather` and `all_to_all` stand in the place of `all_reduce`, and may take turns with it. `space`
+comes from `ctx.ccl.tile_space(tiles, elements, dtype)`: memory for so many tiles of so many elements. A tile's
 `number` says which part of it a tile uses, the same on all ranks. In one call of a kernel, each rank uses the same
-numbers, each once and at least one, by the same programs in the same order. All programs of the grid open and close,
-and the grid is at most as large as the chip, as of every kernel that waits.
+numbers, each once and at least one, in the same functions, by the same programs in the same order. All programs of the
+grid open and close, and the grid is at most as large as the chip, as of every kernel that waits.
+
+In Gluon the functions are the same. Blocks bring their layouts and have no fewer elements than a program has threads;
+`ctx` is an `iris.DeviceContext`, for the number of ranks must be known when the kernel is compiled.
 
 How: values travel as Lamport values (`lamport.py`), so a tile takes one hop, without flag or fence, and a receiver
 leaves its memory as it was. What is hidden here is the protocol around them. The epoch stands in the space, `close`
@@ -20,12 +24,15 @@ past the time-out the sum means nothing, and the next call on the host raises `P
 
 No wait is circular: a program sends a tile before it waits for the same tile of its peers, which they send before they
 wait for it; and what they did before, they did in the same order. Two halves are enough, for a rank that sends in call
-e + 2 has ended e + 1, for which it took a tile from every peer. Each had then ended call e, with all it took.
+e + 2 has ended e + 1, for which it took values from every peer, or in two shots a sum of all ranks' values. Each had
+then ended call e, with all it took. That is why a rank takes a few elements also of tiles whose sum is another's.
 """
 
 import triton
+from triton.experimental.gluon import language as gl
 import triton.language as tl
 
+from ..errors import ShapeError
 from ..triton_private import aggregate, base_value
 from . import arch
 from .context import DeviceContext
@@ -56,35 +63,66 @@ class Tiles:
         self.half, self.half_bytes, self.epoch = half, half_bytes, epoch
 
     @device_function
-    def all_reduce(self, tile, number, dtype: tl.constexpr = None):
+    def all_reduce(self, tile, number, dtype: tl.constexpr = None, two_shot: tl.constexpr = False):
         """The sum over ranks of `tile`, fp32, in rank order: the same bits on every rank and in each run.
 
-        `tile`: a block of one or two dimensions, floating point. `dtype`: what it is rounded to before it travels, by
-        default its own dtype; the space is one of that dtype.
+        `tile`: a block of one or two dimensions, floating point, the same shape on every rank. `dtype`: what it is
+        rounded to before it travels, by default its own dtype; the space is one of that dtype. `two_shot`: each rank
+        sums a part of the tile, and sends the sum, rounded once more, to the others. That takes two hops, and
+        2 (w - 1) / w of the tile over each link where one shot takes w - 1; so it is for large tiles on many ranks.
         """
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
         values = without_sentinel(tile.to(tl.float32), kind)
-        lane = _lanes(tile)
-        first, step = self._blocks(values, number)
-        self._send(values, first + self.ctx.rank * step + lane, lane >= 0)
-        own = unwrapped(values, kind)
-        total, _ = take(self.ctx, first + lane, step, lane >= 0, 0, self.epoch, _WAITER, kind, self.ctx.world_size, own)
-        return total
+        if two_shot and self.ctx.world_size > 1:
+            return self._in_two_shots(values, number, kind)
+        else:
+            return self._sum(values, number, lanes(tile) >= 0, lanes(tile) >= 0, kind)
+
+    @device_function
+    def reduce_scatter(self, tile, number, owner, dtype: tl.constexpr = None):
+        """On rank `owner`: the sum over ranks of `tile`, as `all_reduce` gives it. Elsewhere the result means nothing.
+
+        Every rank calls it for every number, with the same `owner`, an integer from 0 to w - 1, which may change from
+        number to number: `number % w`, say. The tile travels to its owner. A rank that does not own it waits for 16
+        elements of every peer, so that no rank gets a call ahead of a late one.
+        """
+        kind: tl.constexpr = tile.dtype if dtype is None else dtype
+        values = without_sentinel(tile.to(tl.float32), kind)
+        few = lanes(tile) < 16  # a whole vector of each thread, or accesses would be of single elements
+        return self._sum(values, number, few | (self.ctx.rank == owner), few, kind, owner)
 
     @device_function
     def all_gather(self, tile, number, pointers, stride, mask=None, dtype: tl.constexpr = None):
-        """Every rank's `tile`, rounded to `dtype`, at `pointers + rank * stride` of this rank's own memory."""
+        """Every rank's `tile`, rounded to `dtype`, at `pointers + rank * stride` of this rank's own memory.
+
+        `tile`, `dtype`: as of `all_reduce`. `pointers`: a block of the tile's shape, into any memory. `stride`: in
+        elements; an integer. `mask`: which elements are stored.
+        """
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
         values = without_sentinel(tile.to(tl.float32), kind)
-        lane = _lanes(tile)
         first, step = self._blocks(values, number)
-        self._send(values, first + self.ctx.rank * step + lane, lane >= 0)
-        own = arch.round_to(unwrapped(values, kind), kind)
-        tl.store(pointers + tl.cast(self.ctx.rank, tl.int64) * stride, own, mask=mask)
+        place = first + self.ctx.rank * step + lanes(tile)
         for i in tl.static_range(1, self.ctx.world_size):
-            source = (self.ctx.rank + i) % self.ctx.world_size
-            theirs, _ = take(self.ctx, first + source * step + lane, 0, lane >= 0, source, self.epoch, _WAITER, kind, 1)
-            tl.store(pointers + tl.cast(source, tl.int64) * stride, arch.round_to(theirs, kind), mask=mask)
+            put(self.ctx, place, values, lanes(tile) >= 0, self.bases, (self.ctx.rank + i) % self.ctx.world_size)
+        self._store(values, first, step, pointers, stride, mask, kind)
+
+    @device_function
+    def all_to_all(self, source, source_stride, number, pointers, stride, mask=None, dtype: tl.constexpr = None):
+        """A tile for every rank, from `source + rank * source_stride`; theirs come to `pointers + rank * stride`.
+
+        `source`, `pointers`: blocks of pointers of one shape, of one or two dimensions, into any memory of this rank;
+        the two must not overlap. Strides are in elements. `mask`: which elements are loaded and stored, on every rank
+        the same. `dtype`: what values are rounded to before they travel, by default the source's dtype; floating point.
+        """
+        kind: tl.constexpr = source.dtype.element_ty if dtype is None else dtype
+        own = self._tile_for(self.ctx.rank, source, source_stride, mask, kind)
+        first, step = self._blocks(own, number)
+        place = first + self.ctx.rank * step + lanes(own)
+        for i in tl.static_range(1, self.ctx.world_size):
+            to = (self.ctx.rank + i) % self.ctx.world_size
+            values = self._tile_for(to, source, source_stride, mask, kind)
+            put(self.ctx, place, values, lanes(own) >= 0, self.bases, to)
+        self._store(own, first, step, pointers, stride, mask, kind)
 
     @device_function
     def close(self):
@@ -101,9 +139,70 @@ class Tiles:
         return first + tl.cast(number, tl.int64) * size, step
 
     @device_function
-    def _send(self, values, place, mask):
+    def _sum(self, values, number, taken, sent, kind: tl.constexpr, owner=None):
+        """The elements `taken` of all ranks' tiles, of which `sent` go to each peer, and to an `owner` all of them."""
+        lane = lanes(values)
+        first, step = self._blocks(values, number)
+        place = first + self.ctx.rank * step + lane
         for i in tl.static_range(1, self.ctx.world_size):
-            put(self.ctx, place, values, mask, self.bases, (self.ctx.rank + i) % self.ctx.world_size)
+            to = (self.ctx.rank + i) % self.ctx.world_size
+            put(self.ctx, place, values, sent if owner is None else sent | (to == owner), self.bases, to)
+        in_triton: tl.constexpr = layout_of(values.type) is None
+        total, _ = take(
+            self.ctx, first + lane, step, taken, 0, self.epoch, _WAITER, kind, self.ctx.world_size,
+            unwrapped(values, kind), LANES=in_triton,
+        )  # fmt: skip
+        return total
+
+    @device_function
+    def _in_two_shots(self, values, number, kind: tl.constexpr):
+        """Rank r sums elements r * part to (r + 1) * part. In its slot at a peer, terms come first, then the sum."""
+        part: tl.constexpr = part_size(values.numel, self.ctx.world_size)
+        in_triton: tl.constexpr = layout_of(values.type) is None
+        lane = lanes(values)
+        first, step = self._blocks(values, number)
+        place = first + self.ctx.rank * step
+        for i in tl.static_range(1, self.ctx.world_size + 1):  # to itself, too: elements change threads in memory
+            owner = (self.ctx.rank + i) % self.ctx.world_size
+            put(self.ctx, place + lane - owner * part, values, lane // part == owner, self.bases, owner)
+        flat = tl.arange(0, triton.next_power_of_2(part)) if in_triton else lane
+        mine = (flat < part) & (self.ctx.rank * part + flat < values.numel)
+        total, came = take(
+            self.ctx, first + flat, step, mine, 0, self.epoch, _WAITER, kind, self.ctx.world_size, LANES=in_triton
+        )
+        summed = without_sentinel(total, kind)
+        for i in tl.static_range(1, self.ctx.world_size + 1):
+            to = (self.ctx.rank + i) % self.ctx.world_size
+            put(self.ctx, place + part + flat, summed, mine & came, self.bases, to)
+        owner = lane // part
+        sums, _ = take(
+            self.ctx, first + owner * step + part + lane % part, 0, lane >= 0, owner, self.epoch, _WAITER, kind, 1,
+            patience=2, LANES=in_triton,
+        )  # fmt: skip
+        return sums
+
+    @device_function
+    def _tile_for(self, to, source, stride, mask, kind: tl.constexpr):
+        """This rank's tile for the rank `to`, as it travels."""
+        pointers = source + tl.cast(to, tl.int64) * stride
+        if mask is None:
+            return without_sentinel(tl.load(pointers).to(tl.float32), kind)
+        else:
+            return without_sentinel(tl.load(pointers, mask=mask, other=0.0).to(tl.float32), kind)
+
+    @device_function
+    def _store(self, values, first, step, pointers, stride, mask, kind: tl.constexpr):
+        """`values`, this rank's own, and what every peer sends, each to its place."""
+        in_triton: tl.constexpr = layout_of(values.type) is None
+        lane = lanes(values)
+        own = arch.round_to(unwrapped(values, kind), kind)
+        tl.store(pointers + tl.cast(self.ctx.rank, tl.int64) * stride, own, mask=mask)
+        for i in tl.static_range(1, self.ctx.world_size):
+            peer = (self.ctx.rank + i) % self.ctx.world_size
+            theirs, _ = take(
+                self.ctx, first + peer * step + lane, 0, lane >= 0, peer, self.epoch, _WAITER, kind, 1, LANES=in_triton
+            )
+            tl.store(pointers + tl.cast(peer, tl.int64) * stride, arch.round_to(theirs, kind), mask=mask)
 
 
 @device_function
@@ -116,10 +215,34 @@ def open_tiles(ctx, space):
 
 
 @device_function
-def _lanes(tile):
-    """The number of each element of a tile, in row-major order."""
-    if len(tile.shape) == 2:
-        rows, cols = tl.arange(0, tile.shape[0]), tl.arange(0, tile.shape[1])
+def lanes(tile):
+    """The number of each element of a tile, in row-major order; in Gluon, with the tile's layout."""
+    layout: tl.constexpr = layout_of(tile.type)
+    if layout is None:
+        if len(tile.shape) == 2:
+            rows, cols = tl.arange(0, tile.shape[0]), tl.arange(0, tile.shape[1])
+            return rows[:, None] * tile.shape[1] + cols[None, :]
+        else:
+            return tl.arange(0, tile.shape[0])
+    elif len(tile.shape) == 2:
+        rows = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+        cols = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
         return rows[:, None] * tile.shape[1] + cols[None, :]
     else:
-        return tl.arange(0, tile.shape[0])
+        return gl.arange(0, tile.shape[0], layout=layout)
+
+
+@triton.constexpr_function
+def layout_of(kind):
+    """Which thread holds which element of a block of this type, in Gluon; None in Triton, which decides by itself."""
+    return getattr(kind, "layout", None)
+
+
+@triton.constexpr_function
+def part_size(size, world_size):
+    """How many of a tile's elements a rank sums: terms and sum share a slot of `size` elements."""
+    part = -(-size // world_size)
+    part = -(-part // 16) * 16 if part > 16 else part  # whole vectors
+    if 2 * part > size:
+        raise ShapeError(f"all_reduce: tile has {size} elements; expected 2 or more with two_shot=True")
+    return part

@@ -114,3 +114,32 @@ def test_signal_and_wait(world_size):
 
 def test_the_host_side_is_the_same():
     assert iris_gl.iris is iris.iris
+
+
+def check_tiles(ctx, two_shot):
+    rank, w, count, shape = ctx.cur_rank, ctx.num_ranks, 3, (64, 128)
+    threads = torch.cuda.get_device_properties(ctx.device).warp_size
+    held = gl.BlockedLayout([1, 8], [threads // 16, 16], [WARPS, 1], [1, 0])
+    space = ctx.ccl.tile_space(4 * count, 64 * 128, torch.bfloat16)
+    for call in range(5):
+        generator = torch.Generator().manual_seed(call)
+        inputs = torch.randn(w, count, *shape, generator=generator).to(ctx.device, torch.bfloat16)
+        out = torch.full((count, 2 + 2 * w, *shape), 7.0, dtype=torch.bfloat16, device=ctx.device)
+        gluon_kernels.gluon_tiles_kernel[(2,)](
+            ctx.get_device_context(), space, inputs[rank], out, count, w, *shape, two_shot, held, num_warps=WARPS
+        )
+        sums = inputs.double().sum(0)
+        for i in range(count):
+            torch.testing.assert_close(out[i, 0].double(), sums[i], rtol=0.01, atol=0.01)
+            own = sums[i] if rank == i % w else torch.full_like(sums[i], 7.0)
+            torch.testing.assert_close(out[i, 1].double(), own, rtol=0.01, atol=0.01)
+            assert torch.equal(out[i, 2 : 2 + w], inputs[:, i])
+            assert torch.equal(out[i, 2 + w :], inputs[rank : rank + 1, i].expand(w, *shape))
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one shot", "two shots"])
+@on_gpus
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_collectives_on_tiles(world_size, two_shot):
+    run_ranks(world_size, check_tiles, two_shot)

@@ -6,9 +6,16 @@ COLLECTIVE = [
     Fault(
         "a gather takes every part from its root",
         "iris/ccl/rooted.py",
-        "part.copy_(_at(room, group, rank))",
-        "part.copy_(_at(room, group, dst))",
+        "part.copy_(at_rank(room, group, rank))",
+        "part.copy_(at_rank(room, group, dst))",
         ("tests/iris/test_rooted.py",),
+    ),
+    Fault(
+        "messages of one call to a rank stand in one place",
+        "iris/ccl/messages.py",
+        "used[kind, message.peer] = _aligned(end)",
+        "used[kind, message.peer] = 0",
+        ("tests/iris/test_messages.py",),
     ),
     Fault(
         "a reduce-scatter by flags has one half",

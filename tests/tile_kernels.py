@@ -1,0 +1,64 @@
+"""Kernels with collectives on tiles; `iris/test_tiles.py` runs them, `compile_kernels.py` compiles them."""
+
+import iris
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_reduce_kernel(
+    ctx_ptr, sync, inp, out, rank, num_tiles, M: tl.constexpr, N: tl.constexpr, FLAT: tl.constexpr,
+    TWO_SHOT: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """out fp32 [num_tiles, M, N]: the sums of all ranks' tiles in inp."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, sync)
+    if FLAT:
+        at = tl.arange(0, M * N)
+    else:
+        at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        tile = tl.load(inp + number * M * N + at)
+        tl.store(out + number * M * N + at, tiles.all_reduce(tile, number, two_shot=TWO_SHOT))
+    tiles.close()
+
+
+@triton.jit
+def tile_scatter_kernel(
+    ctx_ptr, sync, inp, out, rank, num_tiles, first_owner, owners, M: tl.constexpr, N: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """out fp32 [num_tiles, M, N]: sums of the tiles that are this rank's; tile i is first_owner + i % owners' own."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, sync)
+    at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        owner = first_owner + number % owners
+        total = tiles.reduce_scatter(tl.load(inp + number * M * N + at), number, owner)
+        tl.store(out + number * M * N + at, total, mask=(at >= 0) & (rank == owner))
+    tiles.close()
+
+
+@triton.jit
+def tile_gather_kernel(ctx_ptr, sync, inp, out, rank, rows, M: tl.constexpr, N: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """out [world * rows, N]: every rank's inp [rows, N], with rows <= M."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, sync)
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    tile = tl.load(inp + m * N + n, mask=m < rows, other=0.0)
+    tiles.all_gather(tile, 0, out + m * N + n, rows * N, mask=m < rows)
+    tiles.close()
+
+
+@triton.jit
+def tile_exchange_kernel(
+    ctx_ptr, sync, inp, out, rank, num_tiles, rows, M: tl.constexpr, N: tl.constexpr, WORLD_SIZE: tl.constexpr
+):
+    """out [num_tiles, rows, world, N]: this rank's place in every rank's inp of that shape; rows <= M."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, sync)
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        at = (number * rows + m) * WORLD_SIZE * N + n
+        tiles.all_to_all(inp + at, N, number, out + at, N, mask=(m < rows) & (n >= 0))
+    tiles.close()
