@@ -7,6 +7,8 @@ gave for the row says which was the first.
 
     iris-tp verify batch --model path --ranks 2
     iris_tp.verify.batch(model, ctx)        the same of a split model, as a list of findings
+
+`iris-tp verify ranks` is in `verify_ranks.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 import json
+import os
 from pathlib import Path
 import sys
 import tempfile
@@ -108,20 +111,20 @@ def batch(
     modes = ["eager"] + (["graphs"] if ctx.device.type == "cuda" else [])
     found = []
     for mode in modes:
-        alone = _run(model, ctx, mode, [prompt], 0, room, steps, compile)
+        alone = run_batch(model, ctx, mode, [prompt], 0, room, steps, compile)
         for size in batches:
             for place in sorted({0, size // 2, size - 1}):
                 for padding in (0, LONGER) if size > 1 else (0,):
                     others = torch.randint(3, words, (size, length + padding), generator=draw).tolist()
                     others[place] = prompt
-                    logits, seen = _run(model, ctx, mode, others, place, room, steps, compile)
-                    unlike = sum(_unlike(a, b) for a, b in zip(alone[0], logits, strict=True))
-                    first = _first(alone[1], seen) if unlike and mode == "eager" else ""
-                    found.append(Finding(mode, size, place, padding, unlike, first))
+                    logits, seen = run_batch(model, ctx, mode, others, place, room, steps, compile)
+                    differing = sum(unlike(a, b) for a, b in zip(alone[0], logits, strict=True))
+                    first = _first(alone[1], seen) if differing and mode == "eager" else ""
+                    found.append(Finding(mode, size, place, padding, differing, first))
     return found
 
 
-def _run(
+def run_batch(
     model: torch.nn.Module, ctx: Iris, mode: str, prompts: list[list[int]], place: int, room: int, steps: int,
     compile: bool,
 ) -> tuple[list[torch.Tensor], list[tuple[str, str, torch.Tensor]]]:  # fmt: skip
@@ -158,7 +161,7 @@ def _same(logits: torch.Tensor, rows: int) -> torch.Tensor:
     return logits.expand(rows, *logits.shape).contiguous()
 
 
-def _unlike(a: torch.Tensor, b: torch.Tensor) -> int:
+def unlike(a: torch.Tensor, b: torch.Tensor) -> int:
     if a.shape != b.shape:
         return a.numel()
     return int(a.contiguous().view(torch.uint8).ne(b.contiguous().view(torch.uint8)).view(*a.shape, -1).any(-1).sum())
@@ -166,7 +169,7 @@ def _unlike(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def _first(alone: list, among: list) -> str:
     for (name, op, a), (_, _, b) in zip(alone, among, strict=False):
-        if count := _unlike(a, b):
+        if count := unlike(a, b):
             return f"{name} ({op}), {count} of {a.numel()} numbers"
     return "no module that was watched while the prompts were read: attention, or a step"
 
@@ -191,11 +194,15 @@ def _rank_main(args: argparse.Namespace, results: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
+    from . import verify_ranks
+
     parser = argparse.ArgumentParser("iris-tp verify", description="Whether bits are as promised, on this machine.")
-    parser.add_argument("level", choices=("batch",), help="batch: the same bits at every number of rows")
+    levels = "batch: the same bits at every number of rows; ranks: also at every number of ranks"
+    parser.add_argument("level", choices=("batch", "ranks"), help=levels)
     parser.add_argument("--model", help="a folder or a name that transformers loads; default: that of iris-tp demo")
-    parser.add_argument("--ranks", type=int, help="how many; default: one a GPU, or 3 on CPUs")
-    parser.add_argument("--batches", type=_numbers, default=BATCHES, help="sizes, as 2,7,64")
+    how_many = "how many; default: one a GPU, or 3 on CPUs. For ranks several, of which each is compared with the first"
+    parser.add_argument("--ranks", type=_numbers, help=how_many)
+    parser.add_argument("--batches", type=_numbers, help="sizes, as 2,7,64")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"tokens behind the prompt (default {STEPS})")
     parser.add_argument("--length", type=int, default=LENGTH, help=f"of the prompt, in tokens (default {LENGTH})")
     parser.add_argument("--compile", action="store_true", help="decoder layers compiled, as Engine(compile=True)")
@@ -204,6 +211,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nothing", action="store_true", help="of a context that promises nothing, to compare")
     args = parser.parse_args(argv)
     args.invariant = None if args.nothing else args.level
+    if args.level == "ranks":
+        args.ranks = args.ranks or tuple(range(1, launch.default_ranks() + 1))
+        args.batches = args.batches or verify_ranks.BATCHES
+        if "RANK" in os.environ:
+            parser.error("verify ranks starts its own ranks: call it without torchrun")
+    else:
+        args.batches = args.batches or BATCHES
+        if args.ranks and len(args.ranks) > 1:
+            parser.error(f"--ranks is {','.join(map(str, args.ranks))}: expected one number, or the level ranks")
     if args.model is None:
         from . import smollm2
 
@@ -211,8 +227,10 @@ def main(argv: list[str]) -> int:
             print("iris-tp verify: first " + " && ".join(lacking), file=sys.stderr)
             return 2
         args.model = str(smollm2.checkpoint())
+    if args.level == "ranks":
+        return verify_ranks.main(args)
     with tempfile.TemporaryDirectory(prefix="iris-verify-") as folder:
-        launch.run(_rank_main, args.ranks, args, Path(folder))
+        launch.run(_rank_main, args.ranks[0] if args.ranks else None, args, Path(folder))
         by_rank = [
             [Finding(**each) for each in json.loads(path.read_text())] for path in sorted(Path(folder).glob("*.json"))
         ]
