@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weakref import proxy
 
 from iris import aliases, platform
-from iris.errors import ArgumentError
+from iris.errors import ArgumentError, ShapeError
 from iris.heap import check_memory, span
 from iris.invariance import RANKS
 from iris.launch import relaunch
@@ -188,7 +188,7 @@ class Ops(MixtureOps):
         self._ctx.check()
         if op in MOE_OPS:
             mixture = moe_problem_asked(
-                op, M, N, K, 1 if experts is None else experts, top_k, self._ctx.num_ranks, dtype
+                op, M, N, K, 1 if experts is None else experts, top_k, self._ctx.num_ranks, dtype, self._ctx.invariant
             )
             return moe_plan(mixture, machine_of(self._ctx.device), explained)
         asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8, self._ctx.invariant, depths)
@@ -337,6 +337,11 @@ class Ops(MixtureOps):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
         problem = promised(problem, self._ctx.invariant, depths)
+        if problem.depths and problem.depths[self._ctx.cur_rank] != problem.K:
+            raise ShapeError(
+                f"{op}: A is {tuple(A.shape)} on rank {self._ctx.cur_rank}, whose depths are {problem.depths}; expected"
+                f" {problem.depths[self._ctx.cur_rank]} columns"
+            )
         if config is not None and problem.invariant == RANKS:
             check_order(problem, config, machine_of(device))
         chosen = config or self.outputs.foreseen(problem) or self._plan(problem)

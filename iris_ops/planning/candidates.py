@@ -107,8 +107,10 @@ def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         sides = product(_powers(problem.M), _powers(problem.N))
         tiles = tuple((m, n, depth, 4, 1) for m, n in sides if m * n <= _MOST_INTERPRETED)
     else:
-        fits = {tile: machine.stages(sum(tile[:2]) * depth * blocks * problem.dtype.itemsize) for tile in _TREE_TILES}
-        tiles = tuple((m, n, depth, warps, min(8, fits[m, n, warps])) for m, n, warps in _TREE_TILES)
+        size = depth * blocks * problem.dtype.itemsize  # of a row, or a column
+        fits = [(*tile[:2], depth, tile[2], machine.stages(sum(tile[:2]) * size)) for tile in _TREE_TILES]
+        deep = [(*tile, min(8, stages)) for *tile, stages in fits if stages > 1]
+        tiles = tuple(deep) or tuple((*tile, 1) for *tile, _ in fits)
     one_shot = _tiled(tiles, ("one_shot",), FusedConfig.comm_programs)
     # each rank owns some rows then, and sends sums to all
     twice = problem.op == ALL_REDUCE and problem.world_size > 1 and problem.M >= problem.world_size**2
