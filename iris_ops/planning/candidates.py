@@ -107,14 +107,20 @@ def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         sides = product(_powers(problem.M), _powers(problem.N))
         tiles = tuple((m, n, depth, 4, 1) for m, n in sides if m * n <= _MOST_INTERPRETED)
     else:
-        size = depth * blocks * problem.dtype.itemsize  # of a row, or a column
-        fits = [(*tile[:2], depth, tile[2], machine.stages(sum(tile[:2]) * size)) for tile in _TREE_TILES]
-        deep = [(*tile, min(8, stages)) for *tile, stages in fits if stages > 1]
-        tiles = tuple(deep) or tuple((*tile, 1) for *tile, _ in fits)
+        row = depth * blocks * problem.dtype.itemsize  # or a column
+        known = _TREE_TILES[:2] if problem.dtype.itemsize == 4 else _TREE_TILES  # without tensor cores
+        fits = [(m, n, depth, warps, tree_stages(machine, m, n, row)) for m, n, warps in known]
+        tiles = tuple(tile for tile in fits if tile[-1] > 1) or tuple((*tile, 1) for *tile, _ in fits)
     one_shot = _tiled(tiles, ("one_shot",), FusedConfig.comm_programs)
     # each rank owns some rows then, and sends sums to all
     twice = problem.op == ALL_REDUCE and problem.world_size > 1 and problem.M >= problem.world_size**2
     return (*one_shot, *_tiled(tiles, ("two_shot",), FusedConfig.comm_programs)) if twice else one_shot
+
+
+def tree_stages(machine: Machine, rows: int, cols: int, nbytes: int) -> int:
+    """Stages of blocks with so many bytes a row and a column, beside a sum on its way: it is sent while blocks come."""
+    beside = replace(machine, shared_bytes=machine.shared_bytes - 4 * rows * cols)
+    return min(8, beside.stages((rows + cols) * nbytes))
 
 
 def streamed(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
