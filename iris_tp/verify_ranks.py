@@ -46,10 +46,10 @@ def logits(
     length: int = verify.LENGTH, compile: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """For each batch of a split `model` the logits behind a prompt and of `steps` steps, [words] each. Collective."""
-    return [each for read in _read(model, ctx, batches, steps, length, compile) for each in read[2]]
+    return [each for _, _, made, _ in read(model, ctx, batches, steps, length, compile) for each in made]
 
 
-def _read(
+def read(
     model: torch.nn.Module, ctx: Iris, batches: Sequence[int], steps: int, length: int, compile: bool
 ) -> list[tuple[str, int, list[torch.Tensor], _Seen]]:
     """(mode, batch, logits of a prompt and its steps, what modules gave for it) of each batch."""
@@ -74,7 +74,7 @@ def _rank_main(args: argparse.Namespace, results: Path) -> None:
     with iris.iris(int(args.heap_gib * 2**30), invariant=args.invariant) as ctx:
         model = layers.from_pretrained(args.model, ctx, dtype=getattr(torch, args.dtype))
         torch.save(
-            _read(model, ctx, args.batches, args.steps, args.length, args.compile), results / f"{ctx.cur_rank}.pt"
+            read(model, ctx, args.batches, args.steps, args.length, args.compile), results / f"{ctx.cur_rank}.pt"
         )
 
 
@@ -115,9 +115,9 @@ def main(args: argparse.Namespace) -> int:
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory(prefix="iris-verify-") as folder:
             launch.run(_rank_main, ranks, args, Path(folder))
-            read = [torch.load(path) for path in sorted(Path(folder).glob("*.pt"))]
-        first = read[0] if first is None else first
-        found += compared(first, read, ranks)
+            readings = [torch.load(path) for path in sorted(Path(folder).glob("*.pt"))]
+        first = readings[0] if first is None else first
+        found += compared(first, readings, ranks)
     print(table(found))
     unlike = sum(each.differing > 0 for each in found)
     numbers = ", ".join(map(str, args.ranks))

@@ -28,7 +28,11 @@ def layers_body(ctx: iris.Iris, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     gathered = layers.ColumnParallelLinear.from_linear(inner, gather_output=True, ctx=ctx)
     whole = layers.RowParallelLinear.from_linear(outer, input_is_parallel=False, ctx=ctx)
     gate, up = merged(x).chunk(2, dim=1)
+    heads = layers.shard.split_heads(2, 2, ctx.num_ranks, ctx.cur_rank)  # fewer than ranks: some are idle
+    output, attended = torch.nn.Linear(128, 48).to(dtype), torch.randn(5, 128).to(dtype)
+    output = layers.RowParallelLinear.from_linear(output, parts=(heads.o_shard(64),), ctx=ctx)
     return {
+        "heads": output(attended[:, 64 * heads.q[0] : 64 * heads.q[1]].contiguous()),
         "column, row": row(column(x)),
         "merged, row": row(gate * up),
         "gathered": gathered(x),
@@ -60,6 +64,21 @@ def test_a_models_logits_have_the_same_bits_on_any_number_of_ranks(name):
         for found in run_ranks(world_size, model_body, name):
             assert len(found) == len(alone) == 6
             assert all(map(torch.equal, found, alone)), f"on {world_size} ranks"
+
+
+def levels_body(ctx: iris.Iris, level: str) -> list:
+    ctx.invariant = level
+    model = models.build("leaves")
+    layers.parallelize(model, ctx)
+    return verify_ranks.read(model, ctx, (1,), 1, 5, False)
+
+
+def test_verify_names_where_bits_differ_first():
+    """Of a context that sums in another order on two ranks than on one."""
+    pytest.importorskip("transformers")
+    (alone,), split = (run_ranks(world_size, levels_body, "batch") for world_size in (1, 2))
+    (found,) = verify_ranks.compared(alone, split, 2)
+    assert found.differing and "o_proj (matmul_all_reduce" in found.first, verify_ranks.table([found])
 
 
 def refusals_body(ctx: iris.Iris) -> list[str]:
