@@ -191,7 +191,8 @@ def launch(
         again()
         return relaunch.Launch(again)
     if problem.M > (most := most_rows(problem, config)):
-        for rows, factor in zip(out.split(most), A.split(most), strict=True):
+        pieces = -(-problem.M // most)  # alike: where two shots serve, every rank has rows of each
+        for rows, factor in zip(out.tensor_split(pieces), A.tensor_split(pieces), strict=True):
             piece = replace(problem, M=rows.shape[0])
             launch(kernels, rank, workspace, piece, config, Operands(rows, factor, B, bias))
         return None

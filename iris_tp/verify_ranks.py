@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import launch, verify
+from . import launch
+from .verify_runs import LENGTH, STEPS, run_batch, unlike
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -42,8 +43,8 @@ class Finding:
 
 
 def logits(
-    model: torch.nn.Module, ctx: Iris, batches: Sequence[int] = BATCHES, steps: int = verify.STEPS,
-    length: int = verify.LENGTH, compile: bool = False,
+    model: torch.nn.Module, ctx: Iris, batches: Sequence[int] = BATCHES, steps: int = STEPS,
+    length: int = LENGTH, compile: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """For each batch of a split `model` the logits behind a prompt and of `steps` steps, [words] each. Collective."""
     return [each for _, _, made, _ in read(model, ctx, batches, steps, length, compile) for each in made]
@@ -61,7 +62,7 @@ def read(
         for batch in batches:
             place = batch // 2
             others = [prompts[(i - place) % max(batches)] for i in range(batch)]
-            made, seen = verify.run_batch(model, ctx, mode, others, place, length + steps + 1, steps, compile)
+            made, seen = run_batch(model, ctx, mode, others, place, length + steps + 1, steps, compile)
             here = [(name, op, each.cpu()) for name, op, each in seen if mode == "eager"]
             found.append((mode, batch, [each.cpu() for each in made], here))
     return found
@@ -85,9 +86,9 @@ def compared(first: list, others: list[list], ranks: int) -> list[Finding]:
         worst, where = 0, ""
         for other in others:
             _, _, made, theirs = other[number]
-            unlike = sum(verify.unlike(a, b) for a, b in zip(expected, made, strict=True))
-            if unlike > worst:
-                worst, where = unlike, _first(seen, theirs) if mode == "eager" else ""
+            differing = sum(unlike(a, b) for a, b in zip(expected, made, strict=True))
+            if differing > worst:
+                worst, where = differing, _first(seen, theirs) if mode == "eager" else ""
         found.append(Finding(mode, ranks, batch, worst, where))
     return found
 
@@ -97,7 +98,7 @@ def _first(alone: _Seen, split: _Seen) -> str:
     theirs = {name: each for name, _, each in split}
     for name, op, expected in alone:
         made = theirs.get(name)
-        if made is not None and made.shape == expected.shape and (count := verify.unlike(expected, made)):
+        if made is not None and made.shape == expected.shape and (count := unlike(expected, made)):
             return f"{name} ({op}), {count} of {expected.numel()} numbers"
     return "no module that gave all of its result while the prompt was read: a step"
 
@@ -119,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
         first = readings[0] if first is None else first
         found += compared(first, readings, ranks)
     print(table(found))
-    unlike = sum(each.differing > 0 for each in found)
+    differing = sum(each.differing > 0 for each in found)
     numbers = ", ".join(map(str, args.ranks))
-    print(f"{len(found)} batches on {numbers} ranks, {unlike} differ: {'no' if unlike else 'yes, the same bits'}")
-    return 1 if unlike else 0
+    print(f"{len(found)} batches on {numbers} ranks, {differing} differ: {'no' if differing else 'yes, the same bits'}")
+    return 1 if differing else 0

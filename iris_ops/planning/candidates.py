@@ -110,7 +110,7 @@ def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         row = depth * blocks * problem.dtype.itemsize  # or a column
         known = _TREE_TILES[:2] if problem.dtype.itemsize == 4 else _TREE_TILES  # without tensor cores
         fits = [(m, n, depth, warps, tree_stages(machine, m, n, row)) for m, n, warps in known]
-        tiles = tuple(tile for tile in fits if tile[-1] > 1) or tuple((*tile, 1) for *tile, _ in fits)
+        tiles = tuple(tile for tile in fits if tile[-1] > 1) or tuple((*tile[:4], 1) for tile in fits)
     one_shot = _tiled(tiles, ("one_shot",), FusedConfig.comm_programs)
     # each rank owns some rows then, and sends sums to all
     twice = problem.op == ALL_REDUCE and problem.world_size > 1 and problem.M >= problem.world_size**2

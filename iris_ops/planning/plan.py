@@ -97,6 +97,11 @@ def check_order(problem: Problem, config: FusedConfig, machine: Machine) -> None
     (way,) = (way for way in WAYS if way.kernel == kernel)
     order = way.order(problem, config, machine)
     cut = kernel == TREE and problem.tree.width % config.block_k
+    if kernel == TREE and config.algorithm == "two_shot" and problem.M < problem.world_size**2:
+        raise ArgumentError(
+            f"{problem.asked}: config.algorithm is 'two_shot' for {problem.M} rows; with invariant='ranks' expected"
+            f" 'one_shot' below {problem.world_size**2}"
+        )
     if cut or order is None or order != wanted:
         raise ArgumentError(
             f"{problem.asked}: config sums by {order or 'an order of its own'}"

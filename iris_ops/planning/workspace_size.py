@@ -53,7 +53,7 @@ def most_rows(problem: Problem, config: FusedConfig) -> int:
     blocks = problem.tree.num_roots
     if config.algorithm == "two_shot":
         blocks = blocks / problem.world_size + 1
-    return max(problem.world_size**2, int(_TREE_ELEMENTS / (exchange_ld(problem.N) * max(1, blocks))))
+    return max(2 * problem.world_size**2, int(_TREE_ELEMENTS / (exchange_ld(problem.N) * max(1, blocks))))
 
 
 def staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
