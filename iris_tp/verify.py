@@ -146,9 +146,8 @@ def main(argv: list[str]) -> int:
     worst = max(by_rank, key=lambda found: sum(each.differing for each in found))
     print(table(worst))
     differing = sum(each.differing > 0 for each in worst)
-    print(
-        f"{len(worst)} batches on {len(by_rank)} ranks, {differing} differ: {'no' if differing else 'yes, the same bits'}"
-    )
+    said = "no" if differing else "yes, the same bits"
+    print(f"{len(worst)} batches on {len(by_rank)} ranks, {differing} differ: {said}")
     return 1 if differing else 0
 
 
