@@ -56,8 +56,8 @@ def iris(
     mapped when it is needed, outside tensors can be imported); the environment variable IRIS_ALLOCATOR overrides it.
     `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
     process group, else the one that torchrun's environment describes, else a world of one. `invariant`: with "batch"
-    a row of a result has the same bits however many rows there are and wherever it stands among them; None takes
-    whatever is fastest (docs/concepts/determinism.md).
+    a row of a result has the same bits however many rows there are and wherever it stands among them, with "ranks"
+    also on any number of ranks; None takes whatever is fastest (docs/concepts/determinism.md).
 
     Raises `ArgumentError` for bad arguments, `PlatformError` where the machine cannot serve (fewer GPUs than ranks,
     say), `HeapExhausted` when the memory cannot be had; on every rank alike.

@@ -6,8 +6,10 @@ from typing import Any
 
 from .errors import ArgumentError
 
-# None: nothing but the same bits in each run. "batch": also the same for any number of rows.
-INVARIANTS = (None, "batch")
+# None: nothing but the same bits in each run. "batch": also the same for any number of rows. "ranks": also the same for
+# any number of ranks.
+RANKS = "ranks"
+INVARIANTS = (None, "batch", RANKS)
 
 
 def refusal(invariant: Any) -> ArgumentError | None:

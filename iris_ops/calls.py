@@ -7,7 +7,7 @@ A model calls its layers with the same shapes over and over, often at the same a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ class Prepared:
             "bias": "given" if biased else "none",
             "workspace": "the context's own" if workspace is None else f"at {workspace} of the heap",
         }
+        if problem.by_tree:
+            facts["depths"] = problem.depths
         if problem.fp8:
             facts["B"] = "in eight bits"
         if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own, and here has columns of its own
@@ -65,7 +67,7 @@ class Prepared:
 def key_of(
     op: str, device_of: Callable[[torch.Tensor], Any], out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
     bias: torch.Tensor | None, config: FusedConfig | None, workspace: Workspace | None, epilogue: Epilogue | None,
-    scale: torch.Tensor | None,
+    scale: torch.Tensor | None, depths: Sequence[int] | None = None,
 ) -> tuple | None:  # fmt: skip
     """What a call comes down to: one with the same key passes the same checks and launches the same."""
     try:
@@ -96,7 +98,7 @@ def key_of(
             out.shape, out.stride(), out.dtype, where(out),
             A.shape, A.stride(), A.dtype, where(A),
             B.shape, B.stride(), B.dtype, where(B),
-            more, *ending, config, workspace,
+            more, *ending, depths, config, workspace,
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
         return None

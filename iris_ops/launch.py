@@ -21,7 +21,15 @@ import triton
 from .config import MOST_ELEMENTS, FusedConfig
 from .fp8 import lamport_stream, scaled_matmul, weight_stream
 from .fp8.lamport_stream import lamport_stream_kernel
-from .kernels import gather_matmul, hopper, lamport_gather_matmul, lamport_matmul, matmul_gather, matmul_reduce
+from .kernels import (
+    gather_matmul,
+    hopper,
+    lamport_gather_matmul,
+    lamport_matmul,
+    matmul_gather,
+    matmul_reduce,
+    tree_matmul,
+)
 from .kernels.descriptors import as_stored, in_whole_vectors
 from .kernels.hopper import operands
 from .kernels.lamport_gather_matmul import lamport_gather_matmul_kernel
@@ -29,9 +37,11 @@ from .kernels.lamport_matmul import lamport_matmul_kernel
 from .kernels.launching import Launch
 from .kernels.matmul_reduce import column_step
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
+from .kernels.tree_matmul import tree_matmul_kernel
 from .operands import Operands
 from .planning import kernel_names as names
 from .planning.kernel_names import STAND_INS, kernel_for
+from .planning.workspace_size import most_rows
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, part_of
 from .with_torch import copy_gather, sequential
 
@@ -45,6 +55,7 @@ LAUNCHERS: dict[str, Callable[..., Launch]] = {
     names.LAMPORT: lamport_matmul.launcher,
     names.LAMPORT_GATHER: lamport_gather_matmul.launcher,
     names.LAMPORT_FP8: lamport_stream.launcher,
+    names.TREE: tree_matmul.launcher,
     names.LAMPORT_TWO_SHOT: hopper.lamport_two_shot.launcher,
     names.LAMPORT_PAIR: hopper.lamport_pair.launcher,
     names.LAMPORT_PAIR_SCATTER: hopper.lamport_pair.scatter_launcher,
@@ -61,7 +72,8 @@ PREPARERS: dict[str, Callable[..., Callable[[], bool]]] = {
     names.COPY_GATHER: copy_gather.prepare,
     names.HOPPER_GATHER_FIRST: copy_gather.prepare,
 }
-_FOLLOWING = lamport_matmul_kernel, lamport_stream_kernel, lamport_gather_matmul_kernel  # which begin by `arch.follow`
+# Which begin by `arch.follow`.
+_FOLLOWING = lamport_matmul_kernel, lamport_stream_kernel, lamport_gather_matmul_kernel, tree_matmul_kernel
 
 
 def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
@@ -178,6 +190,12 @@ def launch(
         again = workspace.graphs.of(prepare(workspace, problem, config, kept))
         again()
         return relaunch.Launch(again)
+    if problem.M > (most := most_rows(problem, config)):
+        pieces = -(-problem.M // most)  # alike: where two shots serve, every rank has rows of each
+        for rows, factor in zip(out.tensor_split(pieces), A.tensor_split(pieces), strict=True):
+            piece = replace(problem, M=rows.shape[0])
+            launch(kernels, rank, workspace, piece, config, Operands(rows, factor, B, bias))
+        return None
     function, grid, args = LAUNCHERS[kernel](rank, workspace, problem, config, tensors)
     if "TRACING" in function.arg_names:
         args["TRACING"] = rank.recording

@@ -7,13 +7,14 @@ first call of a problem, but for the graph that several launches become when the
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import proxy
 
 from iris import aliases, platform
-from iris.errors import ArgumentError
+from iris.errors import ArgumentError, ShapeError
 from iris.heap import check_memory, span
+from iris.invariance import RANKS
 from iris.launch import relaunch
 from iris.launch.streams import check_async
 import torch
@@ -32,10 +33,20 @@ from .planning.kernel_names import ends_with_norm
 from .planning.machine import machine_of
 from .planning.moe_problem import MOE_OPS
 from .planning.moe_ways import moe_plan, moe_problem_asked
-from .planning.plan import plan, unaligned
+from .planning.plan import check_order, plan, unaligned
 from .planning.torch_ways import TORCH_WAYS
 from .planning.workspace_size import workspace_size
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, describe, problem_asked
+from .problem import (
+    ALL_REDUCE,
+    GATED,
+    GATHER_MATMUL,
+    MATMUL_GATHER,
+    REDUCE_SCATTER,
+    Problem,
+    describe,
+    problem_asked,
+    promised,
+)
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -73,30 +84,34 @@ class Ops(MixtureOps):
     def matmul_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
-        scale: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`.
 
         With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`, which A's dtype must have
         room for; it holds numbers only. Each rank has its own. Up to 16 rows of bf16, of magnitudes from 2**-61 to
         2**63 or 0, are multiplied as they are, more are rounded to eight bits where the GPU multiplies those.
+
+        `depths`: each rank's K, with `invariant="ranks"`, where they differ. Raises `ShapeError` where a rank's part of
+        the whole K ends within a leaf (`iris_ops/sum_tree.py`), and says which parts are possible.
         """
-        return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace, scale=scale)
+        return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace, scale=scale, depths=depths)
 
     def matmul_all_reduce_norm(
         self, out: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
         residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
+        depths: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
         """`out [M,N] = residual [M,N] + sum over ranks of A @ B + bias`, and the first half of an RMSNorm of its rows.
 
         `scaled` [M,N] is `out * weight [N]`; `squares`, float32 [ceil(N/64),M], the sums of `out**2` over 64 columns.
         The norm is `scaled * rsqrt(squares.sum(0) / N + eps)[:,None]`, a factor that a product of `scaled` may apply
         to its own rows. All contiguous, and what is written apart from all else. One kernel where rows are few.
-        `scale`: as in `matmul_all_reduce`.
+        `scale`, `depths`: as in `matmul_all_reduce`.
         """
         epilogue = residual, weight, scaled, squares
-        return self._call(rmsnorm_epilogue.OP, out, A, B, bias, False, config, workspace, epilogue, scale)
+        return self._call(rmsnorm_epilogue.OP, out, A, B, bias, False, config, workspace, epilogue, scale, depths)
 
     @_KEYWORDS
     def all_gather_matmul(
@@ -137,13 +152,13 @@ class Ops(MixtureOps):
     def matmul_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
-        scale: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
         """This rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w].
 
-        `scale`: as in `all_gather_matmul`; each rank has its own.
+        `scale`: as in `all_gather_matmul`; each rank has its own. `depths`: as in `matmul_all_reduce`.
         """
-        return self._call(REDUCE_SCATTER, out, A, B, bias, async_op, config, workspace, scale=scale)
+        return self._call(REDUCE_SCATTER, out, A, B, bias, async_op, config, workspace, scale=scale, depths=depths)
 
     def plan(
         self,
@@ -159,6 +174,7 @@ class Ops(MixtureOps):
         aligned: bool = True,
         experts: int | None = None,
         top_k: int = 1,
+        depths: Sequence[int] | None = None,
     ) -> FusedConfig:
         """The configuration that a call would use, with its kernel, reasons and predicted time; launches nothing.
 
@@ -167,15 +183,15 @@ class Ops(MixtureOps):
         longer than the choice. `fp8`: whether B is in eight bits. `algorithm`: the best of that one (`FusedConfig`), to
         compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows of A, B and `out`
         begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k`: of the ops of a mixture, whose
-        `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I).
+        `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I). `depths`: as the op takes them.
         """
         self._ctx.check()
         if op in MOE_OPS:
             mixture = moe_problem_asked(
-                op, M, N, K, 1 if experts is None else experts, top_k, self._ctx.num_ranks, dtype
+                op, M, N, K, 1 if experts is None else experts, top_k, self._ctx.num_ranks, dtype, self._ctx.invariant
             )
             return moe_plan(mixture, machine_of(self._ctx.device), explained)
-        asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8, self._ctx.invariant)
+        asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8, self._ctx.invariant, depths)
         planned = self._plan(asked, explained, algorithm)
         return planned if aligned else unaligned(asked, planned)
 
@@ -206,12 +222,12 @@ class Ops(MixtureOps):
     def _call(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, async_op: bool,
         config: FusedConfig | None, workspace: Workspace | None, epilogue: Epilogue | None = None,
-        scale: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
         ctx, calls = self._ctx, self._calls if epilogue is None else self._epilogue_calls
         ctx.check()
         own = self._workspace if workspace is None else workspace
-        key = key_of(op, self._device_of, out, A, B, bias, config, own, epilogue, scale)
+        key = key_of(op, self._device_of, out, A, B, bias, config, own, epilogue, scale, depths)
         try:
             known = calls.known.get(key)
         except TypeError:  # a wrong argument that has no hash
@@ -223,17 +239,17 @@ class Ops(MixtureOps):
                 if target is not None:
                     out.copy_(target)
                 return workspace
-        return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, epilogue, scale)
+        return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, epilogue, scale, depths)
 
     def _make(
         self, calls: relaunch.Calls, key: tuple | None, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
         bias: torch.Tensor | None, async_op: bool, config: FusedConfig | None, workspace: Workspace | None,
-        epilogue: Epilogue | None, scale: torch.Tensor | None,
+        epilogue: Epilogue | None, scale: torch.Tensor | None, depths: Sequence[int] | None,
     ) -> Workspace:  # fmt: skip
         """A call that cannot be repeated as it is."""
         ctx = self._ctx
         check_async(op, async_op)
-        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, epilogue, scale))
+        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, epilogue, scale, depths))
         problem, addresses = prepared.problem, calls.addresses(key)
         if workspace is not None:
             self._check_workspace(op, workspace)
@@ -312,6 +328,7 @@ class Ops(MixtureOps):
     def _prepare(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
         config: FusedConfig | None, epilogue: Epilogue | None, scale: torch.Tensor | None,
+        depths: Sequence[int] | None = None,
     ) -> Prepared:  # fmt: skip
         """Checks whatever does not depend on addresses, and chooses."""
         device = self._ctx.device
@@ -319,7 +336,14 @@ class Ops(MixtureOps):
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
-        problem = replace(problem, invariant=self._ctx.invariant) if self._ctx.invariant else problem
+        problem = promised(problem, self._ctx.invariant, depths)
+        if problem.depths and problem.depths[self._ctx.cur_rank] != problem.K:
+            raise ShapeError(
+                f"{op}: A is {tuple(A.shape)} on rank {self._ctx.cur_rank}, whose depths are {problem.depths}; expected"
+                f" {problem.depths[self._ctx.cur_rank]} columns"
+            )
+        if config is not None and problem.invariant == RANKS:
+            check_order(problem, config, machine_of(device))
         chosen = config or self.outputs.foreseen(problem) or self._plan(problem)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")

@@ -6,12 +6,15 @@ empty. This module imports no triton. `checks.py` refuses tensors that make no p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, ShapeError
-from iris.invariance import refusal
+from iris.invariance import RANKS, refusal
 import torch
+
+from . import sum_tree
 
 if TYPE_CHECKING:
     from .config import FusedConfig
@@ -21,6 +24,7 @@ GATHER_MATMUL = "all_gather_matmul"
 MATMUL_GATHER = "matmul_all_gather"
 REDUCE_SCATTER = "matmul_reduce_scatter"
 OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
+SUMS = (ALL_REDUCE, REDUCE_SCATTER)  # those that add up what the ranks multiply
 # An all-reduce, and what follows it (`rmsnorm_epilogue.py`).
 NORM = "matmul_all_reduce_norm"
 NORM_SPAN = 64  # columns that share a sum of squares
@@ -72,7 +76,10 @@ class Problem:
     normed: bool = False
     """Whether a residual sum and the first half of a norm follow."""
     invariant: str | None = None
-    """"batch": a row has the same bits however many there are (`planning/orders.py`)."""
+    """"batch": a row has the same bits however many there are; "ranks": and on however many ranks
+    (`planning/orders.py`)."""
+    depths: tuple[int, ...] = ()
+    """Each rank's K, of a sum that is to be the same on any number of ranks; else empty."""
 
     @property
     def asked(self) -> str:
@@ -83,6 +90,16 @@ class Problem:
     def empty(self) -> bool:
         """Whether no rank has anything to compute. In `all_gather_matmul` N may differ by rank, so only M tells."""
         return self.M == 0 or (self.N == 0 and self.op != GATHER_MATMUL)
+
+    @property
+    def by_tree(self) -> bool:
+        """Whether products along K are added in a tree that the ranks share (`sum_tree.py`)."""
+        return self.invariant == RANKS and self.op in SUMS
+
+    @property
+    def tree(self) -> sum_tree.Tree:
+        """In which order a sum `by_tree` adds up, and who adds what. Raises `ShapeError` where a leaf is cut."""
+        return sum_tree.tree_of(self.asked, self.depths)
 
     @property
     def part_rows(self) -> int:
@@ -114,7 +131,7 @@ class Problem:
 
 def problem_asked(
     op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None, fp8: bool = False,
-    invariant: str | None = None,
+    invariant: str | None = None, depths: Sequence[int] | None = None,
 ) -> Problem:  # fmt: skip
     """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
     if wrong := refusal(invariant):
@@ -138,7 +155,33 @@ def problem_asked(
     if fp8 and op not in SCALED:
         served = ", ".join(each for each in (*OPS, *_KINDS) if each in SCALED)
         raise ArgumentError(f"fp8 is True for {op}; expected False, or one of {served}")
-    return _planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8, invariant=invariant))
+    return promised(_planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8)), invariant, depths)
+
+
+def promised(problem: Problem, invariant: str | None, depths: Sequence[int] | None) -> Problem:
+    """`problem`, of which bits are promised. `depths`: each rank's K, of a sum; None where all have the same.
+
+    Raises `ArgumentError` or `ShapeError` where the promise cannot be kept.
+    """
+    if not invariant and depths is None:
+        return problem
+    if invariant == RANKS and problem.fp8:
+        raise ArgumentError(
+            f"{problem.asked}: B is in eight bits, whose scales go by the rank; with invariant='ranks' expected weights"
+            " in 16 bits or float32"
+        )
+    problem = replace(problem, invariant=invariant)
+    if depths is not None:
+        known = isinstance(depths, Sequence) and all(type(each) is int and each >= 0 for each in depths)
+        if not known or len(depths) != problem.world_size:
+            raise ArgumentError(
+                f"{problem.asked}: depths is {depths!r}; expected {problem.world_size} integers from 0, each rank's K"
+            )
+    if not problem.by_tree:
+        return problem
+    problem = replace(problem, depths=(problem.K,) * problem.world_size if depths is None else tuple(depths))
+    assert problem.tree  # or an error: leaves are whole
+    return problem
 
 
 def _planned(problem: Problem) -> Problem:

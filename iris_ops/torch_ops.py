@@ -1,8 +1,9 @@
 """The fused ops as torch operators, so that torch.compile sees one opaque node where eager code sees a call.
 
-    torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None, scale=None) -> Tensor
+    torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None, scale=None, depths=None) -> Tensor
     torch.ops.iris_ops.matmul_gated(A, B, bias, group) -> Tensor
-    torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None) -> (...)
+    torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None,
+                                              depths=None) -> (...)
     torch.ops.iris_ops.gather_rows(rows, group) -> Tensor
     torch.ops.iris_ops.sum_over_ranks(part, group) -> Tensor
 
@@ -13,7 +14,7 @@ operator is functional: its result is a new tensor, and nothing that the caller 
 ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose
 different tiles and wait for signals that are never sent. So they all plan by this size in place of K (in
 `all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in eight bits, which all take but
-`matmul_all_gather`.
+`matmul_all_gather`. `depths`: of sums with `invariant="ranks"`, each rank's K; then no `mean_part` is looked at.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 
@@ -25,7 +26,7 @@ operator has a gradient, and one that is asked for is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from iris import registry
 from iris.ccl.collectives import Collectives
@@ -61,7 +62,8 @@ class Context(Protocol):
 
 
 _SCHEMA = (
-    "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None, Tensor? scale=None) -> Tensor"
+    "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None, Tensor? scale=None, "
+    "int[]? depths=None) -> Tensor"
 )
 _library = torch.library.Library("iris_ops", "FRAGMENT")  # registrations last as long as this object
 
@@ -75,23 +77,26 @@ def product(
     size: tuple[int, ...],
     mean_part: int | None = None,
     scale: torch.Tensor | None = None,
+    depths: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The result of `op`, one of `problem.OPS` or `GATED`, in a new tensor of shape `size`, this rank's part of it."""
     if torch.compiler.is_compiling():
-        return getattr(torch.ops.iris_ops, op)(A, B, bias, size, ctx.group_name, mean_part, scale)
-    return _run(op, ctx, A, B, bias, size, mean_part, scale)
+        return getattr(torch.ops.iris_ops, op)(A, B, bias, size, ctx.group_name, mean_part, scale, depths)
+    return _run(op, ctx, A, B, bias, size, mean_part, scale, depths)
 
 
 def _run(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int],
-    mean_part: int | None, scale: torch.Tensor | None,
+    mean_part: int | None, scale: torch.Tensor | None, depths: Sequence[int] | None,
 ) -> torch.Tensor:  # fmt: skip
     if scale is not None and op not in SCALED:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
-    config = _config(op, ctx, A, B, size, mean_part)
-    out = ctx.ops.outputs.new(op, A, B, size, config, scale)
-    scaled = {} if scale is None else {"scale": scale}
-    getattr(ctx.ops, op)(out, A, B, bias, config=config, **scaled)
+    config = None if depths else _config(op, ctx, A, B, size, mean_part)
+    out = A.new_empty(size) if depths else ctx.ops.outputs.new(op, A, B, size, config, scale)  # which no peer writes
+    more: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if depths:
+        more["depths"] = tuple(depths)
+    getattr(ctx.ops, op)(out, A, B, bias, config=config, **more)
     return out
 
 
@@ -119,13 +124,13 @@ def _register(op: str) -> None:
 
     def kernel(
         A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int], group: str,
-        mean_part: int | None = None, scale: torch.Tensor | None = None,
+        mean_part: int | None = None, scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return _run(op, registry.find(group), A, B, bias, size, mean_part, scale)
+        return _run(op, registry.find(group), A, B, bias, size, mean_part, scale, depths)
 
     def fake(
         A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int], group: str,
-        mean_part: int | None = None, scale: torch.Tensor | None = None,
+        mean_part: int | None = None, scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         _check_gradients(op, A=A, B=B, bias=bias, scale=scale)
         return A.new_empty(size)
@@ -140,20 +145,33 @@ for _op in (*OPS, GATED):
 
 def _reduce_norm(
     A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
-    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None,
+    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     ctx, M, N = registry.find(group), A.shape[0], B.shape[1]
-    config = _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
-    out, scaled = ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale), A.new_empty(M, N)
+    config = None if depths else _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
+    out = A.new_empty(M, N) if depths else ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale)
+    scaled = A.new_empty(M, N)
     squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
     residual, weight = residual.contiguous(), weight.contiguous()
-    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, residual, weight, bias, config=config, scale=scale)
+    ctx.ops.matmul_all_reduce_norm(
+        out,
+        scaled,
+        squares,
+        A,
+        B,
+        residual,
+        weight,
+        bias,
+        config,
+        scale=scale,
+        depths=tuple(depths) if depths else None,
+    )
     return out, scaled, squares
 
 
 def _fake_reduce_norm(
     A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
-    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None,
+    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_gradients(rmsnorm_epilogue.OP, A=A, B=B, bias=bias, residual=residual, weight=weight, scale=scale)
     squares = A.new_empty(rmsnorm_epilogue.spans(residual.shape[1]), residual.shape[0], dtype=torch.float32)
@@ -212,7 +230,7 @@ _library.impl(
 torch.library.register_fake("iris_ops::matmul_gated", _fake_gated, lib=_library)
 _library.define(
     rmsnorm_epilogue.OP + "(Tensor A, Tensor B, Tensor? bias, Tensor residual, Tensor weight, str group, "
-    "int? mean_part=None, Tensor? scale=None) -> (Tensor, Tensor, Tensor)",
+    "int? mean_part=None, Tensor? scale=None, int[]? depths=None) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.impl(rmsnorm_epilogue.OP, _reduce_norm, "CompositeExplicitAutograd")

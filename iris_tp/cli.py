@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it")
     plan.add_argument("--fp8", action="store_true", help="B in eight bits, with a scale for each column")
     plan.add_argument(
-        "--invariant", choices=("batch",), help="among ways of one order only (docs/concepts/determinism.md)"
+        "--invariant", choices=("batch", "ranks"), help="among ways of one order only (docs/concepts/determinism.md)"
     )
     plan.add_argument("--algorithm", help="the best of this one, as one_shot or sequential (FusedConfig.algorithm)")
     return parser

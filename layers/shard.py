@@ -5,6 +5,7 @@ reports) reads it. Three ways of splitting make all the shards there are:
 
 - `chunk`     torch.chunk's: ceil(total / world) each, so the last ranks may be short or empty. The fused ops gather and
               scatter by it, so whatever an op gathers is split this way.
+- `by_leaves`  whole leaves of `iris_ops/sum_tree.py`, with `invariant="ranks"`: what a row-parallel product sums.
 - `balanced`  sizes differ by one at most, so no rank is empty while there is enough. For heads, which no op gathers.
 - `split_heads`  whole attention heads, in two cases. Either way a rank's query heads use its own kv heads in equal,
               contiguous groups, which is what `repeat_kv` in Hugging Face attention needs:
@@ -21,10 +22,12 @@ reshape zero heads; its slice of the output projection is zero padding, so what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from iris.errors import ArgumentError, ShapeError
+from iris.invariance import RANKS
+from iris_ops import sum_tree
 import torch
 
 Range = tuple[int, int]
@@ -32,11 +35,16 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a dimension of `total` entries: `ranges` one after the other, then `pad` zeros."""
+    """One rank's part of a dimension of `total` entries: `ranges` one after the other, then `pad` zeros.
+
+    `depths`: how many entries each rank has, in rank order, where ranks have one range each and follow each other;
+    empty where that is not known.
+    """
 
     total: int
     ranges: tuple[Range, ...]
     pad: int = 0
+    depths: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -102,19 +110,29 @@ def balanced(total: int, world: int, rank: int) -> Range:
     return start, start + base + (rank < extra)
 
 
-def plain(total: int, world: int, rank: int) -> Shard:
-    """One chunk: rows of a column-parallel weight, columns of a row-parallel one."""
+def plain(total: int, world: int, rank: int, invariant: str | None = None) -> Shard:
+    """One chunk: rows of a column-parallel weight, columns of a row-parallel one. `invariant`: as in `iris.iris`."""
+    if invariant == RANKS:
+        return by_leaves(total, world, rank)
     return Shard(total, (chunk(total, world, rank),))
 
 
-def merged(sizes: Sequence[int], world: int, rank: int, gathered: bool) -> tuple[Shard, ...]:
+def by_leaves(total: int, world: int, rank: int) -> Shard:
+    """Whole leaves of a sum over `total`, about as many on each rank: the last ranks may have none."""
+    _check(world, rank)
+    return Shard(total, (sum_tree.share(total, world, rank),), depths=sum_tree.shares(total, world))
+
+
+def merged(
+    sizes: Sequence[int], world: int, rank: int, gathered: bool, invariant: str | None = None
+) -> tuple[Shard, ...]:
     """One shard for each of several outputs that share one weight (gate and up, say).
 
     Each output is split by itself, so that the local result splits like the whole one. If the result is gathered, the
     whole weight is split as one instead: the gathered columns are then in the right order without a shuffle.
     """
     if not gathered:
-        return tuple(plain(size, world, rank) for size in sizes)
+        return tuple(plain(size, world, rank, invariant) for size in sizes)
     start, stop = chunk(sum(sizes), world, rank)
     shards, offset = [], 0
     for size in sizes:
@@ -143,6 +161,8 @@ class HeadSplit:
     q: Range
     kv: Range
     idle: bool = False
+    counts: tuple[int, ...] = ()
+    """How many query heads each rank has; an idle one has none."""
 
     @property
     def num_local_heads(self) -> int:
@@ -166,14 +186,20 @@ class HeadSplit:
 
     def o_shard(self, width: int) -> Shard:
         """Columns of the output projection, `width` to a query head: zeros where the rank's head is another's."""
+        total, depths = self.num_heads * width, tuple(count * width for count in self.counts)
         if self.idle:
-            return Shard(self.num_heads * width, (), pad=self.num_local_heads * width)
-        return self.q_shard(width)
+            return Shard(total, (), self.num_local_heads * width, depths)
+        return Shard(total, (_scaled(self.q, width),), depths=depths)
 
 
 def split_heads(num_heads: int, num_kv_heads: int, world: int, rank: int) -> HeadSplit:
     """Which whole heads `rank` holds. See the module's docstring for the rule."""
     _check(world, rank)
+    splits = [_split_heads(num_heads, num_kv_heads, world, each) for each in range(world)]
+    return replace(splits[rank], counts=tuple(0 if each.idle else each.num_local_heads for each in splits))
+
+
+def _split_heads(num_heads: int, num_kv_heads: int, world: int, rank: int) -> HeadSplit:
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ShapeError(f"num_heads is {num_heads}: expected a multiple of num_kv_heads, which is {num_kv_heads}")
     group = num_heads // num_kv_heads

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from iris.invariance import RANKS
 from iris_ops import torch_ops
 from iris_ops.fp8 import linear as fp8
 from iris_ops.fp8 import weight_stream
 from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised
 from iris_ops.local import matmul, skinny_matmul
 from iris_ops.problem import FP8
+from iris_ops.sum_tree import checked_shares
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -70,11 +72,23 @@ class ShardedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
         self._invariant = ctx.invariant
+        self._depths = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
         self.own_steps = type(self).own_steps and not self._invariant
         self.weight_scale: nn.Parameter | None = None  # of fp8 weights, with the dtype of what goes in and comes out
         self._exact: torch.dtype | None = None
         if not self.weight.is_meta:
             self.reset_parameters()
+
+    def _shares(self) -> tuple[int, ...]:
+        """How many inputs each rank has. Raises for shares whose sum could not be the same on any number of ranks."""
+        depths = self.parts[0].depths or (self.parts[0].size,) * (self.ctx.num_ranks == 1)
+        if len(self.parts) != 1 or len(depths) != self.ctx.num_ranks:
+            raise ArgumentError(
+                f"parts is {self.parts!r}: with invariant='ranks' expected None, or one Shard whose depths say what"
+                f" each of {self.ctx.num_ranks} ranks has"
+            )
+        checked_shares(f"a layer of {self.in_features} inputs", depths)
+        return depths
 
     @property
     def dtype(self) -> torch.dtype:
@@ -212,7 +226,11 @@ class ShardedLinear(nn.Module):
     def exchanged(self, op: str, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         """What an op makes of `x` [rows, K] and the weight, however it is stored."""
         weight, bias = self.terms(x.dtype)
-        return torch_ops.product(op, self.ctx, x, weight.t(), bias, size, self._mean_part, self.weight_scale)
+        if self._depths is not None and (depth := self._depths[self.ctx.cur_rank]) < weight.shape[1]:
+            x, weight = x[:, :depth], weight[:, :depth]  # zeros behind are no part of the sum
+        return torch_ops.product(
+            op, self.ctx, x, weight.t(), bias, size, self._mean_part, self.weight_scale, self._depths
+        )
 
     def named(self, op: str) -> str:
         """For reports: an op, and how it takes the weight if that is stored in fp8."""
@@ -233,6 +251,10 @@ class ShardedLinear(nn.Module):
     @torch.no_grad()
     def store_as_fp8(self) -> None:
         """Rounds the weight to fp8 (see `fp8`), or, while the layer is empty, each weight that will be loaded."""
+        if self._invariant == RANKS:
+            raise ArgumentError(
+                "weights in fp8 have scales that go by the rank: with invariant='ranks' expected 16 bits or float32"
+            )
         if self.op not in WITH_FP8 or (self.dim == 1 and len(self.parts) > 1):
             raise ArgumentError(
                 f"the layer is served by {self.op}, with {len(self.parts)} parts: expected {', '.join(WITH_FP8)}, and"
@@ -352,10 +374,10 @@ def flags(or_none: bool = False, /, **options: bool | None) -> None:
             raise ArgumentError(f"{name} is {value!r}: expected {'None or ' * or_none}a bool")
 
 
-def parts_or_plain(parts: Any, features: int, ctx: Iris) -> tuple[Shard, ...]:
-    """`parts`, checked; of None, one chunk of all features."""
+def parts_or_plain(parts: Any, features: int, ctx: Iris, gathered: bool = False) -> tuple[Shard, ...]:
+    """`parts`, checked; of None, one chunk of all features. `gathered`: whether an op puts the ranks' together."""
     if parts is None:
-        return (plain(features, ctx.num_ranks, ctx.cur_rank),)
+        return (plain(features, ctx.num_ranks, ctx.cur_rank, None if gathered else ctx.invariant),)
     known = isinstance(parts, (tuple, list)) and parts and all(isinstance(each, Shard) for each in parts)
     if not known or any(each.pad for each in parts[:-1]):
         raise ArgumentError(f"parts is {parts!r}: expected None or a tuple of Shards, at most the last of them padded")

@@ -32,7 +32,8 @@ FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul
 REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_owners_norm", "lamport_scatter")
 KEPT = ("lamport_all", "lamport_all_norm")  # reductions whose own part stays in registers
 OF_TWO = "lamport_narrow_of_two"
-EXCHANGES = (*REDUCTIONS, *KEPT, OF_TWO, "lamport_gather", "lamport_gather_first")
+TREES = ("tree_all", "tree_owners", "tree_scatter")  # in which a loop takes what ranks sent
+EXCHANGES = (*REDUCTIONS, *TREES, *KEPT, OF_TWO, "lamport_gather", "lamport_gather_first")
 WORLD_SIZE = 4  # of kernel_variants.py
 _LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 300.0, 20.0  # of one kernel's compilation
 

@@ -26,9 +26,10 @@ from iris_ops.kernels.lamport_matmul import lamport_matmul_kernel
 from iris_ops.kernels.matmul_gather import matmul_gather_kernel
 from iris_ops.kernels.matmul_reduce import matmul_reduce_kernel
 from iris_ops.kernels.rmsnorm_epilogue import first_half_kernel
+from iris_ops.kernels.tree_matmul import tree_matmul_kernel
 from iris_ops.local import gating, skinny_matmul
 from iris_ops.local.decode_attention import pipeline_of, stretch_kernel, weigh_kernel
-from iris_ops.planning.candidates import fitting
+from iris_ops.planning.candidates import fitting, tree_stages
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.tile_model import FP8_TILES
 from iris_ops.with_torch import copy_gather
@@ -110,6 +111,13 @@ def variants(target: GPUTarget):
     options = dict(num_warps=4, num_stages=few_stages.get((64, 32, 128, 4), 2))
     of_two = {**few, **narrow, **no_scales, **no_norm, "WORLD_SIZE": 2}
     yield "lamport_narrow_of_two", lamport_matmul_kernel, options, of_two
+    tree = {name: value for name, value in few.items() if name != "BLOCK_K"} | dict(BY_COLS=False, BLOCK_K=128)
+    for exchange, m, n, warps in (("all", 16, 64, 4), ("owners", 64, 128, 8), ("scatter", 64, 64, 4)):
+        constants = dict(BLOCK_M=m, BLOCK_N=n, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter")
+        blocks = 1 + (cuda and exchange == "owners")
+        constants |= dict(LEAF_BLOCKS=blocks, LEAF_LEVELS=6, ROOT_LEVELS=3)
+        stages = tree_stages(machine, m, n, 128 * 2 * blocks)
+        yield f"tree_{exchange}", tree_matmul_kernel, dict(num_warps=warps, num_stages=stages), tree | constants
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
     gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
     yield "lamport_gather_first", lamport_gather_matmul_kernel, gathering, {**few, **flags}

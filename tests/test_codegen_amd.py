@@ -11,6 +11,7 @@ from tests.assembly import (
     EXCHANGES,
     HIP,
     OF_TWO,
+    TREES,
     WORLD_SIZE,
     Kernel,
     all_complaints,
@@ -41,7 +42,7 @@ def test_amd_exchanges_lamport_values_past_its_caches(compiled, target: str) -> 
     for name in EXCHANGES:
         kernel, others = compiled(target)[name], 1 if name == OF_TWO else WORLD_SIZE - 1
         assert kernel.count(r"global_store_dword\w* .*sc0 sc1") >= others, name
-        assert kernel.count(r"global_load_dword\w* .*sc0 sc1") >= 2 * others, name
+        assert kernel.count(r"global_load_dword\w* .*sc0 sc1") >= (3 if name in TREES else 2 * others), name
 
 
 @pytest.mark.parametrize("target", HIP)

@@ -26,6 +26,9 @@ from .tile_model import (
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 
 _MOST_INTERPRETED = 1 << 19  # elements of a block
+# Rows, columns and warps of sums by tree: what waits for its other half stays in registers.
+_TREE_TILES = (16, 64, 4), (32, 64, 4), (64, 64, 4), (64, 128, 8)
+_DEEPEST_OF_TREE = 128  # of a block along K
 # Into how many parts a tile is cut at most that programs share.
 _SHARES = 4
 # Row blocks, of all owners together, that a wave of 132 programs works on: then it reads least of A and B together.
@@ -94,6 +97,30 @@ def specialised_lamport(problem: Problem, machine: Machine) -> Sequence[FusedCon
 def brought(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     """Tiles of rows that copy engines bring: no higher than a rank's rows."""
     return [each for each in copy_gather_configs(machine) if each.block_m <= problem.part_rows]
+
+
+def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Tiles whose blocks are leaves or parts of leaves; columns of B are the tensor cores' rows, and fill them."""
+    depth = min(problem.tree.width, _DEEPEST_OF_TREE)
+    blocks = problem.tree.width // depth  # all of a leaf's are loaded ahead
+    if machine.name == INTERPRETER:
+        sides = product(_powers(problem.M), _powers(problem.N))
+        tiles = tuple((m, n, depth, 4, 1) for m, n in sides if m * n <= _MOST_INTERPRETED)
+    else:
+        row = depth * blocks * problem.dtype.itemsize  # or a column
+        known = _TREE_TILES[:2] if problem.dtype.itemsize == 4 else _TREE_TILES  # without tensor cores
+        fits = [(m, n, depth, warps, tree_stages(machine, m, n, row)) for m, n, warps in known]
+        tiles = tuple(tile for tile in fits if tile[-1] > 1) or tuple((*tile[:4], 1) for tile in fits)
+    one_shot = _tiled(tiles, ("one_shot",), FusedConfig.comm_programs)
+    # each rank owns some rows then, and sends sums to all
+    twice = problem.op == ALL_REDUCE and problem.world_size > 1 and problem.M >= problem.world_size**2
+    return (*one_shot, *_tiled(tiles, ("two_shot",), FusedConfig.comm_programs)) if twice else one_shot
+
+
+def tree_stages(machine: Machine, rows: int, cols: int, nbytes: int) -> int:
+    """Stages of blocks with so many bytes a row and a column, beside a sum on its way: it is sent while blocks come."""
+    beside = replace(machine, shared_bytes=machine.shared_bytes - 4 * rows * cols)
+    return min(8, beside.stages((rows + cols) * nbytes))
 
 
 def streamed(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:

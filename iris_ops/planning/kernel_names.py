@@ -17,6 +17,8 @@ from .waves import gemm_tiles, programs_of
 LAMPORT, LAMPORT_GATHER, LAMPORT_FP8 = "lamport_matmul", "lamport_gather_matmul", "fp8.lamport_stream"
 LAMPORT_TWO_SHOT, LAMPORT_PAIR = "hopper.lamport_two_shot", "hopper.lamport_pair"
 LAMPORT_PAIR_SCATTER = "hopper.lamport_pair_scatter"
+# Sums that are the same on any number of ranks.
+TREE = "tree_matmul"
 # Many rows: tiles travel while others are multiplied.
 REDUCE, GATHER, GATHER_FIRST = "matmul_reduce", "matmul_gather", "gather_matmul"
 HOPPER_REDUCE, HOPPER_GATHER, HOPPER_GATHER_FIRST = (
@@ -50,6 +52,8 @@ SPECIALISED_LAMPORT = (LAMPORT_TWO_SHOT, LAMPORT_PAIR, LAMPORT_PAIR_SCATTER)
 
 def kernel_for(problem: Problem, config: FusedConfig) -> str:
     """The kernel that `config` stands for, on tensors whose rows all begin at whole vectors."""
+    if problem.by_tree and config.lamport and not config.warp_specialised:
+        return TREE
     if config.algorithm in WITH_TORCH:
         brought = config.algorithm == "copy_gather" and config.warp_specialised
         return HOPPER_GATHER_FIRST if brought else WITH_TORCH[config.algorithm]

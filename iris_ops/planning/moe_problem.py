@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from iris.errors import ArgumentError
+from iris.invariance import RANKS
 import torch
 
 from ..problem import part_size
@@ -34,6 +36,14 @@ class MoeProblem:
     dtype: torch.dtype
     gated: bool = False
     invariant: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.invariant == RANKS:
+            raise ArgumentError(
+                f"{self.op}: the context has invariant='ranks', which mixtures of experts do not keep; expected 'batch'"
+                " or None"
+            )
+
     """"batch": a token's result has the same bits however many tokens there are."""
 
     @property

@@ -5,6 +5,7 @@ A sum of rounded numbers depends on its order. Here is what differs between the 
     instruction   what multiplies, and how many products along K it adds at once: by the tile's sides and the machine
     part          where along K sums are kept apart, and then added: where ranks' parts of A do not end with a step
     eight_bits    whether the rows of A are rounded to eight bits before they are multiplied
+    leaf          of a sum that is the same on any number of ranks, how much of K is summed apart (`sum_tree.py`)
 
 And what does not, in no kernel: along K a tile is summed from 0 on in fp32; each rank's sum is rounded to the tensors'
 dtype, its own too; the ranks' are added in fp32 from rank 0 on; a bias comes behind that, and then it is rounded once.
@@ -13,6 +14,7 @@ Two things have no order of their own, for they depend on how many rows there ar
 (`stream_k.py`), and a library's product, which may cut K, and has other kernels for few rows.
 
 With `Problem.invariant` a plan takes ways of one order only. Which one depends on everything but the number of rows.
+Of "ranks" it depends on nothing but dtype, machine and all ranks' K: what is fastest does not count.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from iris.invariance import RANKS
 import torch
 
 from ..config import FusedConfig
@@ -50,10 +53,12 @@ class Order:
     step: int
     part: int = 0
     eight_bits: bool = False
+    leaf: int = 0
 
     def __str__(self) -> str:
         said = f"{self.instruction} of {self.step} along K"
         said += f", parts of {self.part}" if self.part else ""
+        said += f", leaves of {self.leaf} in a tree" if self.leaf else ""
         return said + (", rows in eight bits" if self.eight_bits else "")
 
 
@@ -66,8 +71,15 @@ def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order |
     if problem.op == GATHER_MATMUL and problem.form == "k" and config.algorithm == "overlapped":
         part = -(-problem.K // problem.world_size)
         if part % order.step and part < problem.K:
+            if problem.invariant == RANKS:
+                return None
             order = replace(order, part=part)
     return order
+
+
+def of_tree(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
+    """Of `kernels/tree_matmul.py`, in whatever tiles."""
+    return Order(*_instruction(problem, config, machine), leaf=problem.tree.width)
 
 
 def of_stream(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
@@ -104,6 +116,8 @@ def _instruction(problem: Problem, config: FusedConfig, machine: Machine) -> tup
     return ("wgmma" if rows >= _WARP_GROUP else "mma"), 32 // itemsize
 
 
+# As plans that are the same on any number of ranks prefer them. There are tiles of each machine's first for all sizes.
+_INSTRUCTIONS = "wgmma", "mfma of 32", "fma", "mma", "mfma of 16", "block", "fixed order", "stream"
 # Rows at which an order must have a way to be taken; the last are more than any way for few rows serves.
 _ROWS = 1, 8, 24, 100, 400, 1600, 6400, 25600, 1 << 25
 
@@ -113,7 +127,8 @@ def chosen(problem: Problem, machine: Machine, offers: Callable[[Problem, Machin
     """The order of all ways that serve `problem`, however many rows it has: of several, the fastest in the mean.
 
     `offers`: the orders that there are for a problem, each with its least microseconds. `problem.M` is not looked at
-    (and is 0, so that all share what is kept). None: there is no such order.
+    (and is 0, so that all share what is kept). With "ranks", the first of `_INSTRUCTIONS`: what is fastest depends on
+    the ranks. None: there is no such order.
     """
     found = [offers(replace(problem, M=rows), machine) for rows in _ROWS]
     common = [order for order in found[0] if all(order in offered for offered in found)]
@@ -124,4 +139,6 @@ def chosen(problem: Problem, machine: Machine, offers: Callable[[Problem, Machin
             product *= max(offered[order], 1e-3) / max(min(offered.values()), 1e-3)
         return product
 
+    if problem.invariant == RANKS:
+        return min(common, key=lambda order: (_INSTRUCTIONS.index(order.instruction), order.step), default=None)
     return min(common, key=mean, default=None)

@@ -86,6 +86,19 @@ def lamport(problem: Problem, config: FusedConfig, machine: Machine, gemm: float
     return link, gemm + link + rest + _hops(problem, shots) * machine.exchange_us
 
 
+def tree(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): the roots of a sum in fp32 travel behind the product. Estimated, not measured."""
+    w, roots = problem.world_size, max(map(len, problem.tree.roots))
+    size = 4 * problem.M * problem.N * (w - 1)
+    to_owners = problem.op == REDUCE_SCATTER or config.algorithm == "two_shot"
+    nbytes = size * roots / w if to_owners else size * roots
+    if config.algorithm == "two_shot":
+        nbytes += size / w
+    link = nbytes / (machine.link_gbs * _LAMPORT_TWICE * 1e3)
+    shots = 2 if config.algorithm == "two_shot" else 1
+    return link, gemm + link + _hops(problem, shots) * machine.exchange_us
+
+
 def lamport_two_shot(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): values of one wave of tiles travel, there and back, while the next wave is multiplied."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)

@@ -12,13 +12,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from iris.errors import ArgumentError
+from iris.invariance import RANKS
 import torch
 
 from ..config import FusedConfig, Prediction
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from . import orders, tritonblas
 from .fp8_model import MULTIPLE
-from .kernel_names import LAMPORT_PAIR, STAND_INS, kernel_for
+from .kernel_names import LAMPORT_PAIR, STAND_INS, TREE, kernel_for
 from .machine import INTERPRETER, Machine
 from .orders import Order
 from .overlap_model import push_us
@@ -48,7 +49,14 @@ def _plan(problem: Problem, machine: Machine, explained: bool, algorithm: str | 
     scored = [each for each in asked_for if not problem.invariant or (wanted and each.order == wanted)]
     if not scored:
         others = ", ".join(sorted({each.config.algorithm for each in candidates}))
-        alike = f", and sum in the order that all numbers of rows have, {wanted}" if problem.invariant else ""
+        if problem.invariant == RANKS and not wanted:
+            raise ArgumentError(
+                f"{problem.asked}: {problem.world_size} ranks' parts of K = {problem.K} begin within a block; with"
+                " invariant='ranks' expected parts of whole blocks, or A gathered by rows"
+            )
+        alike = ""
+        if problem.invariant:
+            alike = f", and sum in the order that all numbers of {_of_what(problem)} have, {wanted}"
         raise ArgumentError(
             f"{problem.asked}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks"
             f"{alike}, {others}"
@@ -82,6 +90,26 @@ def weighed(problem: Problem, machine: Machine) -> tuple[list[tuple[FusedConfig,
     return [(each.config, each.prediction) for each in _candidates(problem, machine, rejected)], rejected
 
 
+def check_order(problem: Problem, config: FusedConfig, machine: Machine) -> None:
+    """Raises `ArgumentError` for a user's configuration in which a row would be summed in an order of its own."""
+    wanted = orders.chosen(replace(problem, M=0), machine, _offers)
+    kernel = kernel_for(problem, config)
+    (way,) = (way for way in WAYS if way.kernel == kernel)
+    order = way.order(problem, config, machine)
+    cut = kernel == TREE and problem.tree.width % config.block_k
+    if kernel == TREE and config.algorithm == "two_shot" and problem.M < problem.world_size**2:
+        raise ArgumentError(
+            f"{problem.asked}: config.algorithm is 'two_shot' for {problem.M} rows; with invariant='ranks' expected"
+            f" 'one_shot' below {problem.world_size**2}"
+        )
+    if cut or order is None or order != wanted:
+        raise ArgumentError(
+            f"{problem.asked}: config sums by {order or 'an order of its own'}"
+            f"{f', in blocks of {config.block_k}' if cut else ''}; with invariant={problem.invariant!r} expected None,"
+            f" or one that sums by {wanted}"
+        )
+
+
 class _Candidate(NamedTuple):
     weighed_us: float
     number: int
@@ -93,7 +121,10 @@ class _Candidate(NamedTuple):
 def _candidates(problem: Problem, machine: Machine, rejected: list[tuple[str, str]]) -> list[_Candidate]:
     """All that serve the problem, the fastest first; and why others do not, to `rejected`."""
     found: list[_Candidate] = []
+    promising, free = problem, replace(problem, invariant=None, depths=())
     for way in (way for way in WAYS if problem.op in way.ops):
+        # what knows nothing of the tree is weighed for what it would take, and left out
+        problem = promising if way.kernel == TREE or not promising.by_tree else free
         unhidden = "" if hides(way, problem) else "nothing would hide the exchange of so large a result"
         if reason := way.supports(problem, machine) or unhidden:
             rejected.append((way.kernel, reason))
@@ -120,14 +151,20 @@ def _offers(problem: Problem, machine: Machine) -> dict[Order, float]:
 
 def _left_out(problem: Problem, wanted: Order, scored: list[_Candidate], others: list[_Candidate]) -> list[str]:
     """What was not weighed, so that a row has the same bits however many there are, and what that costs."""
+    free = replace(problem, invariant=None, depths=()) if problem.by_tree else problem
+    what = _of_what(problem)
     said = [
-        f"left out {label(problem, each.config)}, {each.prediction.total_us:.1f} us: "
-        + (f"it sums by {each.order}" if each.order else "its order of sums depends on the number of rows")
+        f"left out {label(free, each.config)}, {each.prediction.total_us:.1f} us: "
+        + (f"it sums by {each.order}" if each.order else f"its order of sums depends on the number of {what}")
         for each in others
     ]
     cost = scored[0].weighed_us - min([scored[0].weighed_us, *(each.weighed_us for each in others)])
     share = 100 * cost / scored[0].weighed_us if scored[0].weighed_us else 0.0
-    return [*said, f"all sum by {wanted}: the same bits at every number of rows cost {cost:.1f} us, {share:.1f} %"]
+    return [*said, f"all sum by {wanted}: the same bits at every number of {what} cost {cost:.1f} us, {share:.1f} %"]
+
+
+def _of_what(problem: Problem) -> str:
+    return "rows and ranks" if problem.invariant == RANKS else "rows"
 
 
 def unaligned(problem: Problem, config: FusedConfig) -> FusedConfig:

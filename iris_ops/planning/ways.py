@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from ..config import FusedConfig, Prediction
-from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem
+from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, SUMS, Problem
 from . import candidates
 from . import kernel_names as names
 from . import overlap_model as model
 from .fp8_model import MOST_ROWS, MULTIPLE, fits, rounding_us, stream_us
 from .machine import Machine
-from .orders import Order, of_library, of_stream, of_tiles
+from .orders import Order, of_library, of_stream, of_tiles, of_tree
 from .tile_model import gemm_us
 from .torch_model import gate_us
 from .torch_ways import TORCH_WAYS
@@ -133,19 +133,23 @@ def _torch(algorithm: str) -> Supports:
     return supports
 
 
+def _by_tree(problem: Problem, machine: Machine) -> str | None:
+    return None if problem.by_tree else "it is for sums that are the same on any number of ranks"
+
+
 def _unhidden(problem: Problem) -> int:
     return _MOST_ROUNDED if problem.fp8 else _MOST_UNHIDDEN
 
 
-_SUMS = (ALL_REDUCE, REDUCE_SCATTER)
 WAYS = (
-    Way(names.LAMPORT, (*_SUMS, MATMUL_GATHER), _rounded, candidates.lamport, model.lamport, _unhidden),
+    Way(names.LAMPORT, (*SUMS, MATMUL_GATHER), _rounded, candidates.lamport, model.lamport, _unhidden),
     Way(names.LAMPORT_GATHER, (GATHER_MATMUL,), _of_16_bits, candidates.lamport, model.lamport, _unhidden),
+    Way(names.TREE, SUMS, _by_tree, candidates.tree, model.tree, order=of_tree),
     Way(names.LAMPORT_FP8, (ALL_REDUCE,), _stream, candidates.streamed, model.lamport, _unhidden, of_stream),
-    Way(names.REDUCE, _SUMS, _of_16_bits, candidates.overlapped, model.reduced),
+    Way(names.REDUCE, SUMS, _of_16_bits, candidates.overlapped, model.reduced),
     Way(names.GATHER, (MATMUL_GATHER,), _of_16_bits, candidates.overlapped, model.gathered),
     Way(names.GATHER_FIRST, (GATHER_MATMUL,), _of_16_bits, candidates.overlapped, model.overlapped),
-    Way(names.HOPPER_REDUCE, _SUMS, _specialised, candidates.hopper, model.hopper_overlapped),
+    Way(names.HOPPER_REDUCE, SUMS, _specialised, candidates.hopper, model.hopper_overlapped),
     Way(names.HOPPER_GATHER, (MATMUL_GATHER,), _specialised, candidates.hopper, model.hopper_overlapped),
     Way(
         names.LAMPORT_TWO_SHOT, (ALL_REDUCE,), _two_shot, candidates.specialised_lamport, model.lamport_two_shot,

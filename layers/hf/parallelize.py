@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 import hashlib
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from iris.errors import ArgumentError, IrisError, PlatformError
+from iris.errors import ArgumentError, IrisError, PlatformError, StyleError
+from iris.invariance import RANKS
 from torch import nn
 
 from ..checkpoint.save import wrap_save_pretrained
@@ -103,6 +104,7 @@ def parallelize(
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
         split = _resolve(model, plan, filter_fn, **options)
+        split = _on_any_ranks(split, sequence_parallel) if ctx.invariant == RANKS else split
         whole, part = skeleton(model), skeleton(model)
         tried = split.within(whole)
         weight_reads.check(whole, tried.linears)
@@ -227,6 +229,24 @@ def _resolve(
     source, _ = styles_of.rules_of(model, plan)
     own = automatic and filter_fn is None and built_in(model) is None
     return _Split(styles, linears, delta_nets, experts, own, source, fuse, weights, bool(sequence_parallel), least)
+
+
+def _on_any_ranks(split: _Split, sequence_parallel: bool | int | str) -> _Split:
+    """`split` as it has the same bits on any number of ranks. Raises where that cannot be."""
+    if split.weights:
+        raise ArgumentError(f"weights is {split.weights!r}: expected None with invariant='ranks'")
+    if split.experts or split.delta_nets:
+        name = next(iter([*split.experts, *split.delta_nets]))
+        raise StyleError(
+            f"{name} is split in a way of its own, and its sums differ by the number of ranks: with invariant='ranks'"
+            " expected a model of attention and dense products, or filter_fn to keep it whole"
+        )
+    if split.shares_tokens and sequence_parallel != "auto":
+        raise ArgumentError(
+            f"sequence_parallel is {sequence_parallel!r}: expected 'auto' or False with invariant='ranks', for one rank"
+            " shares no tokens"
+        )
+    return replace(split, shares_tokens=False)
 
 
 def _experts(modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, Any]:

@@ -132,11 +132,12 @@ def _fold_first(graph: fx.Graph, half: fx.Node) -> None:
     found = _reduced(total)
     assert found is not None  # as `_norms_a_sum` says
     reduction, view, residual = found
-    args: tuple[Any, ...] = (*reduction.args, None, None)
-    A, B, bias, size, group, mean_part, scale = args[:7]
+    args: tuple[Any, ...] = (*reduction.args, None, None, None)
+    A, B, bias, size, group, mean_part, scale, depths = args[:8]
     with graph.inserting_before(total):
         flat = _call(graph, "reshape", (residual, *size))
-        fused = _call(graph, getattr(torch.ops.iris_ops, OP), (A, B, bias, flat, weight, group, mean_part, scale))
+        operands = A, B, bias, flat, weight, group, mean_part, scale, depths
+        fused = _call(graph, getattr(torch.ops.iris_ops, OP), operands)
         out, scaled, squares = _parts(graph, fused, 3)
         out, scaled = (_call(graph, "view", (each, *view.args[1:])) for each in (out, scaled))
     out.meta["example_value"] = _value(total)  # of which the next sum may be asked

@@ -6,12 +6,13 @@ from dataclasses import replace
 import random
 
 from iris.errors import ArgumentError
+from iris_ops import sum_tree
 from iris_ops.planning import orders
 from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import INTERPRETER, machine_named
 from iris_ops.planning.plan import plan
 from iris_ops.planning.ways import WAYS
-from iris_ops.problem import GATHER_MATMUL, Problem, problem_asked
+from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, problem_asked
 import pytest
 import torch
 
@@ -89,6 +90,32 @@ def test_a_plan_says_what_it_left_out_and_what_that_cost():
     cost = f"{alike.prediction.total_us - free.prediction.total_us:.1f} us"
     assert f"the same bits at every number of rows cost {cost}" in alike.explain() or "left out" in alike.explain()
     assert "its order of sums depends on the number of rows" in alike.explain()
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plans_of_any_number_of_ranks_share_an_order(name, dtype):
+    """Whatever each has of K, of a sum, or of N, of a product around which something is gathered."""
+    machine, rng = machine_named(name, MACHINES[name]), random.Random()
+    N, K = rng.choice([96, 2880, 4096]), rng.choice([1024, 2048, 14336, 18944])
+    for op, form in FORMS:
+        found = set()
+        for world in (1, 2, 3, 4, 8):
+            depths = sum_tree.shares(K, world)
+            for M in (1, 48, 1000, 9000):
+                sizes = (N // world, K) if op == GATHER_MATMUL else (N, depths[-1]) if op in SUMS else (N, K)
+                given = {"depths": depths} if op in SUMS else {}
+                if form == "k" and K // world % 256:
+                    continue  # no whole blocks: an error, see below
+                problem = problem_asked(op, M, *sizes, world, dtype, form or None, invariant="ranks", **given)
+                found.add(order_of(problem, machine))
+        assert len(found) == 1 and None not in found, f"{op} {form}, N {N}, K {K} on {name}: {[*map(str, found)]}"
+
+
+def test_parts_that_begin_within_a_block_are_refused():
+    problem = problem_asked("all_gather_matmul", 64, 64, 300, 4, torch.bfloat16, "k", invariant="ranks")
+    with pytest.raises(ArgumentError, match="begin within a block"):
+        plan(problem, machine_named("NVIDIA H100", 132))
 
 
 @pytest.mark.parametrize("invariant", ["rows", True, 1, ["batch"]])

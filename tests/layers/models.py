@@ -53,6 +53,15 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "two_heads": ("Llama", {"num_attention_heads": 2, "num_key_value_heads": 2}),
     "qk_norm": ("Qwen3", {"num_key_value_heads": 2}),
     "fused": ("Phi3", {"num_key_value_heads": 2, "hidden_size": 32}),
+    # whose K has leaves enough for uneven shares on three ranks (`iris_ops/sum_tree.py`)
+    "leaves": (
+        "Llama",
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "intermediate_size": 304},
+    ),
+    "leaves_tied": (
+        "Qwen2",
+        {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 280, "tie_word_embeddings": True},
+    ),
     "lines": (
         "Llama",
         {"num_attention_heads": 8, "head_dim": 64, "hidden_size": 128, "intermediate_size": 1024},

@@ -1,9 +1,13 @@
-"""What would make a row's bits depend on how many rows there are."""
+"""What would make a row's bits depend on how many rows there are, or on how many ranks."""
 
 from .fault import Fault
 
 INVARIANCE = ("tests/iris_ops/test_invariance.py",)
 ORDERS = ("tests/iris_ops/test_orders.py",)
+_RANKS = "tests/iris_ops/test_ranks_invariance.py::"
+SUMS = (f"{_RANKS}test_a_sum_has_the_same_bits_on_any_number_of_ranks",)
+GATHERS = (f"{_RANKS}test_a_gather_has_the_same_bits_on_any_number_of_ranks",)
+REFUSED = (f"{_RANKS}test_what_cannot_be_kept_is_refused_on_every_rank",)
 ALIKE = [
     Fault(
         "an owner's own partial sum is not rounded as its peers' are",
@@ -46,5 +50,54 @@ ALIKE = [
         "made = torch.from_numpy(fixed_order.product(_array(A), _array(B)))",
         "made = A.float() @ B.float()",
         ("tests/layers/test_invariance.py",),
+    ),
+    Fault(
+        "roots are joined in the order of ranks, not in the tree's",
+        "iris_ops/kernels/tree_matmul.py",
+        "        total, waiting = steps.add(step, root, waiting)\n        ok = ok & came",
+        "        total = total + root\n        ok = ok & came",
+        SUMS,
+    ),
+    Fault(
+        "a root is rounded before it is sent",
+        "iris_ops/kernels/tree_matmul.py",
+        "values = without_sentinel(total.T, tl.float32)",
+        "values = without_sentinel(arch.round_to(total.T, tl.float16).to(tl.float32), tl.float32)",
+        SUMS,
+    ),
+    Fault(
+        "a leaf is summed on top of the one before it",
+        "iris_ops/kernels/tree_matmul.py",
+        "            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)\n            for block",
+        "            total = waiting[0] if LEAF_LEVELS else waiting\n            for block",
+        SUMS,
+    ),
+    Fault(
+        "leaves are as wide as a rank's own K asks",
+        "iris_ops/sum_tree.py",
+        "    K = sum(depths)\n    return Tree(",
+        "    K = max(depths)\n    return Tree(",
+        ("tests/iris_ops/test_sum_tree.py",),
+    ),
+    Fault(
+        "on any number of ranks a gather is summed in the order that is fastest there",
+        "iris_ops/planning/orders.py",
+        "    if problem.invariant == RANKS:\n        return min(",
+        "    if False:\n        return min(",
+        GATHERS,
+    ),
+    Fault(
+        "parts of A that begin within a block are multiplied apart, on any number of ranks",
+        "iris_ops/planning/orders.py",
+        "            if problem.invariant == RANKS:\n                return None\n",
+        "",
+        REFUSED,
+    ),
+    Fault(
+        "a share may cut a leaf",
+        "iris_ops/sum_tree.py",
+        "if any(end % width and end != K for end in ends):",
+        "if False:",
+        REFUSED,
     ),
 ]

@@ -104,8 +104,8 @@ SPLITS = [
     Fault(
         "a weight is in autocast's dtype where nothing is exchanged only",
         "layers/sharded.py",
-        "        weight, bias = self.terms(x.dtype)\n        return torch_ops.product(",
-        "        weight, bias = self.weight, self.bias\n        return torch_ops.product(",
+        "        weight, bias = self.terms(x.dtype)\n        if self._depths",
+        "        weight, bias = self.weight, self.bias\n        if self._depths",
         (_AUTOCAST,),
     ),
     Fault(

@@ -1,0 +1,103 @@
+"""A prompt among others, read and continued by a split model: what `verify` and `verify_ranks` compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+LENGTH, STEPS = 12, 3
+
+
+class _Watch:
+    """What modules gave for one row, in the order in which they were called."""
+
+    def __init__(self, model: torch.nn.Module, place: int, batch: int, length: int) -> None:
+        self.place, self.batch, self.length = place, batch, length
+        self.seen: list[tuple[str, str, torch.Tensor]] = []
+        watched = [(name, each) for name, each in model.named_modules() if _is_leaf(each)]
+        self._hooks = [each.register_forward_hook(self._hook(name)) for name, each in watched]
+
+    def _hook(self, name: str) -> Any:
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            row = self._row(output)
+            if row is not None:
+                self.seen.append((name, getattr(module, "served_by", type(module).__name__), row.clone()))
+
+        return keep
+
+    def _row(self, output: Any) -> torch.Tensor | None:
+        """The row's own tokens, without its padding."""
+        if not isinstance(output, torch.Tensor) or output.dim() < 2:
+            return None
+        if output.shape[0] != self.batch:
+            if output.dim() > 2 or output.shape[0] % self.batch:
+                return None
+            output = output.view(self.batch, -1, output.shape[-1])
+        row = output[self.place]
+        return row[-self.length :] if row.dim() > 1 else row
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _is_leaf(module: torch.nn.Module) -> bool:
+    return not any(True for _ in module.children()) and not type(module).__name__.endswith("Embedding")
+
+
+@contextmanager
+def _watching(model: torch.nn.Module, place: int, batch: int, length: int) -> Iterator[_Watch]:
+    watch = _Watch(model, place, batch, length)
+    try:
+        yield watch
+    finally:
+        watch.close()
+
+
+def run_batch(
+    model: torch.nn.Module, ctx: Iris, mode: str, prompts: list[list[int]], place: int, room: int, steps: int,
+    compile: bool,
+) -> tuple[list[torch.Tensor], list[tuple[str, str, torch.Tensor]]]:  # fmt: skip
+    """(the row's logits behind its prompt and of each step, what modules gave for it while the prompts were read)."""
+    import layers
+
+    engine = layers.Engine(model, ctx, len(prompts), room, graphs=mode == "graphs", compile=compile)
+    longest = max(map(len, prompts))
+    rows = torch.tensor([[0] * (longest - len(row)) + row for row in prompts], device=ctx.device)
+    mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in prompts], device=ctx.device)
+    given = None if mask.all() else mask
+    seen: list[tuple[str, str, torch.Tensor]] = []
+    for _ in range(3 if mode == "graphs" else 1):  # eager, captured, replayed
+        engine.reset()
+        if mode == "graphs":
+            logits = [engine.prefill(rows, given)]
+        else:
+            with _watching(model, place, len(prompts), len(prompts[place])) as watch:
+                logits = [engine.read(rows, given)]
+                seen = watch.seen
+        logits = [logits[0][place].clone()]
+        engine.accept(_same(logits[0], len(prompts)))
+        for _ in range(steps):
+            if mode == "graphs":
+                engine.decode()
+                logits.append(engine.logits[place].clone())
+            else:
+                logits.append(engine.step()[place].clone())
+    return logits, seen
+
+
+def _same(logits: torch.Tensor, rows: int) -> torch.Tensor:
+    """The row's logits for all rows of the batch: whatever they hold, all go on."""
+    return logits.expand(rows, *logits.shape).contiguous()
+
+
+def unlike(a: torch.Tensor, b: torch.Tensor) -> int:
+    if a.shape != b.shape:
+        return a.numel()
+    return int(a.contiguous().view(torch.uint8).ne(b.contiguous().view(torch.uint8)).view(*a.shape, -1).any(-1).sum())

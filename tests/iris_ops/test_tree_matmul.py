@@ -1,0 +1,100 @@
+"""`tree_matmul`: what any number of ranks sum is what one rank sums, and what torch adds up in the tree's order."""
+
+from __future__ import annotations
+
+import random
+
+import iris
+from iris_ops import FusedConfig, sum_tree
+from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER, part_of, part_size
+import pytest
+import torch
+from torch import distributed
+
+from tests.checks import poison
+from tests.harness import WORLDS, both, run_ranks
+from tests.reference import Case
+
+pytestmark = both
+
+SUMS = [(ALL_REDUCE, ""), (REDUCE_SCATTER, "rows"), (REDUCE_SCATTER, "cols")]
+
+
+def halved(leaves: list[torch.Tensor]) -> torch.Tensor:
+    if len(leaves) == 1:
+        return leaves[0]
+    middle = (len(leaves) + 1) // 2
+    return halved(leaves[:middle]) + halved(leaves[middle:])
+
+
+def tree_body(ctx: iris.Iris, case: Case, depths: tuple[int, ...]) -> list[str]:
+    """What differs, in words: three calls like each other, beside this rank's own sum of all of K."""
+    ctx.invariant = "ranks"
+    w, rank = ctx.num_ranks, ctx.cur_rank
+    draw = torch.Generator().manual_seed(case.seed)
+    sizes = (case.M, case.K), (case.N, case.K), (case.N,)
+    A, W, bias = (torch.randn(*size, generator=draw).to(ctx.device, case.dtype) for size in sizes)
+    B = W.t() if case.transposed else W.t().contiguous()
+    groups = [distributed.new_group([each]) for each in range(w)] if w > 1 else [None]
+    with iris.iris(32 << 20, group=groups[rank], invariant="ranks") as alone:
+        whole, one_by_one = torch.empty(2, case.M, case.N, dtype=case.dtype, device=ctx.device)
+        alone.ops.matmul_all_reduce(poison(whole), A, B, bias)
+        if case.dtype == torch.float32:
+            width, leaves = sum_tree.leaf_width(case.K), []
+            for first in range(0, case.K, width):
+                leaves.append(poison(torch.empty_like(whole)))
+                alone.ops.matmul_all_reduce(
+                    leaves[-1], A[:, first : first + width].contiguous(), B[first : first + width]
+                )
+            one_by_one.copy_(halved(leaves) + bias)
+        else:
+            one_by_one.copy_(whole)
+    exact = A.double() @ B.double() + bias.double()
+    assert (whole - exact).abs().max() <= exact.abs().max() * (1e-5 if case.dtype == torch.float32 else 1e-2)
+    begin = sum(depths[:rank])
+    own = slice(begin, begin + depths[rank])
+    size = case.M if case.form == "rows" else case.N
+    part = slice(rank * part_size(size, w), rank * part_size(size, w) + part_of(size, w, rank))
+    place = (slice(None), slice(None))
+    if case.op == REDUCE_SCATTER:
+        place = (part, slice(None)) if case.form == "rows" else (slice(None), part)
+    expected, said = one_by_one[place], []
+    out = (ctx if case.on_heap else torch).empty(case.M, case.N, dtype=case.dtype, device=ctx.device)[place]
+    out = out if case.on_heap else out.contiguous()
+    a, b = A[:, own].contiguous(), B[own]
+    for number in range(3):
+        getattr(ctx.ops, case.op)(poison(out), a, b, bias, config=case.config, depths=depths)
+        unlike = int((out != expected).sum())
+        if unlike or not torch.equal(whole[place], expected):
+            said.append(f"{unlike} of {out.numel()} numbers of call {number} on rank {rank}")
+    return said
+
+
+def check(world_size: int, case: Case, depths: tuple[int, ...]) -> None:
+    said = [each for found in run_ranks(world_size, tree_body, case, depths) for each in found]
+    assert not said, f"{case}, {depths}: {said[:4]}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("op", "form"), SUMS)
+@pytest.mark.some(8)
+def test_any_ranks_sum_as_one_does(world_size, op, form, dtype):
+    rng = random.Random()
+    for M in (1, 20, 70):
+        K = rng.choice([64, 200, 520, 1100])
+        leaves, width = sum_tree.leaves_of(K), sum_tree.leaf_width(K)
+        cuts = sorted(rng.randint(0, leaves) for _ in range(world_size - 1))
+        ends = [0, *(min(K, cut * width) for cut in cuts), K]
+        uneven = tuple(after - before for before, after in zip(ends[:-1], ends[1:], strict=True))
+        depths = rng.choice([sum_tree.shares(K, world_size), uneven])
+        kinds = dict(transposed=rng.random() < 0.7, on_heap=rng.random() < 0.5, seed=rng.randrange(1 << 20))
+        check(world_size, Case(op, form, M, rng.choice([40, 136]), K, dtype, **kinds), depths)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_both_shots_sum_as_one_rank_does(world_size, algorithm):
+    config = FusedConfig(16, 64, 64, num_warps=4, num_stages=2, algorithm=algorithm)
+    case = Case(ALL_REDUCE, "", 50, 150, 64 * 9, torch.float32, config=config, seed=random.randrange(1 << 20))
+    check(world_size, case, sum_tree.shares(case.K, world_size))
