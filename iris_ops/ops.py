@@ -29,10 +29,9 @@ from .local import gating
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
+from .planning.asked import asked, planned
 from .planning.kernel_names import ends_with_norm
 from .planning.machine import machine_of
-from .planning.moe_problem import MOE_OPS
-from .planning.moe_ways import moe_plan, moe_problem_asked
 from .planning.plan import check_order, plan, unaligned
 from .planning.torch_ways import TORCH_WAYS
 from .planning.workspace_size import workspace_size
@@ -44,7 +43,6 @@ from .problem import (
     REDUCE_SCATTER,
     Problem,
     describe,
-    problem_asked,
     promised,
 )
 from .workspace import Workspace
@@ -173,7 +171,7 @@ class Ops(MixtureOps):
         algorithm: str | None = None,
         aligned: bool = True,
         experts: int | None = None,
-        top_k: int = 1,
+        top_k: int | None = None,
         depths: Sequence[int] | None = None,
     ) -> FusedConfig:
         """The configuration that a call would use, with its kernel, reasons and predicted time; launches nothing.
@@ -182,18 +180,15 @@ class Ops(MixtureOps):
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
         longer than the choice. `fp8`: whether B is in eight bits. `algorithm`: the best of that one (`FusedConfig`), to
         compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows of A, B and `out`
-        begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k`: of the ops of a mixture, whose
-        `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I). `depths`: as the op takes them.
+        begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k` (by default 1): of the ops of a
+        mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I). `depths`: as the op
+        takes them.
         """
         self._ctx.check()
-        if op in MOE_OPS:
-            mixture = moe_problem_asked(
-                op, M, N, K, 1 if experts is None else experts, top_k, self._ctx.num_ranks, dtype, self._ctx.invariant
-            )
-            return moe_plan(mixture, machine_of(self._ctx.device), explained)
-        asked = problem_asked(op, M, N, K, self._ctx.num_ranks, dtype, form, fp8, self._ctx.invariant, depths)
-        planned = self._plan(asked, explained, algorithm)
-        return planned if aligned else unaligned(asked, planned)
+        ranks, level = self._ctx.num_ranks, self._ctx.invariant
+        problem = asked(op, M, N, K, ranks, dtype, form, fp8, level, experts, top_k, depths)
+        found = planned(problem, machine_of(self._ctx.device), explained, algorithm)
+        return found if aligned or not isinstance(problem, Problem) else unaligned(problem, found)
 
     def preamble(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None
@@ -215,9 +210,6 @@ class Ops(MixtureOps):
     def join(self) -> None:
         """Makes the current stream wait for calls with `async_op=True`."""
         self._ctx.side.join()
-
-    def _plan(self, problem: Problem, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
-        return plan(problem, machine_of(self._ctx.device), explained, algorithm)
 
     def _call(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, async_op: bool,
@@ -344,7 +336,7 @@ class Ops(MixtureOps):
             )
         if config is not None and problem.invariant == RANKS:
             check_order(problem, config, machine_of(device))
-        chosen = config or self.outputs.foreseen(problem) or self._plan(problem)
+        chosen = config or self.outputs.foreseen(problem) or plan(problem, machine_of(device), explained=False)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
         reason = TORCH_WAYS[chosen.algorithm].supports(problem) if chosen.algorithm in TORCH_WAYS else None

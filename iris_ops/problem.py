@@ -134,17 +134,9 @@ def problem_asked(
     invariant: str | None = None, depths: Sequence[int] | None = None,
 ) -> Problem:  # fmt: skip
     """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
-    if wrong := refusal(invariant):
-        raise wrong
     if op not in (*OPS, *_KINDS):
         raise ArgumentError(f"op is {op!r}; expected one of {', '.join((*OPS, *_KINDS))}")
-    if dtype not in DTYPES:
-        raise ArgumentError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
-    for name, size in (("M", M), ("N", N), ("K", K)):
-        if type(size) is not int or not 0 <= size < 2**31:
-            raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ArgumentError(f"world_size is {world_size!r}; expected an integer from 1")
+    check_asked(M, N, K, world_size, dtype, invariant)
     if op == GATED and N % 2:
         raise ArgumentError(f"N is {N} for {op}; expected an even number, the columns of gate and up together")
     forms = {ALL_REDUCE: ("",), NORM: ("",), GATHER_MATMUL: ("rows", "k"), GATED: ("rows",)}.get(op, ("rows", "cols"))
@@ -182,6 +174,19 @@ def promised(problem: Problem, invariant: str | None, depths: Sequence[int] | No
     problem = replace(problem, depths=(problem.K,) * problem.world_size if depths is None else tuple(depths))
     assert problem.tree  # or an error: leaves are whole
     return problem
+
+
+def check_asked(M: int, N: int, K: int, world_size: int, dtype: torch.dtype, invariant: str | None) -> None:
+    """Raises `ArgumentError` unless a question to the planner may have these, whichever the op."""
+    if wrong := refusal(invariant):
+        raise wrong
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
+    for name, size in (("M", M), ("N", N), ("K", K)):
+        if type(size) is not int or not 0 <= size < 2**31:
+            raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ArgumentError(f"world_size is {world_size!r}; expected an integer from 1")
 
 
 def _planned(problem: Problem) -> Problem:

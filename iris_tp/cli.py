@@ -2,6 +2,7 @@
 
     iris-tp demo [--ranks 3]                                         a real model on several ranks
     iris-tp plan matmul_all_reduce 2048 8192 2048 --ranks 4 --gpu h200    which kernel a call would take, and why
+    iris-tp plan moe_down_all_reduce 4 2048 384 --experts 128 --top-k 8    the same of a mixture of experts
     iris-tp plan --html FILE                                         a page in which a reader moves the sizes
     iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4         a call beside torch's product and collective
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
@@ -76,9 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="what this machine lacks, and how to get it")
     plan = commands.add_parser("plan", help="which kernel a call would take, and why; needs no GPU")
     ops = "matmul_all_reduce, all_gather_matmul, matmul_all_gather or matmul_reduce_scatter"
-    plan.add_argument("op", nargs="?", help=ops)
-    plan.add_argument("M", type=int, nargs="?", help="rows of the whole result")
-    plan.add_argument("N", type=int, nargs="?", help="columns of the whole result")
+    mixtures = "of a mixture of experts moe_gate_up, moe_down_all_reduce or moe_down_reduce_scatter"
+    plan.add_argument("op", nargs="?", help=f"{ops}; {mixtures}")
+    plan.add_argument("M", type=int, nargs="?", help="rows of the whole result; of a mixture, tokens")
+    plan.add_argument("N", type=int, nargs="?", help="columns of the whole result; of moe_gate_up, of its gate alone")
     plan.add_argument("K", type=int, nargs="?", help="depth that one rank multiplies")
     plan.add_argument("--html", metavar="FILE", help="in place of op and sizes: a page to move them in")
     plan.add_argument("--ranks", "--world", dest="world", type=int, default=4, help="how many (default 4)")
@@ -86,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     plan.add_argument("--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it")
     plan.add_argument("--fp8", action="store_true", help="B in eight bits, with a scale for each column")
+    plan.add_argument("--experts", type=int, help="of a mixture: how many there are")
+    plan.add_argument("--top-k", type=int, help="of a mixture: how many experts a token chooses (default 1)")
     plan.add_argument(
         "--invariant", choices=("batch", "ranks"), help="among ways of one order only (docs/concepts/determinism.md)"
     )
@@ -107,9 +111,8 @@ def _package() -> Path:
 
 def _plan(args: argparse.Namespace) -> int:
     from iris.errors import ArgumentError
+    from iris_ops.planning.asked import asked, planned
     from iris_ops.planning.machine import machine_named
-    from iris_ops.planning.plan import plan
-    from iris_ops.problem import problem_asked
     import torch
 
     name, programs = _GPUS[args.gpu or "h200"]
@@ -118,8 +121,8 @@ def _plan(args: argparse.Namespace) -> int:
         name, programs = properties.name, properties.multi_processor_count
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
-        problem = problem_asked(args.op, *sizes, dtype, args.form, args.fp8, args.invariant)
-        chosen = plan(problem, machine_named(name, programs), algorithm=args.algorithm)
+        problem = asked(args.op, *sizes, dtype, args.form, args.fp8, args.invariant, args.experts, args.top_k)
+        chosen = planned(problem, machine_named(name, programs), algorithm=args.algorithm)
     except ArgumentError as error:
         print(f"iris-tp plan: {error}", file=sys.stderr)
         return 2

@@ -15,6 +15,8 @@ from iris.launch import graphs
 from iris.memory.allocators import ALLOCATORS
 from iris_ops.ops import Ops
 from iris_ops.planning.machine import machine_named
+from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MOE_OPS, moe_problem_asked
+from iris_ops.planning.moe_ways import WAYS, moe_plan
 from iris_ops.planning.plan import plan
 from iris_ops.problem import problem_asked
 from iris_tp import cli, doctor
@@ -77,9 +79,60 @@ def test_plan_has_the_best_of_one_algorithm(capsys: pytest.CaptureFixture) -> No
     assert "chosen with_torch.sequential" in capsys.readouterr().out
 
 
+_MIXTURE = ("--experts", "128", "--top-k", "8")
+
+
+@pytest.mark.parametrize("op", MOE_OPS)
+@pytest.mark.parametrize("tokens", [4, 4096])
+def test_plan_explains_mixtures(op: str, tokens: int, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", op, str(tokens), "2048", "384", *_MIXTURE, "--ranks", "2", "--gpu", "h100"]) == 0
+    said = capsys.readouterr().out
+    problem = moe_problem_asked(op, tokens, 2048, 384, 128, 8, 2, torch.bfloat16)
+    machine = machine_named("NVIDIA H100", 132)
+    chosen = moe_plan(problem, machine)
+    assert said == f"2 ranks, NVIDIA H100\n{chosen.explain()}\n{chosen}\n"
+    assert f"{op} T={tokens} k=8 E=128 N=2048 K=384 torch.bfloat16 on NVIDIA H100\n" in said
+    assert f"together {chosen.prediction.total_us:9.1f} us" in said and f"chosen {chosen.kernel} " in said
+    for way in (way for way in WAYS if op in way.ops):  # each is weighed, or left out for a reason
+        reason = way.supports(problem, machine)
+        rows = [line for line in said.splitlines() if line.startswith(way.kernel) and f" {way.algorithm} " in line]
+        assert bool(rows) == (reason is None)
+        assert (f"rejected {way.kernel} {way.algorithm}: {reason}" in said) == (reason is not None)
+    alone = ["plan", op, str(tokens), "2048", "384", *_MIXTURE, "--gpu", "h100", "--algorithm", "sequential"]
+    refused = op == GATE_UP and tokens == 4
+    assert cli.main(alone) == (2 if refused else 0)
+    said = capsys.readouterr()
+    assert ("algorithm is 'sequential'; expected one that serves" in said.err) == refused
+    assert all(line.endswith(" sequential") for line in said.out.splitlines() if line.startswith("chosen"))
+
+
+def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixture) -> None:
+    asked = ["plan", DOWN_ALL_REDUCE, "4", "2048", "384", *_MIXTURE, "--gpu", "h100"]
+    assert cli.main([*asked, "--invariant", "batch"]) == 0
+    said = capsys.readouterr().out
+    left = [float(each) for each in re.findall(r"left out moe\.\S+ \S+ \w+, ([\d.]+) us: its tile", said)]
+    taken = [float(each) for each in re.findall(r"together +([\d.]+) us", said)]
+    cost = re.search(r"among any number of tokens cost ([\d.]+) us", said)
+    assert left and cost is not None and abs(max(0.0, taken[0] - min(left)) - float(cost[1])) < 0.11
+    assert cli.main(asked) == 0
+    assert "left out" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, error",
     [
+        ((GATE_UP, "1", "8", "8"), f"experts is None for {GATE_UP}; expected an integer from 1 to 4096"),
+        ((GATE_UP, "1", "8", "8", "--experts", "0"), "experts is 0"),
+        ((GATE_UP, "1", "8", "8", *_MIXTURE, "--top-k", "65"), "top_k is 65 for moe_gate_up; expected an integer from"),
+        ((GATE_UP, "-1", "8", "8", *_MIXTURE), "M is -1; expected an integer"),
+        ((GATE_UP, "1", "8", "8", *_MIXTURE, "--fp8"), "fp8 is True for moe_gate_up; expected False"),
+        ((GATE_UP, "1", "8", "8", *_MIXTURE, "--form", "rows"), "form is 'rows' for moe_gate_up; expected none"),
+        ((DOWN_ALL_REDUCE, "1", "8", "8", *_MIXTURE, "--world", "0"), "world_size is 0"),
+        (
+            ("matmul_all_reduce", "1", "8", "8", "--experts", "4"),
+            "experts is 4 for matmul_all_reduce; expected none, or one of moe_gate_up, moe_down_all_reduce, moe_down_",
+        ),
+        (("matmul_all_reduce", "1", "8", "8", "--top-k", "4"), "top_k is 4 for matmul_all_reduce; expected none"),
         (
             ("matmul_all_reduce", "1", "8", "8", "--algorithm", "copy_gather"),
             "algorithm is 'copy_gather'; expected one ",

@@ -8,7 +8,7 @@ from iris.errors import ArgumentError
 from iris.invariance import RANKS
 import torch
 
-from ..problem import part_size
+from ..problem import check_asked, part_size
 
 ROUTE = "moe_route"
 GATE_UP = "moe_gate_up"
@@ -36,6 +36,7 @@ class MoeProblem:
     dtype: torch.dtype
     gated: bool = False
     invariant: str | None = None
+    """"batch": a token's result has the same bits however many tokens there are."""
 
     def __post_init__(self) -> None:
         if self.invariant == RANKS:
@@ -43,8 +44,6 @@ class MoeProblem:
                 f"{self.op}: the context has invariant='ranks', which mixtures of experts do not keep; expected 'batch'"
                 " or None"
             )
-
-    """"batch": a token's result has the same bits however many tokens there are."""
 
     @property
     def pairs(self) -> int:
@@ -77,3 +76,25 @@ class MoeProblem:
     def blocks(self, block_m: int) -> int:
         """Blocks of rows at most, each of one expert's, whatever the routing."""
         return self.pairs // block_m + min(self.experts, self.pairs)
+
+
+def moe_problem_asked(
+    op: str, tokens: int, N: int, K: int, experts: int | None, top_k: int, world_size: int, dtype: torch.dtype,
+    form: str | None = None, fp8: bool = False, invariant: str | None = None,
+) -> MoeProblem:  # fmt: skip
+    """The problem of a question to the planner, whose M is `tokens`; of `moe_gate_up` N is I, and experts are gated.
+
+    Raises `ArgumentError` where it makes no sense.
+    """
+    if op not in MOE_OPS:
+        raise ArgumentError(f"op is {op!r}; expected one of {', '.join(MOE_OPS)}, for there are experts")
+    check_asked(tokens, N, K, world_size, dtype, invariant)
+    for name, size, most in (("experts", experts, MOST_EXPERTS), ("top_k", top_k, MOST_CHOSEN)):
+        if type(size) is not int or not 1 <= size <= most:
+            raise ArgumentError(f"{name} is {size!r} for {op}; expected an integer from 1 to {most}")
+    if form is not None:
+        raise ArgumentError(f"form is {form!r} for {op}; expected none: there is one only")
+    if fp8:
+        raise ArgumentError(f"fp8 is True for {op}; expected False: experts are multiplied in the tokens' dtype")
+    assert experts is not None
+    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant)

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from iris.errors import ArgumentError
-import torch
 
 from ..config import FusedConfig, Prediction
 from .machine import INTERPRETER, Machine
-from .moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MOE_OPS, MoeProblem
+from .moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
 from .workspace_size import exchange_ld
 
 GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
@@ -171,44 +170,71 @@ def kernel_for(problem: MoeProblem, config: FusedConfig) -> str:
     raise ArgumentError(f"{problem.op}: config.algorithm is {config.algorithm!r}; expected one of {known}")
 
 
-def moe_problem_asked(
-    op: str, tokens: int, N: int, K: int, experts: int, top_k: int, world_size: int, dtype: torch.dtype,
-    invariant: str | None = None,
-) -> MoeProblem:  # fmt: skip
-    """The problem of a question to the planner; of `moe_gate_up` N is I, and experts are gated."""
-    if op not in MOE_OPS:
-        raise ArgumentError(f"op is {op!r}; expected one of {', '.join(MOE_OPS)}, for there are experts")
-    for name, size, least in (("experts", experts, 1), ("top_k", top_k, 1)):
-        if type(size) is not int or size < least:
-            raise ArgumentError(f"{name} is {size!r}; expected an integer from {least}")
-    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant)
+def moe_plan(
+    problem: MoeProblem, machine: Machine, explained: bool = True, algorithm: str | None = None
+) -> FusedConfig:  # fmt: skip
+    """The fastest configuration by the model, with its kernel, prediction and, if `explained`, the reasons.
 
-
-def moe_plan(problem: MoeProblem, machine: Machine, explained: bool = True) -> FusedConfig:
-    """The fastest configuration by the model, with its kernel, prediction and, if `explained`, the reasons."""
-    return _plan(problem, machine, explained)
+    `algorithm`: among those only. Raises `ArgumentError` where none of them serves the problem.
+    """
+    return _plan(problem, machine, explained, algorithm)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: MoeProblem, machine: Machine, explained: bool) -> FusedConfig:
-    scored: list[tuple[float, int, FusedConfig]] = []
+def _plan(problem: MoeProblem, machine: Machine, explained: bool, algorithm: str | None) -> FusedConfig:
     rejected: list[str] = []
+    found = _scored(problem, machine, rejected)
+    scored = [each for each in found if algorithm in (None, each.algorithm)]
+    if not scored:
+        others = ", ".join(sorted({each.algorithm for each in found}))
+        raise ArgumentError(
+            f"{problem.op}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks, {others}"
+        )
+    if not explained:
+        return scored[0]
+    asked = (
+        f"{problem.op} T={problem.tokens} k={problem.top_k} E={problem.experts} N={problem.N} K={problem.K} "
+        f"{problem.dtype} on {machine.name}"
+    )
+    rows = [_row(config) for config in scored]
+    refused = [*rejected, *(_left_out(problem, machine, scored, algorithm) if problem.invariant else ())]
+    return replace(scored[0], reasons=(asked, *rows, *refused, f"chosen {_label(scored[0])}"))
+
+
+def _scored(problem: MoeProblem, machine: Machine, rejected: list[str]) -> list[FusedConfig]:
+    """All configurations that a plan looks at with their times, the fastest first, and why other ways cannot serve."""
+    found: list[FusedConfig] = []
     for way in (way for way in WAYS if problem.op in way.ops):
         if reason := way.supports(problem, machine):
             rejected.append(f"rejected {way.kernel} {way.algorithm}: {reason}")
             continue
         for config in _configs(way, problem, machine):
-            found = _predict(way, problem, config, machine)
-            scored.append((found.total_us, len(scored), replace(config, prediction=found)))
-    *_, chosen = min(scored)
-    if not explained:
-        return chosen
-    asked = (
-        f"{problem.op} T={problem.tokens} k={problem.top_k} E={problem.experts} N={problem.N} K={problem.K} "
-        f"{problem.dtype} on {machine.name}"
-    )
-    rows = [_row(config) for _, _, config in sorted(scored)]
-    return replace(chosen, reasons=(asked, *rows, *rejected, f"chosen {_label(chosen)}"))
+            found.append(replace(config, prediction=_predict(way, problem, config, machine)))
+    return sorted(found, key=_total_us)
+
+
+def _total_us(config: FusedConfig) -> float:
+    assert config.prediction is not None  # every candidate has one
+    return config.prediction.total_us
+
+
+def _left_out(
+    problem: MoeProblem, machine: Machine, scored: list[FusedConfig], algorithm: str | None
+) -> list[str]:  # fmt: skip
+    """What was not weighed, so that a token has the same bits among any number of them, and what that costs."""
+    others = _scored(replace(problem, invariant=None), machine, [])
+    taken = {_label(config) for config in scored}
+    others = [each for each in others if algorithm in (None, each.algorithm) and _label(each) not in taken]
+    said = [
+        f"left out {_label(each)}, {_total_us(each):.1f} us: its tile takes another instruction, which adds otherwise"
+        for each in others
+    ]
+    least = _total_us(scored[0])
+    cost = least - min([least, *map(_total_us, others)])
+    share = 100 * cost / least if least else 0.0
+    return [
+        *said, f"tiles of one instruction: the same bits among any number of tokens cost {cost:.1f} us, {share:.1f} %"
+    ]  # fmt: skip
 
 
 def candidates(problem: MoeProblem, machine: Machine) -> list[FusedConfig]:
@@ -275,7 +301,7 @@ def _label(config: FusedConfig) -> str:
 
 def _row(config: FusedConfig) -> str:
     times = config.prediction
-    assert times is not None  # every candidate has one
+    assert times is not None
     return (
         f"{_label(config):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "
         f"together {times.total_us:9.1f} us"

@@ -7,8 +7,7 @@ instance. How many heads there are is read off the module and its weights; layer
     projection                             rows of a head               split with
     q_proj, and any other (a gate, say)    its outputs / query heads    the query heads
     k_proj, v_proj                         its outputs / kv heads       the kv heads
-    query_key_value, alone                 q, k and v of one head       the heads
-    c_attn, alone                          all of q, of k, of v         the heads
+    one for q, k and v, alone              as `fused_heads` says        the heads
     kv_b_proj, of a latent attention       its outputs / heads          the heads; what comes before it stays whole
     a norm or a sink of [heads, ...]       one entry                    the heads that it counts
 
@@ -24,11 +23,11 @@ from iris.errors import StyleError
 from torch import nn
 
 from ..shard import HeadSplit, Shard, split_heads
+from .fused_heads import BY_HEAD, fused_kv_heads, fused_parts, keep_own_heads, layout_of
 from .linear_like import as_linear
 from .styles import COLUMN, PACKED, ROW
 
-# One projection for q, k and v: of each head one after the other, or all of q, then all of k, then all of v.
-_FUSED, _BLOCKS, _LATENT = "query_key_value", ("c_attn",), "kv_b_proj"
+_LATENT = "kv_b_proj"
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
 _OF_KV = {name for names in _NAMES for name in names[1:]}
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "attn_head_size")
@@ -56,13 +55,15 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
     head_dim: Any = next((getattr(module, key) for key in _HEAD_DIM if hasattr(module, key)), None)
     names = next((each for each in _NAMES if each[0] in column), None)
     needed = {child for child in names or () if child == (names or "")[0] or hasattr(module, child)}
-    known = needed <= column if names else len(column) == 1 and column <= {_FUSED, *_BLOCKS}
+    fused = next(iter(column)) if len(column) == 1 and layout_of(module, next(iter(column))) else None
+    known = needed <= column if names else fused is not None
     latent = _LATENT in column
     counts = isinstance(head_dim, int) or latent or any(hasattr(module, key) for key in _HEADS)
     if not (known or latent) or output is None or not counts or set(own.values()) & PACKED:
         raise StyleError(
             f"{name} is a {type(module).__name__} with {dict(sorted(own.items()))}: heads stay whole only in an"
-            " attention with head_dim, colwise q_proj, k_proj (and v_proj), and one rowwise output projection"
+            " attention with head_dim, colwise q_proj, k_proj (and v_proj) or one projection of a known layout for all"
+            " three, and one rowwise output projection"
         )
     linears = {child: _linear(module, child) for child in sorted(own)}
     if head_dim is None and not latent:
@@ -70,8 +71,9 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
         head_dim = _linear(model, output).in_features // count
     if latent:
         kv_heads = heads = next((getattr(module, key) for key in _HEADS if hasattr(module, key)), 0)
-    elif names is None:
-        kv_heads = heads = _linear(model, output).in_features // head_dim
+    elif fused is not None:
+        heads = _linear(model, output).in_features // head_dim
+        kv_heads = fused_kv_heads(linears[fused].out_features, heads, head_dim)
     else:
         query, key = linears[names[0]], linears.get(names[1])
         groups = getattr(module, "num_key_value_groups", None)
@@ -82,7 +84,8 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
             kv_heads = key.out_features // head_dim
             heads = kv_heads * int(groups or query.out_features // key.out_features)
     features = {child: _features(linears[child], style) for child, style in sorted(own.items())}
-    if not heads or any(size % _count(child, heads, kv_heads) for child, size in features.items()):
+    whole = heads and kv_heads and heads % kv_heads == 0
+    if not whole or any(size % _count(child, heads, kv_heads) for child, size in features.items() if child != fused):
         raise StyleError(
             f"{name} has projections of {features} features and head_dim {head_dim}: expected multiples of its {heads}"
             f" query heads, and of its {kv_heads} kv heads for k_proj and v_proj"
@@ -93,13 +96,15 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
     return split_heads(heads, kv_heads, world, rank)
 
 
-def head_parts(child: str, linear: nn.Linear, style: str, heads: HeadSplit) -> tuple[Shard, ...]:
-    """The part of one projection of an attention that holds `heads`."""
+def head_parts(
+    module: nn.Module, child: str, linear: nn.Linear, style: str, heads: HeadSplit
+) -> tuple[Shard, ...]:  # fmt: skip
+    """The part of projection `child` of attention `module` that holds `heads`."""
+    if style not in ROW and layout_of(module, child):
+        return fused_parts(module, child, linear.out_features, heads)
     width = _features(linear, style) // _count(child, heads.num_heads, heads.num_kv_heads)
     if style in ROW:
         return (heads.o_shard(width),)
-    if child in _BLOCKS:
-        return (heads.q_shard(width // 3), *[heads.kv_shard(width // 3)] * 2)
     return (heads.kv_shard(width) if child in _OF_KV else heads.q_shard(width),)
 
 
@@ -125,13 +130,15 @@ def head_parameters(
             )
 
 
-def cuts_its_output(name: str, styles: dict[str, str]) -> bool:
-    """Whether attention `name` cuts one projection's outputs into those of q, k and v."""
-    return any(f"{name}.{child}" in styles for child in _BLOCKS)
+def cuts_its_output(name: str, module: nn.Module, styles: dict[str, str]) -> bool:
+    """Whether attention `name` cuts one projection's outputs into those of q, k and v, which lie side by side."""
+    layouts = [layout_of(module, child) for child, _ in module.named_children() if f"{name}.{child}" in styles]
+    return any(layout not in (None, BY_HEAD) for layout in layouts)
 
 
 def set_local_heads(module: Any, heads: HeadSplit) -> None:
-    """Tells the attention instance how many heads it has now."""
+    """Tells the attention instance which heads it has now."""
+    keep_own_heads(module, heads)
     module.num_key_value_groups = heads.groups
     local = {heads.num_heads: heads.num_local_heads, heads.num_kv_heads: heads.num_local_kv_heads}
     for attribute in _TOGETHER:

@@ -110,7 +110,7 @@ def parallelize(
         weight_reads.check(whole, tried.linears)
         _carry_out(whole, tried, _Alone(ctx))
         _carry_out(part, tried, ctx)
-        untried = proof.prove(whole, part, tried.parents(styles_of.ROW), tried.cutting())
+        untried = proof.prove(whole, part, tried.parents(styles_of.ROW), tried.cutting(whole))
         if untried and ctx.cur_rank == 0:
             ctx.warning(
                 f"{type(model).__name__} cannot be run without weights: that {', '.join(untried[:4])}"
@@ -173,9 +173,10 @@ class _Split:
         """The modules of which a linear has one of the styles `kinds`."""
         return list(dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in kinds))
 
-    def cutting(self) -> list[str]:
+    def cutting(self, model: nn.Module) -> list[str]:
         """The modules that cut a rank's outputs as they would cut all: gates and ups, or q, k and v, side by side."""
-        column = [name for name in self.parents(styles_of.COLUMN) if cuts_its_output(name, self.linears)]
+        column = self.parents(styles_of.COLUMN)
+        column = [name for name in column if cuts_its_output(name, model.get_submodule(name), self.linears)]
         return self.parents(styles_of.PACKED) + column + self.delta_nets
 
     def digest(self, model: nn.Module) -> dict[str, Any]:
@@ -278,7 +279,9 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         linear, transposed = found
         attention = outputs.get(name, parent_name if parent_name in heads else None)
         linked = style in styles_of.LINKED and attention is not None
-        parts = head_parts(child, linear, style, heads[attention]) if linked else None
+        parts = None
+        if linked:
+            parts = head_parts(model.get_submodule(attention), child, linear, style, heads[attention])
         tied = embeddings.get(id(linear.weight))
         layer = _split(linear, style, parts, tied, ctx, split.shares_tokens)
         layer.stored_transposed = transposed

@@ -14,6 +14,7 @@ from ..autocast import current_autocast
 from ..hf.positions import count_from_zero, positions_known
 from ..sharded import positive
 from .cache import cache_bytes
+from .served import check_padding, check_served
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -25,6 +26,7 @@ def check_model(model: Any, device: torch.device) -> None:
         raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a decoder without an encoder")
+    check_served(model)
     elsewhere = {str(each.device) for each in model.parameters()} - {str(device)}
     if elsewhere and not hasattr(model, "hf_device_map"):  # whose hooks bring them
         raise ArgumentError(f"model has parameters on {', '.join(sorted(elsewhere))}: expected all on {device}")
@@ -93,7 +95,7 @@ def check_tokens(name: str, tokens: torch.Tensor, words: int, known: str = "the 
             raise ArgumentError(f"{name} have tokens from {lowest} to {highest}: expected 0 to {words - 1}, {known}")
 
 
-def check_prompts(prompts: Any, mask: Any, rows: int, max_length: int, device: torch.device, words: int) -> None:
+def check_prompts(model: Any, prompts: Any, mask: Any, rows: int, max_length: int, device: torch.device) -> None:
     """Raises unless both are [rows, 1 to max_length] on `device`, tokens of the vocabulary, with padding in front."""
     whole = torch.long, torch.int
     for name, given, dtypes in (("prompts", prompts, whole), ("mask", mask, (torch.bool, *whole))):
@@ -108,7 +110,8 @@ def check_prompts(prompts: Any, mask: Any, rows: int, max_length: int, device: t
                 f"{name} is {list(given.shape)} of {given.dtype} on {given.device}: expected [{rows}, {length}] of"
                 f" {dtypes[0]} on {device}"
             )
-    check_tokens("prompts", prompts, words)
+    check_tokens("prompts", prompts, words_of(model))
+    check_padding(model, mask)
     if mask is not None and not mask[:, -1].all():  # whose logits would be those of padding
         raise ArgumentError("mask is False at the end of a row: expected padding in front of the prompts")
 

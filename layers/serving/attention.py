@@ -88,11 +88,15 @@ def mask_of(**asked: Any) -> torch.Tensor | None:
 
 
 def use(model: Any, invariant: bool = False) -> bool:
-    """Makes `model` attend by this; False, and nothing changes, if it does not attend by transformers' sdpa now."""
+    """Makes `model` attend by this; False, and nothing changes, if it does not attend by transformers' sdpa now.
+
+    Nor if it looks for the name "sdpa" itself, and under any other attends in a way of its own (Falcon).
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = INVARIANT if invariant else NAME
-    if model.config._attn_implementation in ("sdpa", NAME, INVARIANT):
+    asks_by_name = not getattr(model, "_supports_attention_backend", True)
+    if model.config._attn_implementation in ("sdpa", NAME, INVARIANT) and not asks_by_name:
         AttentionInterface.register(name, partial(attend, invariant=True) if invariant else attend)
         AttentionMaskInterface.register(name, mask_of)
         model.set_attn_implementation(name)

@@ -1,4 +1,8 @@
-"""An engine's cache: transformers' `StaticCache`, of one length in all layers."""
+"""An engine's cache: transformers' `StaticCache`, of one length in all layers that attend.
+
+Layers that keep a state of fixed size (state spaces, linear attentions, convolutions) have transformers' own there: it
+is changed in place, and lies where it lay. What such a state has taken in cannot be taken out again.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,12 @@ if TYPE_CHECKING:
     from transformers import StaticCache
 
 
+# Layers of transformers' static caches by class: with keys and values, with these and a state, with none of them.
+_ATTENDING = ("StaticLayer", "StaticSlidingWindowLayer")
+_BOTH = ("LinearAttentionAndStaticFullAttentionLayer", "LinearAttentionAndStaticSlidingWindowAttentionLayer")
+_WITHOUT = ("LinearAttentionLayer", "DummyLayer")
+
+
 def has_windows(config: Any) -> bool:
     """Whether some layers attend to the latest tokens only."""
     from transformers import StaticCache
@@ -24,14 +34,22 @@ def shape_of(model: Any, ranks: int) -> tuple:
     """What two models that are split over so many `ranks` must have alike to share a cache."""
     text = model.config.get_text_config()
     sizes = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
-    return (*(getattr(text, size, None) for size in sizes), model.dtype, ranks)
+    return (*(_of_all_layers(text, size) for size in sizes), model.dtype, ranks)
+
+
+def _of_all_layers(config: Any, name: str) -> Any:
+    """A setting of `config`; None if there is none, or layers differ in it, for which transformers raises."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # AmbiguousGlobalPerLayerAttributeError, which older releases do not have
+        return None
 
 
 def cache_bytes(model: Any, ranks: int, batch_size: int, max_length: int) -> int:
     """What a rank's cache of these sizes takes, or less: as if the ranks shared its heads."""
     text = model.config.get_text_config()
     heads, groups, width, hidden, layers = (
-        size if isinstance(size := getattr(text, name, None), int) else 0
+        size if isinstance(size := _of_all_layers(text, name), int) else 0
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers")
     )
     local = -(-(groups or heads) // ranks)
@@ -40,20 +58,43 @@ def cache_bytes(model: Any, ranks: int, batch_size: int, max_length: int) -> int
 
 
 def static_cache(model: Any, ranks: int, max_length: int) -> StaticCache:
-    """A cache of `max_length` tokens in every layer, allocated at first use with the heads that are here then.
+    """A cache of `max_length` tokens in every layer that attends, allocated at first use with the heads that are here.
 
-    Whose batch it holds says its `holder`.
+    Whose batch it holds says its `holder`. Raises `ArgumentError` for a layer that keeps anything else.
     """
-    from transformers import StaticCache
-    from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+    from transformers import StaticCache, cache_utils
 
-    cache = StaticCache(model.config, max_length)
+    try:
+        cache = StaticCache(model.config, max_length)
+    except KeyError as kind:
+        raise ArgumentError(
+            f"{type(model).__name__} has layers of {kind}, of which transformers has no static cache: use the model's"
+            " generate()"
+        ) from kind
     for index, layer in enumerate(cache.layers):
-        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
-            raise ArgumentError(f"model has a cache layer of {type(layer).__name__}: expected attention layers only")
-        cache.layers[index] = StaticLayer(max_length)
+        kind = type(layer).__name__
+        if kind in _BOTH:
+            both = getattr(cache_utils, _BOTH[0])
+            cache.layers[index] = both(max_length, number_of_states=layer.number_of_states)
+        elif kind in _ATTENDING:
+            cache.layers[index] = cache_utils.StaticLayer(max_length)
+        elif kind not in _WITHOUT:
+            raise ArgumentError(
+                f"layer {index} of {type(model).__name__} keeps a {kind}: an engine expects layers that attend to all"
+                " tokens or to the latest, or keep a state of fixed size; use the model's generate()"
+            )
     cache.shape, cache.holder = shape_of(model, ranks), None
     return cache
+
+
+def attending(cache: Any) -> list[Any]:
+    """The layers of an engine's cache that keep keys and values."""
+    return [layer for layer in cache.layers if hasattr(layer, "max_cache_len")]
+
+
+def recurrent(cache: Any) -> list[Any]:
+    """The layers of an engine's cache that keep a state of fixed size, beside keys and values or alone."""
+    return [layer for layer in cache.layers if hasattr(layer, "has_previous_state")]
 
 
 def cache_name(model: Any) -> str:
@@ -67,7 +108,7 @@ def fits(cache: Any, shape: tuple, batch_size: int, max_length: int) -> bool:
     """Whether `cache` is another engine's, of these sizes. It has a batch size once it is filled."""
     if getattr(cache, "shape", None) != shape:
         return False
-    layers = cache.layers
+    layers = attending(cache)
     wide = [each for each in layers if each.is_initialized and each.keys.shape[0] != batch_size]
     return {each.max_cache_len for each in layers} == {max_length} and not wide
 

@@ -16,9 +16,9 @@ sample comes from a generator of the engine's own, seeded alike on all ranks. Wh
 tokens.
 
 Layers with a sliding window get a cache of full length, too: the mask alone keeps the window, so a step stays the same
-whatever the position. With sequence parallelism (`sequence`) the ranks must divide the tokens of a prompt, so a few
-tokens that mean nothing are put behind: attention is causal, and the cache forgets them. This is not a server: it takes
-one batch at a time, and runs all rows to the end of the longest.
+whatever the position. Layers that keep a state of fixed size run as they are (`cache`), on prompts eagerly. With
+sequence parallelism (`sequence`) the ranks must divide the tokens of a prompt, so a few are put behind: attention is
+causal, and the cache forgets them. This is not a server: it takes one batch at a time, to the end of the longest row.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ from .arguments import (
     check_sizes,
     words_of,
 )
-from .cache import cache_name, fits, has_windows, known_empty, shape_of, static_cache
+from .cache import attending, cache_name, fits, has_windows, known_empty, recurrent, shape_of, static_cache
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
 from .prompts import common_length, padded_before, padded_behind, stops, tokens_of
 from .sampling import Sampler
+from .served import check_compilable, check_padding, first_call, wants_whole_masks
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -121,6 +122,7 @@ class Engine:
         capturable = wanted and attention.use(model, bool(ctx.invariant)) and self.graphs
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
+        self._recurrent = bool(recurrent(self.cache))  # a state takes in what stands behind a prompt, so nothing may
         self._cache_name = cache_name(model)
         like: dict[str, Any] = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
@@ -133,12 +135,17 @@ class Engine:
         # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
         config: Any = model.config
         own = config._attn_implementation in ("sdpa", attention.NAME, attention.INVARIANT) and not has_windows(config)
-        self._seen = self.mask[:, None, None] if own else self.mask
+        self._whole_masks = wants_whole_masks(model)
+        self._seen = self.mask[:, None, None] if own and not self._whole_masks else self.mask
+        self._masks_steps = bool(attending(self.cache))  # a state that is masked would be so once for each token
+        self._tried: set[tuple[bool, bool]] = set()  # kinds of calls that have run
         self._keeps_any = "Tensor" in str(_annotation(model, "logits_to_keep"))  # else so many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
         self.steps = Graphs(2 if self.graphs else 0)
         # Prompts are long enough for overlapped ops, whose outputs then lie on the heap as long as the graphs.
-        self.prompts = Graphs(prompt_graphs if capturable else 0, around=partial(ctx.ops.outputs.keeping, Kept()))
+        self.prompts = Graphs(
+            prompt_graphs if capturable and not self._recurrent else 0, around=partial(ctx.ops.outputs.keeping, Kept())
+        )
         self._shape: torch.Size | None = None  # of logits, once prompts are read
         self._held = self._made = 0  # tokens of each row in the cache, and in `output`, as the host counts them
         self._compiled: CompiledLayers | None = None
@@ -170,7 +177,9 @@ class Engine:
             check_sampling(temperature, top_p, seed)
             check_no_autocast(self.tokens.device.type)
             tokens = tokens_of(prompts, words_of(self.model))
-            return stops(stop), tokens, padded_before(tokens, max_new_tokens, self.batch_size, self.max_length)
+            rows, mask = padded_before(tokens, max_new_tokens, self.batch_size, self.max_length)
+            check_padding(self.model, mask)
+            return stops(stop), tokens, (rows, mask)
 
         ends, prompts, (rows, mask) = checked(self.ctx, "Engine.generate", check)
         rows, mask = rows.to(self.tokens.device), None if mask is None else mask.to(self.tokens.device)
@@ -257,9 +266,9 @@ class Engine:
         positions = (seen.cumsum(-1) - 1).clamp(min=0)
         self.positions.copy_(positions[:, -1:] + 1)
         with known_empty(self.cache):
-            logits = self._logits(prompts, mask, positions, keep)
+            logits = self._logits(prompts, self.mask if self._whole_masks else mask, positions, keep)
         if not isinstance(keep, int) or keep > 1:  # the cache has what is behind
-            lengths = [each.cumulative_length for each in self.cache.layers]
+            lengths = [each.cumulative_length for each in attending(self.cache)]
             over = (prompts.shape[1] - end).to(lengths[0].dtype).view_as(lengths[0])
             torch._foreach_sub_(lengths, [over] * len(lengths))
         return logits
@@ -269,11 +278,11 @@ class Engine:
         if self.cache.holder is not None:
             raise ArgumentError("prompts come behind others in the engine's cache: expected reset() before them")
         compare(self.ctx, "Engine", prompts=prompts, mask=mask)
-        check_prompts(prompts, mask, self.batch_size, self.max_length, self.tokens.device, words_of(self.model))
+        check_prompts(self.model, prompts, mask, self.batch_size, self.max_length, self.tokens.device)
 
     def _sharable(self, batch: int, length: int) -> int:
         """The next length at which ranks can share the tokens, if the model does and there are enough."""
-        if self._sharing is None or not self._sharing.suits(batch * length):
+        if self._sharing is None or self._recurrent or not self._sharing.suits(batch * length):
             return length
         longer = -(-length // self._step(batch)) * self._step(batch)
         return longer if longer <= self.max_length else length
@@ -325,7 +334,7 @@ class Engine:
 
     def _one_step(self) -> torch.Tensor:
         self.mask.index_fill_(1, self.filled, True)
-        logits = self._logits(self.tokens, self._seen, self.positions)
+        logits = self._logits(self.tokens, self._seen if self._masks_steps else None, self.positions)
         torch._foreach_add_([self.positions, self.filled], 1)
         self._accept(logits)
         return logits
@@ -352,7 +361,9 @@ class Engine:
         self, tokens: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, keep: torch.Tensor | int = 1
     ) -> torch.Tensor:
         """Of one token a row, so many from the end or at `keep` [1]: the head's product is the largest there is."""
-        with nullcontext() if self._compiled is None else self._compiled.serving(tokens.shape[1]):
+        kind = tokens.shape[1] == 1, mask is None
+        trying = nullcontext() if kind in self._tried else first_call(self.model, self.cache)
+        with trying, nullcontext() if self._compiled is None else self._compiled.serving(tokens.shape[1]):
             result = self.model(
                 input_ids=tokens,
                 attention_mask=mask,
@@ -361,10 +372,12 @@ class Engine:
                 use_cache=True,
                 logits_to_keep=keep,
             )
+        self._tried.add(kind)
         return result.logits[:, 0 if isinstance(keep, torch.Tensor) else -keep]  # some make all of them
 
     @_untracked
     def _compile(self, backend: str) -> None:
+        check_compilable(self.model, self.cache, backend)
         layers = decoder_layers(self.model, len(self.cache.layers))
         if not all(each.is_initialized for each in self.cache.layers):
             self.mask.fill_(True)

@@ -3,8 +3,9 @@
     python -m tests.coverage_of_models --write                   all types on 2 and on 3 ranks: an hour on two cores
     python -m tests.coverage_of_models --only mixtral --report   one of them, and what became of its modules
     python -m tests.coverage_of_models --json FILE               goes on where FILE ends
+    python -m tests.coverage_of_models --json FILE --engine      what an engine makes of each type in FILE, too
 
-Fails if a type is accepted and wrong. See `table` for what the page says.
+Fails if a type is accepted and wrong, by a split model or by an engine. See `table` for what the page says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 
 import iris  # noqa: F401  # before triton
 
-from tests.coverage_of_models import compare, table, tiny
+from tests.coverage_of_models import compare, engine, table, tiny
 from tests.harness import run_ranks
 
 TIMEOUT_S = 400.0
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types in place of all")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3], metavar="N")
     parser.add_argument("--json", type=Path, help="results by type: read first if it is there, then written")
+    parser.add_argument("--engine", action="store_true", help="try each type that is split in an engine, on 2 ranks")
     parser.add_argument("--again", action="store_true", help="try what the file has, too")
     parser.add_argument("--merge", type=Path, help="results of another run, on other ranks, to take the worse of")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
@@ -34,12 +36,17 @@ def main() -> int:
     arguments = parser.parse_args()
     results = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     for model_type in arguments.only or tiny.types():
-        if model_type in results and not arguments.again and not arguments.only:
+        known = model_type in results and not arguments.again and not arguments.only
+        if known and not (arguments.engine and "engine" not in results[model_type]):
             continue
         started = time.monotonic()
-        results[model_type] = of_type(model_type, arguments.ranks, arguments.report)
+        if not known:
+            results[model_type] = of_type(model_type, arguments.ranks, arguments.report)
         row = results[model_type]
         text = row["message"] if row["outcome"] != "split" else f"{row['share']:.0%}"
+        if arguments.engine and row["outcome"] == "split":
+            row["engine"] = in_engine(model_type)
+            text += f", in an engine: {row['engine']}"
         print(f"{model_type}: {row['outcome']} {text[:300]} ({time.monotonic() - started:.1f} s)", flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
@@ -51,7 +58,9 @@ def main() -> int:
     for row in results.values():
         counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1
     print(counts)
-    return int(counts.get("wrong", 0) > 0)
+    wrong = [name for name, row in results.items() if row.get("engine", "").startswith("wrong")]
+    print(f"wrong in an engine: {', '.join(wrong) or 'none'}")
+    return int(counts.get("wrong", 0) > 0 or bool(wrong))
 
 
 def of_type(model_type: str, ranks: list[int], shows: bool) -> dict:
@@ -77,6 +86,14 @@ def of_type(model_type: str, ranks: list[int], shows: bool) -> dict:
         if shows:
             print(report)
     return {"outcome": "split", "share": round(share, 3), "message": note}
+
+
+def in_engine(model_type: str) -> str:
+    """What an engine makes of a type that is split, as `engine.judge` says it."""
+    try:
+        return engine.judge(model_type, run_ranks(2, engine.served_body, model_type, timeout=TIMEOUT_S))
+    except Exception as error:
+        return f"wrong: {type(error).__name__}: {error}"[-400:]
 
 
 if __name__ == "__main__":

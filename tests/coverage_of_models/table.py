@@ -25,6 +25,10 @@ by a call on all tokens before it, without a cache.
   are split and gathered count as split.
 - **plan**: *own* is the model's own tensor-parallel plan, *built in* is one of `layers/hf/plans/`. The report that
   `parallelize` returns names it.
+- **engine**: whether [`layers.Engine`](guides/serving.md) serves the type. *Yes*: the logits of prompts, some of them
+  padded, and of some tokens behind are the unsplit model's. *One length*: it refuses prompts of different lengths in
+  one call, because the model does not pass over padding. *No*: it refuses the type, and says so; the model's own
+  `generate()` serves it.
 - **refused**: the message. The model is then as it was. A plan of your own, `plan={{name: style}}`, may still split it.
 - **not tried**: transformers cannot build or run the type by itself here.
 
@@ -44,10 +48,10 @@ def render(results: dict[str, dict[str, Any]], ranks: list[int]) -> str:
     over = " and ".join(map(str, ranks)) + " ranks"
     parts = [_HEAD.format(all=len(results), ranks=over, **versions, **outcomes)]
     split = {name: row for name, row in sorted(results.items()) if row["outcome"] == "split"}
-    lines = ["| type | split | plan | note |", "|---|---:|---|---|"]
+    lines = ["| type | split | plan | engine | note |", "|---|---:|---|---|---|"]
     for name, row in split.items():
         plan = "built in" if name in PLANS else "own"
-        lines.append(f"| {name} | {100 * row['share']:.0f} % | {plan} | {_cell(row['message'])} |")
+        lines.append(f"| {name} | {100 * row['share']:.0f} % | {plan} | {_engine(row)} | {_cell(row['message'])} |")
     parts.append("## Split\n\n" + "\n".join(lines) + "\n")
     for outcome, title in (("refused", "Refused"), ("untried", "Not tried"), ("wrong", "Wrong")):
         rows = {name: row for name, row in sorted(results.items()) if row["outcome"] == outcome}
@@ -55,6 +59,10 @@ def render(results: dict[str, dict[str, Any]], ranks: list[int]) -> str:
             table = [f"| {name} | {_cell(row['message'])} |" for name, row in rows.items()]
             parts.append(f"## {title}\n\n" + "\n".join(["| type | why |", "|---|---|", *table]) + "\n")
     return "\n".join(parts)
+
+
+def _engine(row: dict[str, Any]) -> str:
+    return str(row.get("engine", "")).partition(":")[0]
 
 
 def _cell(text: str) -> str:

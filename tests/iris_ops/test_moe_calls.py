@@ -15,6 +15,7 @@ from iris_ops.planning import moe_ways
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, candidates, moe_plan, need_sorting, tokens_at_once
+from iris_ops.problem import part_of
 import pytest
 import torch
 
@@ -109,6 +110,32 @@ def test_an_expert_out_of_range_is_found_on_the_device(tokens: int, wrong: int) 
     run_ranks(RANKS, wrong_expert_body, tokens, wrong)
 
 
+def wrong_down_body(ctx: iris.Iris, op: str, tokens: int, algorithm: str | None) -> None:
+    """The ops that exchange find it as well, on every rank, and no rank waits for another."""
+    experts = torch.zeros(tokens, 2, dtype=torch.int64)
+    experts[tokens - 1, 0] = 7
+    config = None if algorithm is None else FusedConfig(16, 32, 32, num_warps=4, num_stages=2, algorithm=algorithm)
+    with iris.iris(64 << 20) as own:
+        A, B = torch.zeros(2 * tokens, 4, device=own.device), torch.zeros(6, 4, 8, device=own.device)
+        rows = part_of(tokens, own.num_ranks, own.cur_rank) if op == DOWN_REDUCE_SCATTER else tokens
+        out, weights = torch.zeros(rows, 8, device=own.device), torch.ones(tokens, 2, device=own.device)
+        with pytest.raises(ExpertError, match="experts has 7; expected indices from 0 below 6"):
+            for _ in range(2):
+                getattr(own.ops, op)(out, A, B, experts.to(own.device), weights, config=config)
+                if ON_GPU:
+                    torch.cuda.synchronize()
+        with pytest.raises(ExpertError, match="experts has 7"):  # the context is void
+            own.ops.moe_route(experts.to(own.device), 8)
+
+
+@pytest.mark.parametrize("op, tokens, algorithm", [
+    (DOWN_ALL_REDUCE, 3, None), (DOWN_ALL_REDUCE, FEW_PAIRS, None), (DOWN_ALL_REDUCE, 3, "sequential"),
+    (DOWN_REDUCE_SCATTER, 5, None),
+])  # fmt: skip
+def test_an_expert_out_of_range_is_found_where_ranks_exchange(op: str, tokens: int, algorithm: str | None) -> None:
+    run_ranks(RANKS, wrong_down_body, op, tokens, algorithm)
+
+
 def in_debug_mode_body(ctx: iris.Iris) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IRIS_DEBUG", "1")
@@ -117,6 +144,16 @@ def in_debug_mode_body(ctx: iris.Iris) -> None:
             with pytest.raises(ExpertError, match="moe_route: experts has 9; expected indices from 0 below 6"):
                 own.ops.moe_route(wrong, 6)
             own.ops.moe_route(wrong, 10)  # and the context can still be used
+            tokens, middle = torch.zeros(2, 8, device=own.device), torch.zeros(2, 4, device=own.device)
+            first, second = torch.zeros(6, 8, 8, device=own.device), torch.zeros(6, 4, 8, device=own.device)
+            out, weights = torch.full((2, 8), 5.0, device=own.device), torch.ones(2, 1, device=own.device)
+            with pytest.raises(ExpertError, match="moe_gate_up: experts has 9; expected indices from 0 below 6"):
+                own.ops.moe_gate_up(middle, tokens, first, wrong)
+            with pytest.raises(ExpertError, match="moe_down_all_reduce: experts has 9; expected indices from 0 below"):
+                own.ops.moe_down_all_reduce(out, middle, second, wrong, weights)
+            assert (out == 5).all(), "something was launched"
+            own.ops.moe_down_all_reduce(out, middle, second, wrong - 9, weights)
+            assert (out == 0).all()
 
 
 def test_in_debug_mode_the_call_itself_raises() -> None:

@@ -38,6 +38,37 @@ def test_parts_are_all_of_an_expert_and_as_even_as_units_allow(world_size: int, 
     assert max(sizes) - min(sizes) <= unit and all(size % unit == 0 for size in sizes)
 
 
+@pytest.mark.parametrize("intermediate", [768, 1408, 1536, 2048, 2880, 14336])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_the_largest_part_is_within_two_percent_of_an_even_one(world_size: int, intermediate: int) -> None:
+    """Of the intermediate sizes of Qwen3-30B-A3B, DeepSeek-V2-Lite, Qwen3-235B-A22B, DeepSeek-V3, gpt-oss, Mixtral."""
+    sizes = [stop - start for start, stop in (part_of_experts(intermediate, world_size, r) for r in range(world_size))]
+    assert max(sizes) <= 1.02 * intermediate / world_size
+
+
+def held_body(ctx) -> tuple[int, int]:
+    model = wide()
+    whole = sum(each.nbytes for name, each in model.named_parameters() if ".experts." in name)
+    parallelize(model, ctx)
+    split = [name for name, module in model.named_modules() if isinstance(module, SplitExperts)]
+    assert len(split) == 2
+    return whole, sum(each.nbytes for name, each in model.named_parameters() if name.startswith(tuple(split)))
+
+
+def wide() -> nn.Module:
+    sizes = dict(hidden_size=16, intermediate_size=1408, num_local_experts=3, num_hidden_layers=2, head_dim=8)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**models.PLAIN, **sizes}))
+
+
+@three_ranks
+def test_a_rank_holds_its_share_of_the_experts(world_size: int) -> None:
+    held = run_ranks(world_size, held_body)
+    assert sum(own for _, own in held) == held[0][0], "each byte of the experts is on one rank"
+    for whole, own in held:
+        assert abs(own * world_size / whole - 1) <= 0.02
+
+
 # --- a real model, from a checkpoint to text -------------------------------------------------------------------------
 
 

@@ -51,6 +51,19 @@ class Attention(nn.Module):
         return self.o(y.reshape(*x.shape[:2], self.width))
 
 
+class Biased(Attention):
+    """Has a bias for each head, of which nobody knows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("slopes", torch.ones(4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = (q @ k.transpose(-1, -2) + self.slopes).softmax(-1) @ v
+        return self.o(y.transpose(1, 2).reshape(*x.shape[:2], self.width))
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -213,11 +226,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
         r"encoder.block.0.layer.0.SelfAttention is a T5Attention",
     ),
     "n_heads across": (t5, attention(T5_CROSS, ["q", "k", "v"], "o"), r"layer.1.EncDecAttention is a T5Attention"),
-    "alibi": (
-        bloom,
-        attention("transformer.h.*.self_attention", ["query_key_value"], "dense"),
-        r"transformer.h.0.self_attention would fail",
-    ),
+    "a bias by head": (lambda: Stack(lambda: Biased(-1)), QKV, r"layers.0 would fail in its forward.*broadcast"),
     "a reshape": (lambda: Stack(lambda: Attention(32)), QKV, r"layers.0 would fail in its forward.*\[11, 13, 32\]"),
     "another shape": (lambda: Stack(Summed), PAIR, r"layers.0 would give \(11, 1, 32\) in place of \(11, 13, 32\)"),
     "a fused gate by columns": (

@@ -8,7 +8,6 @@ _FC = mlp("", ("fc1",), "fc2")
 # BART's decoder, and those that are built as it is.
 _BART_LAYER = {**attention(output="out_proj"), **attention("encoder_attn", output="out_proj"), **_FC}
 _BART = {**below(("model.decoder.layers.*", "model.layers.*", "biogpt.layers.*"), _BART_LAYER), **HEAD}
-_FUSED_H = ("c_attn",)
 _GPT2 = {
     **below("transformer.h.*", attention("attn", ("c_attn",), "c_proj"), mlp("mlp", ("c_fc",), "c_proj")),
     **HEAD,
@@ -33,7 +32,7 @@ PLANS: dict[str, dict[str, str]] = {
         **HEAD,
     },
     "gpt_bigcode": {
-        **below("transformer.h.*", gathered("attn", ("c_attn",), ("c_proj",)), mlp("mlp", ("c_fc",), "c_proj")),
+        **below("transformer.h.*", attention("attn", ("c_attn",), "c_proj"), mlp("mlp", ("c_fc",), "c_proj")),
         **HEAD,
     },
     "gpt_neo": {
@@ -45,15 +44,15 @@ PLANS: dict[str, dict[str, str]] = {
         **HEAD,
     },
     "codegen": {
-        **below("transformer.h.*", gathered("attn", ("qkv_proj",), ("out_proj",)), mlp("mlp", ("fc_in",), "fc_out")),
+        **below("transformer.h.*", attention("attn", ("qkv_proj",), "out_proj"), mlp("mlp", ("fc_in",), "fc_out")),
         **HEAD,
     },
     **dict.fromkeys(("bloom", "falcon"), {
-        **below("transformer.h.*", gathered("self_attention", ("query_key_value",), ("dense",)), _4H),
+        **below("transformer.h.*", attention("self_attention", ("query_key_value",), "dense"), _4H),
         **HEAD,
     }),
     "mpt": {
-        **below("transformer.blocks.*", gathered("attn", ("Wqkv",), ("out_proj",)), mlp("ffn", ("up_proj",))),
+        **below("transformer.blocks.*", attention("attn", ("Wqkv",), "out_proj"), mlp("ffn", ("up_proj",))),
         **HEAD,
     },
     **dict.fromkeys(("persimmon", "fuyu"), {

@@ -55,9 +55,9 @@ SPLITS = [
     Fault(
         "a plan is not tried",
         "layers/hf/parallelize.py",
-        "proof.prove(whole, part, tried.parents(styles_of.ROW), tried.cutting())",
+        "proof.prove(whole, part, tried.parents(styles_of.ROW), tried.cutting(whole))",
         "[]",
-        tuple(f"{_PLANS}[{case}-2]" for case in ("n_heads", "alibi", "a reshape")),
+        tuple(f"{_PLANS}[{case}-2]" for case in ("n_heads", "a bias by head", "a reshape")),
     ),
     Fault(
         "a plan that is tried may compute with other numbers",

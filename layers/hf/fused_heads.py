@@ -1,0 +1,106 @@
+"""Projections that hold q, k and v in one weight: which of its outputs are those of a rank's heads.
+
+    layout       outputs, one after the other                                 found in
+    by head      q, k and v of a head, then those of the next                 GPT-NeoX, BLOOM, Falcon RW
+    blocks       q of all heads, k of all kv heads, v of all kv heads         GPT-2, MPT; Falcon 7B, StarCoder
+    by group     the query heads of a kv head, its k, its v, the next group   Falcon 40B
+    by shard     of each of `mp_num` parts of the heads, q, then v, then k    CodeGen
+
+A rank's part is laid out as the module takes it apart once it is told of its heads; CodeGen's module then has one part.
+
+Where the model computes a bias or a mask for each head (ALiBi) and hands it to its attentions, a hook in front of an
+attention keeps what is of the rank's heads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from ..shard import HeadSplit, Range, Shard
+
+BY_HEAD, BLOCKS, BY_GROUP, BY_SHARD = "by head", "blocks", "by group", "by shard"
+_SHARDS = "mp_num"
+# Arguments of an attention's forward that have entries for each head.
+_BIASES = ("alibi", "position_bias")
+_MASK = "attention_mask"
+
+
+def layout_of(module: Any, child: str) -> str | None:
+    """How projection `child` of attention `module` holds q, k and v; None if it is not known to hold all three."""
+    several = getattr(module, "multi_query", None)  # query heads, to one k and v
+    if child == "query_key_value":
+        return BY_GROUP if getattr(module, "new_decoder_architecture", False) else BLOCKS if several else BY_HEAD
+    if child == "c_attn":
+        return BY_HEAD if several is False else BLOCKS
+    if child == "Wqkv" and hasattr(module, "clip_qkv"):
+        return BLOCKS
+    return BY_SHARD if child == "qkv_proj" and isinstance(getattr(module, _SHARDS, None), int) else None
+
+
+def fused_kv_heads(outputs: int, heads: int, head_dim: int) -> int:
+    """How many kv heads stand beside `heads` query heads in so many outputs; 0 if these are no whole heads."""
+    count, rest = divmod(outputs, head_dim)
+    return (count - heads) // 2 if not rest and (count - heads) % 2 == 0 else 0
+
+
+def fused_parts(module: Any, child: str, outputs: int, heads: HeadSplit) -> tuple[Shard, ...]:
+    """The part of fused projection `child`, of so many `outputs`, that holds `heads`."""
+    layout, width = layout_of(module, child), outputs // (heads.num_heads + 2 * heads.num_kv_heads)
+    if layout == BY_HEAD:
+        return (heads.q_shard(3 * width),)
+    if layout == BLOCKS:
+        return (heads.q_shard(width), heads.kv_shard(width), heads.kv_shard(width))
+    ranges = _by_group(heads, width) if layout == BY_GROUP else _by_shard(heads, width, getattr(module, _SHARDS))
+    return (Shard(outputs, tuple(ranges)),)
+
+
+def _by_group(heads: HeadSplit, width: int) -> list[Range]:
+    group, found = heads.num_heads // heads.num_kv_heads, []
+    for kv in range(*heads.kv):
+        begin, (first, last) = kv * (group + 2), (edge - kv * group for edge in heads.q)
+        found += [(begin + max(first, 0), begin + min(last, group)), (begin + group, begin + group + 2)]
+    return [(start * width, stop * width) for start, stop in found]
+
+
+def _by_shard(heads: HeadSplit, width: int, shards: int) -> list[Range]:
+    size, (first, last) = heads.num_heads * width // shards, (edge * width for edge in heads.q)
+    found = []
+    for which in range(3):  # q, v, k
+        for shard in range(shards):
+            start, stop = (min(max(edge - shard * size, 0), size) for edge in (first, last))
+            begin = (3 * shard + which) * size
+            found += [(begin + start, begin + stop)] if start < stop else []
+    return found
+
+
+def keep_own_heads(module: Any, heads: HeadSplit) -> None:
+    """Makes attention `module` run on what is of `heads`: its one projection's part, and biases that it is given."""
+    if isinstance(getattr(module, _SHARDS, None), int):
+        setattr(module, _SHARDS, 1)
+    takes = inspect.signature(type(module).forward).parameters
+    if heads.num_local_heads < heads.num_heads and any(name in takes for name in _BIASES):
+        module.register_forward_pre_hook(_OwnHeads(heads), with_kwargs=True)
+
+
+class _OwnHeads:
+    """The forward pre-hook: of biases [heads, ...], [B*heads, ...] or [B, heads, T, L], and of masks like the last."""
+
+    def __init__(self, heads: HeadSplit) -> None:
+        self._count, (self._start, stop) = heads.num_heads, heads.q
+        self._own = stop - self._start
+
+    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        own = {name: self._of(kwargs[name]) for name in _BIASES if isinstance(kwargs.get(name), torch.Tensor)}
+        mask = kwargs.get(_MASK)
+        if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] == self._count:
+            own[_MASK] = self._of(mask)
+        return args, {**kwargs, **own}
+
+    def _of(self, bias: torch.Tensor) -> torch.Tensor:
+        if bias.dim() == 4:
+            return bias.narrow(1, self._start, self._own)
+        by_head = bias.unflatten(0, (-1, self._count))
+        return by_head.narrow(1, self._start, self._own).flatten(0, 1)

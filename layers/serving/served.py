@@ -1,0 +1,101 @@
+"""What an engine knows of model types that its cache, or padding, does not suit: seen by trying each type
+(`python -m tests.coverage_of_models --engine`).
+
+A static cache is longer than what it holds, and the tokens that are not there yet are masked. Padding stands in front
+of shorter prompts, masked too, and positions are given by number. Some models heed neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from iris.errors import ArgumentError, IrisError
+import torch
+
+from ..hf.plans.bert import PLANS as BERT
+
+_BY_LENGTH = "an attention to the latest tokens, whose place it takes from the length of its cache"
+# Types that would run, and be wrong.
+UNSERVED = {"gpt_neo": _BY_LENGTH, "inkling_text": _BY_LENGTH, "inkling_model": _BY_LENGTH}
+_COUNTS, _TAKES_IN = "counts positions by the cache, padding included", "takes padding into its state"
+UNPADDED = {
+    **dict.fromkeys(
+        ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "git", "marian", "mbart", "mvp", "pegasus",
+         "plbart", "trocr"), _COUNTS
+    ),
+    "recurrent_gemma": _TAKES_IN,
+}  # fmt: skip
+_INSTEAD = "use its generate()"
+# What a model may raise that a static cache, or a mask of its length, does not suit.
+_UNSUITED = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
+
+
+def check_served(model: Any) -> None:
+    """Raises `ArgumentError` for a model whose answers over a static cache are wrong."""
+    name, kind = type(model).__name__, getattr(model.config, "model_type", None)
+    known = getattr(model, "_supports_default_dynamic_cache", None)
+    if known is not None and not known():
+        raise ArgumentError(f"model is a {name}, which keeps a cache of its own: {_INSTEAD}")
+    if kind in BERT and getattr(model.config, "is_decoder", None) is False:
+        raise ArgumentError(
+            f"model is a {name}, whose tokens attend to those behind them: expected is_decoder=True in its"
+            f" configuration, or {_INSTEAD}"
+        )
+    if kind in UNSERVED:
+        raise ArgumentError(f"model is a {name}, which has {UNSERVED[kind]}: {_INSTEAD}")
+
+
+def check_padding(model: Any, mask: torch.Tensor | None) -> None:
+    """Raises `ArgumentError` for padding in front of prompts of a model that does not pass over it."""
+    kind = getattr(model.config, "model_type", None)
+    if mask is not None and kind in UNPADDED and not bool(mask.all()):
+        raise ArgumentError(
+            f"prompts are padded to one length, but {type(model).__name__} {UNPADDED[kind]}: expected prompts of one"
+            " length in a call"
+        )
+
+
+def wants_whole_masks(model: Any) -> bool:
+    """Whether the model makes biases of its mask (ALiBi), which then has to be [rows, cache length]."""
+    return getattr(model.config, "model_type", None) == "bloom" or bool(getattr(model.config, "alibi", False))
+
+
+def check_compilable(model: Any, cache: Any, backend: str) -> None:
+    """Raises `ArgumentError` where not all layers of an engine's cache keep keys and values alone."""
+    for index, layer in enumerate(cache.layers):
+        if not hasattr(layer, "max_cache_len") or hasattr(layer, "has_previous_state"):
+            raise ArgumentError(
+                f"compile is {backend!r}, but layer {index} of {type(model).__name__} keeps a {type(layer).__name__}:"
+                " expected False"
+            )
+
+
+@contextmanager
+def first_call(model: Any, cache: Any) -> Iterator[None]:
+    """Around a model's first call over a cache: says what to do where the model cannot be run so."""
+    try:
+        yield
+        _check_filled(model, cache)
+    except IrisError:
+        raise
+    except Exception as error:
+        if isinstance(error, _UNSUITED) or type(error) is RuntimeError:
+            lines = str(error).strip().splitlines() or [""]
+            raise ArgumentError(
+                f"model is a {type(model).__name__}, which cannot be run over a static cache ({type(error).__name__}:"
+                f" {lines[0][:200]}): {_INSTEAD}"
+            ) from error
+        raise
+
+
+def _check_filled(model: Any, cache: Any) -> None:
+    flags = ("is_conv_states_initialized", "is_recurrent_states_initialized")
+    kept = (
+        getattr(layer, "is_initialized", False) or any(any(getattr(layer, flag, {}).values()) for flag in flags)
+        for layer in cache.layers
+        if type(layer).__name__ != "DummyLayer"  # which holds nothing, and says that it is initialized
+    )
+    if not any(kept):
+        raise ArgumentError(f"{type(model).__name__} keeps nothing in the cache that it is given: {_INSTEAD}")

@@ -1,0 +1,102 @@
+"""The engine on mixtures, hybrids and others of the tiny models: the unsplit logits, or a refusal with a remedy.
+`python -m tests.coverage_of_models --engine` tries all types.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from iris.errors import ArgumentError
+import layers
+import pytest
+import torch
+
+from tests.coverage_of_models import engine, tiny
+from tests.harness import UNDER_TORCHRUN, run_ranks
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+
+MIXTURES = ["gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3"]
+# Whose layers keep a state: gated delta nets, state spaces beside attention, short convolutions, delta attention.
+HYBRIDS = ["qwen3_next", "falcon_h1", "bamba", "nemotron_h", "lfm2_moe", "jamba", "kimi_linear", "mamba"]
+BIASED = ["bloom", "mpt", "falcon"]
+REFUSED = {
+    "gpt_neo": "GPTNeoForCausalLM, which has an attention to the latest tokens, .* use its generate()",
+    "bert": "BertLMHeadModel, whose tokens attend to those behind them: expected is_decoder=True .*, or use its gen",
+    "minimax": "MiniMaxForCausalLM, which keeps a cache of its own: use its generate()",
+    "glm_moe_dsa": "layer 0 of GlmMoeDsaForCausalLM keeps a StaticIndexedLayer: .*; use the model's generate()",
+    "xlm": "XLMWithLMHeadModel, which cannot be run over a static cache .*: use its generate()",
+    "openai-gpt": "OpenAIGPTLMHeadModel keeps nothing in the cache that it is given: use its generate()",
+}
+ONE_LENGTH = {
+    "recurrent_gemma": "RecurrentGemmaForCausalLM takes padding into its state: expected prompts of one length",
+    "bart": "BartForCausalLM counts positions by the cache, padding included: expected prompts of one length",
+}
+
+
+@pytest.mark.parametrize("model_type", [*HYBRIDS, *MIXTURES, *BIASED])
+@pytest.mark.some(4)
+def test_the_engine_gives_the_unsplit_models_logits(model_type: str) -> None:
+    outcomes = run_ranks(2, engine.served_body, model_type, timeout=400)
+    assert engine.judge(model_type, outcomes) == "yes"
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+@pytest.mark.some(2)
+def test_a_type_that_an_engine_cannot_serve_is_refused(model_type: str) -> None:
+    for outcome in run_ranks(2, engine.served_body, model_type, timeout=400):
+        with pytest.raises(ArgumentError, match=REFUSED[model_type].replace("()", r"\(\)")):
+            raise ArgumentError(outcome.refusals["of one length"])
+        assert not outcome.answers
+
+
+@pytest.mark.parametrize("model_type", ONE_LENGTH)
+@pytest.mark.some(1)
+def test_padding_is_refused_where_the_model_does_not_pass_over_it(model_type: str) -> None:
+    outcomes = run_ranks(2, engine.served_body, model_type, timeout=400)
+    assert engine.judge(model_type, outcomes) == "one length"
+    assert all(ONE_LENGTH[model_type] in each.refusals["padded"] for each in outcomes)
+
+
+def hybrid_body(ctx: Any) -> list:
+    model = tiny.build("qwen3_next")
+    layers.parallelize(model, ctx)
+    with pytest.raises(ArgumentError, match=r"compile is 'eager', but layer 0 of Qwen3NextForCausalLM keeps a Linear"):
+        layers.Engine(model, ctx, 2, 16, compile="eager")
+    first = layers.Engine(model, ctx, 2, 16)
+    second = layers.Engine(model, ctx, 2, 16, cache=first.cache)
+    rows, others = (engine.prompts(lengths) for lengths in engine.LENGTHS.values())
+    found = [
+        first.generate(rows, 4),
+        second.generate(others, 4),
+        first.generate(rows[::-1], 4),
+        first.generate(rows, 4),
+    ]
+    assert found[0] == found[2][::-1] == found[3], "a state is left over"
+    return found
+
+
+def test_states_are_forgotten_and_shared_like_keys_and_values() -> None:
+    whole: Any = tiny.build("qwen3_next")
+    expected = []
+    for lengths in engine.LENGTHS.values():
+        rows = [torch.tensor([row]) for row in engine.prompts(lengths)]
+        made = [whole.generate(row, max_new_tokens=4, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
+        expected.append(made)
+    for found in run_ranks(2, hybrid_body, timeout=400):
+        assert found[:2] == expected
+
+
+def test_the_judge_sees_a_wrong_answer() -> None:
+    kinds = {kind: engine.prompts(lengths) for kind, lengths in engine.LENGTHS.items()}
+    model = tiny.build("gpt2")
+    words = [[5, 6, 7], [8, 9, 10]]
+    right = {kind: (words, engine.expected(model, rows, words)) for kind, rows in kinds.items()}
+    outcome = engine.Served(right, {})
+    assert engine.judge("gpt2", [outcome, outcome]) == "yes"
+    for kind in kinds:
+        off = engine.Served({**right, kind: (words, right[kind][1] + 0.01)}, {})
+        assert f"wrong: {kind}, rank 1's logits are off by 1.0e-02" in engine.judge("gpt2", [outcome, off])
+    assert engine.judge("gpt2", [outcome, engine.Served(right, {}, "padded: no")]) == "wrong: fails, padded: no"
+    assert "differ in what they refuse" in engine.judge("gpt2", [outcome, engine.Served({}, {"padded": "no"})])
