@@ -75,6 +75,7 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
         heads = _linear(model, output).in_features // head_dim
         kv_heads = fused_kv_heads(linears[fused].out_features, heads, head_dim)
     else:
+        assert names is not None
         query, key = linears[names[0]], linears.get(names[1])
         groups = getattr(module, "num_key_value_groups", None)
         if key is None:  # it attends to what another layer's gives

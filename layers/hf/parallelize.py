@@ -258,9 +258,8 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         assert found is not None, name
         linear, transposed = found
         attention = outputs.get(name, parent_name if parent_name in heads else None)
-        linked = style in styles_of.LINKED and attention is not None
         parts = None
-        if linked:
+        if style in styles_of.LINKED and attention is not None:
             parts = head_parts(model.get_submodule(attention), child, linear, style, heads[attention])
         tied = embeddings.get(id(linear.weight))
         layer = _split(linear, style, parts, tied, ctx, split.shares_tokens)
