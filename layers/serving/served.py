@@ -18,7 +18,13 @@ from ..hf.plans.bert import PLANS as BERT
 
 _BY_LENGTH = "an attention to the latest tokens, whose place it takes from the length of its cache"
 # Types that would run, and be wrong.
-UNSERVED = {"gpt_neo": _BY_LENGTH, "inkling_text": _BY_LENGTH, "inkling_model": _BY_LENGTH}
+UNSERVED = {
+    **dict.fromkeys(("gpt_neo", "inkling_text", "inkling_model"), _BY_LENGTH),
+    **dict.fromkeys(
+        ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+        "positions that begin behind that of padding",
+    ),
+}
 _COUNTS, _TAKES_IN = "counts positions by the cache, padding included", "takes padding into its state"
 UNPADDED = {
     **dict.fromkeys(
@@ -38,6 +44,9 @@ def check_served(model: Any) -> None:
     known = getattr(model, "_supports_default_dynamic_cache", None)
     if known is not None and not known():
         raise ArgumentError(f"model is a {name}, which keeps a cache of its own: {_INSTEAD}")
+    words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if words is not None and not hasattr(words, "weight"):
+        raise ArgumentError(f"model is a {name}, which has several word embeddings: {_INSTEAD}")
     if kind in BERT and getattr(model.config, "is_decoder", None) is False:
         raise ArgumentError(
             f"model is a {name}, whose tokens attend to those behind them: expected is_decoder=True in its"

@@ -1,6 +1,6 @@
 """Tries every causal language model type of the installed transformers, split and unsplit, and writes docs/models.md.
 
-    python -m tests.coverage_of_models --write                   all types on 2 and on 3 ranks: an hour on two cores
+    python -m tests.coverage_of_models --engine --write          all types on 2 and on 3 ranks: an hour on two cores
     python -m tests.coverage_of_models --only mixtral --report   one of them, and what became of its modules
     python -m tests.coverage_of_models --json FILE               goes on where FILE ends
     python -m tests.coverage_of_models --json FILE --engine      what an engine makes of each type in FILE, too

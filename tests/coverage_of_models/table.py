@@ -15,7 +15,7 @@ _HEAD = """# Models
 
 Which causal language models `layers.parallelize` and `layers.from_pretrained` split over ranks.
 
-`python -m tests.coverage_of_models --write` made this page. It builds a tiny random model of each type that
+`python -m tests.coverage_of_models --engine --write` made this page. It builds a tiny random model of each type that
 transformers' `AutoModelForCausalLM` knows, splits it, and compares logits and greedy tokens with the unsplit model in
 float64. A type is *wrong* if it is accepted and a rank's answer differs; the command fails then. Each token is found
 by a call on all tokens before it, without a cache.

@@ -123,7 +123,9 @@ def test_families_with_one_projection_are_split_by_heads(world_size: int, tmp_pa
                 error, allowed = (found - exact).abs().max(), (own - exact).abs().max()
                 assert error <= 4 * allowed + 1e-5 * exact.abs().max(), f"{name}: {error:.1e}, allowed {allowed:.1e}"
             assert words == single[2], name
-            assert kept == -(-heads // world_size) or kept == heads // world_size, f"{name}: {kept} of {heads} kv heads"
+            together = 2 if name == "falcon_alibi" else 1  # query heads to a kv head, which is cached for each
+            most, least = -(-heads // together // world_size), heads // together // world_size
+            assert kept in (most * together, least * together), f"{name}: {kept} of {heads} kv heads"
         assert heads == 1 or sum(result[name][3] for result in results) == heads
 
 

@@ -241,8 +241,8 @@ SERVING = [
     Fault(
         "an engine reads tokens outside the vocabulary",
         "layers/serving/arguments.py",
-        '    check_tokens("prompts", prompts, words)\n    if mask',
-        "    if mask",
+        '    check_tokens("prompts", prompts, words_of(model))\n    check_padding',
+        "    check_padding",
         _ENGINE,
     ),
     Fault(
