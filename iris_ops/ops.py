@@ -32,7 +32,8 @@ from .outputs import NewOutputs
 from .planning.asked import asked, planned
 from .planning.kernel_names import ends_with_norm
 from .planning.machine import machine_of
-from .planning.plan import check_order, plan, unaligned
+from .planning.moe_problem import MoeProblem
+from .planning.plan import check_order, unaligned
 from .planning.torch_ways import TORCH_WAYS
 from .planning.workspace_size import workspace_size
 from .problem import (
@@ -187,8 +188,13 @@ class Ops(MixtureOps):
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
         problem = asked(op, M, N, K, ranks, dtype, form, fp8, level, experts, top_k, depths)
-        found = planned(problem, machine_of(self._ctx.device), explained, algorithm)
+        found = self._plan(problem, explained, algorithm)
         return found if aligned or not isinstance(problem, Problem) else unaligned(problem, found)
+
+    def _plan(
+        self, problem: Problem | MoeProblem, explained: bool = False, algorithm: str | None = None
+    ) -> FusedConfig:
+        return planned(problem, machine_of(self._ctx.device), explained, algorithm)
 
     def preamble(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None
@@ -336,7 +342,7 @@ class Ops(MixtureOps):
             )
         if config is not None and problem.invariant == RANKS:
             check_order(problem, config, machine_of(device))
-        chosen = config or self.outputs.foreseen(problem) or plan(problem, machine_of(device), explained=False)
+        chosen = config or self.outputs.foreseen(problem) or self._plan(problem)
         if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
             raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
         reason = TORCH_WAYS[chosen.algorithm].supports(problem) if chosen.algorithm in TORCH_WAYS else None

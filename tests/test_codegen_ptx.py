@@ -84,7 +84,8 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         kernel
         for kernel in compiled(target).values()
         if re.search(
-            "^(traced_)?lamport_(?!pair|two_shot)|^tree_|step_|skinny_|fp8_tiles|^gate$|^round_rows$|^moe_", kernel.name
+            "^(traced_)?lamport_(?!pair|two_shot)|^tree_|step_|skinny_|fp8_tiles|^gate$|^first_half$|^round_rows$|^moe_",
+            kernel.name,
         )
     ]
     assert len(found) >= 15
@@ -96,7 +97,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         steps = [step for step in re.findall(any_step, code) if step not in ("ld.param", "ld.shared")]
         assert steps[0] == wait and steps.count(wait) == 1 and steps.count(lead) == 1, kernel.name
         # tensor cores: sums, fp32, gates
-        plain = {"step_weigh", "step_weigh_pairs", "step_wide", "gate", "round_rows"}
+        plain = {"step_weigh", "step_weigh_pairs", "step_wide", "gate", "first_half", "round_rows"}
         plain |= {"moe_route", "moe_route_counted", "moe_count"}
         without = kernel.name in plain or "combine" in kernel.name
         assert ("mma" in steps) != without and "mma" not in steps[steps.index(lead) :], kernel.name

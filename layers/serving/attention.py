@@ -8,6 +8,7 @@ padding has no mask then, even while a CUDA graph is captured, where transformer
 from __future__ import annotations
 
 from functools import partial
+import inspect
 from typing import Any
 
 from iris_ops.local import decode_attention
@@ -95,9 +96,15 @@ def use(model: Any, invariant: bool = False) -> bool:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = INVARIANT if invariant else NAME
-    asks_by_name = not getattr(model, "_supports_attention_backend", True)
-    if model.config._attn_implementation in ("sdpa", NAME, INVARIANT) and not asks_by_name:
+    if model.config._attn_implementation in ("sdpa", NAME, INVARIANT) and not _asks_by_name(model):
         AttentionInterface.register(name, partial(attend, invariant=True) if invariant else attend)
         AttentionMaskInterface.register(name, mask_of)
         model.set_attn_implementation(name)
     return model.config._attn_implementation == name
+
+
+def _asks_by_name(model: Any) -> bool:
+    """Whether the forward of one of its attentions compares with the name "sdpa"."""
+    kinds = {type(module) for module in model.modules() if "attention" in type(module).__name__.lower()}
+    forwards = (inspect.unwrap(kind.forward) for kind in kinds)
+    return any("sdpa" in getattr(getattr(forward, "__code__", None), "co_consts", ()) for forward in forwards)

@@ -45,7 +45,7 @@ Make = Callable[[], torch.Tensor]
 def planned(config: FusedConfig) -> Iterator[None]:
     """Calls without a config take this one, in which peers write the result."""
     with pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
-        monkeypatch.setattr(ops, "plan", lambda *_: config)
+        monkeypatch.setattr(ops, "planned", lambda *_: config)
         yield
 
 
