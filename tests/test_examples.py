@@ -48,7 +48,9 @@ def run(*command: str, timeout: float = 240) -> str:
     return result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "tracing")) for name in EXAMPLES]
+)
 def test_example_runs(name: str) -> None:
     assert run("-m", f"examples.{name}").strip(), "an example prints what it shows"
 

@@ -154,6 +154,7 @@ def silent(rank: int, world: int, limit: float) -> None:
         os._exit(0)  # nobody is left to close the context with
 
 
+@pytest.mark.slow
 def test_a_rank_that_makes_no_call_is_named() -> None:
     limit = round(patient(1))  # making the context must not take longer
     run(2, silent, limit, timeout_s=limit)

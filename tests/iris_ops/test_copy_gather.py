@@ -215,6 +215,7 @@ def come_late(rank: int, world_size: int, limit: float) -> None:
         call()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
 def test_who_gave_up_at_the_entry_lets_nobody_use_its_rows() -> None:
     limit = patient(1)  # making the context must not take longer

@@ -102,6 +102,7 @@ def test_a_sum_has_the_same_bits_on_any_number_of_ranks(op, form, dtype):
                 assert torch.equal(found, alone), f"{case} on {world_size} ranks of {depths}"
 
 
+@pytest.mark.slow
 def test_a_sum_has_the_same_bits_on_five_to_eight_ranks():
     case = Case(ALL_REDUCE, "", 3, 16, 700, torch.float32, seed=random.randrange(99))
     (alone,) = run_ranks(1, body, case, None)

@@ -285,7 +285,7 @@ def contexts_body(ctx) -> None:
         assert not idle.calls
 
 
-@pytest.mark.some(on_gpus=0)
+@pytest.mark.slow
 def test_compiled_layers_call_the_ops_of_the_context_that_they_have(world_size: int) -> None:
     run_ranks(world_size, contexts_body)
 
