@@ -59,7 +59,7 @@ def _sleep(ctx):
 
 def test_a_rank_that_hangs_ends_at_the_time_out_and_says_where_it_was():
     with pytest.raises(TimeoutError, match="in _sleep"):
-        run_ranks(2, _sleep, timeout=2)
+        run_ranks(2, _sleep, timeout=1)
 
 
 def _own_death(rank, world_size):

@@ -260,7 +260,7 @@ def outlived(rank: int, world: int) -> None:
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
-@pytest.mark.parametrize("body", [beside_each_other, outlived])
+@pytest.mark.parametrize("body", [pytest.param(beside_each_other, marks=pytest.mark.slow), outlived])
 def test_in_a_context_of_its_own(body: Callable) -> None:
     debug = {"IRIS_DEBUG": "1"} if body is beside_each_other else {}
     ended = run_fresh(2, body, env={"IRIS_TIMEOUT": "20", **debug})

@@ -253,6 +253,7 @@ def short_prompts_body(ctx) -> None:
     assert "iris_ops::skinny_matmul" in {each.key for each in trace.key_averages()}
 
 
+@pytest.mark.slow
 def test_prompts_of_few_tokens_compile_nothing_anew(world_size: int) -> None:
     run_ranks(world_size, short_prompts_body)
 
