@@ -18,8 +18,8 @@ from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
 
-from benchmarks import beside, report
-from benchmarks.beside import Contender
+from benchmarks import contenders, report
+from benchmarks.contenders import Contender
 
 OPS = ("broadcast", "gather", "scatter", "reduce", "send", "sendrecv", "batch")
 NAMES = ("ctx.ccl", "torch")
@@ -51,11 +51,11 @@ def run(team: Team, args: argparse.Namespace) -> None:
                 continue
             ours, theirs, exact = CASES.get(op, messages)(team, ctx, dtype, op, nbytes)
             allowed = 8 * torch.finfo(dtype).eps * team.world if op == "reduce" else 0.0
-            found = beside.timed(team, {"ctx.ccl": ours, "torch": theirs}, exact, allowed)
+            found = contenders.timed(team, {"ctx.ccl": ours, "torch": theirs}, exact, allowed)
             written["rows"].append({"what": op, "size": f"{nbytes} bytes", **found})
             if team.rank == 0:
                 report.write(written, args)
-    team.say("\n" + beside.render(report.rounded(written), "ctx.ccl", NAMES))
+    team.say("\n" + contenders.render(report.rounded(written), "ctx.ccl", NAMES))
     ctx.close()
 
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from benchmarks import beside, report
-from benchmarks.beside import Contender
+from benchmarks import contenders, report
+from benchmarks.contenders import Contender
 from examples.tile_all_reduce import tile_matmul_kernel
 
 NAMES = ("tiles", "tiles, two shots", "ctx.ops", "ctx.ccl", "torch")
@@ -117,7 +117,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         written["rows"].append(row())
         if team.rank == 0:
             report.write(written, args)
-    team.say("\n" + beside.render(report.rounded(written), "tiles", NAMES))
+    team.say("\n" + contenders.render(report.rounded(written), "tiles", NAMES))
     ctx.close()
 
 
@@ -164,7 +164,7 @@ def products(
         "what": op,
         "size": f"{M} x {N} x {K}",
         "blocks": list(tile),
-        **beside.timed(team, found, exact, 8 * torch.finfo(dtype).eps * w),
+        **contenders.timed(team, found, exact, 8 * torch.finfo(dtype).eps * w),
     }
 
 
@@ -201,7 +201,7 @@ def moves(team: Team, ctx: iris.Iris, dtype: torch.dtype, nbytes: int, op: str) 
 
     found = {"tiles": Contender(tiles, outs["tiles"]), "ctx.ccl": Contender(ours, outs["ctx.ccl"])}
     found["torch"] = Contender(torchs, outs["torch"], side_by_side if exchange else torch.Tensor.detach)
-    return {"what": op, "size": f"{nbytes} bytes", **beside.timed(team, found, exact, 0.0)}
+    return {"what": op, "size": f"{nbytes} bytes", **contenders.timed(team, found, exact, 0.0)}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks are run from the checkout
 
-from benchmarks import beside, rooted, tiles  # noqa: E402
+from benchmarks import contenders, rooted, tiles  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 
 ALONE = SimpleNamespace(call_us=5.0)
@@ -32,16 +32,18 @@ def test_collectives_with_a_root_and_messages_on_three_cpu_ranks(tmp_path):
 
 
 def test_a_contender_that_is_wrong_is_named_and_not_timed(monkeypatch):
-    monkeypatch.setattr(beside.timing, "interleave", lambda team, batches, rounds: (dict.fromkeys(batches, ALONE), {}))
+    monkeypatch.setattr(
+        contenders.timing, "interleave", lambda team, batches, rounds: (dict.fromkeys(batches, ALONE), {})
+    )
     team = SimpleNamespace(cuda=False, attempt=lambda step: (step(), None), slowest=list)
     exact, right, wrong = torch.arange(4.0), torch.zeros(4), torch.zeros(4)
     lazy, asked = torch.zeros(4), []
-    found = beside.timed(
+    found = contenders.timed(
         team,
         {
-            "right": beside.Contender(lambda: right.copy_(exact), right),
-            "wrong": beside.Contender(lambda: wrong.copy_(exact + 1), wrong),
-            "lazy": beside.Contender(lambda: asked.append(1) or (len(asked) == 1 and lazy.copy_(exact)), lazy),
+            "right": contenders.Contender(lambda: right.copy_(exact), right),
+            "wrong": contenders.Contender(lambda: wrong.copy_(exact + 1), wrong),
+            "lazy": contenders.Contender(lambda: asked.append(1) or (len(asked) == 1 and lazy.copy_(exact)), lazy),
         },
         exact,
         0.0,
