@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 import zlib
 
-from iris.errors import ArgumentError, CheckpointError
+from iris.errors import ArgumentError, CheckpointError, IrisError, PlatformError
 
 if TYPE_CHECKING:
     from iris.context import Iris
 
 Checked = TypeVar("Checked")
+Result = TypeVar("Result")
 
 _MOST_LINES, _MOST_IN_LINE, _LONGEST_LINE, _LONGEST_PART, _LONGEST_NAME = 40, 20, 4000, 600, 200
 
@@ -93,3 +94,40 @@ def listed(texts: Iterable[str]) -> str:
 def words(error: BaseException) -> str:
     """What `error` says, on one line."""
     return " ".join(str(error).split())
+
+
+def run_together(
+    ctx: Iris, step: Callable[[], Result], said: Callable[[Result], dict[str, Any]] = lambda _: {}
+) -> Result:
+    """What `step` gives. Raises on every rank if it raises on one of them, or if what is `said` of it differs.
+
+    Collective. A rank that fails raises its own error, the others one of the same kind that names the rank.
+    """
+    error: Exception | None = None
+    own: dict[str, Any] = {}
+    try:
+        result = step()
+        own = said(result)
+    except Exception as caught:  # whatever it is, the other ranks are waiting for a word
+        error = caught
+    told = ctx.hosts.all_gather((None if error is None else _described(error), own))
+    if error is not None:
+        raise error
+    for rank, (failure, _) in enumerate(told):
+        if failure:
+            kind, text = failure
+            raise kind(f"rank {rank}: {text}")
+    for rank, (_, other) in enumerate(told):
+        for name, first in told[0][1].items():
+            if other[name] != first:
+                raise ArgumentError(
+                    f"{name} is {first} on rank 0 and {other[name]} on rank {rank}: expected the same on every rank"
+                )
+    return result
+
+
+def _described(error: Exception) -> tuple[type[IrisError], str]:
+    """As what kind of error, with which text, the other ranks raise it."""
+    if isinstance(error, IrisError):
+        return type(error), str(error)
+    return PlatformError, f"{type(error).__name__}: {error}"

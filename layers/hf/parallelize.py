@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 import hashlib
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from iris.errors import ArgumentError, IrisError, PlatformError, StyleError
+from iris.errors import ArgumentError, StyleError
 from iris.invariance import RANKS
 from torch import nn
 
@@ -34,6 +34,7 @@ from ..digests import watch_inputs
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from ..shard import Shard
 from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
+from ..together import run_together
 from . import delta_heads, proof, sequence, weight_reads
 from . import styles as styles_of
 from .gated_mlp import fuse_gates
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 # the ops of linears whose weights are stored so
 _FP8 = {"fp8": (LOCAL, GATHERED), "fp8_all": (LOCAL, GATHERED, REDUCED)}
-_Result = TypeVar("_Result")
 
 
 class Options(TypedDict, total=False):
@@ -118,10 +118,10 @@ def parallelize(
             )
         return split
 
-    split = _together(ctx, prove, lambda split: split.digest(model))
+    split = run_together(ctx, prove, lambda split: split.digest(model))
     before = Snapshot(model)
     try:
-        return _together(ctx, lambda: _finish(model, split, _carry_out(model, split, ctx), ctx))
+        return run_together(ctx, lambda: _finish(model, split, _carry_out(model, split, ctx), ctx))
     except BaseException:
         before.restore()
         raise
@@ -330,45 +330,8 @@ def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) 
     return make_report(model, styles, ctx, split.plan)
 
 
-def _together(
-    ctx: Iris, step: Callable[[], _Result], said: Callable[[_Result], dict[str, Any]] = lambda _: {}
-) -> _Result:
-    """What `step` gives. Raises on every rank if it raises on one of them, or if what is `said` of it differs.
-
-    Collective. A rank that fails raises its own error, the others one of the same kind that names the rank.
-    """
-    error: Exception | None = None
-    own: dict[str, Any] = {}
-    try:
-        result = step()
-        own = said(result)
-    except Exception as caught:  # whatever it is, the other ranks are waiting for a word
-        error = caught
-    told = ctx.hosts.all_gather((None if error is None else _described(error), own))
-    if error is not None:
-        raise error
-    for rank, (failure, _) in enumerate(told):
-        if failure:
-            kind, text = failure
-            raise kind(f"rank {rank}: {text}")
-    for rank, (_, other) in enumerate(told):
-        for name, first in told[0][1].items():
-            if other[name] != first:
-                raise ArgumentError(
-                    f"{name} is {first} on rank 0 and {other[name]} on rank {rank}: expected the same on every rank"
-                )
-    return result
-
-
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
-
-
-def _described(error: Exception) -> tuple[type[IrisError], str]:
-    """As what kind of error, with which text, the other ranks raise it."""
-    if isinstance(error, IrisError):
-        return type(error), str(error)
-    return PlatformError, f"{type(error).__name__}: {error}"
 
 
 def _split_heads(model: nn.Module, styles: dict[str, str], ctx: Any) -> dict:

@@ -33,7 +33,7 @@ SPLITS = [
     ),
     Fault(
         "a rank that fails keeps it to itself",
-        "layers/hf/parallelize.py",
+        "layers/together.py",
         "        if failure:\n            kind, text = failure\n            raise kind",
         "        if False:\n            kind, text = failure\n            raise kind",
         (_ATOMIC,),
