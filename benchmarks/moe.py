@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks import moe_layer, report
 from benchmarks.moe_layer import CHECKED, Layer
-from benchmarks.moe_rivals import rivals_of
+from benchmarks.moe_rivals import has_vllm, rivals_of, vllm_tiles
 
 TOKENS = [1, 4, 16, 64, 256, 512, 2048, 8192]
 # Beside the planner's, with --tune: block_m, block_n, block_k, warps, stages.
@@ -47,6 +47,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     torch.manual_seed(team.rank)
     ctx = iris.iris(int(args.heap_gib * 2**30))
     budget = compare.budget_of(team, True)
+    with_vllm = not args.tune and has_vllm(team)
     copy_gbs = copied(team) if team.cuda else 1.0
     found = report.describe_run(team, args) | {"copy_gbs": copy_gbs, "skew": moe_layer.SKEW, "rows": []}
     team.say(f"copy {copy_gbs:.0f} GB/s\n| shape | T | experts | ours us | floor us | best rival | factor | alone us |")
@@ -67,7 +68,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
                 row["tuned"] = tuned(team, ctx, layer, budget)
                 team.say(json.dumps(report.rounded({"shape": name, "T": tokens} | row["tuned"])))
             else:
-                row |= measured(team, ctx, layer, budget, args)
+                row |= measured(team, ctx, layer, budget, args, with_vllm)
                 team.say(line(row))
             found["rows"].append(row)
             if team.rank == 0:
@@ -125,11 +126,14 @@ def ours(
     return both, gate_up, down
 
 
-def measured(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, args: argparse.Namespace) -> dict:
+def measured(
+    team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, args: argparse.Namespace, with_vllm: bool
+) -> dict:  # fmt: skip
     both, gate_up, down = ours(ctx, layer)
     largest = max(args.tokens) * max(shape.hidden for shape in moe_layer.SHAPES.values())
     calls = {"ours": both, "ours gate_up": gate_up, "ours down": down}
-    calls |= rivals_of(team, layer, largest, args.compiled)
+    rivals, captures = rivals_of(team, layer, largest, args.compiled, with_vllm)
+    calls |= rivals
     exact = layer.exact()
     dist.all_reduce(exact)
 
@@ -141,11 +145,13 @@ def measured(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, a
         team.barrier()
         return compare.missed(call(0)[:CHECKED], exact)
 
-    found = compare.compare(team, calls, error, layer.calls, budget)
+    found = compare.compare(team, calls, error, layer.calls, budget, captures)
     found["wrong"] = {name: error for name, error in found["errors"].items() if not error <= ALLOWED}
     problems = problems_of(ctx, layer)
     plans = [ctx.ops.plan(p.op, p.tokens, p.N, p.K, p.dtype, experts=p.experts, top_k=p.top_k) for p in problems]
     found["plans"] = [plan.reasons[-1] for plan in plans]
+    if "vLLM alone" in rivals:
+        found["vLLM tiles"] = vllm_tiles(layer)
     return found
 
 
