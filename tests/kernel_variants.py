@@ -115,7 +115,7 @@ def variants(target: GPUTarget):
     for exchange, m, n, warps in (("all", 16, 64, 4), ("owners", 64, 128, 8), ("scatter", 64, 64, 4)):
         constants = dict(BLOCK_M=m, BLOCK_N=n, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter")
         blocks = 1 + (cuda and exchange == "owners")
-        constants |= dict(LEAF_BLOCKS=blocks, LEAF_LEVELS=6, ROOT_LEVELS=3)
+        constants |= dict(LEAF_BLOCKS=blocks, LEAF_PLACES=3, ROOT_PLACES=2)  # of two ranks' halves of K
         stages = tree_stages(machine, m, n, 128 * 2 * blocks)
         yield f"tree_{exchange}", tree_matmul_kernel, dict(num_warps=warps, num_stages=stages), tree | constants
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
