@@ -94,6 +94,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     """The compiled kernel, for tensors of `dtype`, below 2 GiB, whose sizes and addresses are multiples of 16."""
     declared = inspect.signature(kernel.fn).parameters
     parameters = list(declared)
+    messages = constants.pop("MESSAGES", 1)  # of a table
     folded = constants.pop("FOLDED", False)  # of A's descriptor, see `iris_ops.tiles.first_row`
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
@@ -120,6 +121,10 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             sizes = {"B_TRANSPOSED": _DESCRIBED.get(kernel, True)} | constants
             block = _block(name, sizes, folded and name in ("a", "gathered_tile"), kernel.is_gluon() and kind)
             signature[name] = f"tensordesc<{operand}[{block}"
+        elif name in ("sends", "takes"):  # messages: an address, how many elements, ... where to
+            signature[name] = (("i64", *["i32"] * 6, "i64"),) * messages
+        elif name == "own":
+            signature[name] = "i64"
         elif name in ("scale", "eps"):
             signature[name] = "fp32"
         elif name == "digest":
