@@ -57,6 +57,7 @@ _POINTEES = {
     ("lamport_pair_scatter_kernel", "staging"): "i16",
     ("lamport_matmul_kernel", "staging"): "i16",
     ("moe_lamport_down_kernel", "staging"): "i16",
+    ("moe_lamport_token_kernel", "staging"): "i16",
     ("moe_lamport_combine_kernel", "staging"): "i16",
     ("lamport_stream_kernel", "staging"): "i16",
     ("lamport_gather_matmul_kernel", "staging"): "i16",
@@ -155,7 +156,8 @@ def _block(name: str, constants: dict, folded: bool, in_gluon) -> str:
         block = [2, n // 2, k]
     if name == "b" and "SEARCHED" in constants:  # of one expert, gate and up in turn or not
         n *= 2 if constants.get("GATE") == "turns" else 1
-        block = [1, n, k] if constants["B_TRANSPOSED"] else [1, k, n]
+        n = [2, n] if constants.get("TOGETHER") else [n]
+        block = [1, *n, k] if constants["B_TRANSPOSED"] else [1, k, *n]
     if folded:
         block = [2, m // 2, k]
     sizes = ",".join(map(str, block))
