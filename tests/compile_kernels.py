@@ -57,6 +57,7 @@ _POINTEES = {
     ("lamport_pair_scatter_kernel", "staging"): "i16",
     ("lamport_matmul_kernel", "staging"): "i16",
     ("moe_lamport_down_kernel", "staging"): "i16",
+    ("moe_lamport_token_kernel", "staging"): "i16",
     ("moe_lamport_combine_kernel", "staging"): "i16",
     ("lamport_stream_kernel", "staging"): "i16",
     ("lamport_gather_matmul_kernel", "staging"): "i16",
@@ -94,6 +95,7 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     """The compiled kernel, for tensors of `dtype`, below 2 GiB, whose sizes and addresses are multiples of 16."""
     declared = inspect.signature(kernel.fn).parameters
     parameters = list(declared)
+    messages = constants.pop("MESSAGES", 1)  # of a table
     folded = constants.pop("FOLDED", False)  # of A's descriptor, see `iris_ops.tiles.first_row`
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
@@ -120,6 +122,10 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
             sizes = {"B_TRANSPOSED": _DESCRIBED.get(kernel, True)} | constants
             block = _block(name, sizes, folded and name in ("a", "gathered_tile"), kernel.is_gluon() and kind)
             signature[name] = f"tensordesc<{operand}[{block}"
+        elif name in ("sends", "takes"):  # messages: an address, how many elements, ... where to
+            signature[name] = (("i64", *["i32"] * 6, "i64"),) * messages
+        elif name == "own":
+            signature[name] = "i64"
         elif name in ("scale", "eps"):
             signature[name] = "fp32"
         elif name == "digest":
@@ -150,7 +156,8 @@ def _block(name: str, constants: dict, folded: bool, in_gluon) -> str:
         block = [2, n // 2, k]
     if name == "b" and "SEARCHED" in constants:  # of one expert, gate and up in turn or not
         n *= 2 if constants.get("GATE") == "turns" else 1
-        block = [1, n, k] if constants["B_TRANSPOSED"] else [1, k, n]
+        n = [2, n] if constants.get("TOGETHER") else [n]
+        block = [1, *n, k] if constants["B_TRANSPOSED"] else [1, k, *n]
     if folded:
         block = [2, m // 2, k]
     sizes = ",".join(map(str, block))

@@ -10,6 +10,7 @@ from iris.ccl.accumulate import accumulate_kernel
 from iris.ccl.flags import flags_kernel
 from iris.ccl.lamport import lamport_kernel
 from iris.ccl.ring import ring_kernel
+from iris.ccl.transfer import transfer_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
 from iris_ops.fp8 import lamport_stream, skinny_stream, tile_matmul, weight_stream
@@ -115,7 +116,7 @@ def variants(target: GPUTarget):
     for exchange, m, n, warps in (("all", 16, 64, 4), ("owners", 64, 128, 8), ("scatter", 64, 64, 4)):
         constants = dict(BLOCK_M=m, BLOCK_N=n, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter")
         blocks = 1 + (cuda and exchange == "owners")
-        constants |= dict(LEAF_BLOCKS=blocks, LEAF_LEVELS=6, ROOT_LEVELS=3)
+        constants |= dict(LEAF_BLOCKS=blocks, LEAF_PLACES=3, ROOT_PLACES=2)  # of two ranks' halves of K
         stages = tree_stages(machine, m, n, 128 * 2 * blocks)
         yield f"tree_{exchange}", tree_matmul_kernel, dict(num_warps=warps, num_stages=stages), tree | constants
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
@@ -315,3 +316,10 @@ def collectives():
     for name, (kernel, choice) in others.items():
         known = common | flat | choice | dict(BLOCK=4096)
         yield name, kernel, dict(num_warps=8), {key: known[key] for key in kernel.arg_names if key in known}
+    moved = dict(ALIGNED=True, WORLD_SIZE=WORLD_SIZE, WAITER=6)
+    for name, choice in {
+        "messages": dict(REDUCE=False, MESSAGES=2, dtype="i32"),
+        "messages_ragged": dict(REDUCE=False, MESSAGES=1, dtype="i32", ALIGNED=False),
+        "reduce": dict(REDUCE=True, MESSAGES=4),
+    }.items():
+        yield f"ccl_{name}", transfer_kernel, dict(num_warps=8), moved | choice

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from math import gcd
 
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
@@ -101,7 +102,7 @@ def brought(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
 
 def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     """Tiles whose blocks are leaves or parts of leaves; columns of B are the tensor cores' rows, and fill them."""
-    depth = min(problem.tree.width, _DEEPEST_OF_TREE)
+    depth = gcd(problem.tree.width, _DEEPEST_OF_TREE)
     blocks = problem.tree.width // depth  # all of a leaf's are loaded ahead
     if machine.name == INTERPRETER:
         sides = product(_powers(problem.M), _powers(problem.N))
