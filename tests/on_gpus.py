@@ -156,6 +156,11 @@ def main() -> int:
     for several, jobs in ((beside, args.jobs), (alone, 1)):
         with ThreadPoolExecutor(jobs) as pool:
             heap = heap_of(args.ranks, max(jobs, _LEAST_SHARES))
+            if (
+                several is beside
+            ):  # what must run alone runs once here only to compile its kernels, whatever comes of it
+                for share in alone:
+                    pool.submit(run, args, logs, heap, share)
             for done in as_completed([pool.submit(run, args, logs, heap, share) for share in several]):
                 line, well = done.result()
                 wrong += not well
