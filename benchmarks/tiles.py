@@ -3,8 +3,9 @@
     python -m benchmarks.tiles --ranks 2
 
 The kernel of `examples/tile_all_reduce.py` sums each finished tile over the ranks, or for the rank that owns its rows.
-It is timed beside the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that
-does nothing but gather or exchange tiles is timed beside `ctx.ccl`. Every contender's result, into poisoned memory, is
+That of `examples/tile_all_reduce_hopper.py` does so in warps of their own, for more rows than a tile has. Both are
+timed beside the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that does
+nothing but gather or exchange tiles is timed beside `ctx.ccl`. Every contender's result, into poisoned memory, is
 compared with float64 before and after it is timed. Takes less than a minute; writes tiles_<gpu>_x<ranks>.json after
 every row.
 """
@@ -17,6 +18,7 @@ import time
 from typing import NamedTuple
 
 import iris
+from iris import platform
 from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
@@ -26,9 +28,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks import contenders, report
 from benchmarks.contenders import Contender
+from examples import tile_all_reduce_hopper
 from examples.tile_all_reduce import tile_matmul_kernel
 
-NAMES = ("tiles", "tiles, two shots", "ctx.ops", "ctx.ccl", "torch")
+NAMES = ("tiles", "tiles, two shots", "tiles, specialised warps", "ctx.ops", "ctx.ccl", "torch")
 ROWS = 8  # of a tile that is only gathered or exchanged
 
 
@@ -162,6 +165,12 @@ def products(
     }
     if scatter:
         del calls["tiles, two shots"]
+    elif platform.has_warp_specialisation(ctx.device) and dtype.itemsize == 2 and M > tile_all_reduce_hopper.BLOCKS[0]:
+        specialised = outs["tiles, specialised warps"]
+        room = tile_all_reduce_hopper.space_for(ctx, M, N, dtype)
+        calls["tiles, specialised warps"] = partial(
+            tile_all_reduce_hopper.tile_matmul_hopper, ctx, room, a, b, specialised
+        )
     found = {name: Contender(call, outs[name]) for name, call in calls.items()}
     return {
         "what": op,
