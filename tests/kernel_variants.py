@@ -15,7 +15,7 @@ from iris.tracing import clock_offset_kernel
 from iris_ops.fp8 import lamport_stream, skinny_stream, tile_matmul, weight_stream
 from iris_ops.fp8.scaled_matmul import round_rows_kernel
 from iris_ops.kernels.gather_matmul import gather_matmul_kernel
-from iris_ops.kernels.hopper import lamport_pair, lamport_two_shot
+from iris_ops.kernels.hopper import lamport_pair, lamport_two_shot, tree_pair
 from iris_ops.kernels.hopper.gather_matmul import hopper_gather_matmul_kernel
 from iris_ops.kernels.hopper.matmul_gather import hopper_matmul_gather_kernel
 from iris_ops.kernels.hopper.matmul_reduce import hopper_matmul_reduce_kernel
@@ -258,6 +258,11 @@ def hopper_variants():
     )
     scattered = {key: value for key, value in swapped.items() if key != "GROUP_M"} | no_scales
     yield "lamport_pair_scatter_128", lamport_pair.lamport_pair_scatter_kernel, options, scattered
+    sums = {key: value for key, value in swapped.items() if key != "PLACES"} | dict(STAGES=3, LEAF_STEPS=4)
+    yield "tree_pair_128", tree_pair.tree_pair_kernel, options, sums
+    yield "tree_pair_folded", tree_pair.tree_pair_kernel, options, sums | dict(FOLDED=True, B_TRANSPOSED=True)
+    low = sums | dict(BLOCK_M=64, STAGES=6, **layouts(64, 128, warps=4))
+    yield "tree_pair_64", tree_pair.tree_pair_kernel, dict(num_warps=4), low
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= lamport_two_shot.layouts(128, 128, WORLD_SIZE)
     yield "lamport_two_shot", lamport_two_shot.lamport_two_shot_kernel, options, words | no_scales

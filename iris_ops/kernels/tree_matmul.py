@@ -254,13 +254,24 @@ def _table(device: torch.device, steps: tuple[Step, ...], sources: tuple[int, ..
     return torch.tensor(words or [0], dtype=torch.int32, device=device)
 
 
+def tables_of(rank: Rank, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """What becomes of this rank's leaves and of all ranks' roots, as `tree_steps.py` reads it."""
+    own, joint = leaf_steps(tree.leaves, tree.spans[rank.cur_rank]), root_steps(tree.leaves, tree.spans)
+    return rank.once(_Tables).of(rank, tree, own, joint, _sources(tree))
+
+
+def _sources(tree: Tree) -> tuple[int, ...]:
+    """Which rank each root comes from."""
+    return tuple(source for source, roots in enumerate(tree.roots) for _ in roots)
+
+
 def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
     out, A, B, bias, _ = tensors
     me, device = rank.cur_rank, rank.device
     tree = problem.tree
     own_steps, all_steps = leaf_steps(tree.leaves, tree.spans[me]), root_steps(tree.leaves, tree.spans)
-    sources = tuple(source for source, roots in enumerate(tree.roots) for _ in roots)
-    leaf_table, root_table = rank.once(_Tables).of(rank, tree, own_steps, all_steps, sources)
+    sources = _sources(tree)
+    leaf_table, root_table = tables_of(rank, tree)
     rows, cols = exchanged_part(problem, config)
     values = workspace.exchange.view(torch.int32)
     exchange = "owners" if config.algorithm == "two_shot" else _EXCHANGES[problem.op]
