@@ -113,7 +113,9 @@ def variants(target: GPUTarget):
     yield "lamport_narrow_of_two", lamport_matmul_kernel, options, of_two
     tree = {name: value for name, value in few.items() if name != "BLOCK_K"} | dict(BY_COLS=False, BLOCK_K=128)
     for exchange, m, n, warps in (("all", 16, 64, 4), ("owners", 64, 128, 8), ("scatter", 64, 64, 4)):
-        constants = dict(BLOCK_M=m, BLOCK_N=n, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter")
+        constants = dict(
+            BLOCK_M=m, BLOCK_N=n, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter", PAIR=exchange == "all"
+        )
         blocks = 1 + (cuda and exchange == "owners")
         constants |= dict(LEAF_BLOCKS=blocks, LEAF_PLACES=3, ROOT_PLACES=2)  # of two ranks' halves of K
         stages = tree_stages(machine, m, n, 128 * 2 * blocks)
