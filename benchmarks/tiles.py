@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks import contenders, report
 from benchmarks.contenders import Contender
@@ -81,11 +82,12 @@ class Blocks(NamedTuple):
 
 
 def blocks(M: int, dtype: torch.dtype) -> Blocks:
-    """Two programs on a multiprocessor where two fit: one multiplies while the other waits for its tile."""
-    both = 2 if dtype.itemsize == 2 else 1
+    """Few rows: many loads under way. Many: two programs on a multiprocessor, one multiplies while the other stores."""
+    if dtype.itemsize == 4:
+        return Blocks(16, 64, 64, 4, 3, 1) if M <= 16 else Blocks(64, 64, 32, 4, 3, 1)
     if M <= 64:
-        return Blocks(16, 64, 128, 4, 4, both) if M <= 16 else Blocks(64, 64, 64, 4, 3, both)
-    return Blocks(128, 64, 64, 4, 4, both)
+        return Blocks(16, 64, 256, 4, 4, 1) if M <= 16 else Blocks(64, 64, 128, 8, 4, 1)
+    return Blocks(128, 128, 64, 8, 3, 2)
 
 
 def list_of_blocks(text: str) -> Blocks:
@@ -133,13 +135,14 @@ def products(
         exact += left.double() @ right.double()
     exact = exact.chunk(w)[rank] if scatter else exact
     a, b = A[rank].contiguous(), B[rank].contiguous()
+    described = [TensorDescriptor.from_tensor(*each) for each in ((a, [tile.m, tile.k]), (b, [tile.k, tile.n]))]
     outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES}
     number = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)
     space, grid = ctx.ccl.tile_space(number, tile.m * tile.n, dtype), (min(number, tile.programs * ctx.get_cu_count()),)
 
     def tiles(out: torch.Tensor, **options: bool) -> None:
         tile_matmul_kernel[grid](
-            ctx.get_device_context(), space, a, b, out, M, N, K, *tile[:3], w, **options, num_warps=tile.warps,
+            ctx.get_device_context(), space, *described, out, M, N, K, *tile[:3], w, **options, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
 

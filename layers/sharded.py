@@ -318,13 +318,13 @@ class ShardedLinear(nn.Module):
 
 @torch.no_grad()
 def split_parameter(module: nn.Module, key: str, part: Shard, dim: int = 0) -> None:
-    """Keeps `part` of dimension `dim` of a parameter that is no linear's; `part_of` then says which."""
+    """Keeps `part` of dimension `dim` of a parameter that is no linear's, or of a buffer; `part_of` then says which."""
     whole = getattr(module, key)
     size = (*whole.shape[:dim], part.size, *whole.shape[dim + 1 :])
     local = torch.empty(size, dtype=whole.dtype, device=whole.device)
     if not whole.is_meta:
         part.fill(local, whole, dim)
-    setattr(module, key, nn.Parameter(local, requires_grad=False))
+    setattr(module, key, nn.Parameter(local, requires_grad=False) if isinstance(whole, nn.Parameter) else local)
     holder: Any = module
     holder._parts = {**getattr(module, "_parts", {}), key: (part, dim)}
 

@@ -10,6 +10,7 @@ from iris.ccl.accumulate import accumulate_kernel
 from iris.ccl.flags import flags_kernel
 from iris.ccl.lamport import lamport_kernel
 from iris.ccl.ring import ring_kernel
+from iris.ccl.transfer import transfer_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
 from iris_ops.fp8 import lamport_stream, skinny_stream, tile_matmul, weight_stream
@@ -322,3 +323,10 @@ def collectives():
     for name, (kernel, choice) in others.items():
         known = common | flat | choice | dict(BLOCK=4096)
         yield name, kernel, dict(num_warps=8), {key: known[key] for key in kernel.arg_names if key in known}
+    moved = dict(ALIGNED=True, WORLD_SIZE=WORLD_SIZE, WAITER=6)
+    for name, choice in {
+        "messages": dict(REDUCE=False, MESSAGES=2, dtype="i32"),
+        "messages_ragged": dict(REDUCE=False, MESSAGES=1, dtype="i32", ALIGNED=False),
+        "reduce": dict(REDUCE=True, MESSAGES=4),
+    }.items():
+        yield f"ccl_{name}", transfer_kernel, dict(num_warps=8), moved | choice

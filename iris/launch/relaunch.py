@@ -123,7 +123,8 @@ def launch(
     own look-up, which costs several times the launch itself. `moving`: addresses that may be others when this is
     launched again; what `args` have of such memory begins there. None where there is no way to launch it again.
     """
-    key = (kernel, *options.values(), *map(_specialization, args.values()))
+    alike = _unspecialized(kernel)
+    key = (kernel, *options.values(), *(_width(v) if k in alike else _specialization(v) for k, v in args.items()))
     known: Any = kernels.get(key)
     first = known is None
     if first:
@@ -176,6 +177,19 @@ def _native(compiled: Any, device: torch.device, has_descriptors: bool) -> _Nati
 @cache
 def _say_once(why: str) -> None:
     logger.warning("kernels are launched through triton's own look-up, some 50 us slower each: %s", why)
+
+
+@cache
+def _unspecialized(kernel: Any) -> frozenset[str]:
+    """The arguments of which only the type matters to Triton."""
+    return frozenset(each.name for each in getattr(kernel, "params", ()) if each.do_not_specialize)
+
+
+def _width(value: Any) -> object:
+    """What tells the types of integers, and of tuples of such, apart."""
+    if isinstance(value, tuple):
+        return tuple(map(_width, value))
+    return -(2**31) <= value < 2**31
 
 
 def _specialization(value: object) -> object:

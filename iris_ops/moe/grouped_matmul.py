@@ -24,6 +24,7 @@ from .grouped import (
     bias_of,
     check_pairs,
     gated,
+    halves_product,
     pair_block,
     product,
     same_expert,
@@ -47,14 +48,20 @@ if TYPE_CHECKING:
 def _tile(
     a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om, stride_on,
     KIND: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One block of an expert's pairs, columns of the result from `col` on."""
     r, c = pair // divisor, col + tl.arange(0, BLOCK_N)
     if GATE == "halves":
-        gate, up = two_products(
-            a, r, own, stride_am, stride_ak, B, expert, col, N + col, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+        if TOGETHER:
+            gate, up = halves_product(
+                a, r, own, stride_am, stride_ak, B, expert, col, BLOCK_M, BLOCK_N, BLOCK_K
+            )  # fmt: skip
+        else:
+            gate, up = two_products(
+                a, r, own, stride_am, stride_ak, B, expert, col, N + col, BLOCK_M, BLOCK_N, BLOCK_K
+            )  # fmt: skip
         if HAS_BIAS:
             gate += bias_of(bias, expert, stride_bias, c, N)[None, :]
             up += bias_of(bias + N, expert, stride_bias, c, N)[None, :]
@@ -80,14 +87,15 @@ def moe_matmul_kernel(
     a, b, bias, chosen, order, offsets, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, stride_am, stride_ak,
     stride_be, stride_bk, stride_bn, stride_bias, stride_om, stride_on, KIND: tl.constexpr, GATE: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, SORTED: tl.constexpr, SEARCHED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TMA_B: tl.constexpr, B_TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WAITER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, TMA_B: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, N] = the activation of a [pairs // divisor, K] @ b [experts, K, N or 2 N] + bias, for each pair.
 
     SORTED: by order and offsets (`routing.py`), as many `blocks` at most; else by chosen [pairs]. SEARCHED: experts or
-    pairs, as a power of two. GATE: "halves", "turns" or None; KIND: None for no activation.
+    pairs, as a power of two. GATE: "halves", "turns" or None; KIND: None for no activation. TOGETHER: a
+    tile's columns of gate and of up, in halves, are loaded as one.
     """
     arch.follow()
     wide = 2 * N if GATE is not None else N
@@ -103,7 +111,8 @@ def moe_matmul_kernel(
         if expert < experts:
             _tile(
                 a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
-                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, BLOCK_M, BLOCK_N,
+                BLOCK_K,
             )  # fmt: skip
     else:
         which, col = tl.program_id(0) // across, tl.program_id(0) % across * BLOCK_N
@@ -112,7 +121,8 @@ def moe_matmul_kernel(
             pair, own = pair_block(same, which, first, BLOCK_M, SEARCHED)
             _tile(
                 a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
-                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, BLOCK_M, BLOCK_N,
+                BLOCK_K,
             )  # fmt: skip
         check_pairs(ctx_ptr, chosen, pairs, experts, SEARCHED, WORLD_SIZE, WAITER)
     arch.lead()
@@ -129,7 +139,8 @@ def arguments(
     blocks = problem.blocks(config.block_m) if by_sorting else problem.pairs
     gate = None if not problem.gated else "turns" if interleaved else "halves"
     width = 2 * block_n if gate == "turns" else block_n
-    b, tma, transposed = weights_operand(B, width, config.block_k, problem.N if gate == "halves" else 0)
+    together = gate == "halves" and config.block_m < 64 and block_n < 64  # fewer than the tensor cores have rows
+    b, tma, transposed = weights_operand(B, width, config.block_k, problem.N if gate == "halves" else 0, together)
     if by_sorting:
         searched = max(16, triton.next_power_of_2(problem.experts))
     elif problem.tokens == 1:
@@ -146,7 +157,7 @@ def arguments(
         stride_om=out.stride(0), stride_on=out.stride(1), KIND=activation and activation.kind, GATE=gate,
         ALPHA=activation.alpha if activation else 1.0, LIMIT=activation and activation.limit,
         SHIFT=activation.shift if activation else 0.0, SORTED=by_sorting,
-        SEARCHED=searched, HAS_BIAS=bias is not None, TMA_B=tma,
+        SEARCHED=searched, HAS_BIAS=bias is not None, TOGETHER=together, TMA_B=tma,
         B_TRANSPOSED=transposed, BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k,
         GROUP_M=config.group_m, WORLD_SIZE=ctx.num_ranks, WAITER=WAITERS.index(problem.op),
     )  # fmt: skip

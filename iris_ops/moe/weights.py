@@ -8,10 +8,13 @@ import torch
 from ..problem import TMA_ALIGNMENT
 
 
-def weights_operand(B: torch.Tensor, block_n: int, block_k: int, n_step: int = 0) -> tuple[object, bool, bool]:
+def weights_operand(
+    B: torch.Tensor, block_n: int, block_k: int, n_step: int = 0, together: bool = False
+) -> tuple[object, bool, bool]:
     """B [E,K,N] for tiles of block_k by block_n: (a descriptor or B, whether it is one, whether B is transposed).
 
-    `n_step`: where in a row a second half begins, if one does; tiles begin at whole vectors.
+    `n_step`: where in a row a second half begins, if one does; tiles begin at whole vectors. `together`: a tile has
+    block_n columns of each half, and the descriptor one more dimension, which tells them apart.
     """
     transposed = B.stride(1) == 1 and B.stride(2) != 1
     stored = B.transpose(1, 2) if transposed else B
@@ -21,5 +24,10 @@ def weights_operand(B: torch.Tensor, block_n: int, block_k: int, n_step: int = 0
     whole = whole and B.data_ptr() % TMA_ALIGNMENT == 0 and (transposed or n_step % granule == 0)
     if torch.version.hip is not None or not B.numel() or not whole:
         return B, False, transposed
+    shape, steps = list(stored.shape), list(strides)
     block = [1, block_n, block_k] if transposed else [1, block_k, block_n]
-    return TensorDescriptor(stored, list(stored.shape), list(strides), block), True, transposed
+    if together:
+        at = 1 if transposed else 2
+        shape[at : at + 1], steps[at : at + 1] = [2, n_step], [n_step * strides[at], strides[at]]
+        block[at : at + 1] = [2, block_n]
+    return TensorDescriptor(stored, shape, steps, block), True, transposed

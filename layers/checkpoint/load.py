@@ -25,7 +25,7 @@ from torch import nn
 
 from ..hf.parallelize import Options, check_options, parallelize, retie
 from ..shard import fill
-from ..sharded import check_context, flags, part_of
+from ..sharded import check_context, flags, part_of, split_parameter
 from ..together import agree, raise_together, shown, words
 from . import names
 from .buffers import Staging
@@ -211,10 +211,14 @@ def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
 
 def _compute_buffers(model: Any, device: torch.device) -> None:
     """Fills the buffers that are not stored, as the model's class initialises them. Whatever was loaded stays."""
-    computed = set()
+    computed, parts = set(), []
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, key = name.rpartition(".")
-        setattr(model.get_submodule(parent), key, torch.empty_like(buffer, device=device))
+        owner, size = model.get_submodule(parent), list(buffer.shape)
+        if (held := part_of(owner, key)) is not None:  # the class knows of the whole only
+            parts.append((owner, key, *held))
+            size[held[1]] = held[0].total
+        setattr(owner, key, buffer.new_empty(size, device=device))
         while parent not in computed:  # a model may fill its layers' buffers
             computed.add(parent)
             parent = parent.rpartition(".")[0]
@@ -223,6 +227,8 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     type(model).initialize_weights(model)  # this instance's own refuses
+    for owner, key, part, dim in parts:
+        split_parameter(owner, key, part, dim)
 
 
 def _progress(tensors: dict[str, Source], ctx: Iris) -> Iterator[tuple[str, Source]]:

@@ -35,7 +35,7 @@ from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParall
 from ..shard import Shard
 from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
 from ..together import run_together
-from . import delta_heads, proof, sequence, weight_reads
+from . import proof, recurrent_heads, sequence, weight_reads
 from . import styles as styles_of
 from .gated_mlp import fuse_gates
 from .generation import agree_on_samples
@@ -110,7 +110,7 @@ def parallelize(
         weight_reads.check(whole, tried.linears)
         _carry_out(whole, tried, _Alone(ctx))
         _carry_out(part, tried, ctx)
-        untried = proof.prove(whole, part, tried.parents(styles_of.ROW), tried.cutting(whole))
+        untried = proof.prove(whole, part, tried.parents(styles_of.ROW) + tried.recurrent, tried.cutting(whole))
         if untried and ctx.cur_rank == 0:
             ctx.warning(
                 f"{type(model).__name__} cannot be run without weights: that {', '.join(untried[:4])}"
@@ -152,7 +152,7 @@ class _Split:
 
     styles: dict[str, str]  # of all modules and parameters that the plan names
     linears: dict[str, str]  # of those that are split
-    delta_nets: list[str]
+    recurrent: list[str]  # modules that keep a state for each head
     experts: dict[str, Any]  # of the modules that hold experts, how these are split
     by_own_plan: bool
     plan: str  # whose it is, in words
@@ -166,8 +166,8 @@ class _Split:
         there = {name for name, _ in skeleton.named_modules()}
         linears = {name: style for name, style in self.linears.items() if name in there}
         experts = {name: form for name, form in self.experts.items() if name in there}
-        nets = [name for name in self.delta_nets if name in there]
-        return replace(self, linears=linears, experts=experts, delta_nets=nets)
+        nets = [name for name in self.recurrent if name in there]
+        return replace(self, linears=linears, experts=experts, recurrent=nets)
 
     def parents(self, kinds: set[str]) -> list[str]:
         """The modules of which a linear has one of the styles `kinds`."""
@@ -177,7 +177,7 @@ class _Split:
         """The modules that cut a rank's outputs as they would cut all: gates and ups, or q, k and v, side by side."""
         column = self.parents(styles_of.COLUMN)
         column = [name for name in column if cuts_its_output(name, model.get_submodule(name), self.linears)]
-        return self.parents(styles_of.PACKED) + column + self.delta_nets
+        return self.parents(styles_of.PACKED) + column + self.recurrent
 
     def digest(self, model: nn.Module) -> dict[str, Any]:
         """What all ranks must have alike."""
@@ -217,9 +217,9 @@ def _resolve(
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
     experts = _experts(modules, styles)
-    delta_nets = [name for name, style in styles.items() if style == delta_heads.STYLE and name in modules]
+    recurrent = [name for name, style in styles.items() if style == recurrent_heads.STYLE and name in modules]
     if automatic and not partial:
-        styles_of.check_layers(model, [*linears, *experts, *delta_nets], filter_fn is not None)
+        styles_of.check_layers(model, [*linears, *experts, *recurrent], filter_fn is not None)
     served = styles_of.COLUMN | styles_of.PACKED
     if weights == "fp8_all":
         served |= styles_of.ROW | styles_of.ROW_SPLIT
@@ -229,15 +229,15 @@ def _resolve(
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
     source, _ = styles_of.rules_of(model, plan)
     own = automatic and filter_fn is None and built_in(model) is None
-    return _Split(styles, linears, delta_nets, experts, own, source, fuse, weights, bool(sequence_parallel), least)
+    return _Split(styles, linears, recurrent, experts, own, source, fuse, weights, bool(sequence_parallel), least)
 
 
 def _on_any_ranks(split: _Split, sequence_parallel: bool | int | str) -> _Split:
     """`split` as it has the same bits on any number of ranks. Raises where that cannot be."""
     if split.weights:
         raise ArgumentError(f"weights is {split.weights!r}: expected None with invariant='ranks'")
-    if split.experts or split.delta_nets:
-        name = next(iter([*split.experts, *split.delta_nets]))
+    if split.experts or split.recurrent:
+        name = next(iter([*split.experts, *split.recurrent]))
         raise StyleError(
             f"{name} is split in a way of its own, and its sums differ by the number of ranks: with invariant='ranks'"
             " expected a model of attention and dense products, or filter_fn to keep it whole"
@@ -287,10 +287,10 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         setattr(parent, child, layer)
     for owner, key, part in by_head:
         split_parameter(owner, key, part)
-    for name in split.delta_nets:
-        net = model.get_submodule(name)
-        styles = styles | dict.fromkeys([*delta_heads.linears_of(name, net), f"{name}.conv1d"], delta_heads.STYLE)
-        delta_heads.split_delta_net(net, ctx)
+    for name in split.recurrent:
+        module = model.get_submodule(name)
+        styles = styles | dict.fromkeys(recurrent_heads.modules_of(name, module), recurrent_heads.STYLE)
+        recurrent_heads.split_recurrent(module, ctx)
     for name, form in split.experts.items():
         parent_name, _, child = name.rpartition(".")
         split_experts(model.get_submodule(parent_name), child, form, ctx)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..experts import SplitExperts
-from ..sharded import ShardedLinear
+from ..sharded import ShardedLinear, part_of
 from .mixture import is_split_experts
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris, plan: str =
             continue
         tied = getattr(module, "tied_to", None)
         size = sum(p.numel() * p.element_size() for key, p in own.items() if not (tied and key == "weight"))
-        split = isinstance(module, ShardedLinear) or is_split_experts(module)
+        split = (
+            isinstance(module, ShardedLinear) or is_split_experts(module) or any(part_of(module, key) for key in own)
+        )
         style = styles.get(name, "replicate") + (f", tied to {tied}" if tied else "")
         if not split and "replica" not in style:
             style += ", kept whole"

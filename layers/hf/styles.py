@@ -16,7 +16,7 @@ A plan maps names, with `*` for layer numbers, to the names of styles. The style
     moe_tp_experts                 each expert's intermediate size is split (`mixture`); the styles of its parameters
                                    say where that is, if transformers has not marked the module
     moe_identity_expert            what passes tokens on inside of experts: on the first rank only
-    delta_heads                    ours, of a gated delta net: whole heads (`delta_heads`)
+    recurrent_heads                ours, of a module that keeps a state for each head: whole heads (`recurrent_heads`)
     all_reduce                     a module of such parameters whose output is summed over the ranks
 
 Every other style is refused by name with the reason (`REFUSED`), as is every quantised model, before anything is
@@ -38,11 +38,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..sharded import ShardedLinear
-from .delta_heads import STYLE as DELTA
-from .delta_heads import linears_of
 from .linear_like import as_linear
 from .mixture import EXPERTS, IDENTITY, PARAMETERS
 from .plans import built_in
+from .recurrent_heads import STYLE as RECURRENT
+from .recurrent_heads import is_recurrent, linears_of
 
 COLUMN = {"colwise"}
 GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -119,14 +119,29 @@ def resolve_plan(
         if not found and not automatic:  # a model's own plan may name modules that this configuration does not have
             raise StyleError(f"{pattern!r} of the plan matches no module of {type(model).__name__}")
         styles.update(dict.fromkeys(found, style))
+    styles = _by_recurrence(styles, modules, automatic)
     for name in sorted(
-        styles, key=lambda name: styles[name] in SPLIT | WHOLE | EXPERTS | {DELTA}
+        styles, key=lambda name: styles[name] in SPLIT | WHOLE | EXPERTS | {RECURRENT}
     ):  # first what no layer could serve
         _check(name, styles, modules)
     styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
     _check_places(model, styles, modules)
     _check_halves(styles, modules, automatic)
     return styles
+
+
+def _by_recurrence(styles: dict[str, str], modules: dict[str, nn.Module], automatic: bool) -> dict[str, str]:
+    """`styles` without those of what is inside of a module that keeps a state, and goes by that module's own.
+
+    Families have modules of several kinds under one name: such a module goes by the styles of what is inside of it.
+    """
+    recurrent = {name for name, style in styles.items() if style == RECURRENT and name in modules}
+    if automatic:
+        others = {name for name in recurrent if not is_recurrent(modules[name])}
+        styles = {name: style for name, style in styles.items() if name not in others}
+        recurrent -= others
+    inside = {name for name in styles for net in recurrent if name.startswith(f"{net}.")}
+    return {name: style for name, style in styles.items() if name not in inside}
 
 
 def rules_of(model: nn.Module, plan: Any) -> tuple[str, dict[str, str]]:
@@ -174,13 +189,13 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
     style = styles[name]
-    known = SPLIT | WHOLE | EXPERTS | set(PARAMETERS) | {DELTA}
+    known = SPLIT | WHOLE | EXPERTS | set(PARAMETERS) | {RECURRENT}
     if style not in known:
         why = f": {REFUSED[style]}" if style in REFUSED else f": expected one of {sorted(known)}"
         raise StyleError(f"style {style!r} of {name} is not served{why}")
     if style in EXPERTS and name in modules or is_of_experts(name, styles):
         return
-    if style == DELTA and name in modules:
+    if style == RECURRENT and name in modules:
         for linear in linears_of(name, modules[name]):
             _check_tensors(linear, modules[linear])
         return

@@ -139,12 +139,12 @@ def types() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def configuration(model_type: str) -> Any:
-    """The tiny configuration of a type."""
+def configuration(model_type: str, **others: Any) -> Any:
+    """The tiny configuration of a type, with `others` of its settings."""
     import transformers
 
     kind = transformers.CONFIG_MAPPING[model_type]
-    changes = CHANGES.get(model_type, {})
+    changes = CHANGES.get(model_type, {}) | others
     settings = _shrunk(kind(**_of_default(changes)).to_dict())
     if settings.get("kv_lora_rank") and "qk_rope_head_dim" in settings:
         settings["num_key_value_heads"] = settings["num_attention_heads"]
@@ -208,15 +208,17 @@ def _one_of_each(by_layer: dict[str, list]) -> list[int]:
     return kept if len(kept) > 1 else [0, 1]
 
 
-def build(model_type: str) -> nn.Module:
-    """The tiny model of a type with random weights: the same wherever it is built, in float32 and eval mode."""
+def build(model_type: str, **others: Any) -> nn.Module:
+    """The tiny model of a type, with `others` of its settings, and random weights: the same wherever it is built, in
+    float32 and eval mode.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
     state = torch.get_rng_state()
     torch.manual_seed(11)
     try:
-        config = configuration(model_type)
+        config = configuration(model_type, **others)
         if model_type in _BY_DECODER:  # their class wants the decoder's configuration
             config = config.decoder
             kind = transformers.AutoModelForCausalLM._model_mapping[type(configuration(model_type))]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from .rules import COLUMN, EXPERTS, GATHER, HEAD, ROW, attention, below, mlp
+from .rules import COLUMN, EXPERTS, GATHER, HEAD, LATENT, attention, below, mlp
 
-# What all heads share, `q_a_proj` and `kv_a_proj_with_mqa`, is small and stays whole.
-LATENT = {**{f"self_attn.{each}": COLUMN for each in ("q_proj", "q_b_proj", "kv_b_proj")}, "self_attn.o_proj": ROW}
 _EXPERTS = {"mlp.experts": EXPERTS, **mlp("mlp.shared_experts"), **mlp()}
 _LATENT = {**below("model.layers.*", LATENT, _EXPERTS), **HEAD}
 

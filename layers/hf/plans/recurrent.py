@@ -1,14 +1,32 @@
 """Plans of state spaces, linear attentions and convolutions, and of hybrids of them with attention.
 
-What such a layer computes between its products stays whole; the products are split and gathered.
+Layers that keep a state for each head are split by whole heads; of the other ones, what they compute between their
+products stays whole, and the products are split and gathered.
 """
 
 from __future__ import annotations
 
-from .rules import COLUMN, EXPERTS, GATHER, HEAD, PACKED, ROW, SLICE, attention, below, gathered, mlp
+from .rules import (
+    COLUMN,
+    EXPERTS,
+    GATHER,
+    HEAD,
+    LATENT,
+    PACKED,
+    QKV,
+    RECURRENT,
+    ROW,
+    SLICE,
+    attention,
+    below,
+    gathered,
+    mlp,
+)
 
 _MAMBA = ("mamba", "mixer")
+# The first generation has no heads.
 _MIXER = {key: style for name in _MAMBA for key, style in gathered(name, ("in_proj",), ("out_proj",)).items()}
+_MIXER |= dict.fromkeys(_MAMBA, RECURRENT)
 _HYBRID = {
     **below("model.layers.*", _MIXER, attention(), mlp("feed_forward"), {"feed_forward.experts": EXPERTS}),
     **HEAD,
@@ -21,7 +39,7 @@ _LFM2 = {
 }  # fmt: skip
 
 _DELTA = {
-    **below(("model.layers.*", "model.language_model.layers.*"), {"linear_attn": "delta_heads"}, attention(), mlp(),
+    **below(("model.layers.*", "model.language_model.layers.*"), {"linear_attn": RECURRENT}, attention(), mlp(),
             {"mlp.experts": EXPERTS}, mlp("mlp.shared_expert")),
     **HEAD,
 }  # fmt: skip
@@ -31,6 +49,10 @@ PLANS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("bamba", "falcon_h1", "jamba"), _HYBRID),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), {**below("backbone.layers.*", _MIXER), **HEAD}),
     **dict.fromkeys(("lfm2", "lfm3", "lfm2_moe"), _LFM2),
+    "olmo_hybrid": {  # norms of all heads together stand behind the projections of its attentions
+        **below("model.layers.*", {"linear_attn": RECURRENT}, gathered("self_attn", QKV, ("o_proj",)), mlp()),
+        **HEAD,
+    },
     "recurrent_gemma": {
         **below("model.layers.*", gathered("temporal_block", ("linear_x", "linear_y"), ("linear_out",)),
                 attention("temporal_block"), mlp("mlp_block")),
@@ -61,12 +83,12 @@ PLANS: dict[str, dict[str, str]] = {
     # delta attention in most layers, latent attention in the others, under the same names
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), {
         **below("model.layers.*",
-                gathered("self_attn", ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj", "kv_b_proj"), ("o_proj",)),
-                {"mlp.experts": EXPERTS}, mlp(), mlp("mlp.shared_experts")),
+                {"self_attn": RECURRENT, **LATENT, "self_attn.g_proj": COLUMN, "mlp.experts": EXPERTS}, mlp(),
+                mlp("mlp.shared_experts")),
         **HEAD,
     }),
     "nemotron_h": {
-        **below("model.layers.*", gathered("mixer", ("in_proj",), ("out_proj",)), attention("mixer"),
+        **below("model.layers.*", _MIXER, attention("mixer"),
                 {"mixer.experts": EXPERTS}, mlp("mixer", ("up_proj",)), mlp("mixer.shared_experts", ("up_proj",))),
         **HEAD,
     },

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 COLUMN, ROW = "colwise", "rowwise"
 GATHER, SLICE = "colwise_gather_output", "rowwise_split_input"
 PACKED, EXPERTS, WHOLE = "packed_colwise", "moe_tp_experts", "replicate"
+RECURRENT = "recurrent_heads"
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -39,4 +40,6 @@ def mlp(
 HEAD = {name: GATHER for name in ("lm_head", "embed_out", "output_projection", "proj_out", "head", "decoder", "output",
                                   "lm_loss", "pred_layer.proj", "generator_lm_head")}  # fmt: skip
 LLAMA = {**attention(), **mlp()}
+# What all heads share, `q_a_proj` and `kv_a_proj_with_mqa`, is small and stays whole.
+LATENT = attention(projections=("q_proj", "q_b_proj", "kv_b_proj"))
 LLAMA_PLAN = {**below("model.layers.*", LLAMA), **HEAD}

@@ -7,6 +7,7 @@ _NO_TENSORS = ("tests/layers/test_refused_models.py::test_weights_that_are_no_pl
 _FINDS_NOTHING = "tests/layers/test_refused_models.py::test_a_plan_that_finds_nothing_is_refused"
 _HEAD_ONLY = "tests/layers/test_refused_models.py::test_a_plan_of_the_head_only_is_refused_unless_partial"
 _PLANS = "tests/layers/test_refused_plans.py::test_what_would_fail_in_its_first_forward_is_refused_by_name"
+_RECURRENT = "tests/layers/test_recurrent_heads.py"
 _AUTOCAST = "tests/layers/test_autocast.py::test_each_linear_multiplies_in_autocasts_dtype"
 
 SPLITS = [
@@ -55,7 +56,7 @@ SPLITS = [
     Fault(
         "a plan is not tried",
         "layers/hf/parallelize.py",
-        "proof.prove(whole, part, tried.parents(styles_of.ROW), tried.cutting(whole))",
+        "proof.prove(whole, part, tried.parents(styles_of.ROW) + tried.recurrent, tried.cutting(whole))",
         "[]",
         tuple(f"{_PLANS}[{case}-2]" for case in ("n_heads", "a bias by head", "a reshape")),
     ),
@@ -69,7 +70,7 @@ SPLITS = [
     Fault(
         "a plan may leave all layers whole",
         "layers/hf/parallelize.py",
-        "        styles_of.check_layers(model, [*linears, *experts, *delta_nets], filter_fn is not None)\n",
+        "        styles_of.check_layers(model, [*linears, *experts, *recurrent], filter_fn is not None)\n",
         "        pass\n",
         (_HEAD_ONLY, _FINDS_NOTHING),
     ),
@@ -86,6 +87,34 @@ SPLITS = [
         "if automatic and not partial:",
         "if automatic:",
         (_HEAD_ONLY,),
+    ),
+    Fault(
+        "a norm of a group is one of a rank's channels",
+        "layers/hf/gated_norm.py",
+        "        if self.shared:\n            squares",
+        "        if False:\n            squares",
+        (f"{_RECURRENT}::test_prompts_and_steps_are_the_unsplit_models[one group-2]",),
+    ),
+    Fault(
+        "an idle rank's channels count in a norm",
+        "layers/hf/gated_norm.py",
+        "not self._held.idle",
+        "1",
+        (f"{_RECURRENT}::test_a_checkpoint_is_read_and_written_by_parts[two heads-3]",),
+    ),
+    Fault(
+        "the blocks of a group lie side by side",
+        "layers/hf/recurrent_heads.py",
+        "self._by_group(held) if self.by_group else",
+        "",
+        (f"{_RECURRENT}::test_prompts_and_steps_are_the_unsplit_models[three key heads-3]",),
+    ),
+    Fault(
+        "buffers that are computed stay whole",
+        "layers/checkpoint/load.py",
+        "        split_parameter(owner, key, part, dim)\n",
+        "        pass\n",
+        (f"{_RECURRENT}::test_a_checkpoint_is_read_and_written_by_parts[no norm-2]",),
     ),
     Fault(
         "an input is not in autocast's dtype",

@@ -1,0 +1,190 @@
+"""Layers that keep a state for each head, split by heads: prompts and steps over a cache beside the unsplit model.
+
+Tiny models of each kind, with as many heads and groups as make each case of the split: groups that ranks share, groups
+that they do not divide, fewer heads than ranks, each form of the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from iris.errors import StyleError
+import layers
+from layers.hf import recurrent_heads
+from layers.hf.gated_norm import GatedNorm, computes_gated_norm
+from layers.serving.cache import cache_name
+from layers.shard import split_heads
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.coverage_of_models import tiny
+from tests.harness import UNDER_TORCHRUN, WORLDS, agreed, both, once, run_ranks
+
+pytest.importorskip("transformers")
+pytestmark = both
+worlds = pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2, 3], scope="session")
+two_ranks = pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS, scope="session")
+
+_OF_FALCON = {"mamba_rms_norm": True, "mamba_n_groups": 1}
+# name: (type, its settings)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one group": ("bamba", {"mamba_n_groups": 1}),
+    "a group to a head": ("bamba", {"mamba_n_groups": 8}),
+    "six heads, three groups": ("nemotron_h", {"mamba_num_heads": 6, "n_groups": 3}),
+    "two heads": ("nemotron_h", {"mamba_num_heads": 2, "n_groups": 1}),
+    "Mamba-2 alone": ("mamba2", {}),
+    "no norm": ("falcon_h1", {"mamba_n_groups": 1}),
+    "the gate in front": ("falcon_h1", {**_OF_FALCON, "mamba_norm_before_gate": False}),
+    "the gate behind": ("falcon_h1", {**_OF_FALCON, "mamba_norm_before_gate": True, "mamba_n_groups": 4}),
+    "with experts": ("granitemoehybrid", {"mamba_n_groups": 1}),
+    "two under one name": ("zamba2", {}),
+    "three key heads": ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+    "one key head": ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_num_value_heads": 4}),
+    "by channel": ("kimi_linear", {}),
+    "five heads by channel": ("kimi_linear", {"linear_num_heads": 5}),
+    "two heads by channel": ("bailing_hybrid", {"linear_num_heads": 2}),
+    "of its own names": ("olmo_hybrid", {}),
+}
+WORDS = [[11, 5], [7, 60], [31, 2]]  # of both rows, after the prompt
+
+
+def build(case: str) -> nn.Module:
+    model_type, settings = CASES[case]
+    return tiny.build(model_type, **settings)
+
+
+def judge(results: Sequence[torch.Tensor], whole: Any, exact: Any) -> None:
+    """Raises unless ranks' results are as near to `exact`, in float64, as the unsplit model `whole` is, about."""
+    exact = exact.double()
+    if hasattr(exact, "set_experts_implementation"):
+        exact.set_experts_implementation("eager")  # the only one in float64
+    single, double = answers(whole), answers(exact)
+    allowed = 4 * (single - double).abs().max() + 2e-5 * double.abs().max()
+    for rank, result in enumerate(results):
+        error = (result - double).abs().max()
+        assert error <= allowed, f"rank {rank} is off by {error:.1e} of {double.abs().max():.1e}, not {allowed:.1e}"
+
+
+@torch.no_grad()
+def answers(model: Any, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Logits [2, 7 + 3, words]: a prompt, one row of it padded, and three steps over a cache."""
+    tokens = torch.randint(2, 90, (2, 7), generator=torch.Generator().manual_seed(3)).to(device)
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = 0
+    result = model(tokens, attention_mask=mask, use_cache=True)
+    logits, name = [result.logits], cache_name(model)
+    for words in WORDS:
+        mask = F.pad(mask, (0, 1), value=1)
+        step = torch.tensor(words, device=device)[:, None]
+        result = model(step, attention_mask=mask, use_cache=True, **{name: result[name]})
+        logits.append(result.logits)
+    found = torch.cat(logits, dim=1).cpu()
+    return torch.cat([found[0], found[1, 2:]])  # what padding makes is no answer
+
+
+def split_body(ctx, case: str) -> tuple[torch.Tensor, list[str]]:
+    model = build(case)
+    layers.parallelize(model, ctx)
+    left = [type(each).__name__ for each in model.modules() if recurrent_heads.is_recurrent(each)]
+    assert not left, f"{left} are whole"
+    return answers(model, ctx.device), [each.op for each in model.modules() if isinstance(each, GatedNorm)]
+
+
+@worlds
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.some(12, on_gpus=6)
+def test_prompts_and_steps_are_the_unsplit_models(world_size: int, case: str) -> None:
+    results, all_norms = zip(*run_ranks(world_size, split_body, case), strict=True)
+    judge(results, build(case), build(case))
+    for norms in all_norms:
+        if case == "one group":
+            assert norms and set(norms) == {"gated RMSNorm, sums of squares over ranks"}
+        if case == "a group to a head":
+            assert norms and set(norms) == {"gated RMSNorm of a rank's groups"}
+
+
+def state_body(ctx, case: str) -> tuple[int, int]:
+    """Entries of the recurrent state that a rank keeps, and of all."""
+    model, whole = build(case), build(case)
+    layers.parallelize(model, ctx)
+    return _entries(model, ctx.device), _entries(whole, "cpu")
+
+
+@torch.no_grad()
+def _entries(model: Any, device: torch.device | str) -> int:
+    cache = model(torch.ones(1, 4, dtype=torch.long, device=device), use_cache=True)[cache_name(model)]
+    states = [layer.recurrent_states for layer in cache.layers if getattr(layer, "recurrent_states", None) is not None]
+    held = [each for state in states for each in (state.values() if isinstance(state, dict) else [state])]
+    return sum(each.numel() for each in held if each is not None)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="counts, which are the same on CPUs")
+@pytest.mark.parametrize("case", ["one group", "by channel", "three key heads"])
+def test_ranks_share_the_state(case: str) -> None:
+    own, (whole, *_) = zip(*run_ranks(3, state_body, case), strict=True)
+    assert sum(own) == whole and max(own) <= whole // 2
+
+
+# --- loaded and saved ------------------------------------------------------------------------------------------------
+
+
+def loaded_body(ctx, folder: str, case: str) -> torch.Tensor:
+    model = layers.from_pretrained(folder, ctx)
+    model.save_pretrained(f"{folder}/again")
+    return answers(model, ctx.device)
+
+
+@worlds
+@pytest.mark.parametrize("case", ["one group", "no norm", "two heads", "three key heads", "by channel"])
+def test_a_checkpoint_is_read_and_written_by_parts(world_size: int, case: str, tmp_path) -> None:
+    folder, whole = agreed(tmp_path), build(case)
+    once(lambda: whole.save_pretrained(folder))
+    judge(run_ranks(world_size, loaded_body, str(folder), case), whole, build(case))
+    again, state = type(whole).from_pretrained(folder / "again").state_dict(), whole.state_dict()
+    assert again.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(again[name], value), name
+
+
+# --- what is not split so --------------------------------------------------------------------------------------------
+
+
+def refused_body(ctx) -> None:
+    model = tiny.build("jamba")
+    with pytest.raises(StyleError, match=r"layers.0.mamba is a JambaMambaMixer with .*: 'recurrent_heads' expects"):
+        layers.parallelize(model, ctx, plan={"model.layers.*.mamba": "recurrent_heads"})
+    model = build("one group")
+    net = model.model.layers[0].mamba
+    net.norm.forward = lambda x, gate=None: x  # another norm than is known
+    with pytest.raises(StyleError, match="layers.0.mamba is a BambaMixer"):
+        layers.parallelize(model, ctx, plan={"model.layers.0.mamba": "recurrent_heads"})
+
+
+@two_ranks
+def test_what_has_no_heads_is_refused_by_name(world_size: int) -> None:
+    run_ranks(world_size, refused_body)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="has no ranks")
+def test_parts_cover_every_entry_and_shared_groups_alike() -> None:
+    for heads, groups, world in ((8, 1, 3), (8, 2, 3), (6, 3, 2), (5, 5, 3), (2, 1, 3)):
+        for by_group in (False, True):
+            layout = recurrent_heads._Layout((("head", 3), ("group", 2), ("head", 1)), by_group)
+            held = [split_heads(heads, groups, world, rank) for rank in range(world)]
+            shards = [layout.shard(each) for each in held]
+            total = layout.total(heads, groups)
+            assert {each.total for each in shards} == {total == heads * 4 + groups * 2 and total}
+            found = {entry for each in shards for start, stop in each.ranges for entry in range(start, stop)}
+            assert found == set(range(total))
+            for own, shard in zip(held, shards, strict=True):
+                assert shard.size == layout.total(own.num_local_heads, own.num_local_kv_heads)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="has no ranks")
+def test_another_norm_is_not_taken_for_the_gated_one() -> None:
+    norm = build("one group").model.layers[0].mamba.norm
+    assert computes_gated_norm(norm, 1) and not computes_gated_norm(norm, 2)
+    assert not computes_gated_norm(nn.LayerNorm(8), 1)
