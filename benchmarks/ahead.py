@@ -4,7 +4,7 @@ A kernel takes about a second to compile, and its ranks wait for each other. Her
 What they would have launched is divided among the ranks, which compile it in threads into Triton's cache on disk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 import os
@@ -18,8 +18,8 @@ from iris_tp.bench.team import Team
 import triton
 
 
-def compile_ahead(team: Team, ctx: iris.Iris, calls: Callable[[], None]) -> int:
-    """Compiles what `calls` of `ctx.ops` would launch, and launches nothing of it. Returns how many kernels that is.
+def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> int:
+    """Compiles what `calls` of the `contexts` would launch, and launches nothing. Returns how many kernels that is.
 
     Of calls that take torch's product, or the copy engines, nothing is compiled.
     """
@@ -34,7 +34,8 @@ def compile_ahead(team: Team, ctx: iris.Iris, calls: Callable[[], None]) -> int:
         patches.enter_context(mock.patch.object(relaunch, "launch", keep))
         patches.enter_context(mock.patch.dict(op_launches.PREPARERS, nothing))
         calls()
-    ctx.ops.forget_launches()  # for nothing was launched
+    for ctx in contexts:
+        ctx.ops.forget_launches()  # for nothing was launched
     # by the sizes that are the same on all ranks, so that no kernel is left to nobody
     names = sorted(found, key=lambda key: (key[0].fn.__qualname__, *map(str, key[1:])))
     own = [found[name] for name in names[team.rank :: team.world]]

@@ -154,7 +154,7 @@ def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, found: 
                 for M in numbers:
                     case.call(M, random.Random(seed))
 
-        kernels = compile_ahead(team, contexts["batch"], calls)
+        kernels = compile_ahead(team, [contexts["batch"]], calls)
         team.say(f"[{time.monotonic() - begin:4.0f} s] {kernels} kernels compiled")
     while found["products"] < args.products and team.slowest([time.monotonic() - begin])[0] < args.seconds:
         product = next(products)

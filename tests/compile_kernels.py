@@ -63,6 +63,7 @@ _POINTEES = {
     ("lamport_gather_matmul_kernel", "staging"): "i16",
     ("lamport_kernel", "staging"): "i16",
     ("tree_matmul_kernel", "staging"): "i32",
+    ("tree_pair_kernel", "staging"): "i32",
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.function import device_function
-from iris.device.lamport import load_bases, take, without_sentinel
+from iris.device.lamport import load_bases, settled, take, without_sentinel
 from iris.device.sync import advance, next_epoch
 from iris.device.tracing import PRODUCT, SUM, device_tracing
 import torch
@@ -65,8 +65,10 @@ def _root_exchange(ctx, bases, epoch, staging, half_elements, part_rows, part_co
 
 
 @device_function
-def _join(exchange, steps, place, mask):
-    """(the sum of all ranks' roots at `place`, whether all came in time)."""
+def _join(exchange, steps, place, mask, PAIR: tl.constexpr):
+    """(the sum of all ranks' roots at `place`, whether all came in time). `PAIR`: two ranks have one each."""
+    if PAIR:  # looked at together
+        return exchange.sum_all(place, mask, tl.float32)
     total = tl.zeros(place.shape, tl.float32)
     waiting, ok = steps.nothing(total), True
     for i in range(steps.count):
@@ -83,7 +85,7 @@ def _join(exchange, steps, place, mask):
 @device_function
 def _join_own_part(
     exchange, steps, bias, C, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_COLS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TO_ALL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TO_ALL: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Joins the roots of this rank's part. The sums go to `out` or, `TO_ALL`, in fp32 to everyone."""
     ctx = exchange.ctx
@@ -99,7 +101,7 @@ def _join_own_part(
         r, c = row + tl.arange(0, SHARE), col + tl.arange(0, BLOCK_N)
         mask = (r < own_rows)[:, None] & (c < width)[None, :]
         span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.buffer, share, tile_n, nbytes=0)
-        total, ok = _join(exchange, steps, exchange.places(r, c), mask)
+        total, ok = _join(exchange, steps, exchange.places(r, c), mask, PAIR)
         ctx.tracing.record_event_end(span)
         if HAS_BIAS:
             total = add_bias(total, bias + before, col, own_cols, BLOCK_N)
@@ -146,6 +148,7 @@ def tree_matmul_kernel(
     LEAF_PLACES: tl.constexpr,
     ROOT_PLACES: tl.constexpr,
     EXCHANGE: tl.constexpr,
+    PAIR: tl.constexpr,
     BY_COLS: tl.constexpr,
     MEETS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
@@ -165,8 +168,7 @@ def tree_matmul_kernel(
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     C = Matrix(out, M, N, stride_om, stride_on, False)
     dtype: tl.constexpr = out.dtype.element_ty
-    rank, epoch, bases = tl.load(ctx_ptr).to(tl.int32), next_epoch(sync), load_bases(ctx_ptr, WORLD_SIZE)
-    ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
+    own, all_bases = (tl.load(ctx_ptr), next_epoch(sync)), load_bases(ctx_ptr, WORLD_SIZE)  # while a tile is multiplied
     leaves, roots = Steps(leaf_table, num_leaves, LEAF_PLACES), Steps(root_table, num_roots, ROOT_PLACES)
     tracing = device_tracing(ctx_ptr, TRACING)
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -182,15 +184,18 @@ def tree_matmul_kernel(
         root = first_root + tl.zeros((), tl.int32)
         waiting = leaves.nothing(tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         for leaf in range(num_leaves):
+            step = tl.load(leaf_table + leaf)  # on its way while the leaf is summed
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for block in tl.static_range(LEAF_BLOCKS):
                 k = (leaf * LEAF_BLOCKS + block) * BLOCK_K
                 x = A.load(first, k, BLOCK_M, BLOCK_K)
                 y = B.load(k, col, BLOCK_K, BLOCK_N)
                 total = arch.dot(y.T, x.T, total)
-            step = tl.load(leaf_table + leaf)
             total, waiting = leaves.add(step, total, waiting)
             if (step >> ENDS) & 1:
+                own_rank, epoch = settled(own)
+                ctx = DeviceContext.initialize(ctx_ptr, own_rank.to(tl.int32), WORLD_SIZE, TRACING)
+                bases = settled(all_bases)
                 exchange = _root_exchange(
                     ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, root, num_roots, WAITER
                 )
@@ -202,6 +207,9 @@ def tree_matmul_kernel(
                 root += 1
         tracing.record_event_end(span)
 
+    own_rank, epoch = settled(own)
+    rank, bases = own_rank.to(tl.int32), settled(all_bases)
+    ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
     exchange = _root_exchange(
         ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, first_root, num_roots, WAITER
     )
@@ -211,7 +219,7 @@ def tree_matmul_kernel(
     advance(sync, epoch)  # which all programs have read; meanwhile the values are under way
 
     if EXCHANGE != "all":
-        _join_own_part(exchange, roots, bias, C, BLOCK_M, BLOCK_N, BY_COLS, HAS_BIAS, TO_ALL=EXCHANGE == "owners")
+        _join_own_part(exchange, roots, bias, C, BLOCK_M, BLOCK_N, BY_COLS, HAS_BIAS, EXCHANGE == "owners", PAIR)
     if EXCHANGE != "scatter":
         for t in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
             tile_m, tile_n = by_columns(t, num_m)
@@ -222,7 +230,7 @@ def tree_matmul_kernel(
             if EXCHANGE == "owners":
                 total = exchange.take_sums(r, c, mask, tl.float32)
             else:
-                total, _ = _join(exchange, roots, exchange.places(r, c), mask)
+                total, _ = _join(exchange, roots, exchange.places(r, c), mask, PAIR)
                 if HAS_BIAS:
                     total = add_bias(total, bias, col, N, BLOCK_N)
             tracing.record_event_end(span)
@@ -254,13 +262,24 @@ def _table(device: torch.device, steps: tuple[Step, ...], sources: tuple[int, ..
     return torch.tensor(words or [0], dtype=torch.int32, device=device)
 
 
+def tables_of(rank: Rank, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """What becomes of this rank's leaves and of all ranks' roots, as `tree_steps.py` reads it."""
+    own, joint = leaf_steps(tree.leaves, tree.spans[rank.cur_rank]), root_steps(tree.leaves, tree.spans)
+    return rank.once(_Tables).of(rank, tree, own, joint, _sources(tree))
+
+
+def _sources(tree: Tree) -> tuple[int, ...]:
+    """Which rank each root comes from."""
+    return tuple(source for source, roots in enumerate(tree.roots) for _ in roots)
+
+
 def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
     out, A, B, bias, _ = tensors
     me, device = rank.cur_rank, rank.device
     tree = problem.tree
     own_steps, all_steps = leaf_steps(tree.leaves, tree.spans[me]), root_steps(tree.leaves, tree.spans)
-    sources = tuple(source for source, roots in enumerate(tree.roots) for _ in roots)
-    leaf_table, root_table = rank.once(_Tables).of(rank, tree, own_steps, all_steps, sources)
+    sources = _sources(tree)
+    leaf_table, root_table = tables_of(rank, tree)
     rows, cols = exchanged_part(problem, config)
     values = workspace.exchange.view(torch.int32)
     exchange = "owners" if config.algorithm == "two_shot" else _EXCHANGES[problem.op]
@@ -281,6 +300,7 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
         LEAF_PLACES=places(own_steps),
         ROOT_PLACES=places(all_steps),
         EXCHANGE=exchange,
+        PAIR=problem.world_size == 2 and all(len(roots) == 1 for roots in tree.roots),
         BY_COLS=problem.form == "cols",
         MEETS=exchange == "scatter" or (exchange == "all" and not all(tree.roots)),
         **shared_arguments(rank, workspace.exchange_sync, problem, config, out),

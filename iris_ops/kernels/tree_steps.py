@@ -30,7 +30,7 @@ class Steps:
 
     @device_function
     def nothing(self, like):
-        """What waits at first: something in each place that is never looked at."""
+        """What waits at first: something in each place that is never looked at. The last that waits comes first."""
         waiting = ()
         for _ in tl.static_range(self.PLACES):
             waiting += (like,)
@@ -38,23 +38,32 @@ class Steps:
 
     @device_function
     def add(self, step, total, waiting):
-        """(`total` with what waited for it, what waits then): a sum's step. Where it ends, it does not wait."""
-        count, place, ends = step & _BYTE, (step >> PLACE) & _BYTE, (step >> ENDS) & 1
-        for i in tl.static_range(self.PLACES):
-            if (self.PLACES - 1 - i < count) & (self.PLACES - 1 - i >= place):
-                total = waiting[self.PLACES - 1 - i] + total
+        """(`total` with what waited for it, what waits then): a sum's step. Where it ends, it does not wait.
+
+        Mostly a sum is added to the last that waits, and waits in its place. For all else there is one branch.
+        """
+        if self.PLACES == 0:
+            return total, waiting
+        else:
+            count, place = step & _BYTE, (step >> PLACE) & _BYTE
+            last, below = waiting[0], waiting[1:]
+            total = tl.where(place < count, last + total, total)
+            if self.PLACES > 1:
+                if (place + 1 < count) | ((place == count) & (count > 0)):
+                    total, below = self._change(count, place, total, last, below)
+            return total, (total,) + below
+
+    @device_function
+    def _change(self, count, place, total, last, below):
+        """The same for those below the last, `below[i]` number `PLACES - 2 - i`: some are added, or the last joins."""
         after = ()
-        for i in tl.static_range(self.PLACES):
-            after += (_either(total, waiting[i], (i == place) & (ends == 0)),)
+        for i in tl.static_range(self.PLACES - 1):
+            if (self.PLACES - 2 - i < count - 1) & (self.PLACES - 2 - i >= place):
+                total = below[i] + total
+        for i in tl.static_range(self.PLACES - 1):
+            joins = (place == count) & (self.PLACES - 2 - i == count - 1)
+            after += (tl.where(joins, last, below[i]),)
         return total, after
-
-
-@device_function
-def _either(x, y, chosen):
-    """`x` where it is `chosen`, by a branch: a select would touch every register of a tile at each leaf."""
-    if chosen:
-        y = x
-    return y
 
 
 def packed(waiting: int, place: int, ends: bool, source: int) -> int:

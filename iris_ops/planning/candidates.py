@@ -118,6 +118,16 @@ def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     return (*one_shot, *_tiled(tiles, ("two_shot",), FusedConfig.comm_programs)) if twice else one_shot
 
 
+def specialised_tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Tiles of sums by tree that specialised warps send, between two ranks."""
+    return _specialised(machine.architecture, "tree", False)
+
+
+def tree_stand_in(problem: Problem, machine: Machine) -> FusedConfig:
+    """The portable tile that is multiplied in place of those of specialised warps."""
+    return min(tree(problem, machine), key=lambda each: (abs(each.block_m - 64), each.block_n))
+
+
 def tree_stages(machine: Machine, rows: int, cols: int, nbytes: int) -> int:
     """Stages of blocks with so many bytes a row and a column, beside a sum on its way: it is sent while blocks come."""
     beside = replace(machine, shared_bytes=machine.shared_bytes - 4 * rows * cols)
@@ -180,9 +190,11 @@ def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
 
 
 @lru_cache(maxsize=16)
-def _specialised(architecture: str, algorithm: str, fp8: bool) -> tuple[FusedConfig, ...]:
+def _specialised(architecture: str, kind: str, fp8: bool) -> tuple[FusedConfig, ...]:
     known = specialised_tiles(architecture)
-    tiles = {"one_shot": known.of_pair(fp8), "two_shot": known.two_shot, "copy_gather": known.copy_gather}[algorithm]
+    tables = {"one_shot": known.of_pair(fp8), "two_shot": known.two_shot, "copy_gather": known.copy_gather}
+    tiles = (tables | {"tree": known.tree})[kind]
+    algorithm = "one_shot" if kind == "tree" else kind
     return tuple(
         FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm=algorithm)
         for (m, n, k, w), (s, _) in tiles.items()
