@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import iris
-from iris.ccl import P2POp, ReduceOp, rings, rooted
+from iris.ccl import P2POp, ReduceOp, rings, rooted, transfer
 from iris.errors import ArgumentError, PeerLostError
 import pytest
 import torch
@@ -309,6 +309,11 @@ def _too_much(ctx):
         with pytest.raises(ArgumentError, match="there is room for 262144; call ctx.ccl.init_p2p"):
             ctx.ccl.batch_isend_irecv(listed)
     ctx.barrier()
+
+
+def test_no_number_of_a_table_makes_triton_compile_anew():
+    """It does so for a 1 in a tuple, and for a multiple of 16, whatever it is told of the argument."""
+    assert all(transfer.in_table(x) % 16 == 3 and transfer.in_table(x) >> 4 == x for x in (0, 1, 15, 16, 1 << 47))
 
 
 @pytest.mark.parametrize("world_size", SEVERAL[:1])
