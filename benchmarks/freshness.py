@@ -36,6 +36,7 @@ _BEGINNINGS = {
     "norms": ("iris_ops.kernels.rmsnorm_epilogue",),
     "ccl": ("iris.ccl.",),
     "rma": ("iris.device.", "benchmarks.rma_kernels"),
+    "rooted": ("iris.ccl.messages", "iris.ccl.rooted"),
     "moe": ("iris_ops.moe.",),
     "outputs": ("iris_ops.kernels.",),
     "invariance": DEVICE,

@@ -15,7 +15,7 @@ from pathlib import Path
 import re
 import sys
 
-from benchmarks import ccl_report, docs_tables, page_tables, report, rma_table, single_tables, table
+from benchmarks import ccl_report, contenders, docs_tables, page_tables, report, rma_table, single_tables, table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +35,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("models x2", "docs/benchmarks/models.md", partial(page_tables.models, 2)),
     ("collectives x4", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 4)),
     ("collectives x2", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 2)),
+    ("rooted", "docs/guides/collectives.md", single_tables.rooted),
     ("mixtures", "docs/guides/mixtures.md", single_tables.mixtures),
     ("outputs", "docs/guides/memory.md", single_tables.outputs),
     ("invariance", "docs/concepts/determinism.md", single_tables.invariance),
@@ -49,11 +50,16 @@ def _llm(run: dict) -> str:
     return llm.render(run)
 
 
+def _rooted(run: dict) -> str:
+    return contenders.render(run, "ctx.ccl", ("ctx.ccl", "torch"))
+
+
 EVERY_ROW: dict[str, Callable[[dict], str]] = {
     "ops": partial(table.render, modes=("graph", "eager")),
     "norms": partial(table.render, modes=("graph", "eager")),
     "ccl": ccl_report.render,
     "rma": rma_table.render,
+    "rooted": _rooted,
     "llm": _llm,
 }
 

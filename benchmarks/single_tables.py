@@ -1,11 +1,14 @@
-"""Tables of results that have a page each: mixtures of experts, outputs on the heap, the same bits at every batch."""
+"""Tables of results that have a page each: mixtures of experts, outputs on the heap, the same bits at every batch,
+collectives with a root.
+"""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-from benchmarks.marks import CHANGED, changed, in_short, newest
+from benchmarks.ccl_report import size_name
+from benchmarks.marks import CHANGED, changed, header, in_short, newest
 from benchmarks.page_tables import beside, lines_of, us
 from benchmarks.table import geometric_mean
 
@@ -60,6 +63,40 @@ def invariance(folder: str) -> str:
     )
     head = ["call", "rows", "geometric mean", "median", "worst row", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 1)}"
+
+
+def rooted(folder: str) -> str:
+    """Collectives with a root, and messages, beside NCCL's: a line a call, a column a size; and where NCCL leads."""
+    found = newest("rooted_{gpu}_x2")
+    if not found:
+        return "Not measured yet."
+    (run,) = found
+    calls: dict[str, dict[int, tuple[float, float]]] = {}
+    for row in run["rows"]:
+        if len(row["us"]) == 2:
+            nbytes = int(row["size"].split()[0])
+            calls.setdefault(row["what"], {})[nbytes] = row["us"]["ctx.ccl"], row["us"]["torch"]
+    sizes = sorted({nbytes for times in calls.values() for nbytes in times})
+    rows = [
+        [f"`{call}`", *(f"{us(times[n][0])}, {beside(times[n][1], times[n][0])}" if n in times else "" for n in sizes)]
+        for call, times in calls.items()
+    ]
+    text = (
+        "µs a call of ours and of NCCL's in a CUDA graph, median, slowest rank; in brackets how many times ours NCCL's"
+        " takes, in bold where it leads. Sizes are of the whole tensor that a root has, or of what a rank sends."
+    )
+    table = lines_of(["call", *map(size_name, sizes), CHANGED], [[*row, changed(run)] for row in rows], 1)
+    lost = [
+        [f"`{call}`", size_name(n), us(ours), us(theirs), f"{100 * (ours / theirs - 1):.1f} %"]
+        for call, times in calls.items()
+        for n, (ours, theirs) in times.items()
+        if theirs < ours
+    ]
+    if lost:
+        table += f"\n\nNCCL leads in these rows:\n\n{lines_of(['call', 'size', 'ours', 'NCCL', 'by'], lost, 2)}"
+    else:
+        table += "\n\nNCCL leads in none of these rows."
+    return f"{header([run], folder, text)}\n\n{table}"
 
 
 _KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",

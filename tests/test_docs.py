@@ -150,7 +150,7 @@ def test_symptoms_have_their_sections() -> None:
 
 
 def test_every_kernel_that_plans_name_has_a_page() -> None:
-    ccl = {f"ccl.{name}" for name in ("lamport", "flags", "ring", "accumulate")}
+    ccl = {f"ccl.{name}" for name in ("lamport", "flags", "transfer", "ring", "accumulate")}
     index = PAGES["kernels/index.md"].read_text()
     assert {way.kernel for way in WAYS} == set(KERNELS)
     found = {path.read_text().split("\n", 1)[0].removeprefix("# ") for path in (DOCS / "kernels").glob("ccl-*.md")}

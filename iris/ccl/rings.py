@@ -17,7 +17,7 @@ from .. import platform
 from ..device.waits import WAITERS
 from ..heap import extent
 from ..launch import relaunch
-from .transfer import SLOT, transfer_kernel
+from .transfer import SLOT, in_table, transfer_kernel
 from .workspace import Workspace
 
 # Bytes up to which a message travels as Lamport values, which take twice the bytes but no signal.
@@ -196,5 +196,6 @@ def _table(messages: list[Message]) -> list[tuple]:
 
 
 def _filled(table: list, length: int) -> tuple:
-    """A table of `length` messages; what is added has no items."""
-    return (*table, *[(0, 0, 0, 0, 0, 0, 0, 0)] * (length - len(table)))
+    """A table of `length` messages, for the kernel; what is added has no items."""
+    whole = [*table, *[(0, 0, 0, 0, 0, 0, 0, 0)] * (length - len(table))]
+    return tuple(tuple(map(in_table, message)) for message in whole)
