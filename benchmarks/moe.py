@@ -6,7 +6,8 @@ graphs, over weights and routings that rotate (`moe_layer.py`). The floor is the
 over the rate of a copy, as measured in the same run. `alone`: without an all-reduce.
 
 `--tune` has ours compete with all configurations that the planner knows and with other tiles, each op by itself;
-`--tiles 16x64x128s5w4,down:16x128x64s3w4` with these tiles only, and what is planned.
+`--tiles 16x64x128s5w4,down16:16x128x64s3w4` with these tiles only, the latter for moe_down of 16 tokens, and what is
+planned.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TILES = [
     (32, 256, 64, 8, 4), (64, 128, 64, 4, 3), (64, 128, 128, 8, 3), (64, 256, 64, 4, 3), (64, 256, 64, 8, 4),
     (128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 4),
 ]  # fmt: skip
-_TILE = re.compile(r"(?:(up|down):)?(\d+)x(\d+)x(\d+)s(\d+)w(\d+)")
+_TILE = re.compile(r"(?:(up|down)?(\d+)?:)?(\d+)x(\d+)x(\d+)s(\d+)w(\d+)")
 ALLOWED = 0.02  # relative, of the checked tokens together
 
 
@@ -225,7 +226,8 @@ def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple
         known = [moe_plan(problem, machine, False, way) for way in sorted({c.algorithm for c in known})]
         known_ways = [moe_plan(problem, machine, False)]
         name = "up" if problem.op == GATE_UP else "down"
-        tiles = [tile for op, *tile in given if op in (None, name)]
+        wanted = {None, name}, {None, str(problem.tokens)}
+        tiles = [tile for op, tokens, *tile in given if op in wanted[0] and tokens in wanted[1]]
     else:
         known_ways = known = [c for c in known if c.block_m <= max(16, 4 * mean) and 8 * c.block_m >= mean]
     found = {(c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.algorithm): c for c in known}
@@ -238,12 +240,15 @@ def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple
 
 
 def tile(text: str) -> tuple:
-    """(op or None, block_m, block_n, block_k, warps, stages) of `up:16x64x128s5w4`. Raises `ValueError`."""
+    """(op, tokens, block_m, block_n, block_k, warps, stages) of `up16:16x64x128s5w4`, the first two may be None.
+
+    Raises `ValueError`.
+    """
     found = _TILE.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r}; expected a tile like 16x64x128s5w4, perhaps behind up: or down:")
-    m, n, k, stages, warps = map(int, found.groups()[1:])
-    return found[1], m, n, k, warps, stages
+        raise ValueError(f"{text!r}; expected a tile like 16x64x128s5w4, or up:, 16: or down16: before it")
+    m, n, k, stages, warps = map(int, found.groups()[2:])
+    return found[1], found[2], m, n, k, warps, stages
 
 
 def compare_error(team: Team, call: Callable[[int], torch.Tensor], exact: torch.Tensor) -> float:

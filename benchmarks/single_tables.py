@@ -12,16 +12,15 @@ from benchmarks.marks import CHANGED, changed, header, in_short, newest
 from benchmarks.page_tables import beside, lines_of, us
 from benchmarks.table import geometric_mean
 
-_WHOLE = ("NCCL", "one-shot", "two-shot")  # what the names of rivals end with that reduce over the ranks
+_MIXTURES = "moe_{gpu}_x2"
 
 
 def mixtures(folder: str) -> str:
     """The two ops of a mixture's layer beside the best grouped product with an all-reduce."""
-    (run,) = newest("moe_{gpu}_x2")
+    (run,) = newest(_MIXTURES)
     rows = []
     for row in run["rows"]:
-        ours = row["us"]["ours"]
-        best = min((each for each in row["us"].items() if each[0].endswith(_WHOLE)), key=lambda each: each[1])
+        ours, best = row["us"]["ours"], _best_rival(row)
         floor = f"{us(row['floor_us'])} ({ours / row['floor_us']:.2f})"
         size = [row["shape"], str(row["T"]), f"{row['touched']:.0f}"]
         rows.append([*size, us(ours), floor, beside(best[1], ours, best[0]), changed(run)])
@@ -32,6 +31,29 @@ def mixtures(folder: str) -> str:
     )
     head = ["model", "tokens", "experts", "ours", "floor", "best rival", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 1)}"
+
+
+def of_mixture_kernel(name: str, folder: str) -> str:
+    """The rows whose plan names this kernel: what the op took that runs it, and both ops beside the best rival."""
+    (run,) = newest(_MIXTURES)
+    rows = []
+    for row in run["rows"]:
+        for part, plan in zip(("ours gate_up", "ours down"), row["plans"], strict=True):
+            if plan.split()[1] == name:
+                op = f"`moe_{part.split()[1]}`".replace("down", "down_all_reduce")
+                cells = [row["shape"], str(row["T"]), op, plan.split()[2], us(row["us"][part]), us(row["us"]["ours"])]
+                name_of_best, time = _best_rival(row)
+                rows.append([*cells, beside(time, row["us"]["ours"], name_of_best), changed(run)])
+    if not rows:
+        return "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
+    text = "µs of the op alone, and of both ops beside the best rival's, in a CUDA graph, median, slowest rank."
+    head = ["model", "tokens", "op", "tile", "alone", "both ops", "best rival", CHANGED]
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}"
+
+
+def _best_rival(row: dict[str, Any]) -> tuple[str, float]:
+    """Of those that reduce over the ranks, whose names say how."""
+    return min((each for each in row["us"].items() if " + " in each[0]), key=lambda each: each[1])
 
 
 def outputs(folder: str) -> str:

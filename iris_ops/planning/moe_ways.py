@@ -53,9 +53,10 @@ class MoeWay:
 def need_sorting(pairs: int, experts: int) -> bool:
     """Whether so many pairs of token and expert are sorted first; else each program looks through them.
 
-    An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again.
+    An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again: the
+    busiest expert has some four times the mean.
     """
-    return pairs > min(FEW_PAIRS, 8 * experts)
+    return pairs > min(FEW_PAIRS, 4 * experts)
 
 
 def _few(problem: MoeProblem, machine: Machine) -> str | None:
