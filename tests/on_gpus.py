@@ -38,7 +38,7 @@ _SECONDS = {
     "iris_ops/test_fp8.py": 1.7, "iris_ops/test_rmsnorm_epilogue.py": 1, "iris_ops/test_fp8_shares.py": 1,
     "layers/test_skinny_matmul.py": 0.7, "iris_ops/test_bad_input.py": 0.6, "layers/test_parallelize.py": 0.8,
     "layers/test_linear.py": 0.4, "iris/test_context.py": 0.4, "iris_ops/test_copy_gather.py": 0.3,
-    "layers/test_mixtures.py": 2, "layers/test_refused_plans.py": 0.8,
+    "layers/test_mixtures.py": 2, "layers/test_recurrent_heads.py": 4, "layers/test_refused_plans.py": 0.8,
     "iris_ops/test_plan.py": 0.2, "layers/test_malformed.py": 0.2, "iris_ops/test_predictions.py": 0.2,
 }  # fmt: skip
 _OTHERS, _SHARE_SECONDS = 1.5, 90
