@@ -119,6 +119,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
             written["left_out"].append(name)
             continue
+        contenders.progress(team, name)
         written["rows"].append(row())
         if team.rank == 0:
             report.write(written, args)
@@ -139,7 +140,9 @@ def products(
     exact = exact.chunk(w)[rank] if scatter else exact
     a, b = A[rank].contiguous(), B[rank].contiguous()
     described = [TensorDescriptor.from_tensor(*each) for each in ((a, [tile.m, tile.k]), (b, [tile.k, tile.n]))]
-    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES}
+    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES} | {
+        "torch": torch.empty_like(exact, dtype=dtype)
+    }
     number = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)
     space, grid = ctx.ccl.tile_space(number, tile.m * tile.n, dtype), (min(number, tile.programs * ctx.get_cu_count()),)
 
@@ -190,7 +193,9 @@ def moves(team: Team, ctx: iris.Iris, dtype: torch.dtype, nbytes: int, op: str) 
     exact = torch.cat([x[r, :, rank * N : (rank + 1) * N] for r in range(w)], 1) if exchange else x.view(w * M, N)
     given = x[rank].contiguous()
     in_parts = given.view(M, w, N).movedim(1, 0).contiguous() if exchange else given
-    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES}
+    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES} | {
+        "torch": torch.empty_like(exact, dtype=dtype)
+    }
     number = triton.cdiv(M, ROWS)
     space, grid = ctx.ccl.tile_space(number, ROWS * N, dtype), (min(number, ctx.get_cu_count()),)
 
