@@ -36,7 +36,7 @@ def test_a_contender_that_is_wrong_is_named_and_not_timed(monkeypatch):
     monkeypatch.setattr(
         contenders.timing, "interleave", lambda team, batches, rounds: (dict.fromkeys(batches, ALONE), {})
     )
-    team = SimpleNamespace(cuda=False, attempt=lambda step: (step(), None), slowest=list)
+    team = SimpleNamespace(cuda=False, rank=0, attempt=lambda step: (step(), None), slowest=list)
     exact, right, wrong = torch.arange(4.0), torch.zeros(4), torch.zeros(4)
     lazy, asked = torch.zeros(4), []
     found = contenders.timed(
