@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import iris
 from iris.ccl import P2POp, ReduceOp, rings, rooted, transfer
 from iris.errors import ArgumentError, PeerLostError
+from iris.launch import relaunch
 import pytest
 import torch
 
@@ -269,6 +271,62 @@ def _turns(ctx):
 @pytest.mark.parametrize("world_size", SEVERAL)
 def test_rings_go_round(world_size):
     run_ranks(world_size, _turns)
+
+
+def _known_before(ctx):
+    """Calls with the same tensors are launched again without a look at them; others are not taken for them."""
+    rank, n, launched, repeated = ctx.cur_rank, ctx.num_ranks, [], []
+    after, before = (rank + 1) % n, (rank - 1) % n
+    launch = relaunch.launch
+
+    def watched(*args, **options):
+        launched.append(1)
+        launch(*args, **options)
+
+        def again() -> bool:
+            repeated.append(1)
+            launch(*args, **options)
+            return True
+
+        return relaunch.Launch(again)
+
+    rings.relaunch = SimpleNamespace(launch=watched, ALIGNMENT=relaunch.ALIGNMENT)
+    try:
+        ctx.ccl.init_p2p(1000, torch.float32)
+        mine, theirs, holes = torch.zeros(8), torch.zeros(8), torch.zeros(8, 2)[:, 0]
+
+        def calls(turn: int) -> None:
+            mine.fill_(100 * turn + rank)
+            ctx.ccl.sendrecv(mine, theirs, after, before)
+            assert (theirs == 100 * turn + before).all()
+            ctx.ccl.sendrecv(mine, holes, after, before)  # torch copies it
+            assert (holes == 100 * turn + before).all()
+            ctx.ccl.sendrecv(mine[:4], theirs[:4], before, after)
+            assert theirs.tolist() == [100 * turn + after] * 4 + [100 * turn + before] * 4
+            ctx.ccl.broadcast(mine, turn % n)
+            ctx.ccl.reduce(theirs, mine, 0)
+            assert (mine == 100 * turn + turn % n).all() and (rank or (theirs == n * mine).all())
+
+        calls(0)
+        calls(n)  # anew, for the rings of broadcasts have grown
+        launched.clear()
+        repeated.clear()
+        calls(n)
+        assert (len(launched), len(repeated)) == (1, 4)
+        ctx.ccl.init_p2p(1 << 20, torch.float32)  # into other rings
+        calls(n)
+        assert (len(launched), len(repeated)) == (6, 4)
+        with pytest.raises(ArgumentError, match="dst is 9"):
+            ctx.ccl.sendrecv(mine, theirs, 9, before)
+    finally:
+        rings.relaunch = relaunch
+    ctx.barrier()
+
+
+@pytest.mark.skipif(ON_GPU, reason="counts what stands in for launches there")
+@pytest.mark.parametrize("world_size", SEVERAL[:2])
+def test_known_calls_are_launched_again(world_size):
+    run_ranks(world_size, _known_before)
 
 
 def _lost(rank, world_size, way):
