@@ -127,7 +127,13 @@ def _block(
     HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, TURNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    if TURNS > 1:
+    if TURNS > 1 and arch.has_tensor_memory():
+        for turn in range(tl.minimum(TURNS, tl.cdiv(N - col, BLOCK_N))):
+            _tile(
+                a, B, bias, out, expert, pair, own, col + turn * BLOCK_N, divisor, N, stride_am, stride_ak, stride_bias,
+                stride_om, stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    elif TURNS > 1:
         tl.static_assert(KIND is None and GATE is None)
         _tiles_in_turn(
             a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
