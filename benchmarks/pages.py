@@ -39,6 +39,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("hosts", "docs/benchmarks.md", page_tables.hosts),
     ("models x4", "docs/benchmarks/models.md", partial(page_tables.models, 4)),
     ("models x2", "docs/benchmarks/models.md", partial(page_tables.models, 2)),
+    ("mixtures x2", "docs/benchmarks/models.md", partial(page_tables.mixtures, 2)),
     ("collectives x4", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 4)),
     ("collectives x2", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 2)),
     ("rooted", "docs/guides/collectives.md", single_tables.rooted),

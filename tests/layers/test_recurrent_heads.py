@@ -7,8 +7,6 @@ that they do not divide, fewer heads than ranks, each form of the norm.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-import inspect
 from typing import Any
 
 from iris.errors import StyleError
@@ -23,7 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.coverage_of_models import tiny
-from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, agreed, both, once, run_ranks
+from tests.harness import UNDER_TORCHRUN, WORLDS, agreed, both, once, run_ranks
+from tests.layers import engine_steps as steps
 
 pytest.importorskip("transformers")
 pytestmark = both
@@ -58,51 +57,26 @@ def build(case: str) -> nn.Module:
     return tiny.build(model_type, **settings)
 
 
-def prompts(device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two of 7 tokens, the first two of the second padding, and the mask of it."""
-    tokens = torch.randint(2, 90, (2, 7), generator=torch.Generator().manual_seed(3)).to(device)
-    mask = torch.ones_like(tokens)
-    mask[1, :2] = 0
-    return tokens, mask
-
-
-def placed(model: Any, places: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The positions of tokens, for a model that takes some: Bamba does not count what is in its cache."""
-    takes = "position_ids" in inspect.signature(type(model).forward).parameters
-    return {"position_ids": places.clamp(min=0)} if takes else {}
-
-
-def exact_convolutions() -> AbstractContextManager:
-    """Inside, cuDNN convolves in float32, not in TF32, which is its default."""
-    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
-
-
 def judge(results: Sequence[torch.Tensor], whole: Any, exact: Any) -> None:
     """Raises unless ranks' results are as near to `exact`, in float64, as the unsplit model `whole` is, about."""
-    single, double = answers(whole), answers(_exact(exact))
+    single, double = answers(whole), answers(steps.exact(exact))
     allowed = 4 * (single - double).abs().max() + 2e-5 * double.abs().max()
     for rank, result in enumerate(results):
         error = (result - double).abs().max()
         assert error <= allowed, f"rank {rank} is off by {error:.1e} of {double.abs().max():.1e}, not {allowed:.1e}"
 
 
-def _exact(model: Any) -> nn.Module:
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the only one in float64
-    return model.double()
-
-
 @torch.no_grad()
 def answers(model: Any, device: torch.device | str = "cpu") -> torch.Tensor:
     """Logits [2, 7 + 3, words]: a prompt, one row of it padded, and three steps over a cache."""
-    tokens, mask = prompts(device)
-    with exact_convolutions():
-        result = model(tokens, attention_mask=mask, use_cache=True, **placed(model, mask.cumsum(-1) - 1))
+    tokens, mask = steps.prompts(device)
+    with steps.exact_convolutions():
+        result = model(tokens, attention_mask=mask, use_cache=True, **steps.placed(model, mask.cumsum(-1) - 1))
         logits, name = [result.logits], cache_name(model)
         for words in WORDS:
             mask = F.pad(mask, (0, 1), value=1)
             step, places = torch.tensor(words, device=device)[:, None], mask.sum(-1, keepdim=True) - 1
-            options = {name: result[name], **placed(model, places)}
+            options = {name: result[name], **steps.placed(model, places)}
             result = model(step, attention_mask=mask, use_cache=True, **options)
             logits.append(result.logits)
     found = torch.cat(logits, dim=1).cpu()
@@ -154,58 +128,16 @@ def test_ranks_share_the_state(case: str) -> None:
 
 # --- in an engine ----------------------------------------------------------------------------------------------------
 
-STEPS = 4
 
-
-def engine_body(ctx, case: str) -> list[tuple[torch.Tensor, list[list[int]]]]:
-    """Of two batches, the second of them in steps that are all replayed where there are graphs: logits and words."""
-    model, made = build(case), []
-    layers.parallelize(model, ctx)
-    with exact_convolutions():
-        engine = layers.Engine(model, ctx, batch_size=2, max_length=64)
-        for _ in range(2):
-            engine.reset()
-            tokens, mask = prompts(ctx.device)
-            logits = [engine.prefill(tokens, mask.bool())]
-            engine.accept(logits[0])
-            for _ in range(STEPS):
-                engine.decode()
-                logits.append(engine.logits.clone())
-            made.append((torch.stack(logits).cpu(), engine.output[:, :STEPS].tolist()))
-    assert len(engine.steps) == int(ON_GPU), "steps are captured on GPUs"
-    return made
+def engine_body(ctx, case: str) -> list[steps.Batch]:
+    return steps.served(ctx, build(case))
 
 
 @two_ranks
 @pytest.mark.parametrize("case", ["three key heads", "no norm", "one group", "by channel", "six heads, three groups"])
 @pytest.mark.some(2, on_gpus=5)
 def test_an_engines_steps_are_the_unsplit_models(world_size: int, case: str) -> None:
-    outcomes, (tokens, mask) = run_ranks(world_size, engine_body, case), prompts("cpu")
-    rows = [row[mask[index].bool()].tolist() for index, row in enumerate(tokens)]
-    for batch in range(2):
-        _, words = outcomes[0][batch]
-        single, double = (_stepped(model, rows, words) for model in (build(case), _exact(build(case))))
-        allowed = 4 * (single - double).abs().max() + 2e-5 * double.abs().max()
-        for rank, outcome in enumerate(outcomes):
-            logits, own = outcome[batch]
-            assert own == words, f"rank {rank} made other tokens"
-            error = (logits - double).abs().max()
-            assert error <= allowed, f"batch {batch}, rank {rank}: off by {error:.1e}, allowed {allowed:.1e}"
-
-
-@torch.no_grad()
-def _stepped(model: Any, rows: list[list[int]], words: list[list[int]]) -> torch.Tensor:
-    """Logits [1 + STEPS, rows, vocabulary] of the unsplit model, each row by itself over a cache of transformers."""
-    found, name = [], cache_name(model)
-    for row, more in zip(rows, words, strict=True):
-        result = model(torch.tensor([row]), use_cache=True)
-        logits = [result.logits[0, -1]]
-        for number, word in enumerate(more, len(row)):
-            options = {name: result[name], **placed(model, torch.tensor([[number]]))}
-            result = model(torch.tensor([[word]]), use_cache=True, **options)
-            logits.append(result.logits[0, -1])
-        found.append(torch.stack(logits))
-    return torch.stack(found, dim=1)
+    steps.judge(run_ranks(world_size, engine_body, case), build(case), build(case))
 
 
 # --- loaded and saved ------------------------------------------------------------------------------------------------
