@@ -43,6 +43,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("collectives x4", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 4)),
     ("collectives x2", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 2)),
     ("rooted", "docs/guides/collectives.md", single_tables.rooted),
+    ("tiles", "docs/guides/kernels.md", single_tables.tiles),
     ("mixtures", "docs/guides/mixtures.md", single_tables.mixtures),
     ("outputs", "docs/guides/memory.md", single_tables.outputs),
     ("invariance", "docs/concepts/determinism.md", single_tables.invariance),
@@ -57,8 +58,8 @@ def _llm(run: dict) -> str:
     return llm.render(run)
 
 
-def _rooted(run: dict) -> str:
-    return contenders.render(run, "ctx.ccl", ("ctx.ccl", "torch"))
+def _contenders(ours: str, run: dict) -> str:
+    return contenders.render(run, ours, tuple(dict.fromkeys(name for row in run["rows"] for name in row["us"])))
 
 
 EVERY_ROW: dict[str, Callable[[dict], str]] = {
@@ -66,7 +67,8 @@ EVERY_ROW: dict[str, Callable[[dict], str]] = {
     "norms": partial(table.render, modes=("graph", "eager")),
     "ccl": ccl_report.render,
     "rma": rma_table.render,
-    "rooted": _rooted,
+    "rooted": partial(_contenders, "ctx.ccl"),
+    "tiles": partial(_contenders, "tiles"),
     "llm": _llm,
 }
 

@@ -1,5 +1,5 @@
 """Tables of results that have a page each: mixtures of experts, outputs on the heap, the same bits at every batch,
-collectives with a root.
+collectives with a root, collectives on tiles.
 """
 
 from __future__ import annotations
@@ -121,6 +121,28 @@ def rooted(folder: str) -> str:
     return f"{header([run], folder, text)}\n\n{table}"
 
 
+def tiles(folder: str) -> str:
+    """Collectives on tiles, in kernels of one's own, beside the op or the collective of whole tensors."""
+    found = newest("tiles_{gpu}_x2")
+    if not found:
+        return "Not measured yet."
+    (run,) = found
+    rows = []
+    for row in run["rows"]:
+        times = dict(row["us"])
+        theirs, whole = times.pop("torch", None), times.pop("ctx.ops", None) or times.pop("ctx.ccl", None)
+        own = [us(times[name]) if name in times else "" for name in _TILES]
+        ratio = f"{min(times.values()) / whole:.2f}" if whole and times else ""
+        rows.append([f"`{row['what']}`", row["size"], *own, us(whole), ratio, us(theirs), changed(run)])
+    text = (
+        "µs of a call in a CUDA graph, median, slowest rank. The ratio is that of the fastest kernel of one's own to"
+        " `ctx.ops` or `ctx.ccl`, which do the same; torch takes its product and NCCL."
+    )
+    head = ["what", "size", "one shot", "two shots", "specialised warps", "ours whole", "ratio", "torch", CHANGED]
+    return f"{header([run], folder, text)}\n\n{lines_of(head, rows, 2)}"
+
+
+_TILES = ("tiles", "tiles, two shots", "tiles, specialised warps")
 _KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",
           "ga": "`matmul_all_gather`", "linear": "a product without ranks"}  # fmt: skip
 
