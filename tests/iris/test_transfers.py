@@ -59,6 +59,7 @@ def _sized(ctx):
     ctx.barrier()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", SEVERAL)
 def test_any_size_at_any_address(world_size):
     run_ranks(world_size, _sized)
@@ -93,7 +94,7 @@ def _drawn(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(-100, 100, (count,), generator=generator).to(dtype)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", SEVERAL)
 def test_sums_are_in_rank_order(world_size):
     run_ranks(world_size, _summed)
@@ -179,6 +180,7 @@ def _crowd(ctx):
     ctx.barrier()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_batch_of_very_many_messages(world_size):
     run_ranks(world_size, _crowd)
@@ -208,6 +210,7 @@ def _in_pieces(ctx):
     ctx.barrier()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", SEVERAL[:2])
 def test_tensors_larger_than_a_ring(world_size):
     run_ranks(world_size, _in_pieces)
@@ -268,6 +271,7 @@ def _turns(ctx):
     ctx.barrier()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", SEVERAL)
 def test_rings_go_round(world_size):
     run_ranks(world_size, _turns)
