@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import launch, verify_ranks
-from .verify_runs import LENGTH, STEPS, run_batch, unlike
+from .verify_runs import LENGTH, STEPS, modes_on, run_batch, unlike
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -51,10 +51,12 @@ class Finding:
 
 def batch(
     model: torch.nn.Module, ctx: Iris, batches: Sequence[int] = BATCHES, steps: int = STEPS, length: int = LENGTH,
-    compile: bool = False,
+    compile: bool = False, thorough: bool = True, modes: Sequence[str] | None = None,
 ) -> list[Finding]:  # fmt: skip
     """A finding for each batch of a split `model`. Collective; all ranks find the same, of their own logits.
 
+    `thorough`: in the first, middle and last place, with padding and without; else in the middle, without. `modes`: of
+    "eager" and "graphs" those that are run; by default all that there are on the device.
     Raises `ArgumentError` as `layers.Engine` does.
     """
     config: Any = model.config
@@ -62,13 +64,12 @@ def batch(
     draw = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, words, (length,), generator=draw).tolist()
     room = length + LONGER + steps + 1
-    modes = ["eager"] + (["graphs"] if ctx.device.type == "cuda" else [])
     found = []
-    for mode in modes:
+    for mode in modes or modes_on(ctx.device):
         alone = run_batch(model, ctx, mode, [prompt], 0, room, steps, compile)
         for size in batches:
-            for place in sorted({0, size // 2, size - 1}):
-                for padding in (0, LONGER) if size > 1 else (0,):
+            for place in sorted({0, size // 2, size - 1}) if thorough else [size // 2]:
+                for padding in (0, LONGER) if size > 1 and thorough else (0,):
                     others = torch.randint(3, words, (size, length + padding), generator=draw).tolist()
                     others[place] = prompt
                     logits, seen = run_batch(model, ctx, mode, others, place, room, steps, compile)
