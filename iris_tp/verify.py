@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", help="a folder or a name that transformers loads; default: that of iris-tp demo")
     how_many = "how many; default: one a GPU, or 3 on CPUs. For ranks several, of which each is compared with the first"
     parser.add_argument("--ranks", type=_numbers, help=how_many)
-    parser.add_argument("--batches", type=_numbers, help="sizes, as 2,7,64")
+    parser.add_argument("--batches", type=_numbers, help="sizes, as 2,7,64, which is the default; on CPUs 2,7")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"tokens behind the prompt (default {STEPS})")
     parser.add_argument("--length", type=int, default=LENGTH, help=f"of the prompt, in tokens (default {LENGTH})")
     parser.add_argument("--compile", action="store_true", help="decoder layers compiled, as Engine(compile=True)")
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
         if "RANK" in os.environ:
             parser.error("verify ranks starts its own ranks: call it without torchrun")
     else:
-        args.batches = args.batches or BATCHES
+        args.batches = args.batches or (BATCHES if torch.cuda.is_available() else BATCHES[:-1])
         if args.ranks and len(args.ranks) > 1:
             parser.error(f"--ranks is {','.join(map(str, args.ranks))}: expected one number, or the level ranks")
     if args.model is None:
