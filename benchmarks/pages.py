@@ -47,6 +47,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("mixtures", "docs/guides/mixtures.md", single_tables.mixtures),
     ("outputs", "docs/guides/memory.md", single_tables.outputs),
     ("invariance", "docs/concepts/determinism.md", single_tables.invariance),
+    ("invariance ranks", "docs/concepts/determinism.md", single_tables.invariance_ranks),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost()),
     *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),
 ]

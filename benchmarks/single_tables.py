@@ -143,6 +143,26 @@ def tiles(folder: str) -> str:
 
 
 _TILES = ("tiles", "tiles, two shots", "tiles, specialised warps")
+
+
+def invariance_ranks(folder: str) -> str:
+    """What the same bits on any number of ranks cost, by layer and number of rows."""
+    (run,) = newest("invariance_ranks_{gpu}_x2")
+    rows = []
+    for row in run["times"]:
+        free, batch, ranks = (row["us"][level] for level in ("None", "batch", "ranks"))
+        cells = [f"`{row['layer']}`", str(row["M"]), f"`{row['plan']}`", us(free), us(batch), us(ranks)]
+        rows.append([*cells, f"{ranks / free:.2f}", changed(run)])
+    differing = sum(row["differing"] for row in run["times"])
+    text = (
+        "µs of Llama-3-8B's row-parallel layers with their all-reduce, in CUDA graphs, median, slowest rank. Of each"
+        f' row the result with `"ranks"` on two ranks was compared with that of one rank alone: {differing} numbers had'
+        " other bits."
+    )
+    head = ["layer", "rows", "kernel", "None", "batch", "ranks", "ranks / None", CHANGED]
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}"
+
+
 _KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",
           "ga": "`matmul_all_gather`", "linear": "a product without ranks"}  # fmt: skip
 
