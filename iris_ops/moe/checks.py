@@ -96,9 +96,8 @@ def describe_gate_up(
     if bias is not None:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
     _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias})
-    return MoeProblem(
-        op, tokens, k, count, out.shape[1], H, ctx.num_ranks, A.dtype, gated, not is_transposed(B), ctx.invariant
-    )
+    sizes = tokens, k, count, out.shape[1], H
+    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, gated, ctx.invariant, in_rows=not is_transposed(B))
 
 
 def describe_down(
@@ -124,9 +123,8 @@ def describe_down(
     if shared is not None:
         _expect(op, "shared", shared, (tokens, H), "(T,H)")
     _check_places(op, out, {**given, "experts": chosen})
-    return MoeProblem(
-        op, tokens, k, count, H, width, ctx.num_ranks, A.dtype, False, not is_transposed(B), ctx.invariant
-    )
+    sizes = tokens, k, count, H, width
+    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, False, ctx.invariant, in_rows=not is_transposed(B))
 
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:

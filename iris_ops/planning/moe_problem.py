@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
@@ -37,7 +37,7 @@ class MoeProblem:
     gated: bool = False
     invariant: str | None = None
     """"batch": a token's result has the same bits however many tokens there are."""
-    in_rows: bool = False
+    in_rows: bool = field(default=False, kw_only=True)
     """Whether an expert's weight lies [K, N] in memory; else its transpose does, as transformers stores most."""
 
     def __post_init__(self) -> None:
@@ -99,4 +99,6 @@ def moe_problem_asked(
     if fp8:
         raise ArgumentError(f"fp8 is True for {op}; expected False: experts are multiplied in the tokens' dtype")
     assert experts is not None
-    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, form == "rows")
+    return MoeProblem(
+        op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows"
+    )
