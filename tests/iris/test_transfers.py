@@ -216,6 +216,28 @@ def test_tensors_larger_than_a_ring(world_size):
     run_ranks(world_size, _in_pieces)
 
 
+def _late(ctx):
+    """Messages with elements like the sentinel, into slots that held such before, of a sender that comes late."""
+    rank, count = ctx.cur_rank, rings.BORDER // 4 + 1000
+    ctx.ccl.init_p2p(count, torch.float32)
+    for turn in range(6):  # the ring has room for three
+        given = torch.arange(count, dtype=torch.int32) + 10 * turn
+        given[::1000] = -1
+        if rank == 0:
+            time.sleep(0.0 if ON_GPU else 0.3)
+            ctx.ccl.send(given.to(ctx.device), 1)
+        elif rank == 1:
+            got = torch.zeros(count, dtype=torch.int32, device=ctx.device)
+            ctx.ccl.recv(got, 0)
+            assert torch.equal(got.cpu(), given), turn
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", SEVERAL[:1])
+def test_elements_like_the_sentinel_are_awaited(world_size):
+    run_ranks(world_size, _late)
+
+
 def _overlapping(ctx):
     """A gather from a part of its own result, a scatter into its own input."""
     rank, n = ctx.cur_rank, ctx.num_ranks
