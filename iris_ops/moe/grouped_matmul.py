@@ -45,6 +45,15 @@ if TYPE_CHECKING:
     from .steps import Steps
 
 
+@triton.constexpr_function
+def _has_tensor_memory():
+    """Whether the code is compiled for a GPU whose tensor cores add up in a memory of their own, as from Blackwell on.
+
+    Triton, 3.6 to 3.9, has no loop there in which such a sum begins anew.
+    """
+    return not arch.INTERPRET and tl.target_info.cuda_capability_geq(10, 0)
+
+
 @device_function
 def _tile(
     a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om, stride_on,
@@ -127,7 +136,7 @@ def _block(
     HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, TURNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    if TURNS > 1 and arch.has_tensor_memory():
+    if TURNS > 1 and _has_tensor_memory():
         for turn in range(tl.minimum(TURNS, tl.cdiv(N - col, BLOCK_N))):
             _tile(
                 a, B, bias, out, expert, pair, own, col + turn * BLOCK_N, divisor, N, stride_am, stride_ak, stride_bias,
