@@ -184,7 +184,7 @@ def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, tile
     for problem in problems_of(ctx, layer):
         configs = tried(problem, machine_of(ctx.device), layer, tiles)
         every[problem.op] = {
-            label(c): ours(ctx, layer, c if problem.op == GATE_UP else None, None if problem.op == GATE_UP else c)
+            named(c): ours(ctx, layer, c if problem.op == GATE_UP else None, None if problem.op == GATE_UP else c)
             for c in configs
         }
     if team.cuda:
@@ -231,7 +231,7 @@ def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple
         tiles = [tile for op, tokens, *tile in given if op in wanted[0] and tokens in wanted[1]]
     else:
         known_ways = known = [c for c in known if c.block_m <= max(16, 4 * mean) and 8 * c.block_m >= mean]
-    found = {label(c): c for c in known}
+    found = {named(c): c for c in known}
     ways = {c.algorithm: c for c in known_ways}
     for m, n, k, warps, stages, *turns in tiles:
         if machine.stages((m + n) * k * 2) >= stages:
@@ -240,11 +240,11 @@ def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple
             for like in of_these:
                 changed = dict(block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
                 each = replace(like, **changed, tiles_in_turn=turns[0] if turns else 1)
-                found[label(each)] = each
+                found[named(each)] = each
     return list(found.values())
 
 
-def label(config: FusedConfig) -> str:
+def named(config: FusedConfig) -> str:
     turns = f" x{config.tiles_in_turn}" if config.tiles_in_turn > 1 else ""
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
     return f"{tile}{turns} s{config.num_stages} w{config.num_warps} {config.algorithm}"

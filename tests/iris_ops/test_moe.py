@@ -176,6 +176,17 @@ CASES = {
 }
 
 
+def differing_body(ctx: iris.Iris, case: Mixture) -> str:
+    return mixture_body(ctx, replace(case, transposed=ctx.cur_rank == 0))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ranks_may_differ_in_how_weights_of_one_token_lie(world_size: int) -> None:
+    """So in their kernels, which exchange alike."""
+    case = CASES["one_token_twice"]
+    assert len(set(run_ranks(world_size, differing_body, case))) == 1
+
+
 # Of three ranks, what `make test` has of them.
 OF_THREE = ("few", "scattered", "few_sums_scattered", "narrow")
 
