@@ -56,6 +56,13 @@ STEPS = [
         90,
         "llm_llama-3-8b_vllm_{gpu}",
     ),
+    Step(
+        "invariant",
+        "llm --model llama-3-8b --compile --contenders ours,ours-batch,vllm,vllm-batch --batches 1,64 --prompts 128"
+        " --rounds 2 --vllm-limit 110",
+        90,
+        "llm_llama-3-8b_batch_{gpu}",
+    ),
     Step("rma", "rma", 40),
     Step(
         "llm-32b",

@@ -52,11 +52,15 @@ SHAPES: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
-UNSHARED, SEQUENCE_NCCL, VLLM = "ours-unshared", "sequence-nccl", "vllm"
+UNSHARED, SEQUENCE_NCCL = "ours-unshared", "sequence-nccl"
+BATCH = "ours-batch"
+# vLLM, which runs apart: as it is, and with bits that do not depend on the batch
+APART = VLLM, VLLM_BATCH = "vllm", "vllm-batch"
 FP8, FP8_SHARED = IN_FP8 = "ours-fp8", "fp8-shared"
 NAMES = {
     OURS: "ours",
     UNSHARED: "ours, tokens not shared",
+    BATCH: 'ours, invariant="batch"',
     FP8: "ours, fp8",
     FP8_SHARED: "ours, fp8, sequence parallel",
     NCCL: "cuBLAS + NCCL",
@@ -64,6 +68,7 @@ NAMES = {
     TRANSFORMERS: "transformers",
     ASYNC_TP: "torch async-TP",
     VLLM: "vLLM",
+    VLLM_BATCH: "vLLM, VLLM_BATCH_INVARIANT=1",
 }
 
 
@@ -152,6 +157,7 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
         UNSHARED: lambda: Contender(UNSHARED, model, lambda: serve(model, ctx), ctx, lambda: sum(ctx.heap.used)),
         SEQUENCE_NCCL: lambda: Contender(SEQUENCE_NCCL, shared(), lambda: serve(shared(), nccl), nccl),
         ASYNC_TP: lambda: Contender(ASYNC_TP, on_gpus(shared, ctx), lambda: serve(shared(), async_tp), async_tp),
+        BATCH: lambda: invariant(model, ctx),
         FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: sum(ctx.heap.used)),
         FP8_SHARED: lambda: Contender(
             FP8_SHARED, in_fp8(model, ctx, shared=True), lambda: None, ctx, lambda: sum(ctx.heap.used)
@@ -167,6 +173,14 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
         else:
             built.append(contender)
     return built, failed
+
+
+def invariant(model: nn.Module, ctx) -> Contender:
+    """The model split by a context of its own, of whose results a row has the same bits in every batch."""
+    import iris
+
+    own = iris.iris(ctx.heap_size, invariant="batch")
+    return Contender(BATCH, with_shared_tokens(model, own), lambda: None, own, lambda: sum(own.heap.used))
 
 
 def on_gpus(model: Callable[[], nn.Module], ctx) -> nn.Module:

@@ -3,7 +3,7 @@
 Two halves, both with a context that promises them and one that promises nothing (`iris.iris(invariant=...)`):
 
     bits    of each product at ten numbers of rows, a few rows among others that are random or NaN, in other places,
-            `out` on the heap or not: how many numbers differ from those of the first call
+            `out` on the heap or not: how many numbers differ from those of the first call (`invariance_case.py`)
     times   the ops of a sample of rows, and layers' products without an exchange beside torch's, in CUDA graphs
 
 Writes what was found, case by case, to a JSON file. Exits with 1 where a bit differs that must not. With `--model` it
@@ -11,6 +11,8 @@ asks the planner alone for what the promise should cost, over all rows of the be
 """
 
 import argparse
+from collections.abc import Callable, Iterator
+from itertools import tee
 import json
 import math
 from pathlib import Path
@@ -22,7 +24,7 @@ import iris
 from iris_ops.local import matmul
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan
-from iris_ops.problem import part_of, part_size, problem_asked
+from iris_ops.problem import part_of, problem_asked
 from iris_tp.bench.rows import CALLS, Row
 from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import QUICK, graph_batch, interleave
@@ -30,15 +32,14 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import models, report, shapes
+from benchmarks.ahead import compile_ahead
+from benchmarks.invariance_case import SIZES, Product, random_row
 
 LEVELS = (None, "batch")
 NUMBERS = (1, 3, 16, 17, 64, 100, 128, 200, 512, 1000)
-PROBES = 4
-# Of random products, N and K.
-SIZES = {
-    "cuda": (512, 1024, 2048, 2880, 3584, 4096, 5120, 6400, 7168, 8192, 9472),
-    "cpu": (64, 80, 144, 256),
-}
+# Of which each random product has ten.
+ANY = (1, 2, 3, 8, 15, 16, 17, 33, 64, 65, 100, 128, 129, 200, 300, 512, 777, 1000)
+AHEAD = 48  # random products whose kernels are compiled before the first
 SETS = "facts,prefill,decode,between"
 SAMPLE = "prefill-sample,decode-sample,between"
 
@@ -48,11 +49,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     report.add_arguments(parser)
     parser.add_argument("--seconds", type=report.at_least(1), default=80, help="for the bits of products")
     parser.add_argument("--time-seconds", type=report.at_least(0), default=60, help="for the times")
+    parser.add_argument("--products", type=report.at_least(1), default=1 << 30, help="at most; default: any number")
+    parser.add_argument("--beside", type=report.at_least(0), default=12, help="of which so many with nothing promised")
+    parser.add_argument(
+        "--random", action="store_true", help="random sizes from the first on, at random numbers of rows"
+    )
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="counts on from what a file of this command holds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", metavar="GPU", help="what the planner expects, for a GPU by name; needs none")
     parser.add_argument("--table", type=Path, metavar="FILE", help="prints what a file holds, as rows of a table")
     args = parser.parse_args(argv)
-    report.settle(args, argv, "invariance")
+    report.settle(args, argv, "invariance_random" if args.random else "invariance")
     return args
 
 
@@ -97,108 +104,78 @@ def print_table(found: dict) -> None:
         f"{name} {version}" for name, version in found["versions"].items() if name in ("torch", "triton")
     )
     print(f"{found['world']} {found['gpu']}, {found['date']}, {versions}: {found['products']} products at")
-    print(f"{len(found['numbers_of_rows'])} numbers of rows each, numbers that differ: {found['differing']}\n")
+    print(f"{len(NUMBERS)} numbers of rows each, numbers that differ: {found['differing']}\n")
     print("| call | None, us | batch, us | cost |\n|---|---:|---:|---:|")
     for each in found.get("times", []):
         free, alike = float(each["us"]["None"]), float(each["us"]["batch"])
         print(f"| {each['row']} | {free:.1f} | {alike:.1f} | {alike / free:.3f} |")
 
 
-class Product:
-    """One product: probe rows, and what they are multiplied by, of this rank."""
-
-    def __init__(self, team: Team, ctx: iris.Iris, row: Row, dtype: torch.dtype, bias: bool, seed: int) -> None:
-        self.team, self.ctx, self.row, self.dtype = team, ctx, row, dtype
-        reduces = row.op in ("ar", "rs")
-        self.random = torch.Generator(team.device).manual_seed(seed + (team.rank if reduces else 0))
-        columns = part_of(row.N, team.world, team.rank) if (row.op, row.form) == ("ga", "cols") else row.N
-        self.x = self.drawn(PROBES, row.K)
-        alike = (row.op, row.form) == ("ga", "rows")  # a row may be any rank's
-        weights = torch.Generator(team.device).manual_seed(seed + 1 + (0 if alike else team.rank))
-        self.B = torch.randn(columns, row.K, generator=weights, device=team.device).to(dtype).t()
-        shared = torch.Generator(team.device).manual_seed(seed + 2)
-        self.bias = torch.randn(columns, generator=shared, device=team.device).to(dtype) if bias else None
-        self.first: torch.Tensor | None = None  # the probes' rows of the result, NaN where another rank has them
-        self.differing = torch.zeros(1, dtype=torch.int64, device=team.device)
-
-    def drawn(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=self.random, device=self.team.device).to(self.dtype)
-
-    def call(self, M: int, rng: random.Random) -> None:
-        """The probes among M rows: counts numbers that differ from those of the first call."""
-        row, world, rank = self.row, self.team.world, self.team.rank
-        places = [rng.randrange(M) for _ in range(PROBES)]
-        nan, on_heap = rng.random() < 0.5, rng.random() < 0.5
-        A = torch.full((M, row.K), math.nan, dtype=self.dtype, device=self.team.device) if nan else self.drawn(M, row.K)
-        probes = dict(zip(places, range(PROBES), strict=True))  # of two in one place the last
-        A[[*probes]] = self.x[[*probes.values()]]
-        begin, size = rank * part_size(M, world), part_of(M, world, rank)
-        if row.op in ("ag", "ga") and row.form == "rows":
-            A = A[begin : begin + size]
-        elif row.form == "k":
-            k = rank * part_size(row.K, world)
-            A = A[:, k : k + part_of(row.K, world, rank)].contiguous()
-        rows, columns = M, row.N
-        if row.op == "rs":
-            rows, columns = (part_size(M, world), row.N) if row.form == "rows" else (M, part_size(row.N, world))
-        out = (self.ctx if on_heap else torch).empty(rows, columns, dtype=self.dtype, device=self.team.device)
-        if row.op == "rs":
-            out = out[:size] if row.form == "rows" else out[:, : part_of(row.N, world, rank)]
-        out.fill_(math.nan)
-        getattr(self.ctx.ops, CALLS[row.op])(out, A, self.B, self.bias)
-        here = begin if (row.op, row.form) == ("rs", "rows") else 0
-        for place, number in probes.items():
-            if here <= place < here + out.shape[0]:
-                self.compare(number, out[place - here])
-
-    def compare(self, number: int, found: torch.Tensor) -> None:
-        if self.first is None:
-            self.first = torch.full((PROBES, found.shape[0]), math.nan, dtype=self.dtype, device=self.team.device)
-        known = ~self.first[number].isnan().any()
-        unlike = found.view(torch.int16 if found.element_size() == 2 else torch.int32) != self.first[number].view(
-            torch.int16 if found.element_size() == 2 else torch.int32
-        )
-        self.differing += torch.where(known, unlike.sum(), found.isnan().sum())
-        self.first[number] = torch.where(known, self.first[number], found)
-
-
-def random_row(rng: random.Random, world: int, sizes: tuple[int, ...]) -> Row:
-    op, form = rng.choice([("ar", "rows"), ("ar", "rows"), ("rs", "rows"), ("rs", "cols"), ("ag", "rows"), ("ag", "k"),
-                           ("ga", "rows"), ("ga", "cols")])  # fmt: skip
-    N, K = (rng.choice(sizes) for _ in range(2))
-    return Row(op, 0, N // world * world, K // world * world, form)
-
-
-def differing_bits(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
-    """Case by case, as many as there is time for: first the layers of models, then random sizes."""
+def drawn(args: argparse.Namespace, team: Team) -> Iterator[tuple[Row, torch.dtype, bool, int, list[int]]]:
+    """(op and sizes, dtype, bias, seed, numbers of rows) of one product after the other: first the layers of models."""
     known = {(row.op, row.N, row.K, row.form) for row in shapes.select("prefill,decode", list(CALLS), team.world)}
     rng = random.Random(args.seed)
-    layers = sorted(known)
+    layers = sorted(known) if team.cuda and not args.random else []
     rng.shuffle(layers)
-    rows = [Row(op, 0, N, K, form) for op, N, K, form in layers if team.cuda]
-    rows = [row for row in rows if row.serves(team.world)]
-    found: list[dict] = []
-    begin, number = time.monotonic(), 0
-    while team.slowest([time.monotonic() - begin])[0] < args.seconds:
-        row = rows[number] if number < len(rows) else random_row(rng, team.world, SIZES[team.device.type])
+    rows = [row for row in (Row(op, 0, N, K, form) for op, N, K, form in layers) if row.serves(team.world)]
+    while True:
+        row = rows.pop() if rows else random_row(rng, team.world, SIZES[team.device.type])
         dtype = torch.bfloat16 if rng.random() < 0.7 else torch.float16
-        bias, seed = rng.random() < 0.3, rng.randrange(1 << 30)
-        counted = {}
+        # each kernel is compiled with a bias or without: fewer are if dtype and bias go together
+        bias = dtype == torch.float16 if args.random else rng.random() < 0.3
+        numbers = sorted(rng.sample(ANY, 10)) if args.random else list(NUMBERS)
+        yield row, dtype, bias, rng.randrange(1 << 30), numbers
+
+
+def numbers_that_differ(team: Team, ctx: iris.Iris, product: tuple[Row, torch.dtype, bool, int, list[int]]) -> int:
+    row, dtype, bias, seed, numbers = product
+    case, places = Product(team, ctx, row, dtype, bias, seed), random.Random(seed)
+    _, reason = team.attempt(lambda: [case.call(M, places) for M in numbers])
+    if reason:
+        raise RuntimeError(f"{row}, invariant={ctx.invariant!r}: {reason}")
+    return int(team.slowest([float(case.differing)])[0])
+
+
+def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, found: dict, write: Callable) -> None:
+    """Compares `args.products` products, or as many as there is time for, and counts them in `found`.
+
+    The first of them are computed with nothing promised, too, so that it is seen that the comparison finds something.
+    """
+    begin, products = time.monotonic(), drawn(args, team)
+    for _ in range(found["products"]):
+        next(products)
+    if args.random and team.cuda:
+        products, ahead = tee(products)
+        some = [next(ahead) for _ in range(AHEAD)]
+
+        def calls() -> None:
+            for row, dtype, bias, seed, numbers in some:
+                case = Product(team, contexts["batch"], row, dtype, bias, seed)
+                for M in numbers:
+                    case.call(M, random.Random(seed))
+
+        kernels = compile_ahead(team, [contexts["batch"]], calls)
+        team.say(f"[{time.monotonic() - begin:4.0f} s] {kernels} kernels compiled")
+    while found["products"] < args.products and team.slowest([time.monotonic() - begin])[0] < args.seconds:
+        product = next(products)
+        row, dtype, *_, numbers = product
+        both = found["products"] < args.beside
         for level, ctx in contexts.items():
-            product, places = Product(team, ctx, row, dtype, bias, seed), random.Random(seed)
-            _, reason = team.attempt(lambda p=product, r=places: [p.call(M, r) for M in NUMBERS])
-            if reason:
-                raise RuntimeError(f"{row}, invariant={level!r}: {reason}")
-            counted[str(level)] = int(team.slowest([float(product.differing)])[0])
-        found.append({"row": str(row), "dtype": str(dtype), "bias": bias, "rows": NUMBERS, "differing": counted})
-        number += 1
-        if number % 10 == 0:
-            team.say(f"[{time.monotonic() - begin:4.0f} s] {number} products, {total(found)} numbers differ")
-    return found
-
-
-def total(found: list[dict]) -> dict[str, int]:
-    return {str(level): sum(each["differing"][str(level)] for each in found) for level in LEVELS}
+            if level is None and not both:
+                continue
+            differing = numbers_that_differ(team, ctx, product)
+            found["differing"][str(level)] += differing
+            if differing:
+                found["bits"].append(
+                    {"row": str(row), "dtype": str(dtype), "rows": numbers, "level": str(level), "differing": differing}
+                )
+        kind = f"{CALLS[row.op]} {row.form}, {str(dtype).removeprefix('torch.')}"
+        found["counted"][kind] = found["counted"].get(kind, 0) + 1
+        found["products"] += 1
+        found["beside"] += both
+        if found["products"] % 100 == 0 or found["products"] == 10:
+            team.say(f"[{time.monotonic() - begin:4.0f} s] {found['products']} products, differ: {found['differing']}")
+            write()
 
 
 def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
@@ -273,22 +250,33 @@ def run(team: Team, args: argparse.Namespace) -> None:
     heap = int(args.heap_gib * 2**30)
     contexts = {level: iris.iris(heap, invariant=level) for level in LEVELS}
     written = report.describe_run(team, args)
-    bits = differing_bits(team, args, contexts)
-    written |= {"bits": bits, "differing": total(bits), "products": len(bits), "numbers_of_rows": NUMBERS}
-    if team.rank == 0:
-        report.write(written, args)
+    written |= {"products": 0, "beside": 0, "differing": dict.fromkeys(map(str, LEVELS), 0), "counted": {}, "bits": []}
+    written["numbers_of_rows"] = ANY if args.random else NUMBERS
+    if args.resume:
+        before = json.loads(args.resume.read_text())
+        written |= {name: before[name] for name in ("products", "beside", "differing", "counted", "bits")}
+
+    def write() -> None:
+        if team.rank == 0:
+            report.write(written, args)
+
+    differing_bits(team, args, contexts, written, write)
+    write()
     if team.cuda and args.time_seconds:
         times = timed(team, args, contexts)
         costs = [each["us"]["batch"] / each["us"]["None"] for each in times]
         written |= {"times": times, "cost": geometric_mean(costs) if costs else None, "worst": max(costs, default=None)}
-        if team.rank == 0:
-            report.write(written, args)
-    team.say(f"{len(bits)} products at {len(NUMBERS)} numbers of rows each: {total(bits)} numbers differ")
+        write()
+    differing = written["differing"]
+    team.say(
+        f"{written['products']} products at {len(NUMBERS)} numbers of rows each: {differing['batch']} numbers differ;"
+        f" of the first {written['beside']} with nothing promised {differing['None']}"
+    )
     if "cost" in written:
         team.say(f"cost {written['cost']:.4f} in the geometric mean, {written['worst']:.3f} at most")
     for ctx in contexts.values():
         ctx.close()
-    if total(bits)["batch"]:
+    if written["differing"]["batch"]:
         sys.exit(1)
 
 
@@ -300,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.model:
         print_expected(args.model, args.ranks)
         return 0
-    return launch(run, args, limit_s=args.seconds + args.time_seconds + 60)
+    return launch(run, args, limit_s=args.seconds + args.time_seconds + 120)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Writes a JSON file. Exits with 1 where a bit differs.
 
 import argparse
 import sys
+import time
 
 import iris
 from iris_ops import sum_tree
@@ -20,6 +21,7 @@ import torch
 from torch import distributed
 
 from benchmarks import models, report
+from benchmarks.ahead import compile_ahead
 from benchmarks.invariance import geometric_mean, times_of
 
 LEVELS = (None, "batch", "ranks")
@@ -81,11 +83,26 @@ class Layer:
 
 def measured(team: Team, contexts: dict, alone: iris.Iris) -> list[dict]:
     found = []
+
+    def calls() -> None:
+        for _, N, K in layers(team):
+            for M in NUMBERS["cuda"]:
+                layer = Layer(team, M, N, K)
+                layer.result(alone)
+                for ctx in contexts.values():
+                    layer.call(ctx)(0)
+
+    if team.cuda:
+        begin = time.monotonic()
+        kernels = compile_ahead(team, [alone, *contexts.values()], calls)
+        team.say(f"{kernels} kernels compiled in {time.monotonic() - begin:.0f} s")
     for name, N, K in layers(team):
         for M in NUMBERS[team.device.type]:
             layer = Layer(team, M, N, K)
             expected = layer.result(alone)
             differing = team.slowest([float((layer.result(contexts["ranks"]) != expected).sum())])[0]
+            if differing:
+                team.say(f"{name}, {M} rows: {differing:.0f} numbers differ")
             row: dict = {"row": str(Row("ar", M, N, K)), "layer": name, "M": M, "differing": int(differing)}
             row["plan"] = (
                 contexts["ranks"]

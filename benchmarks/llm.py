@@ -58,8 +58,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = args.device == "cuda"
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     args.vllm = {}
-    if engines.VLLM in args.contenders and "RANK" in os.environ:
-        parser.error("--contenders vllm: expected no torchrun, for vLLM starts ranks of its own")
+    if {*engines.APART} & {*args.contenders} and "RANK" in os.environ:
+        parser.error("--contenders vllm, vllm-batch: expected no torchrun, for vLLM starts ranks of its own")
     if not gpu and set(args.contenders) == {engines.ASYNC_TP}:
         parser.error("--contenders async-tp: expected others on CPUs, for it needs GPUs")
     args.model = args.model or ("llama-3-8b" if gpu else "tiny")
@@ -103,11 +103,11 @@ def run(team: Team, args: argparse.Namespace) -> None:
             f" the idlest {uneven[1]:.2f}"
         )
     # cuBLAS + NCCL: by whose errors the others' are judged
-    wanted = [key for key in dict.fromkeys([*args.contenders, engines.NCCL]) if key != engines.VLLM]
+    wanted = [key for key in dict.fromkeys([*args.contenders, engines.NCCL]) if key not in engines.APART]
     found, failed = engines.contenders(team, ctx, model, wanted)
     if engines.NCCL in failed:
         raise RuntimeError(f"{engines.NAMES[engines.NCCL]}: {failed[engines.NCCL]}")
-    missing = [f"vLLM: {args.vllm['failed']}"] if "failed" in args.vllm else []
+    missing = [f"{engines.NAMES[key]}: {each['failed']}" for key, each in args.vllm.items() if "failed" in each]
     measured = {
         **report.describe_run(team, args),
         "model": args.title,
@@ -127,8 +127,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
             say(f"stopped: {len(rows) - number + 1} rows left out")
             break
         row = run_row(team, ctx, found, batch, prompt, args, lambda: time.monotonic() - begin > args.time_limit)
-        if "rows" in args.vllm:
-            row["results"].append(vllm_engine.result_of(args.vllm, batch, prompt))
+        for each in args.vllm.values():
+            if "rows" in each:
+                row["results"].append(vllm_engine.result_of(each, batch, prompt))
+        if args.vllm:
             row["results"].sort(key=lambda result: args.contenders.index(result["key"]))
         measured["rows"].append(row)
         measured["left_out"] = [f"{batch} x {prompt}" for batch, prompt in rows[number:]]
@@ -136,6 +138,9 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if team.rank == 0:
             report.write(measured, args)
     team.say("\n" + render(measured))
+    for contender in found:
+        if contender.key == engines.BATCH:
+            contender.context.close()
     ctx.close()
 
 
@@ -168,7 +173,8 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
             contender.prepare()
             own = contender.key != engines.TRANSFORMERS and not args.torch_attention  # theirs stays as it is
             options = {"step_attention": own and team.cuda, "compile": compile}
-            engine = Engine(contender.model, ctx, batch, length, cache=cache, **options)
+            served_by = contender.context if contender.key == engines.BATCH else ctx
+            engine = Engine(contender.model, served_by, batch, length, cache=cache, **options)
             return engine, check(engine, tokens)
 
         outcome, reason = team.attempt(lambda warm_up=warm_up: warm_up(args.compile))
@@ -343,11 +349,13 @@ def allocated(team: Team, peak: bool = False) -> int:
     return torch.cuda.memory_allocated()
 
 
-def beside_vllm(args: argparse.Namespace) -> dict:
-    """What vLLM takes, if it is asked for: measured before the ranks start, for it wants the GPUs for itself."""
-    if engines.VLLM not in args.contenders:
-        return {}
-    return vllm_engine.measure_apart(args, rows_of(args), engines.config_for_others(args.model, args.layers))
+def beside_vllm(args: argparse.Namespace) -> dict[str, dict]:
+    """What vLLM takes, by contender, if it is asked for: before the ranks start, for it wants the GPUs for itself."""
+    found = {}
+    for key in (key for key in engines.APART if key in args.contenders):
+        config = engines.config_for_others(args.model, args.layers)
+        found[key] = vllm_engine.measure_apart(args, rows_of(args), config, key == engines.VLLM_BATCH)
+    return found
 
 
 def main() -> None:

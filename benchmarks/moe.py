@@ -5,31 +5,38 @@ product and an all-reduce (`moe_rivals.py`). Everything is compared with float64
 graphs, over weights and routings that rotate (`moe_layer.py`). The floor is the bytes of the experts that have tokens
 over the rate of a copy, as measured in the same run. `alone`: without an all-reduce.
 
-`--tune` has ours compete with all configurations that the planner knows, each op by itself.
+`--tune` has ours compete with all configurations that the planner knows and with other tiles, each op by itself;
+`--tiles 16x64x128s5w4,down16:16x128x64s3w4` with these tiles only, the latter for moe_down of 16 tokens, and what is
+planned.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+import contextlib
 from dataclasses import replace
 import json
+import re
 import sys
 import time
 
 import iris
+from iris import platform
 from iris_ops import FusedConfig
 from iris_ops.planning.machine import Machine, machine_of
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import candidates, need_sorting
+from iris_ops.planning.moe_ways import candidates, moe_plan, need_sorting
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
+import triton
 
 from benchmarks import moe_layer, report
 from benchmarks.moe_layer import CHECKED, Layer
-from benchmarks.moe_rivals import rivals_of
+from benchmarks.moe_rivals import has_vllm, rivals_of, vllm_tiles
 
 TOKENS = [1, 4, 16, 64, 256, 512, 2048, 8192]
 # Beside the planner's, with --tune: block_m, block_n, block_k, warps, stages.
@@ -39,6 +46,7 @@ TILES = [
     (32, 256, 64, 8, 4), (64, 128, 64, 4, 3), (64, 128, 128, 8, 3), (64, 256, 64, 4, 3), (64, 256, 64, 8, 4),
     (128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 4),
 ]  # fmt: skip
+_TILE = re.compile(r"(?:(up|down)?(\d+)?:)?(\d+)x(\d+)x(\d+)s(\d+)w(\d+)(?:t(\d+))?")
 ALLOWED = 0.02  # relative, of the checked tokens together
 
 
@@ -47,6 +55,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     torch.manual_seed(team.rank)
     ctx = iris.iris(int(args.heap_gib * 2**30))
     budget = compare.budget_of(team, True)
+    with_vllm = not args.tune and has_vllm(team)
     copy_gbs = copied(team) if team.cuda else 1.0
     found = report.describe_run(team, args) | {"copy_gbs": copy_gbs, "skew": moe_layer.SKEW, "rows": []}
     team.say(f"copy {copy_gbs:.0f} GB/s\n| shape | T | experts | ours us | floor us | best rival | factor | alone us |")
@@ -64,10 +73,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
             row = {"shape": name, "T": tokens, **layer.described()}
             row["floor_us"] = row["nbytes"] / (copy_gbs * 1e3)
             if args.tune:
-                row["tuned"] = tuned(team, ctx, layer, budget)
+                row["tuned"] = tuned(team, ctx, layer, budget, args.tiles)
                 team.say(json.dumps(report.rounded({"shape": name, "T": tokens} | row["tuned"])))
             else:
-                row |= measured(team, ctx, layer, budget, args)
+                row |= measured(team, ctx, layer, budget, args, with_vllm)
                 team.say(line(row))
             found["rows"].append(row)
             if team.rank == 0:
@@ -125,11 +134,14 @@ def ours(
     return both, gate_up, down
 
 
-def measured(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, args: argparse.Namespace) -> dict:
+def measured(
+    team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, args: argparse.Namespace, with_vllm: bool
+) -> dict:  # fmt: skip
     both, gate_up, down = ours(ctx, layer)
     largest = max(args.tokens) * max(shape.hidden for shape in moe_layer.SHAPES.values())
     calls = {"ours": both, "ours gate_up": gate_up, "ours down": down}
-    calls |= rivals_of(team, layer, largest, args.compiled)
+    rivals, captures = rivals_of(team, layer, largest, args.compiled, with_vllm)
+    calls |= rivals
     exact = layer.exact()
     dist.all_reduce(exact)
 
@@ -141,11 +153,16 @@ def measured(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, a
         team.barrier()
         return compare.missed(call(0)[:CHECKED], exact)
 
-    found = compare.compare(team, calls, error, layer.calls, budget)
+    found = compare.compare(team, calls, error, layer.calls, budget, captures)
     found["wrong"] = {name: error for name, error in found["errors"].items() if not error <= ALLOWED}
     problems = problems_of(ctx, layer)
-    plans = [ctx.ops.plan(p.op, p.tokens, p.N, p.K, p.dtype, experts=p.experts, top_k=p.top_k) for p in problems]
+    form = "rows" if layer.shape.gpt_oss else None
+    plans = [
+        ctx.ops.plan(p.op, p.tokens, p.N, p.K, p.dtype, form, experts=p.experts, top_k=p.top_k) for p in problems
+    ]  # fmt: skip
     found["plans"] = [plan.reasons[-1] for plan in plans]
+    if "vLLM alone" in rivals:
+        found["vLLM tiles"] = vllm_tiles(layer)
     return found
 
 
@@ -153,26 +170,28 @@ def problems_of(ctx: iris.Iris, layer: Layer) -> tuple[MoeProblem, MoeProblem]:
     shape, tokens, dtype = layer.shape, len(layer.A), layer.A.dtype
     common = tokens, shape.top_k, shape.experts
     return (
-        MoeProblem(GATE_UP, *common, layer.width, shape.hidden, ctx.num_ranks, dtype, True),
-        MoeProblem(DOWN_ALL_REDUCE, *common, shape.hidden, layer.width, ctx.num_ranks, dtype),
+        MoeProblem(GATE_UP, *common, layer.width, shape.hidden, ctx.num_ranks, dtype, True, in_rows=shape.gpt_oss),
+        MoeProblem(DOWN_ALL_REDUCE, *common, shape.hidden, layer.width, ctx.num_ranks, dtype, in_rows=shape.gpt_oss),
     )
 
 
-def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget) -> dict:
-    """Microseconds of each configuration, by op."""
+def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, tiles: list[tuple] | None) -> dict:
+    """Microseconds of each configuration, by op; of `tiles` only, as `tile` gives them, where there are such."""
     rows = {}
     exact = layer.exact()
     dist.all_reduce(exact)
+    every: dict[str, dict] = {}
     for problem in problems_of(ctx, layer):
-        configs = {
-            f"{c.block_m}x{c.block_n}x{c.block_k} s{c.num_stages} w{c.num_warps} {c.algorithm}": c
-            for c in tried(problem, machine_of(ctx.device), layer)
+        configs = tried(problem, machine_of(ctx.device), layer, tiles)
+        every[problem.op] = {
+            label(c): ours(ctx, layer, c if problem.op == GATE_UP else None, None if problem.op == GATE_UP else c)
+            for c in configs
         }
+    if team.cuda:
+        compile_ahead(ctx, [both for found in every.values() for both, *_ in found.values()])
+    for problem in problems_of(ctx, layer):
         calls = {}
-        for label, config in configs.items():
-            first = config if problem.op == GATE_UP else None
-            second = None if problem.op == GATE_UP else config
-            both, gate_up, down = ours(ctx, layer, first, second)
+        for label, (both, gate_up, down) in every[problem.op].items():
             if compare_error(team, both, exact) <= ALLOWED:
                 calls[label] = gate_up if problem.op == GATE_UP else down
         found = compare.compare(team, calls, lambda name, call: 0.0 * call(0).numel(), layer.calls, budget)
@@ -180,19 +199,69 @@ def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget) -> d
     return rows
 
 
-def tried(problem: MoeProblem, machine: Machine, layer: Layer) -> list[FusedConfig]:
-    """What the planner knows, and other tiles in the same ways."""
+def compile_ahead(ctx: iris.Iris, calls: list[Callable[[int], torch.Tensor]]) -> None:
+    """Compiles what `calls` launch, many kernels at a time, and launches nothing."""
+    mixture, options = ctx.ops._mixture, platform.launch_options(ctx.device)
+    launch = mixture._steps.launch
+
+    def compiled(kernel: triton.JITFunction, grid: tuple, args: dict, **given: int) -> None:
+        kernel.warmup(**args, grid=grid, **(given | options))
+
+    mixture._steps.launch = compiled  # type: ignore[method-assign]
+    try:
+        with ThreadPoolExecutor(12) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for call in calls:
+                with contextlib.suppress(Exception):  # who cannot be launched says so when it is timed
+                    call(0)
+    finally:
+        mixture._steps.launch = launch  # type: ignore[method-assign]
+        mixture.forget()
+
+
+def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple] | None) -> list[FusedConfig]:
+    """What the planner knows, and other tiles in the same ways; or the plan and the tiles that are `given`."""
     known = candidates(problem, machine)
     mean = problem.pairs / layer.described()["touched"]
     tiles = [tile for tile in TILES if tile[0] <= max(16, 4 * mean) and 8 * tile[0] >= mean]
-    found = {(c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.algorithm): c for c in known}
-    for m, n, k, warps, stages in tiles:
+    if given is not None:
+        known = [moe_plan(problem, machine, False, way) for way in sorted({c.algorithm for c in known})]
+        known_ways = [moe_plan(problem, machine, False)]
+        name = "up" if problem.op == GATE_UP else "down"
+        wanted = {None, name}, {None, str(problem.tokens)}
+        tiles = [tile for op, tokens, *tile in given if op in wanted[0] and tokens in wanted[1]]
+    else:
+        known_ways = known = [c for c in known if c.block_m <= max(16, 4 * mean) and 8 * c.block_m >= mean]
+    found = {label(c): c for c in known}
+    ways = {c.algorithm: c for c in known_ways}
+    for m, n, k, warps, stages, *turns in tiles:
         if machine.stages((m + n) * k * 2) >= stages:
-            for algorithm in {c.algorithm for c in known}:
-                like = next(c for c in known if c.algorithm == algorithm)
-                each = replace(like, block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
-                found[m, n, k, warps, stages, algorithm] = each
-    return [c for c in found.values() if c.block_m <= max(16, 4 * mean) and 8 * c.block_m >= mean]
+            # several tiles of a program come before sums only
+            of_these = [c for c in known if c.algorithm == "overlapped"] if turns and turns[0] > 1 else ways.values()
+            for like in of_these:
+                changed = dict(block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
+                each = replace(like, **changed, tiles_in_turn=turns[0] if turns else 1)
+                found[label(each)] = each
+    return list(found.values())
+
+
+def label(config: FusedConfig) -> str:
+    turns = f" x{config.tiles_in_turn}" if config.tiles_in_turn > 1 else ""
+    tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
+    return f"{tile}{turns} s{config.num_stages} w{config.num_warps} {config.algorithm}"
+
+
+def tile(text: str) -> tuple:
+    """(op, tokens, block_m, block_n, block_k, warps, stages, tiles in turn) of `down16:16x64x128s5w4t2`.
+
+    The first two are None where they are left out.
+
+    Raises `ValueError`.
+    """
+    found = _TILE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r}; expected a tile like 16x64x128s5w4, or up:, 16: or down16: before it")
+    m, n, k, stages, warps, turns = (int(each or 1) for each in found.groups()[2:])
+    return found[1], found[2], m, n, k, warps, stages, turns
 
 
 def compare_error(team: Team, call: Callable[[int], torch.Tensor], exact: torch.Tensor) -> float:
@@ -223,6 +292,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=report.numbers, help=f"default {','.join(map(str, TOKENS))}")
     parser.add_argument("--tune", action="store_true", help="every configuration of ours in place of the rivals")
+    parser.add_argument(
+        "--tiles", type=lambda text: [tile(each) for each in text.split(",")], help="with --tune: these only"
+    )
     parser.add_argument("--eager", dest="compiled", action="store_false", help="no torch.compile in rivals")
     args = parser.parse_args(argv)
     report.settle(args, argv, "moe")

@@ -8,6 +8,7 @@ real models. `load` in a result is that factor, as it was drawn.
 from __future__ import annotations
 
 from dataclasses import dataclass
+import functools
 
 from iris_ops.moe.activation import GPT_OSS, Activation
 import torch
@@ -67,6 +68,12 @@ class Layer:
         found = torch.empty(self.shape.experts, *size, dtype=torch.bfloat16, device=self.device)
         found.normal_(std=rows**-0.5)
         return found if self.shape.gpt_oss else found.transpose(1, 2)
+
+    @functools.cached_property
+    def by_outputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The weights as [E, 2 I, H] and [E, H, I], contiguous: copies where the model stores them otherwise."""
+        pairs = zip(self.gate_up, self.down, strict=True)
+        return [(a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()) for a, b in pairs]
 
     def tokens(self, count: int) -> None:
         """Draws so many tokens, and for each call where they go."""

@@ -1,43 +1,76 @@
-"""What people run for a mixture of experts: torch's grouped product, or vLLM's kernel, and an all-reduce behind it.
+"""What people run for a mixture of experts: torch's grouped product, or vLLM's kernels, and an all-reduce behind them.
 
 grouped_mm   tokens sorted by argsort, torch._grouped_mm, the activation, torch._grouped_mm, the weighted sum: as
              transformers' grouped_mm experts do it. The activation and the weighted sum are compiled where torch can.
-vLLM         its fused_experts, where vLLM is importable
+vLLM         its fused_experts, where vLLM is importable: the Triton kernels that vLLM takes for 16-bit weights on
+             Hopper, with the tiles that vLLM has tuned for the GPU and these sizes, or else with its default ones
 
-and behind either NCCL, or torch's one-shot or two-shot all-reduce on symmetric memory.
+Behind grouped_mm is NCCL, or torch's one-shot or two-shot all-reduce on symmetric memory; behind vLLM's its own custom
+all-reduce, or NCCL from 8 MiB on, as in vLLM without multicast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
 from iris_tp.bench.team import Team
 import torch
 import torch.distributed as dist
 
+from benchmarks import rivals_vllm
 from benchmarks.moe_layer import Layer, activated
 from benchmarks.rivals_torch import symmetric_memory
 
+Product = Callable[[int], torch.Tensor]
+Captures = dict[str, Callable[[], AbstractContextManager]]
 
-def rivals_of(team: Team, layer: Layer, largest: int, compiled: bool) -> dict[str, Callable[[int], torch.Tensor]]:
-    """By name. `largest`: elements of any result of this layer."""
-    products = {"grouped_mm": grouped(layer, compiled)}
-    if found := vllm(layer):
-        products["vLLM"] = found
+
+def has_vllm(team: Team) -> bool:
+    """Whether vLLM's kernels can be loaded on all ranks; says so where not."""
+    if not team.cuda or not rivals_vllm.installed(team):
+        return False
+    _, reason = team.attempt(_load_vllm)
+    if reason:
+        team.say(f"without vLLM: {reason}")
+    return not reason
+
+
+def _load_vllm() -> None:
+    rivals_vllm.settle()
+    from vllm.model_executor.layers.fused_moe import fused_experts  # type: ignore[import-not-found]  # noqa: F401
+
+
+def rivals_of(
+    team: Team, layer: Layer, largest: int, compiled: bool, with_vllm: bool
+) -> tuple[dict[str, Product], Captures]:
+    """(calls by name, what some are to be captured in). `largest`: elements of any result of this layer."""
     if not hasattr(torch, "_grouped_mm") or not team.cuda:
-        products = {"torch": plainly(layer)}
-    calls: dict[str, Callable[[int], torch.Tensor]] = {}
-    for name, product in products.items():
-        calls[f"{name} + NCCL"] = _nccl(product)
-        if team.cuda:
-            shared = symmetric_memory(largest, torch.bfloat16, team.device)
-            calls[f"{name} + one-shot"] = _symmetric(product, shared, False)
-            calls[f"{name} + two-shot"] = _symmetric(product, shared, True)
-        calls[f"{name} alone"] = product
-    return calls
+        product = plainly(layer)
+        return {"torch + NCCL": _nccl(product), "torch alone": product}, {}
+    product = grouped(layer, compiled)
+    shared = symmetric_memory(largest, torch.bfloat16, team.device)
+    calls = {
+        "grouped_mm + NCCL": _nccl(product),
+        "grouped_mm + one-shot": _symmetric(product, shared, False),
+        "grouped_mm + two-shot": _symmetric(product, shared, True),
+        "grouped_mm alone": product,
+    }
+    captures: Captures = {}
+    if with_vllm:
+        product = vllm(layer)
+        if rivals_vllm.serves(layer.A.nbytes, team.world, layer.A.dtype):
+            name = "vLLM + custom all-reduce"
+            calls[name] = _custom(product, team.device)
+            captures[name] = partial(rivals_vllm.capturing, team.device)
+        else:
+            calls["vLLM + NCCL"] = _nccl(product)
+        calls["vLLM alone"] = product
+    return calls, captures
 
 
-def _nccl(product: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
+def _nccl(product: Product) -> Product:
     def call(i: int) -> torch.Tensor:
         out = product(i)
         dist.all_reduce(out)
@@ -46,9 +79,7 @@ def _nccl(product: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tenso
     return call
 
 
-def _symmetric(
-    product: Callable[[int], torch.Tensor], shared: torch.Tensor, two_shot: bool
-) -> Callable[[int], torch.Tensor]:
+def _symmetric(product: Product, shared: torch.Tensor, two_shot: bool) -> Product:
     group = dist.group.WORLD.group_name
 
     def call(i: int) -> torch.Tensor:
@@ -62,7 +93,7 @@ def _symmetric(
     return call
 
 
-def grouped(layer: Layer, compiled: bool) -> Callable[[int], torch.Tensor]:
+def grouped(layer: Layer, compiled: bool) -> Product:
     """By torch._grouped_mm."""
     shape = layer.shape
 
@@ -100,7 +131,7 @@ def grouped(layer: Layer, compiled: bool) -> Callable[[int], torch.Tensor]:
     return call
 
 
-def plainly(layer: Layer) -> Callable[[int], torch.Tensor]:
+def plainly(layer: Layer) -> Product:
     """On CPUs: an expert after the other."""
 
     def call(i: int) -> torch.Tensor:
@@ -118,18 +149,38 @@ def plainly(layer: Layer) -> Callable[[int], torch.Tensor]:
     return call
 
 
-def vllm(layer: Layer) -> Callable[[int], torch.Tensor] | None:
-    """vLLM's fused_experts; None where vLLM, or what of it serves this layer, is not there."""
-    if layer.shape.gpt_oss:
-        return None
-    try:
-        from vllm.model_executor.layers.fused_moe import fused_experts  # type: ignore[import-not-found]
-    except Exception:  # not installed, or without its kernels
-        return None
+def vllm(layer: Layer) -> Product:
+    """vLLM's fused_experts, as its unquantized layers call it on Hopper."""
+    from vllm.model_executor.layers.fused_moe import fused_experts  # type: ignore[import-not-found]
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # type: ignore[import-not-found]
+    from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config  # type: ignore[import-not-found]
+
+    chosen = [experts.to(torch.int32) for experts in layer.chosen]  # as its own router gives them
+    activation = MoEActivation.SWIGLUOAI if layer.shape.gpt_oss else MoEActivation.SILU
+    once = layer.down_bias
+    if once is not None and layer.rank != 0:
+        once = torch.zeros_like(once)
+    biases = biased_moe_quant_config(layer.gate_up_bias, once)
 
     def call(i: int) -> torch.Tensor:
-        gate_up, down = layer.weights_of(i)
-        first, second = gate_up.transpose(1, 2), down.transpose(1, 2)
-        return fused_experts(layer.A, first, second, layer.weights[i], layer.chosen[i].to(torch.int32))
+        first, second = layer.by_outputs[i % len(layer.by_outputs)]
+        return fused_experts(
+            layer.A, first, second, layer.weights[i], chosen[i], activation=activation, quant_config=biases
+        )
+
+    return call
+
+
+def vllm_tiles(layer: Layer) -> str:
+    """Which tiles vLLM takes for this layer: "tuned" for this GPU, or its "default" ones."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
+
+    return "default" if get_moe_configs(layer.shape.experts, layer.width, None) is None else "tuned"
+
+
+def _custom(product: Product, device: torch.device) -> Product:
+    def call(i: int) -> torch.Tensor:
+        found = product(i)
+        return rivals_vllm.reduced(device, found, torch.empty_like(found))
 
     return call

@@ -38,11 +38,16 @@ def serves(nbytes: int, world: int, dtype: torch.dtype) -> bool:
     return wide and world in WORLDS and nbytes < LIMIT and nbytes % 16 == 0
 
 
+def settle() -> None:
+    """To be called before vLLM is imported."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
 @functools.cache
 def communicator(device: torch.device) -> Any:
     """vLLM's, of all ranks. Collective."""
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    settle()
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
     found = CustomAllreduce(dist.new_group(backend="gloo"), device, LIMIT)

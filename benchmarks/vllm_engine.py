@@ -48,8 +48,11 @@ SETTINGS = {
 Rows = list[tuple[int, int]]
 
 
-def measure_apart(args: argparse.Namespace, rows: Rows, config: Any) -> dict:
-    """What vLLM takes for `rows` of (batch, prompt length), or why it does not run: {"failed": reason}."""
+def measure_apart(args: argparse.Namespace, rows: Rows, config: Any, invariant: bool = False) -> dict:
+    """What vLLM takes for `rows` of (batch, prompt length), or why it does not run: {"failed": reason}.
+
+    `invariant`: with VLLM_BATCH_INVARIANT=1, with which its ranks add by NCCL's tree on one channel.
+    """
     without = os.environ.get("IRIS_WITHOUT", "").split(",")
     if importlib.util.find_spec("vllm") is None or "vllm" in without:
         return {"failed": "not installed" if "vllm" not in without else "IRIS_WITHOUT names it"}
@@ -59,9 +62,10 @@ def measure_apart(args: argparse.Namespace, rows: Rows, config: Any) -> dict:
         config.save_pretrained(folder)
         asked = {"folder": folder, "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "dtype": args.dtype}
         # the second attempt is without FlashInfer, whose kernels may be missing for this model
-        fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without
+        fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without and not invariant
         for fused in [True, False] if fusing else [False]:
-            found = _child({**asked, "fused": fused, "out": f"{folder}/{fused}.json"}, folder, args.vllm_limit)
+            given = {**asked, "fused": fused, "invariant": invariant, "out": f"{folder}/{fused}.json"}
+            found = _child(given, folder, args.vllm_limit)
             if "rows" in found or "late" in found:
                 break
     return found
@@ -69,6 +73,7 @@ def measure_apart(args: argparse.Namespace, rows: Rows, config: Any) -> dict:
 
 def _child(asked: dict, folder: str, limit_s: float) -> dict:
     environment = {**os.environ, **SETTINGS, "VLLM_CACHE_ROOT": f"{folder}/cache"}
+    environment["VLLM_BATCH_INVARIANT"] = str(int(asked["invariant"]))
     line = [sys.executable, "-m", "benchmarks.vllm_engine", json.dumps(asked)]
     started = time.monotonic()
     out, log = Path(asked["out"]), Path(folder) / "log"
@@ -114,7 +119,8 @@ def measure(asked: dict) -> dict:
             "pass_config": {"fuse_allreduce_rms": asked["fused"]},
         },
     )
-    found: dict[str, Any] = {"version": vllm.__version__, "fused": asked["fused"], "rows": []}
+    found: dict[str, Any] = {"version": vllm.__version__, "fused": asked["fused"], "invariant": asked["invariant"]}
+    found["rows"] = []
     for batch, prompt in rows:
         found["rows"].append({"batch": batch, "prompt": prompt, **_row(llm, vllm, batch, prompt, asked["rounds"])})
         Path(asked["out"]).write_text(json.dumps(found))
@@ -160,10 +166,13 @@ def _warm_median(once: Callable[[], float], rounds: int) -> float:
 def result_of(found: dict, batch: int, prompt: int) -> dict:
     """vLLM's entry of a row, as `benchmarks.llm` writes those of the others."""
     (row,) = [row for row in found["rows"] if (row["batch"], row["prompt"]) == (batch, prompt)] or [None]
-    entry: dict[str, Any] = {"key": "vllm", "name": f"vLLM {found['version']}", "status": "ok", "notes": []}
+    kept = found.get("invariant", False)
+    name = f"vLLM {found['version']}" + (", VLLM_BATCH_INVARIANT=1" if kept else "")
+    entry: dict[str, Any] = {"key": "vllm-batch" if kept else "vllm", "name": name, "status": "ok", "notes": []}
     if row is None:
         return {**entry, "status": "n/a", "notes": ["stopped before this row"]}
     kind = "FlashInfer's all-reduce with residual and norm" if found["fused"] else "its custom all-reduce"
+    kind = "NCCL's tree on one channel" if kept else kind
     figures = {key: value for key, value in row.items() if key not in ("batch", "prompt")}
     return {**entry, **figures, "notes": [f"with {kind}; weights of its own, so its tokens are compared with nobody's"]}
 

@@ -11,6 +11,7 @@ from iris_tp import launch
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -19,34 +20,62 @@ def tile_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORLD_SIZE: tl.constexpr,
     SCATTER: tl.constexpr = False, TWO_SHOT: tl.constexpr = False,
 ):  # fmt: skip
-    """out [M,N] = sum over ranks of a [M,K] @ b [K,N]; all contiguous.
+    """out [M,N] = sum over ranks of a [M,K] @ b [K,N]; a and b are tensor descriptors, out is contiguous.
 
     SCATTER: out [M/w,N] is this rank's rows of it; M is a multiple of w * BLOCK_M. TWO_SHOT: the sum takes two hops.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, space)
-    across, k, rows = tl.cdiv(N, BLOCK_N), tl.arange(0, BLOCK_K), M // WORLD_SIZE
-    for number in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
-        first, owner = number // across * BLOCK_M, 0
-        if SCATTER:  # the ranks' rows in turn, so that all links are busy
-            owner = number // across % WORLD_SIZE
-            first = owner * rows + number // across // WORLD_SIZE * BLOCK_M
-        m = first + tl.arange(0, BLOCK_M)
-        n = number % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    kind: tl.constexpr = out.dtype.element_ty
+    num_tiles, programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for number in range(tl.program_id(0), num_tiles, programs):
+        m, n, owner = place_of(number, M, N, BLOCK_M, BLOCK_N, WORLD_SIZE, SCATTER)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            inside = start + k < K
-            left = tl.load(a + m[:, None] * K + (start + k)[None, :], (m < M)[:, None] & inside[None, :], 0.0)
-            right = tl.load(b + (start + k)[:, None] * N + n[None, :], inside[:, None] & (n < N)[None, :], 0.0)
-            acc = tl.dot(left, right, acc, input_precision="ieee")
-        there = (m < M)[:, None] & (n < N)[None, :]
-        if SCATTER:
-            total = tiles.reduce_scatter(acc, number, owner, out.dtype.element_ty)
-            m, there = m - owner * rows, there & (owner == ctx.rank)
-        else:
-            total = tiles.all_reduce(acc, number, out.dtype.element_ty, TWO_SHOT)
-        tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), there)
+        for k in range(0, K, BLOCK_K):
+            acc = tl.dot(a.load([m, k]), b.load([k, n]), acc, input_precision="ieee")
+        if TWO_SHOT:
+            store(out, tiles.all_reduce(acc, number, kind, True), m, n, M, N)
+        else:  # a program takes a tile's sum behind its next product: by then the peers' tiles have come
+            tiles.send(acc, number, kind, owner if SCATTER else None)
+            if number >= programs:
+                finish(ctx, tiles, out, number - programs, M, N, BLOCK_M, BLOCK_N, SCATTER)
+    if not TWO_SHOT:
+        last = (num_tiles - 1 - tl.program_id(0)) // programs * programs + tl.program_id(0)
+        finish(ctx, tiles, out, last, M, N, BLOCK_M, BLOCK_N, SCATTER)
     tiles.close()
+
+
+@triton.jit
+def place_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORLD_SIZE: tl.constexpr, SCATTER):
+    """(first row and column of a tile, and which rank owns its sum with SCATTER): eight rows of tiles at a time."""
+    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    row, column = tl.swizzle2d(number // across, number % across, down, across, 8)
+    if SCATTER:  # the ranks' rows in turn, so that all links are busy
+        owner = row % WORLD_SIZE
+        return owner * (M // WORLD_SIZE) + row // WORLD_SIZE * BLOCK_M, column * BLOCK_N, owner
+    else:
+        return row * BLOCK_M, column * BLOCK_N, 0
+
+
+@triton.jit
+def finish(ctx, tiles, out, number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCATTER: tl.constexpr):
+    """Stores the sum of tile `number`, which was sent before: in parts, for the next product holds many registers."""
+    m, n, owner = place_of(number, M, N, BLOCK_M, BLOCK_N, ctx.world_size, SCATTER)
+    if SCATTER:
+        m -= owner * (M // ctx.world_size)
+        M = tl.where(owner == ctx.rank, M // ctx.world_size, 0)
+    parts: tl.constexpr = 4 if BLOCK_M >= 64 else 1
+    like = tl.zeros((BLOCK_M // parts, BLOCK_N), tl.float32)
+    for part in tl.static_range(parts):
+        total = tiles.sum(number, like, out.dtype.element_ty, owner if SCATTER else None, part, parts)
+        store(out, total, m + part * like.shape[0], n, M, N)
+
+
+@triton.jit
+def store(out, tile, m, n, M, N):
+    rows, columns = m + tl.arange(0, tile.shape[0])[:, None], n + tl.arange(0, tile.shape[1])[None, :]
+    tl.store(out + rows * N + columns, tile.to(out.dtype.element_ty), (rows < M) & (columns < N))
 
 
 def rank_main(M: int = 100, N: int = 200, K: int = 96) -> None:
@@ -64,9 +93,9 @@ def rank_main(M: int = 100, N: int = 200, K: int = 96) -> None:
             number = triton.cdiv(rows, blocks[0]) * triton.cdiv(N, blocks[1])
             space = ctx.ccl.tile_space(number, blocks[0] * blocks[1], dtype)
             grid = (min(number, ctx.get_cu_count()),)  # all programs of a grid that waits run at once
-            tile_matmul_kernel[grid](
-                ctx.get_device_context(), space, A[rank], B[rank], out, rows, N, K, *blocks, w, **options
-            )
+            a = TensorDescriptor.from_tensor(A[rank], [blocks[0], blocks[2]])
+            b = TensorDescriptor.from_tensor(B[rank], [blocks[2], blocks[1]])
+            tile_matmul_kernel[grid](ctx.get_device_context(), space, a, b, out, rows, N, K, *blocks, w, **options)
             error = (out - exact).abs().max() / exact.abs().max()
             ctx.barrier()
             ctx.info(f"{options or 'one shot'}: out {tuple(out.shape)} {dtype}; error {error:.1e} of the largest value")

@@ -40,7 +40,9 @@ from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
 from .kernels.tree_matmul import tree_matmul_kernel
 from .operands import Operands
 from .planning import kernel_names as names
+from .planning.candidates import tree_stand_in
 from .planning.kernel_names import STAND_INS, kernel_for
+from .planning.machine import machine_of
 from .planning.workspace_size import most_rows
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, part_of
 from .with_torch import copy_gather, sequential
@@ -56,6 +58,7 @@ LAUNCHERS: dict[str, Callable[..., Launch]] = {
     names.LAMPORT_GATHER: lamport_gather_matmul.launcher,
     names.LAMPORT_FP8: lamport_stream.launcher,
     names.TREE: tree_matmul.launcher,
+    names.TREE_PAIR: hopper.tree_pair.launcher,
     names.LAMPORT_TWO_SHOT: hopper.lamport_two_shot.launcher,
     names.LAMPORT_PAIR: hopper.lamport_pair.launcher,
     names.LAMPORT_PAIR_SCATTER: hopper.lamport_pair.scatter_launcher,
@@ -181,6 +184,8 @@ def launch(
         kernel = _said_kernel(rank, problem, config, tensors)
     if config.kernel != kernel:
         config = replace(config, kernel=kernel)
+    if kernel == names.TREE and config.warp_specialised:  # whose tiles it has no registers for
+        config = replace(tree_stand_in(problem, machine_of(rank.device)), kernel=kernel)
     if kernel in PREPARERS:
         prepare = PREPARERS[kernel]
         if not came_before:

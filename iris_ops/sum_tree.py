@@ -1,18 +1,22 @@
 """In which order the products along K are added with `invariant="ranks"`: a tree that depends on K alone.
 
-K is cut into *leaves* of one width, a power of two: the widest of which there are 64 at least, but never below 64. The
-last leaf may be shorter. A leaf is summed from its first product to its last
-by one instruction. The leaves' sums are added in fp32 in a binary tree that halves the leaves, the first half the
-larger one:
+K is cut into *leaves* of one width, a multiple of 64 up to 256: the widest of which an eighth of K is a multiple and
+there are at least 24. Where those are more than 64, an eighth may cut a leaf. The last leaf may be shorter. A leaf is
+summed from its first product to its last by one instruction. The leaves' sums are added in fp32. The leaves are halved
+three times, the first half the larger one, and each eighth adds its own from the first to the last:
 
-    leaves   0   1   2   3   4   5   6        7 leaves, 2 ranks: rank 0 has 0 to 3, rank 1 has 4 to 6
-             '---'   '---'   '---'   |
-               '-------'       '-----'        rank 0 sends one sum, rank 1 sends one
-                   '-------------'
+    leaves   0   1   2   3   4   5   6   7   8   9 ...      32 leaves, 2 ranks: rank 0 has 16, rank 1 has 16
+             '-+-'   |   |   '-+-'   |   |   '-+-'
+               '--+--'   |     '--+--'   |     '--
+                  '---+--'        '---+--'
+                      '-------+-------'                     rank 0 sends one sum, rank 1 sends one
 
 A rank has a range of leaves, its *share*. It adds up what it can: the *roots* of the largest subtrees that lie in its
-share, 2 log2(leaves) of them at most, and one where ranks halve the leaves as the tree does. All ranks' roots, joined
-in the tree's order, give the sum that one rank alone would have found. So bits do not depend on the ranks.
+share. That is one where a power of two of ranks share K evenly. Where a share begins within an eighth, its leaves there
+are roots each. All ranks' roots, joined in the tree's order, give the sum that one rank alone would have found. So bits
+do not depend on the ranks.
+
+Few sums wait for others so, and those of a tile that wait need registers: of a whole K four at most, of a half three.
 
 Shares end where leaves end. `share` says how layers cut K; `checked_shares` refuses what cuts a leaf.
 """
@@ -27,22 +31,25 @@ from typing import NamedTuple
 
 from iris.errors import ShapeError
 
-_LEAVES = 64  # at least, where K has so many times `_NARROWEST`
-# A few of a tensor core's steps. And what torch computes on CPUs between two products comes in whole vectors, of up to
-# 64 elements: none is one of a vector on one number of ranks and alone, by other code, on another.
+_WIDTHS = 256, 192, 128, 64  # of a leaf, all of whose blocks are on their way to a kernel at a time
+_FEWEST, _MOST = 24, 64  # leaves, where an eighth of K is a whole number of them
+_MOST_AT_ALL = 256
+_HALVES = 3  # how often leaves are halved
+# What torch computes on CPUs between two products comes in whole vectors, of up to 64 elements: none is one of a vector
+# on one number of ranks and alone, by other code, on another.
 _NARROWEST = 64
 Span = tuple[int, int]  # leaves from the first to before the second
 
 
 class Step(NamedTuple):
-    """What becomes of a sum that stands at `depth` of the tree (0 is the whole).
+    """What becomes of a sum behind which `waiting` others wait, as a stack.
 
-    Sums that wait at `depth`, `depth - 1` ... `until + 1` are added before it, each as the left one of two. What comes
-    out stands at `until`, where it `ends` as a root or waits for the sum to its right.
+    Those from number `place` on are added before it, the last one first, each as the left one of two. What comes out
+    `ends` as a root, or waits at `place` for the sum to its right.
     """
 
-    depth: int
-    until: int
+    waiting: int
+    place: int
     ends: bool
 
 
@@ -71,12 +78,14 @@ def tree_of(what: str, depths: tuple[int, ...]) -> Tree:
     return Tree(leaf_width(K), leaves_of(K), checked_shares(what, depths))
 
 
+@lru_cache(maxsize=4096)
 def leaf_width(K: int) -> int:
     """How many products a leaf has."""
-    width = _NARROWEST
-    while 2 * width * _LEAVES <= K:
-        width *= 2
-    return width
+    for width in _WIDTHS:
+        if K % (8 * width) == 0 and _FEWEST * width <= K <= _MOST * width:
+            return width
+    width = next((each for each in _WIDTHS if _FEWEST * each <= K), _WIDTHS[-1])
+    return max(width, -(-K // (_NARROWEST * _MOST_AT_ALL)) * _NARROWEST)
 
 
 def leaves_of(K: int) -> int:
@@ -125,18 +134,18 @@ def roots(leaves: int, span: Span) -> tuple[Span, ...]:
     """The largest subtrees that lie in `span`, from the first leaf on."""
     found: list[Span] = []
 
-    def visit(node: Span) -> None:
+    def visit(node: Span, depth: int) -> None:
         if node[1] <= span[0] or span[1] <= node[0]:
             return
         if span[0] <= node[0] and node[1] <= span[1]:
             found.append(node)
         else:
-            middle = _middle(node)
-            visit((node[0], middle))
-            visit((middle, node[1]))
+            middle = _middle(node, depth)
+            visit((node[0], middle), depth + 1)
+            visit((middle, node[1]), depth + 1)
 
     if leaves:
-        visit((0, leaves))
+        visit((0, leaves), 0)
     return tuple(found)
 
 
@@ -153,15 +162,23 @@ def root_steps(leaves: int, spans: tuple[Span, ...]) -> tuple[Step, ...]:
     return _steps(leaves, nodes, (0, leaves))
 
 
+def places(steps: Sequence[Step]) -> int:
+    """How many sums wait at most."""
+    return max((step.place + 1 for step in steps if not step.ends), default=0)
+
+
 def _steps(leaves: int, nodes: tuple[Span, ...], span: Span) -> tuple[Step, ...]:
-    found = []
+    found, waiting = [], 0
     for node in nodes:
         path = _path(leaves, node)
         depth = until = len(path) - 1
         while until and path[until][1] == path[until - 1][1] and span[0] <= path[until - 1][0]:
             until -= 1
         parent = path[until - 1]
-        found.append(Step(depth, until, not until or parent[0] < span[0] or span[1] < parent[1]))
+        ends = not until or parent[0] < span[0] or span[1] < parent[1]
+        place = waiting - (depth - until)
+        found.append(Step(waiting, place, ends))
+        waiting = place + (not ends)
     return tuple(found)
 
 
@@ -170,10 +187,13 @@ def _path(leaves: int, node: Span) -> list[Span]:
     path = [(0, leaves)]
     while path[-1] != node:
         first, last = path[-1]
-        middle = _middle(path[-1])
+        middle = _middle(path[-1], len(path) - 1)
         path.append((first, middle) if node[1] <= middle else (middle, last))
     return path
 
 
-def _middle(node: Span) -> int:
+def _middle(node: Span, depth: int) -> int:
+    """Where the second of a node's two sums begins. An eighth's is its last leaf."""
+    if depth >= _HALVES:
+        return node[1] - 1
     return node[0] + (node[1] - node[0] + 1) // 2

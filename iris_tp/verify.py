@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import launch, verify_ranks
-from .verify_runs import LENGTH, STEPS, run_batch, unlike
+from .verify_runs import LENGTH, STEPS, modes_on, run_batch, unlike
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -51,10 +51,12 @@ class Finding:
 
 def batch(
     model: torch.nn.Module, ctx: Iris, batches: Sequence[int] = BATCHES, steps: int = STEPS, length: int = LENGTH,
-    compile: bool = False,
+    compile: bool = False, thorough: bool = True, modes: Sequence[str] | None = None,
 ) -> list[Finding]:  # fmt: skip
     """A finding for each batch of a split `model`. Collective; all ranks find the same, of their own logits.
 
+    `thorough`: in the first, middle and last place, with padding and without; else in the middle, without. `modes`: of
+    "eager" and "graphs" those that are run; by default all that there are on the device.
     Raises `ArgumentError` as `layers.Engine` does.
     """
     config: Any = model.config
@@ -62,13 +64,12 @@ def batch(
     draw = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, words, (length,), generator=draw).tolist()
     room = length + LONGER + steps + 1
-    modes = ["eager"] + (["graphs"] if ctx.device.type == "cuda" else [])
     found = []
-    for mode in modes:
+    for mode in modes or modes_on(ctx.device):
         alone = run_batch(model, ctx, mode, [prompt], 0, room, steps, compile)
         for size in batches:
-            for place in sorted({0, size // 2, size - 1}):
-                for padding in (0, LONGER) if size > 1 else (0,):
+            for place in sorted({0, size // 2, size - 1}) if thorough else [size // 2]:
+                for padding in (0, LONGER) if size > 1 and thorough else (0,):
                     others = torch.randint(3, words, (size, length + padding), generator=draw).tolist()
                     others[place] = prompt
                     logits, seen = run_batch(model, ctx, mode, others, place, room, steps, compile)
@@ -111,7 +112,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", help="a folder or a name that transformers loads; default: that of iris-tp demo")
     how_many = "how many; default: one a GPU, or 3 on CPUs. For ranks several, of which each is compared with the first"
     parser.add_argument("--ranks", type=_numbers, help=how_many)
-    parser.add_argument("--batches", type=_numbers, help="sizes, as 2,7,64")
+    parser.add_argument("--batches", type=_numbers, help="sizes, as 2,7,64, which is the default; on CPUs 2,7")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"tokens behind the prompt (default {STEPS})")
     parser.add_argument("--length", type=int, default=LENGTH, help=f"of the prompt, in tokens (default {LENGTH})")
     parser.add_argument("--compile", action="store_true", help="decoder layers compiled, as Engine(compile=True)")
@@ -126,7 +127,7 @@ def main(argv: list[str]) -> int:
         if "RANK" in os.environ:
             parser.error("verify ranks starts its own ranks: call it without torchrun")
     else:
-        args.batches = args.batches or BATCHES
+        args.batches = args.batches or (BATCHES if torch.cuda.is_available() else BATCHES[:-1])
         if args.ranks and len(args.ranks) > 1:
             parser.error(f"--ranks is {','.join(map(str, args.ranks))}: expected one number, or the level ranks")
     if args.model is None:

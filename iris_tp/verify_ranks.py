@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import launch
-from .verify_runs import LENGTH, STEPS, run_batch, unlike
+from .verify_runs import LENGTH, STEPS, modes_on, run_batch, unlike
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -51,14 +51,20 @@ def logits(
 
 
 def read(
-    model: torch.nn.Module, ctx: Iris, batches: Sequence[int], steps: int, length: int, compile: bool
+    model: torch.nn.Module,
+    ctx: Iris,
+    batches: Sequence[int],
+    steps: int,
+    length: int,
+    compile: bool,
+    modes: Sequence[str] | None = None,
 ) -> list[tuple[str, int, list[torch.Tensor], _Seen]]:
     """(mode, batch, logits of a prompt and its steps, what modules gave for it) of each batch."""
     config: Any = model.config
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, config.get_text_config().vocab_size, (max(batches), length), generator=draw).tolist()
     found = []
-    for mode in ["eager"] + (["graphs"] if ctx.device.type == "cuda" else []):
+    for mode in modes or modes_on(ctx.device):
         for batch in batches:
             place = batch // 2
             others = [prompts[(i - place) % max(batches)] for i in range(batch)]

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 LENGTH, STEPS = 12, 3
 
 
+def modes_on(device: torch.device) -> tuple[str, ...]:
+    """How a model can run there."""
+    return ("eager", "graphs") if device.type == "cuda" else ("eager",)
+
+
 class _Watch:
     """What modules gave for one row, in the order in which they were called."""
 

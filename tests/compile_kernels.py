@@ -32,6 +32,7 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from examples import tile_all_reduce, tile_all_reduce_hopper  # noqa: E402
 from examples.all_scatter import fused_store_warp  # noqa: E402
 from tests.kernel_variants import MACHINES, WORLD_SIZE, traced, variants  # noqa: E402
 
@@ -56,16 +57,25 @@ _POINTEES = {
     ("lamport_pair_scatter_kernel", "staging"): "i16",
     ("lamport_matmul_kernel", "staging"): "i16",
     ("moe_lamport_down_kernel", "staging"): "i16",
+    ("moe_lamport_token_kernel", "staging"): "i16",
     ("moe_lamport_combine_kernel", "staging"): "i16",
     ("lamport_stream_kernel", "staging"): "i16",
     ("lamport_gather_matmul_kernel", "staging"): "i16",
     ("lamport_kernel", "staging"): "i16",
     ("tree_matmul_kernel", "staging"): "i32",
+    ("tree_pair_kernel", "staging"): "i32",
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }
 _INT32 |= {"leaf_table", "root_table"}
 _FLOAT32 = {"parts", "scales", "a_scales", "b_scales", "squares", "stretches", "weights", "most", "total"}
+
+# Kernels whose operands are always descriptors: whether b is one of B transposed.
+_DESCRIBED = {
+    tile_matmul.tile_matmul_kernel: True,
+    tile_all_reduce.tile_matmul_kernel: False,
+    tile_all_reduce_hopper.tile_matmul_hopper_kernel: False,
+}
 
 # Products by rows, N = K = 4096, of which is compiled what their plans have launched.
 PLANNED = (
@@ -90,11 +100,12 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
     """The compiled kernel, for tensors of `dtype`, below 2 GiB, whose sizes and addresses are multiples of 16."""
     declared = inspect.signature(kernel.fn).parameters
     parameters = list(declared)
+    messages = constants.pop("MESSAGES", 1)  # of a table
     folded = constants.pop("FOLDED", False)  # of A's descriptor, see `iris_ops.tiles.first_row`
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
-    only_described = "ACC" in parameters or kernel is tile_matmul.tile_matmul_kernel
+    only_described = "ACC" in parameters or kernel in _DESCRIBED
     tma |= {"a", "b"} | ({"gathered"} & {*parameters}) if only_described else set()
     in_lines = "SLICES" in parameters  # of words, as `weight_stream.py` takes them
     tma |= {"a", "b"} if in_lines else set()
@@ -113,8 +124,13 @@ def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16"
         elif name in tma:
             kind = gl.float8e4nv if in_eight_bits else gl.bfloat16
             operand = kind.name if in_eight_bits else dtype
-            block = _block(name, constants, folded and name in ("a", "gathered_tile"), kernel.is_gluon() and kind)
+            sizes = {"B_TRANSPOSED": _DESCRIBED.get(kernel, True)} | constants
+            block = _block(name, sizes, folded and name in ("a", "gathered_tile"), kernel.is_gluon() and kind)
             signature[name] = f"tensordesc<{operand}[{block}"
+        elif name in ("sends", "takes"):  # messages: an address, how many elements, ... where to
+            signature[name] = (("i64", *["i32"] * 6, "i64"),) * messages
+        elif name == "own":
+            signature[name] = "i64"
         elif name in ("scale", "eps"):
             signature[name] = "fp32"
         elif name == "digest":
@@ -140,12 +156,13 @@ def _block(name: str, constants: dict, folded: bool, in_gluon) -> str:
     `in_gluon`: the dtype there, or False. `folded`: of rows that are.
     """
     m, n, k = (constants[f"BLOCK_{axis}"] for axis in "MNK")
-    block = ([n, k] if constants.get("B_TRANSPOSED", True) else [k, n]) if name == "b" else [m, k]
+    block = ([n, k] if constants["B_TRANSPOSED"] else [k, n]) if name == "b" else [m, k]
     if name == "b" and in_gluon and constants.get("GATED"):
         block = [2, n // 2, k]
     if name == "b" and "SEARCHED" in constants:  # of one expert, gate and up in turn or not
         n *= 2 if constants.get("GATE") == "turns" else 1
-        block = [1, n, k] if constants["B_TRANSPOSED"] else [1, k, n]
+        n = [2, n] if constants.get("TOGETHER") else [n]
+        block = [1, *n, k] if constants["B_TRANSPOSED"] else [1, k, *n]
     if folded:
         block = [2, m // 2, k]
     sizes = ",".join(map(str, block))

@@ -10,12 +10,13 @@ from iris.ccl.accumulate import accumulate_kernel
 from iris.ccl.flags import flags_kernel
 from iris.ccl.lamport import lamport_kernel
 from iris.ccl.ring import ring_kernel
+from iris.ccl.transfer import transfer_kernel
 from iris.device import sync
 from iris.tracing import clock_offset_kernel
 from iris_ops.fp8 import lamport_stream, skinny_stream, tile_matmul, weight_stream
 from iris_ops.fp8.scaled_matmul import round_rows_kernel
 from iris_ops.kernels.gather_matmul import gather_matmul_kernel
-from iris_ops.kernels.hopper import lamport_pair, lamport_two_shot
+from iris_ops.kernels.hopper import lamport_pair, lamport_two_shot, tree_pair
 from iris_ops.kernels.hopper.gather_matmul import hopper_gather_matmul_kernel
 from iris_ops.kernels.hopper.matmul_gather import hopper_matmul_gather_kernel
 from iris_ops.kernels.hopper.matmul_reduce import hopper_matmul_reduce_kernel
@@ -38,7 +39,14 @@ from triton.experimental.gluon import language as gl
 
 from benchmarks.rma_kernels import block_words, move_kernel
 from benchmarks.tiles import move_tiles_kernel
-from examples import expert_mixture, flash_decode, ring_attention, rms_norm_gather, tile_all_reduce
+from examples import (
+    expert_mixture,
+    flash_decode,
+    ring_attention,
+    rms_norm_gather,
+    tile_all_reduce,
+    tile_all_reduce_hopper,
+)
 from tests import gluon_kernels, rma_kernels, tile_kernels
 from tests.moe_variants import moe_variants
 
@@ -113,9 +121,11 @@ def variants(target: GPUTarget):
     yield "lamport_narrow_of_two", lamport_matmul_kernel, options, of_two
     tree = {name: value for name, value in few.items() if name != "BLOCK_K"} | dict(BY_COLS=False, BLOCK_K=128)
     for exchange, m, n, warps in (("all", 16, 64, 4), ("owners", 64, 128, 8), ("scatter", 64, 64, 4)):
-        constants = dict(BLOCK_M=m, BLOCK_N=n, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter")
+        constants = dict(
+            BLOCK_M=m, BLOCK_N=n, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter", PAIR=exchange == "all"
+        )
         blocks = 1 + (cuda and exchange == "owners")
-        constants |= dict(LEAF_BLOCKS=blocks, LEAF_LEVELS=6, ROOT_LEVELS=3)
+        constants |= dict(LEAF_BLOCKS=blocks, LEAF_PLACES=3, ROOT_PLACES=2)  # of two ranks' halves of K
         stages = tree_stages(machine, m, n, 128 * 2 * blocks)
         yield f"tree_{exchange}", tree_matmul_kernel, dict(num_warps=warps, num_stages=stages), tree | constants
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
@@ -258,6 +268,14 @@ def hopper_variants():
     )
     scattered = {key: value for key, value in swapped.items() if key != "GROUP_M"} | no_scales
     yield "lamport_pair_scatter_128", lamport_pair.lamport_pair_scatter_kernel, options, scattered
+    example = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, WORLD_SIZE=WORLD_SIZE, **layouts(128, 128))
+    example |= dict(STAGES=tile_all_reduce_hopper.STAGES, PLACES=tile_all_reduce_hopper.PLACES)
+    yield "example_matmul_hopper", tile_all_reduce_hopper.tile_matmul_hopper_kernel, options, example
+    sums = {key: value for key, value in swapped.items() if key != "PLACES"} | dict(STAGES=3, LEAF_STEPS=4)
+    yield "tree_pair_128", tree_pair.tree_pair_kernel, options, sums
+    yield "tree_pair_folded", tree_pair.tree_pair_kernel, options, sums | dict(FOLDED=True, B_TRANSPOSED=True)
+    low = sums | dict(BLOCK_M=64, STAGES=6, **layouts(64, 128, warps=4))
+    yield "tree_pair_64", tree_pair.tree_pair_kernel, dict(num_warps=4), low
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= lamport_two_shot.layouts(128, 128, WORLD_SIZE)
     yield "lamport_two_shot", lamport_two_shot.lamport_two_shot_kernel, options, words | no_scales
@@ -315,3 +333,10 @@ def collectives():
     for name, (kernel, choice) in others.items():
         known = common | flat | choice | dict(BLOCK=4096)
         yield name, kernel, dict(num_warps=8), {key: known[key] for key in kernel.arg_names if key in known}
+    moved = dict(ALIGNED=True, WORLD_SIZE=WORLD_SIZE, WAITER=6)
+    for name, choice in {
+        "messages": dict(REDUCE=False, MESSAGES=2, dtype="i32"),
+        "messages_ragged": dict(REDUCE=False, MESSAGES=1, dtype="i32", ALIGNED=False),
+        "reduce": dict(REDUCE=True, MESSAGES=4),
+    }.items():
+        yield f"ccl_{name}", transfer_kernel, dict(num_warps=8), moved | choice

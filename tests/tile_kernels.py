@@ -40,6 +40,35 @@ def tile_scatter_kernel(
 
 
 @triton.jit
+def tile_halves_kernel(
+    ctx_ptr, sync, inp, out, rank, num_tiles, M: tl.constexpr, N: tl.constexpr, SCATTER: tl.constexpr,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """out fp32 [num_tiles, M, N]: as the two kernels above, each tile's sum taken behind the next one's sending."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, sync)
+    rows: tl.constexpr = M // PARTS
+    whole = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    at = tl.arange(0, rows)[:, None] * N + tl.arange(0, N)[None, :]
+    programs = tl.num_programs(0)
+    for number in range(tl.program_id(0), num_tiles + programs, programs):
+        if number < num_tiles:
+            owner = number % WORLD_SIZE if SCATTER else None
+            tiles.send(tl.load(inp + number * M * N + whole), number, owner=owner, kept=KEPT)
+        before = number - programs
+        if before >= 0:
+            owner = before % WORLD_SIZE if SCATTER else None
+            for part in tl.static_range(PARTS):
+                like = tl.zeros((rows, N), inp.dtype.element_ty)
+                if KEPT:
+                    like = tl.load(inp + before * M * N + part * rows * N + at)
+                total = tiles.sum(before, like, owner=owner, part=part, parts=PARTS, kept=KEPT)
+                mask = (at >= 0) & (rank == owner) if SCATTER else at >= 0
+                tl.store(out + before * M * N + part * rows * N + at, total, mask=mask)
+    tiles.close()
+
+
+@triton.jit
 def tile_gather_kernel(ctx_ptr, sync, inp, out, rank, rows, M: tl.constexpr, N: tl.constexpr, WORLD_SIZE: tl.constexpr):
     """out [world * rows, N]: every rank's inp [rows, N], with rows <= M."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)

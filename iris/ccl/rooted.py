@@ -1,16 +1,13 @@
 """Collectives with a root: `broadcast`, `gather`, `scatter`, `reduce`. `messages.py` has those between two ranks.
 
-All are the same three steps, in the order of the current stream: whoever gives copies its tensor into its own staging
-memory on the heap; the ranks meet (`device_barrier`); whoever takes copies it from there, out of the giver's heap. A
-second meeting keeps the giver from staging its next tensor before this one was taken. A stage of its own costs a local
-copy, a tenth of the transfer's time. In return tensors may lie anywhere and have any strides, on each rank others.
-
-Copies are torch's: any dtype, no kernel of ours, captured like any launch. Meetings are bounded by `IRIS_TIMEOUT`.
+They are messages of a group (`transfer.py`), in rings of their own that grow to the largest call: from the root to
+every other rank, or to the root from every other rank, which sums them for a reduce. Each is one launch, but for
+tensors that are larger than a ring may become. No rank waits for more than it takes: a root that sends goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,52 +16,68 @@ from ..device.tiles import HEADER
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_tensor
 from .config import ReduceOp
-from .problem import SUMMED
-from .workspace import Workspace
+from .problem import SUMMED, bits
+from .rings import MOST_SLOTS, Message, Rings, Words, cut, cut_of_sum, meets
+from .transfer import SLOT
 
 if TYPE_CHECKING:
     from ..rank import Rank
     from .group import Group
 
 
-def broadcast(workspace: Workspace, tensor: torch.Tensor, src: int) -> None:
-    op, group = "broadcast", workspace.group
+def broadcast(rings: Rings, group: Group, tensor: torch.Tensor, src: int) -> None:
+    op = "broadcast"
     check(op, "tensor", tensor, group.ctx)
     check_rank(op, "src", src, group)
-    room = _stage(workspace, tensor.shape, tensor.dtype, tensor if group.rank == src else None)
-    with Met(group, group.ranks):
-        if group.rank != src:
-            tensor.copy_(at_rank(room, group, src))
+    _agree(group, tensor.shape, tensor.dtype)
+    words = rings.words(tensor)
+    if group.rank == src:
+        _move(rings, op, words.nbytes, [(words.fill(), rank) for rank in _others(group)], [])
+    else:
+        _move(rings, op, words.nbytes, [], [(words, src)])
+        words.empty()
 
 
-def gather(workspace: Workspace, out: torch.Tensor | None, inp: torch.Tensor, dst: int) -> None:
-    op, group = "gather", workspace.group
+def gather(rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor, dst: int) -> None:
+    op = "gather"
     check(op, "inp", inp, group.ctx)
     check_rank(op, "dst", dst, group)
     if group.rank == dst:
         _check_whole(op, "out", out, "inp", inp, group)
-    room = _stage(workspace, inp.shape, inp.dtype, inp)
-    with Met(group, group.ranks):
-        if group.rank == dst and out is not None:
-            for rank, part in enumerate(out.split(inp.shape[0]) if inp.shape[0] else ()):
-                part.copy_(at_rank(room, group, rank))
+    _agree(group, inp.shape, inp.dtype)
+    own = rings.words(inp)
+    if group.rank != dst:
+        _move(rings, op, own.nbytes, [(own.fill(), dst)], [])
+    elif inp.numel() and out is not None:
+        parts = [rings.words(part) for part in out.split(inp.shape[0])]
+        own.fill(aside=meets(inp, out) and own.address != parts[dst].address)
+        takes = [(parts[rank], rank) for rank in _others(group)]
+        _move(rings, op, own.nbytes, [], takes, copy=(own, parts[dst]))
+        for part in parts:
+            part.empty()
 
 
-def scatter(workspace: Workspace, out: torch.Tensor, inp: torch.Tensor | None, src: int) -> None:
-    op, group = "scatter", workspace.group
+def scatter(rings: Rings, group: Group, out: torch.Tensor, inp: torch.Tensor | None, src: int) -> None:
+    op = "scatter"
     check(op, "out", out, group.ctx)
     check_rank(op, "src", src, group)
     if group.rank == src:
         _check_whole(op, "inp", inp, "out", out, group)
-    whole = (group.size, *out.shape)
-    given = inp.reshape(whole) if group.rank == src and inp is not None else None
-    room = _stage(workspace, whole, out.dtype, given)
-    with Met(group, group.ranks):
-        out.copy_(at_rank(room, group, src)[group.rank])
+    _agree(group, out.shape, out.dtype)
+    own = rings.words(out)
+    if group.rank != src:
+        _move(rings, op, own.nbytes, [], [(own, src)])
+    elif out.numel() and inp is not None:
+        aside = meets(inp, out)
+        parts = [rings.words(part).fill(aside) for part in inp.split(out.shape[0])]
+        _move(rings, op, own.nbytes, [(parts[rank], rank) for rank in _others(group)], [], copy=(parts[src], own))
+    own.empty()
 
 
-def reduce(workspace: Workspace, out: torch.Tensor | None, inp: torch.Tensor, dst: int, reduce_op: Any) -> None:
-    op, group = "reduce", workspace.group
+def reduce(
+    rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor, dst: int, reduce_op: Any
+) -> None:  # fmt: skip
+    op = "reduce"
     check(op, "inp", inp, group.ctx)
     check_rank(op, "dst", dst, group)
     if reduce_op is not None and reduce_op is not ReduceOp.SUM:
@@ -78,14 +91,20 @@ def reduce(workspace: Workspace, out: torch.Tensor | None, inp: torch.Tensor, ds
             raise ShapeError(
                 f"{op}: out is {tuple(out.shape)} of {out.dtype}; expected {tuple(inp.shape)} of {inp.dtype}, as inp"
             )
-    room = _stage(workspace, inp.shape, inp.dtype, inp)
-    with Met(group, group.ranks):
-        if group.rank == dst and out is not None:
-            wide = torch.float32 if inp.dtype.is_floating_point else inp.dtype
-            total = at_rank(room, group, 0).to(wide, copy=True)
-            for rank in range(1, group.size):  # in rank order, so each run gives the same bits
-                total += at_rank(room, group, rank)
-            out.copy_(total)
+    _agree(group, inp.shape, inp.dtype)
+    dtype, n, size = bits(inp, summed=True).dtype, inp.numel(), inp.itemsize
+    own = rings.words(inp).fill(aside=group.rank == dst and out is not None and out is not inp and meets(inp, out))
+    total = rings.words(out) if group.rank == dst and out is not None else own
+    if not n or group.size == 1:
+        if out is not None:
+            out.copy_(inp)
+        return
+    step = _reserved(rings, cut_of_sum(n, dtype).slots) // size
+    for begin in range(0, n, step):
+        at = begin * size
+        rings.sum(op, dtype, own.address + at, min(step, n - begin), total.address + at, dst)
+    if total is not own:
+        total.empty()
 
 
 def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -104,40 +123,42 @@ def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torc
     return space
 
 
-class Met:
-    """Between two meetings of `ranks`, counted in the context, of which each makes this call."""
-
-    def __init__(self, group: Group, ranks: Iterable[int]) -> None:
-        self._ctx, self._ranks = group.ctx, tuple(ranks)
-
-    def __enter__(self) -> None:
-        self._ctx.meet(self._ranks)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._ctx.meet(self._ranks)
+def _agree(group: Group, shape: torch.Size, dtype: torch.dtype) -> None:
+    group.ctx.side.join()
+    group.ctx.compare("a collective with a root", group.ranks, shape=tuple(shape), dtype=dtype)
 
 
-def _stage(workspace: Workspace, shape: Sequence[int], dtype: torch.dtype, given: torch.Tensor | None) -> torch.Tensor:
-    """This rank's stage for a tensor of this shape, with what it gives."""
-    ctx, nbytes = workspace.group.ctx, torch.Size(shape).numel() * dtype.itemsize
-    ctx.side.join()
-    ctx.compare("a collective with a root", workspace.group.ranks, shape=tuple(shape), dtype=dtype)
-    if workspace.reserve("rooted", 0, max(1, nbytes)):
-        ctx.forget_launches()
-    room = room_for(workspace.areas["rooted"].staging, shape, dtype)
-    if given is not None:
-        room.copy_(given)
-    return room
+def _others(group: Group) -> Iterator[int]:
+    """The other ranks, the next one first."""
+    return ((group.rank + i) % group.size for i in range(1, group.size))
 
 
-def room_for(memory: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(tuple(shape))
+def _reserved(rings: Rings, slots: int) -> int:
+    """Rings for messages of so many slots, as far as they may grow; the bytes that may go in one launch."""
+    rings.reserve(min(slots, MOST_SLOTS // rings.world))
+    return (rings.slots if slots <= rings.slots else rings.slots // 2) * SLOT.value
 
 
-def at_rank(room: torch.Tensor, group: Group, rank: int) -> torch.Tensor:
-    """The stage of the group's rank `rank`."""
-    return group.ctx.view_at(room, group.ranks[rank])
+def _move(
+    rings: Rings, op: str, nbytes: int, sends: list[tuple[Words, int]], takes: list[tuple[Words, int]],
+    copy: tuple[Words, Words] | None = None,
+) -> None:  # fmt: skip
+    """Messages of `nbytes` each, to or from these ranks. `copy`: what becomes what, here."""
+    if not nbytes:
+        return
+    step = _reserved(rings, cut(nbytes // 4).slots)
+    for begin in range(0, nbytes, step):
+        length = min(step, nbytes - begin)
+
+        def listed(
+            each: list[tuple[Words, int]], begin: int = begin, length: int = length
+        ) -> list[Message]:  # fmt: skip
+            return [Message(words.address + begin, length, rank) for words, rank in each]
+
+        here = []
+        if copy is not None and copy[0].address != copy[1].address:
+            here = [Message(copy[0].address + begin, length, 0, copy[1].address + begin)]
+        rings.move(op, listed(sends) + here, listed(takes))
 
 
 def check(op: str, name: str, tensor: Any, ctx: Rank) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +13,7 @@ from ..launch.streams import check_async
 from . import messages, rooted
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .messages import P2POp
+from .rings import Rings
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -19,15 +21,19 @@ if TYPE_CHECKING:
     from ..rank import Rank
     from .group import Group
 
+_KEPT = 4096  # calls that are known from before
+
 
 class RootedCalls:
     """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype but where sums are asked.
 
-    Each can be captured once it was called with as large a tensor. They run in the current stream, with `async_op`,
-    which is accepted, too; a `config` decides nothing.
+    Each is one launch, and can be captured once it was called with as large a tensor. They run in the current stream,
+    with `async_op`, which is accepted, too; a `config` decides nothing.
     """
 
     _ctx: Rank
+    _kernels: dict
+    _made: dict[tuple, tuple[Callable[[], bool], Workspace]]
 
     def _group(self, group: Members) -> Group:
         raise NotImplementedError
@@ -44,9 +50,8 @@ class RootedCalls:
         config: Config | None = None,
     ) -> Workspace:  # fmt: skip
         """`tensor`, of any shape and dtype, becomes what rank `src` has. Here and below: ranks count in the group."""
-        workspace = self._rooted("broadcast", group, async_op, config)
-        rooted.broadcast(workspace, tensor, src)
-        return workspace
+        act = partial(rooted.broadcast, tensor=tensor, src=src)
+        return self._rooted("broadcast", (tensor,), src, None, group, async_op, config, act)
 
     @KEYWORDS
     def gather(
@@ -54,9 +59,8 @@ class RootedCalls:
         config: Config | None = None,
     ) -> Workspace:  # fmt: skip
         """Rank `dst`'s `out` (w * M, ...): every rank's `inp` (M, ...), in rank order. The others' `out` is left."""
-        workspace = self._rooted("gather", group, async_op, config)
-        rooted.gather(workspace, out, inp, dst)
-        return workspace
+        act = partial(rooted.gather, out=out, inp=inp, dst=dst)
+        return self._rooted("gather", (out, inp), dst, None, group, async_op, config, act)
 
     @KEYWORDS
     def scatter(
@@ -64,9 +68,8 @@ class RootedCalls:
         config: Config | None = None,
     ) -> Workspace:  # fmt: skip
         """`out` (M, ...): this rank's part of rank `src`'s `inp` (w * M, ...). The others' `inp` is not looked at."""
-        workspace = self._rooted("scatter", group, async_op, config)
-        rooted.scatter(workspace, out, inp, src)
-        return workspace
+        act = partial(rooted.scatter, out=out, inp=inp, src=src)
+        return self._rooted("scatter", (out, inp), src, None, group, async_op, config, act)
 
     @KEYWORDS
     def reduce(
@@ -74,9 +77,8 @@ class RootedCalls:
         group: Members = None, async_op: bool = False, config: Config | None = None,
     ) -> Workspace:  # fmt: skip
         """Rank `dst`'s `out`: the sum over ranks of `inp`, kept in fp32 and rounded once. The others' `out` is left."""
-        workspace = self._rooted("reduce", group, async_op, config)
-        rooted.reduce(workspace, out, inp, dst, op)
-        return workspace
+        act = partial(rooted.reduce, out=out, inp=inp, dst=dst, reduce_op=op)
+        return self._rooted("reduce", (out, inp), dst, op, group, async_op, config, act)
 
     def tile_space(self, tiles: int, elements: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Memory for the collectives on tiles of one's own kernel (`iris.tiles`); collective over all ranks.
@@ -91,28 +93,28 @@ class RootedCalls:
     def init_p2p(self, max_numel: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -> None:
         """Makes room for messages of so many elements in all to each rank. Collective; `send` and its kin need it.
 
-        `max_numel`: of all messages that one call sends to one rank together, each rounded up to whole 16 bytes. Raises
-        `ArgumentError` for what is no size and dtype, `HeapExhausted` where it does not fit, times the ranks.
+        `max_numel`: of all messages that one call sends to one rank together, each rounded up to whole 4 KiB; 64 of
+        these fit always. No message may be under way. Takes twice as much of the heap, times the ranks. Raises
+        `ArgumentError` for what is no size and dtype, `HeapExhausted` where it does not fit.
         """
         self._ctx.check()
-        workspace = self._workspace_of("init_p2p", self._group(None), None)
-        nbytes = messages.bytes_of_message(max_numel, dtype)
-        if workspace.reserve("messages", 0, self._ctx.num_ranks * nbytes):
-            self._ctx.forget_launches()
+        self._message_rings().reserve(messages.slots_for(max_numel, dtype))
 
     def send(self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0) -> None:
-        """Gives `tensor` to rank `dst`, which calls `recv`: in the current stream, both wait for each other there.
+        """Gives `tensor` to rank `dst`, which calls `recv`. Nobody else takes part.
 
-        So two ranks that both send first wait in vain; `sendrecv` and `batch_isend_irecv` are for them. Nobody else
-        takes part. Several sends to one rank arrive in their order, whatever their `tag`. Here and below: any shape,
-        dtype and strides, anywhere on the device. Raises `ArgumentError` for bad arguments, and where `init_p2p` made
-        too little room; with IRIS_DEBUG=1 also on both ranks where what they send and take differs.
+        In the current stream, which goes on when the message is on its way; it waits there for the receiver while that
+        has not taken earlier messages, of which there is room for as much as two calls may send. So two ranks that both
+        send first may wait in vain; `sendrecv` and `batch_isend_irecv` are for them. Several sends to one rank arrive
+        in their order, whatever their `tag`. Here and below: any shape, dtype and strides, anywhere on the device.
+        Raises `ArgumentError` for bad arguments, and where `init_p2p` made too little room; with IRIS_DEBUG=1 also on
+        both ranks where what they send and take differs.
         """
-        messages.exchange("send", self._messages(group), [P2POp("send", tensor, dst)], [("tensor", "dst")])
+        self._exchange("send", group, [P2POp("send", tensor, dst)], [("tensor", "dst")])
 
     def recv(self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0) -> None:
         """Takes `tensor` from rank `src`, which calls `send` with as many elements of the same dtype."""
-        messages.exchange("recv", self._messages(group), [P2POp("recv", tensor, src)], [("tensor", "src")])
+        self._exchange("recv", group, [P2POp("recv", tensor, src)], [("tensor", "src")])
 
     def sendrecv(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, src: int, group: Members = None,
@@ -120,33 +122,77 @@ class RootedCalls:
     ) -> None:  # fmt: skip
         """`send` to `dst` and `recv` from `src` at once: a ring's step, say, in which every rank calls this."""
         both = [P2POp("send", send_tensor, dst), P2POp("recv", recv_tensor, src)]
-        messages.exchange("sendrecv", self._messages(group), both, [("send_tensor", "dst"), ("recv_tensor", "src")])
+        self._exchange("sendrecv", group, both, [("send_tensor", "dst"), ("recv_tensor", "src")])
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[P2POp], group: Members = None) -> None:
         """All messages of the list at once, as of torch's call: each rank lists what it sends and takes, in any order.
 
-        Messages from one rank to another match in the order in which the two ranks list them. Every rank that is a
-        peer in the list makes a call with this rank in its own; others need make none. What is sent is read before
-        anything is stored. In the current stream: there is nothing to wait for. Raises as `send` does.
+        Messages from one rank to another match in the order in which the two ranks list them, in as many calls as each
+        likes. What is sent is read before anything is stored. In the current stream: there is nothing to wait for.
+        Raises as `send` does.
         """
         if not isinstance(p2p_op_list, (list, tuple)) or not all(isinstance(each, P2POp) for each in p2p_op_list):
             raise ArgumentError(f"batch_isend_irecv: p2p_op_list is {p2p_op_list!r}; expected a list of iris.ccl.P2POp")
-        workspace = self._messages(group)
-        if p2p_op_list:
-            names = [(f"p2p_op_list[{i}].tensor", f"p2p_op_list[{i}].peer") for i in range(len(p2p_op_list))]
-            messages.exchange("batch_isend_irecv", workspace, p2p_op_list, names)
+        names = [(f"p2p_op_list[{i}].tensor", f"p2p_op_list[{i}].peer") for i in range(len(p2p_op_list))]
+        self._exchange("batch_isend_irecv", group, p2p_op_list, names)
 
-    def _rooted(self, op: str, group: Members, async_op: bool, config: Config | None) -> Workspace:
-        """The group's workspace, for a call that always runs in the current stream."""
+    def _rooted(
+        self, op: str, tensors: tuple[Any, ...], root: int, reduce_op: Any, group: Members, async_op: bool,
+        config: Config | None, act: Callable[[Rings, Group], None],
+    ) -> Workspace:  # fmt: skip
+        """The group's workspace. Calls `act`, always in the current stream, or launches again what it did before."""
         self._ctx.check()
-        check_async(op, async_op)
-        check_options(op, None, config)
-        return self._workspace_of(op, self._group(group), None)
-
-    def _messages(self, group: Members) -> Workspace:
-        """The place of messages, which are all ranks', as a workspace of the group."""
-        self._ctx.check()
-        whole = self._workspace_of("send", self._group(None), None)
-        workspace = Workspace(self._group(group))
-        workspace.areas = whole.areas
+        key = _key(op, tensors, root, reduce_op, group, async_op, config)
+        if (workspace := self._made_again(key)) is None:
+            check_async(op, async_op)
+            check_options(op, None, config)
+            workspace = self._workspace_of(op, self._group(group), None)
+            rings = Rings(workspace, "rooted", self._kernels)
+            act(rings, workspace.group)
+            self._keep(key, rings, workspace)
         return workspace
+
+    def _message_rings(self) -> Rings:
+        """The rings of messages, which are all ranks'."""
+        return Rings(self._workspace_of("send", self._group(None), None), "messages", self._kernels)
+
+    def _exchange(self, op: str, group: Members, listed: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
+        self._ctx.check()
+        key = _key(op, [each.tensor for each in listed], *((each.op, each.peer) for each in listed), group)
+        if self._made_again(key) is None:
+            self._ctx.side.join()
+            rings = self._message_rings()
+            messages.exchange(op, rings, self._group(group), listed, names)
+            self._keep(key, rings, self._workspace_of(op, self._group(None), None))
+
+    def _made_again(self, key: tuple | None) -> Workspace | None:
+        """The workspace of a call that was made before, and now once more; None if it has not been."""
+        known = self._made.get(key) if key and self._ctx.agreement is None else None
+        if known is None:
+            return None
+        again, workspace = known
+        self._ctx.side.join()
+        return workspace if again() else None
+
+    def _keep(self, key: tuple | None, rings: Rings, workspace: Workspace) -> None:
+        if key and (again := rings.again):
+            if len(self._made) >= _KEPT:
+                self._made.clear()
+            self._made[key] = again, workspace
+
+
+def _key(op: str, tensors: Sequence[Any], *rest: Any) -> tuple | None:
+    """What a call comes down to: one with the same key passes the same checks and launches the same."""
+    found: list[Any] = [op, *rest]
+    try:
+        for t in tensors:
+            if t is None:
+                found.append(None)
+                continue
+            if (t.requires_grad and torch.is_grad_enabled()) or t.is_conj() or t.is_neg():
+                return None
+            found += (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+        hash(key := tuple(found))
+    except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
+        return None
+    return key

@@ -222,6 +222,17 @@ def _signal_all(ctx, flag, value, LANES: tl.constexpr):
 
 
 @device_function
+def signal_ranks(ctx, flag, values, ranks, mask):
+    """`signal` to each of the `ranks`, a block of all in order, that `mask` names; `values`: int32, one for each."""
+    if arch.is_hip():
+        for rank in tl.static_range(ctx.world_size):
+            if tl.max((mask & (ranks == rank)).to(tl.int32)) != 0:
+                signal(ctx, flag, tl.sum(tl.where(ranks == rank, values, 0)), rank)
+    else:
+        _signal_ranks(ctx, flag, values, ranks, mask)
+
+
+@device_function
 def _signal_ranks(ctx, flag, values, ranks, mask):
     bases = ctx.heap_bases()
     distance = tl.load(bases + ranks, mask=mask, other=0) - tl.load(bases + ctx.rank)
@@ -240,6 +251,12 @@ def wait_others(ctx, flags, step, expected, waiter: tl.constexpr):
     """
     ranks, others = _others(ctx)
     return _wait_ranks(ctx, flags, step, expected, ranks, others, waiter, True)
+
+
+@device_function
+def wait_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr):
+    """`wait` for the flags of the `ranks`, a block, that `mask` names; `expected`: int32, one a rank."""
+    return _wait_ranks(ctx, flags, step, expected, ranks, mask, waiter, False)
 
 
 @device_function

@@ -8,7 +8,9 @@
             total = tiles.all_reduce(tile, number)  # fp32 [M, N], the same bits on every rank
         tiles.close()
 
-`reduce_scatter`, `all_gather` and `all_to_all` stand in the place of `all_reduce`, and may take turns with it. `space`
+`reduce_scatter`, `all_gather` and `all_to_all` stand in the place of `all_reduce`, and may take turns with it. `send`
+and `sum` are the two halves of the reductions: a program that computes its next tile between them does not wait for a
+tile that is still on its way. `space`
 comes from `ctx.ccl.tile_space(tiles, elements, dtype)`: memory for so many tiles of so many elements. A tile's
 `number` says which part of it a tile uses, the same on all ranks. In one call of a kernel, each rank uses the same
 numbers, each once and at least one, in the same functions, by the same programs in the same order. All programs of the
@@ -23,9 +25,10 @@ advances it, and its parity chooses between two halves; so calls need no reset a
 past the time-out the sum means nothing, and the next call on the host raises `PeerLostError`.
 
 No wait is circular: a program sends a tile before it waits for the same tile of its peers, which they send before they
-wait for it; and what they did before, they did in the same order. Two halves are enough, for a rank that sends in call
-e + 2 has ended e + 1, for which it took values from every peer, or in two shots a sum of all ranks' values. Each had
-then ended call e, with all it took. That is why a rank takes a few elements also of tiles whose sum is another's.
+wait for it; and what they did before, they did in the same order, `send` and `sum` too. Two halves are enough, for a
+rank that sends in call e + 2 has ended e + 1, for which it took values from every peer, or in two shots a sum of all
+ranks' values. Each had then ended call e, with all it took. That is why a rank takes a few elements also of tiles whose
+sum is another's.
 """
 
 import triton
@@ -90,6 +93,46 @@ class Tiles:
         values = without_sentinel(tile.to(tl.float32), kind)
         few = lanes(tile) < 16  # a whole vector of each thread, or accesses would be of single elements
         return self._sum(values, number, few | (self.ctx.rank == owner), few, kind, owner)
+
+    @device_function
+    def send(self, tile, number, dtype: tl.constexpr = None, owner=None, kept: tl.constexpr = False):
+        """The first half of `all_reduce` or, with an `owner`, of `reduce_scatter`: `tile` goes out; nothing is awaited.
+
+        Arguments as of those. `sum` with the same `number`, `owner` and `kept` ends it, in the same call of the kernel.
+        `kept`: the caller keeps the tile until then; else this rank's own memory holds it, too.
+        """
+        kind: tl.constexpr = tile.dtype if dtype is None else dtype
+        values = without_sentinel(tile.to(tl.float32), kind)
+        lane = lanes(tile)
+        first, step = self._blocks(values, number)
+        place = first + self.ctx.rank * step + lane
+        for i in tl.static_range(1, self.ctx.world_size if kept else self.ctx.world_size + 1):
+            to = (self.ctx.rank + i) % self.ctx.world_size
+            put(self.ctx, place, values, lane >= 0 if owner is None else (lane < 16) | (to == owner), self.bases, to)
+
+    @device_function
+    def sum(self, number, like, dtype: tl.constexpr = None, owner=None, part: tl.constexpr = 0,
+            parts: tl.constexpr = 1, kept: tl.constexpr = False):  # fmt: skip
+        """The second half: waits for all ranks' tiles `number`, and returns their sum, fp32, as `all_reduce` does.
+
+        `like`: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile, else its values
+        mean nothing. `dtype`: as in `send`, by default that of `like`. `parts`: of so many equal parts of the tile's
+        rows the result is number `part`, and `like` has its shape. That takes fewer registers; each part is asked for
+        once.
+        """
+        kind: tl.constexpr = like.dtype if dtype is None else dtype
+        values = without_sentinel(like.to(tl.float32), kind)
+        lane = lanes(like)
+        # what every rank sends to all of them lies in the first part
+        taken = lane >= 0 if owner is None else (lane < (16 if part == 0 else 0)) | (self.ctx.rank == owner)
+        first, step = self._blocks(values, number * parts + part)
+        in_triton: tl.constexpr = layout_of(like.type) is None
+        own = unwrapped(values, kind) if kept else None
+        total, _ = take(
+            self.ctx, first + lane, step, taken, 0, self.epoch, _WAITER, kind, self.ctx.world_size, own,
+            LANES=in_triton,
+        )  # fmt: skip
+        return total
 
     @device_function
     def all_gather(self, tile, number, pointers, stride, mask=None, dtype: tl.constexpr = None):

@@ -41,6 +41,11 @@ WAITERS = (
     "moe_gate_up",
     "moe_down_all_reduce",
     "moe_down_reduce_scatter",
+    "a message",
+    "broadcast",
+    "gather",
+    "scatter",
+    "reduce",
 )
 # A failure record is int64: [kind, waiter, rank, peer, expected, seen], kind 0 while there is none. What is expected is
 # an epoch or a count of a LOST peer; of one that stores its results into ours, where its `out` lies (OUT_DIFFERS); of

@@ -123,7 +123,8 @@ def launch(
     own look-up, which costs several times the launch itself. `moving`: addresses that may be others when this is
     launched again; what `args` have of such memory begins there. None where there is no way to launch it again.
     """
-    key = (kernel, *options.values(), *map(_specialization, args.values()))
+    alike = _unspecialized(kernel)
+    key = (kernel, *options.values(), *(_kind(v) if k in alike else _specialization(v) for k, v in args.items()))
     known: Any = kernels.get(key)
     first = known is None
     if first:
@@ -176,6 +177,20 @@ def _native(compiled: Any, device: torch.device, has_descriptors: bool) -> _Nati
 @cache
 def _say_once(why: str) -> None:
     logger.warning("kernels are launched through triton's own look-up, some 50 us slower each: %s", why)
+
+
+@cache
+def _unspecialized(kernel: Any) -> frozenset[str]:
+    """The arguments of which only the type matters to Triton."""
+    return frozenset(each.name for each in getattr(kernel, "params", ()) if each.do_not_specialize)
+
+
+def _kind(value: Any, inside: bool = False) -> object:
+    """What Triton compiles anew for even so: the width of an integer; inside a tuple also a 1 and multiples of 16."""
+    if isinstance(value, tuple):
+        return tuple(_kind(each, inside=True) for each in value)
+    narrow = -(2**31) <= value < 2**31
+    return (narrow, value == 1, value % ALIGNMENT == 0) if inside else narrow
 
 
 def _specialization(value: object) -> object:

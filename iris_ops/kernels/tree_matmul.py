@@ -2,8 +2,8 @@
 `matmul_reduce_scatter` with `invariant="ranks"`.
 
 `iris_ops/sum_tree.py` says in which order products along K are added, whoever has them. A program multiplies a tile
-leaf by leaf. It keeps the sums that wait for one to their right, one for each depth of the tree, and adds them as soon
-as that is there. A sum whose other half another rank has is a root. Roots travel in fp32 as Lamport values, which show
+leaf by leaf. It keeps the sums that wait for one to their right, and adds them as soon as that is there
+(`tree_steps.py`). A sum whose other half another rank has is a root. Roots travel in fp32 as Lamport values, which show
 by themselves whether they have arrived (`lamport_steps.py`). The receiver joins all ranks' roots in the tree's order,
 with the same steps. Then come the bias and the only rounding.
 
@@ -17,6 +17,7 @@ itself, too. No wait is circular: a program sends all of its roots before it tak
 root, so there peers tell each other that they have begun (`MEETS`).
 
 Columns of B are the tensor cores' rows, as in `lamport_matmul.py`, however many rows A has: one instruction for all.
+A leaf's blocks stand in the loop one behind the other, so that all of the next leaf's are loaded while it is summed.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from typing import TYPE_CHECKING
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.function import device_function
-from iris.device.lamport import load_bases, take, without_sentinel
+from iris.device.lamport import load_bases, settled, take, without_sentinel
 from iris.device.sync import advance, next_epoch
 from iris.device.tracing import PRODUCT, SUM, device_tracing
-from iris.triton_private import aggregate, base_value
 import torch
 import triton
 import triton.language as tl
 
 from ..planning.workspace_size import exchange_ld, exchanged_part, tiles_of
 from ..problem import ALL_REDUCE, REDUCE_SCATTER, Problem
-from ..sum_tree import Step, Tree, leaf_steps, root_steps
+from ..sum_tree import Step, Tree, leaf_steps, places, root_steps
 from ..workspace import refuse_capture
 from .lamport_steps import Exchange, part_at
 from .launching import grid_of, product_arguments, shared_arguments
 from .tile_orders import by_columns
-from .tiles import Matrix, add_bias, first_row, known, rows_from
+from .tiles import Matrix, add_bias, first_row, rows_from
+from .tree_steps import ENDS, SOURCE, Steps, packed
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -52,55 +53,6 @@ if TYPE_CHECKING:
     from .launching import Launch
 
 _EXCHANGES = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter"}
-# A step of the tree in 32 bits, with the rank that a root comes from.
-_UNTIL, _ENDS, _SOURCE = tl.constexpr(8), tl.constexpr(16), tl.constexpr(24)
-_BYTE = tl.constexpr(255)
-
-
-@aggregate
-class Steps:
-    """Steps of the tree, one for each of `count` sums: pointers to int32, as `_table` packs them.
-
-    Sums wait at depths from `top` on, at LEVELS of them.
-    """
-
-    table: base_value
-    count: base_value
-    top: base_value
-    LEVELS: tl.constexpr
-
-    @triton.constexpr_function
-    def __init__(self, table, count, top, LEVELS):
-        self.table, self.count, self.top, self.LEVELS = table, known(count), known(top), known(LEVELS)
-
-    @device_function
-    def nothing(self, like):
-        """What waits at first: something at each depth that is never looked at."""
-        waiting = ()
-        for _ in tl.static_range(self.LEVELS):
-            waiting += (like,)
-        return waiting
-
-    @device_function
-    def add(self, step, total, waiting):
-        """(`total` with what waited for it, what waits then): a sum's step. Where it ends, it does not wait."""
-        depth, until, ends = step & _BYTE, (step >> _UNTIL) & _BYTE, (step >> _ENDS) & 1
-        for i in tl.static_range(self.LEVELS):
-            level = self.top + self.LEVELS - 1 - i
-            if (level <= depth) & (level > until):
-                total = waiting[self.LEVELS - 1 - i] + total
-        after = ()
-        for i in tl.static_range(self.LEVELS):
-            after += (_either(total, waiting[i], (self.top + i == until) & (ends == 0)),)
-        return total, after
-
-
-@device_function
-def _either(x, y, chosen):
-    """`x` where it is `chosen`, by a branch: a select would touch every register of a tile at each leaf."""
-    if chosen:
-        y = x
-    return y
 
 
 @device_function
@@ -113,14 +65,16 @@ def _root_exchange(ctx, bases, epoch, staging, half_elements, part_rows, part_co
 
 
 @device_function
-def _join(exchange, steps, place, mask):
-    """(the sum of all ranks' roots at `place`, whether all came in time)."""
+def _join(exchange, steps, place, mask, PAIR: tl.constexpr):
+    """(the sum of all ranks' roots at `place`, whether all came in time). `PAIR`: two ranks have one each."""
+    if PAIR:  # looked at together
+        return exchange.sum_all(place, mask, tl.float32)
     total = tl.zeros(place.shape, tl.float32)
     waiting, ok = steps.nothing(total), True
     for i in range(steps.count):
         step = tl.load(steps.table + i)
         root, came = take(
-            exchange.ctx, exchange.buffer + i * exchange.step + place, 0, mask, step >> _SOURCE, exchange.epoch,
+            exchange.ctx, exchange.buffer + i * exchange.step + place, 0, mask, step >> SOURCE, exchange.epoch,
             exchange.WAITER, tl.float32, 1,
         )  # fmt: skip
         total, waiting = steps.add(step, root, waiting)
@@ -131,7 +85,7 @@ def _join(exchange, steps, place, mask):
 @device_function
 def _join_own_part(
     exchange, steps, bias, C, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_COLS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TO_ALL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TO_ALL: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Joins the roots of this rank's part. The sums go to `out` or, `TO_ALL`, in fp32 to everyone."""
     ctx = exchange.ctx
@@ -147,7 +101,7 @@ def _join_own_part(
         r, c = row + tl.arange(0, SHARE), col + tl.arange(0, BLOCK_N)
         mask = (r < own_rows)[:, None] & (c < width)[None, :]
         span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.buffer, share, tile_n, nbytes=0)
-        total, ok = _join(exchange, steps, exchange.places(r, c), mask)
+        total, ok = _join(exchange, steps, exchange.places(r, c), mask, PAIR)
         ctx.tracing.record_event_end(span)
         if HAS_BIAS:
             total = add_bias(total, bias + before, col, own_cols, BLOCK_N)
@@ -160,7 +114,7 @@ def _join_own_part(
             tl.store(target, arch.round_to(total, C.data.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "part_rows", "num_leaves", "leaf_top", "first_root", "num_roots", "root_top"])
+@triton.jit(do_not_specialize=["M", "part_rows", "num_leaves", "first_root", "num_roots"])
 def tree_matmul_kernel(
     a,
     b,
@@ -172,10 +126,8 @@ def tree_matmul_kernel(
     leaf_table,
     root_table,
     num_leaves,
-    leaf_top,
     first_root,
     num_roots,
-    root_top,
     M,
     N,
     K,
@@ -193,9 +145,10 @@ def tree_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LEAF_BLOCKS: tl.constexpr,
-    LEAF_LEVELS: tl.constexpr,
-    ROOT_LEVELS: tl.constexpr,
+    LEAF_PLACES: tl.constexpr,
+    ROOT_PLACES: tl.constexpr,
     EXCHANGE: tl.constexpr,
+    PAIR: tl.constexpr,
     BY_COLS: tl.constexpr,
     MEETS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
@@ -207,7 +160,7 @@ def tree_matmul_kernel(
     TRACING: tl.constexpr = False,
 ):
     # K: of this rank's share, which has num_leaves leaves of LEAF_BLOCKS blocks each.
-    # leaf_table [num_leaves], root_table [num_roots]: int32, see `_table`. first_root: this rank's first, among all.
+    # leaf_table [num_leaves], root_table [num_roots]: int32, see `tree_steps.py`. first_root: this rank's first of all.
     # staging: fp32 as int32, [2 buffers], each [num_roots, part_rows, ld] and what follows; sync: [epoch, finished]
     arch.follow()
     FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
@@ -215,10 +168,8 @@ def tree_matmul_kernel(
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     C = Matrix(out, M, N, stride_om, stride_on, False)
     dtype: tl.constexpr = out.dtype.element_ty
-    rank, epoch, bases = tl.load(ctx_ptr).to(tl.int32), next_epoch(sync), load_bases(ctx_ptr, WORLD_SIZE)
-    ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-    leaves = Steps(leaf_table, num_leaves, leaf_top, LEAF_LEVELS)
-    roots = Steps(root_table, num_roots, root_top, ROOT_LEVELS)
+    own, all_bases = (tl.load(ctx_ptr), next_epoch(sync)), load_bases(ctx_ptr, WORLD_SIZE)  # while a tile is multiplied
+    leaves, roots = Steps(leaf_table, num_leaves, LEAF_PLACES), Steps(root_table, num_roots, ROOT_PLACES)
     tracing = device_tracing(ctx_ptr, TRACING)
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
 
@@ -233,15 +184,18 @@ def tree_matmul_kernel(
         root = first_root + tl.zeros((), tl.int32)
         waiting = leaves.nothing(tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         for leaf in range(num_leaves):
+            step = tl.load(leaf_table + leaf)  # on its way while the leaf is summed
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for block in tl.static_range(LEAF_BLOCKS):
                 k = (leaf * LEAF_BLOCKS + block) * BLOCK_K
                 x = A.load(first, k, BLOCK_M, BLOCK_K)
                 y = B.load(k, col, BLOCK_K, BLOCK_N)
                 total = arch.dot(y.T, x.T, total)
-            step = tl.load(leaf_table + leaf)
             total, waiting = leaves.add(step, total, waiting)
-            if (step >> _ENDS) & 1:
+            if (step >> ENDS) & 1:
+                own_rank, epoch = settled(own)
+                ctx = DeviceContext.initialize(ctx_ptr, own_rank.to(tl.int32), WORLD_SIZE, TRACING)
+                bases = settled(all_bases)
                 exchange = _root_exchange(
                     ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, root, num_roots, WAITER
                 )
@@ -253,6 +207,9 @@ def tree_matmul_kernel(
                 root += 1
         tracing.record_event_end(span)
 
+    own_rank, epoch = settled(own)
+    rank, bases = own_rank.to(tl.int32), settled(all_bases)
+    ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
     exchange = _root_exchange(
         ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, first_root, num_roots, WAITER
     )
@@ -262,7 +219,7 @@ def tree_matmul_kernel(
     advance(sync, epoch)  # which all programs have read; meanwhile the values are under way
 
     if EXCHANGE != "all":
-        _join_own_part(exchange, roots, bias, C, BLOCK_M, BLOCK_N, BY_COLS, HAS_BIAS, TO_ALL=EXCHANGE == "owners")
+        _join_own_part(exchange, roots, bias, C, BLOCK_M, BLOCK_N, BY_COLS, HAS_BIAS, EXCHANGE == "owners", PAIR)
     if EXCHANGE != "scatter":
         for t in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
             tile_m, tile_n = by_columns(t, num_m)
@@ -273,7 +230,7 @@ def tree_matmul_kernel(
             if EXCHANGE == "owners":
                 total = exchange.take_sums(r, c, mask, tl.float32)
             else:
-                total, _ = _join(exchange, roots, exchange.places(r, c), mask)
+                total, _ = _join(exchange, roots, exchange.places(r, c), mask, PAIR)
                 if HAS_BIAS:
                     total = add_bias(total, bias, col, N, BLOCK_N)
             tracing.record_event_end(span)
@@ -301,17 +258,19 @@ class _Tables:
 
 
 def _table(device: torch.device, steps: tuple[Step, ...], sources: tuple[int, ...]) -> torch.Tensor:
-    packed = [
-        step.depth | step.until << _UNTIL.value | step.ends << _ENDS.value | source << _SOURCE.value
-        for step, source in zip(steps, sources, strict=True)
-    ]
-    return torch.tensor(packed or [0], dtype=torch.int32, device=device)
+    words = [packed(*step, source) for step, source in zip(steps, sources, strict=True)]
+    return torch.tensor(words or [0], dtype=torch.int32, device=device)
 
 
-def _levels(steps: tuple[Step, ...]) -> tuple[int, int]:
-    """(the first depth at which a sum waits, at how many depths from there on some do)."""
-    depths = [step.until for step in steps if not step.ends]
-    return (min(depths), max(depths) - min(depths) + 1) if depths else (0, 0)
+def tables_of(rank: Rank, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """What becomes of this rank's leaves and of all ranks' roots, as `tree_steps.py` reads it."""
+    own, joint = leaf_steps(tree.leaves, tree.spans[rank.cur_rank]), root_steps(tree.leaves, tree.spans)
+    return rank.once(_Tables).of(rank, tree, own, joint, _sources(tree))
+
+
+def _sources(tree: Tree) -> tuple[int, ...]:
+    """Which rank each root comes from."""
+    return tuple(source for source, roots in enumerate(tree.roots) for _ in roots)
 
 
 def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
@@ -319,21 +278,17 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
     me, device = rank.cur_rank, rank.device
     tree = problem.tree
     own_steps, all_steps = leaf_steps(tree.leaves, tree.spans[me]), root_steps(tree.leaves, tree.spans)
-    sources = tuple(source for source, roots in enumerate(tree.roots) for _ in roots)
-    leaf_table, root_table = rank.once(_Tables).of(rank, tree, own_steps, all_steps, sources)
+    sources = _sources(tree)
+    leaf_table, root_table = tables_of(rank, tree)
     rows, cols = exchanged_part(problem, config)
     values = workspace.exchange.view(torch.int32)
-    leaf_top, leaf_levels = _levels(own_steps)
-    root_top, root_levels = _levels(all_steps)
     exchange = "owners" if config.algorithm == "two_shot" else _EXCHANGES[problem.op]
     args = dict(
         leaf_table=leaf_table,
         root_table=root_table,
         num_leaves=len(own_steps),
-        leaf_top=leaf_top,
         first_root=sources.index(me) if me in sources else 0,
         num_roots=len(all_steps),
-        root_top=root_top,
         M=problem.M,
         N=problem.N,
         part_rows=rows,
@@ -342,9 +297,10 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
         half_elements=values.numel() // 2,
         staging=values,
         LEAF_BLOCKS=tree.width // config.block_k,
-        LEAF_LEVELS=leaf_levels,
-        ROOT_LEVELS=root_levels,
+        LEAF_PLACES=places(own_steps),
+        ROOT_PLACES=places(all_steps),
         EXCHANGE=exchange,
+        PAIR=problem.world_size == 2 and all(len(roots) == 1 for roots in tree.roots),
         BY_COLS=problem.form == "cols",
         MEETS=exchange == "scatter" or (exchange == "all" and not all(tree.roots)),
         **shared_arguments(rank, workspace.exchange_sync, problem, config, out),

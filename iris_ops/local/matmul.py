@@ -8,7 +8,8 @@ ways of an op that come with torch's product.
     many, where rows are whole vectors `kernels/hopper/gather_matmul.py` with one rank
     weights in eight bits              rows are rounded, too, and multiplied by `fp8/tile_matmul.py`
     CPU                                `iris/fixed_order.py`
-    float32 on GPUs                    torch's product, which promises nothing
+    float32 on GPUs                    torch's product of 64 rows at a time, the last ones filled up: so it is always
+                                       the same product of the same sizes, whatever the number of rows
 
 Which one depends on sizes, but all of one machine sum a row in one order (`planning/orders.py`).
 """
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
 
+_ROWS = 64  # of a product in float32 on a GPU
+
+
 def multiply(
     ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
     scale: torch.Tensor | None = None,
@@ -51,7 +55,7 @@ def multiply(
         out.copy_(made if bias is None else made.add_(bias.float()))
         return
     if A.dtype.itemsize != 2:
-        torch_matmul.multiply(out, A, B, bias)
+        _by_blocks(out, A, B, bias)
         return
     problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype)
     config = specialised(problem, machine_of(A.device))
@@ -62,6 +66,15 @@ def multiply(
         gather_matmul.product(ctx, kept.calls, kept.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
     else:
         out.copy_(skinny_matmul.skinny_matmul(A, B.t(), bias))
+
+
+def _by_blocks(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
+    rows = A.new_zeros(-(-A.shape[0] // _ROWS) * _ROWS, A.shape[1])
+    rows[: A.shape[0]] = A
+    made = out.new_empty(rows.shape[0], out.shape[1])
+    for block, part in zip(rows.split(_ROWS), made.split(_ROWS), strict=True):
+        torch_matmul.multiply(part, block, B, bias)
+    out.copy_(made[: A.shape[0]])
 
 
 def gated(

@@ -19,13 +19,14 @@ from ..planning.moe_ways import (
     COMBINE,
     LAMPORT,
     SEQUENTIAL,
+    TOKEN,
     exchange_bytes,
     kernel_for,
     moe_plan,
     need_sorting,
     waits_too_wide,
 )
-from . import checks, grouped_matmul, lamport_combine, lamport_down, routing, sequential
+from . import checks, grouped_matmul, lamport_combine, lamport_down, lamport_token, routing, sequential
 from .activation import Activation, activation_of
 from .routing import Routing
 from .steps import Steps, key_of
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..workspace import Workspace
 
-_LAUNCHES = {LAMPORT: lamport_down.launch, COMBINE: lamport_combine.launch, SEQUENTIAL: sequential.launch}
+_LAUNCHES = {
+    TOKEN: lamport_token.launch, LAMPORT: lamport_down.launch, COMBINE: lamport_combine.launch,
+    SEQUENTIAL: sequential.launch,
+}  # fmt: skip
 
 
 class Mixture:

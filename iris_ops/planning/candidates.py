@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from math import gcd
 
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
@@ -101,7 +102,7 @@ def brought(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
 
 def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     """Tiles whose blocks are leaves or parts of leaves; columns of B are the tensor cores' rows, and fill them."""
-    depth = min(problem.tree.width, _DEEPEST_OF_TREE)
+    depth = gcd(problem.tree.width, _DEEPEST_OF_TREE)
     blocks = problem.tree.width // depth  # all of a leaf's are loaded ahead
     if machine.name == INTERPRETER:
         sides = product(_powers(problem.M), _powers(problem.N))
@@ -115,6 +116,16 @@ def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     # each rank owns some rows then, and sends sums to all
     twice = problem.op == ALL_REDUCE and problem.world_size > 1 and problem.M >= problem.world_size**2
     return (*one_shot, *_tiled(tiles, ("two_shot",), FusedConfig.comm_programs)) if twice else one_shot
+
+
+def specialised_tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+    """Tiles of sums by tree that specialised warps send, between two ranks."""
+    return _specialised(machine.architecture, "tree", False)
+
+
+def tree_stand_in(problem: Problem, machine: Machine) -> FusedConfig:
+    """The portable tile that is multiplied in place of those of specialised warps."""
+    return min(tree(problem, machine), key=lambda each: (abs(each.block_m - 64), each.block_n))
 
 
 def tree_stages(machine: Machine, rows: int, cols: int, nbytes: int) -> int:
@@ -179,9 +190,11 @@ def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
 
 
 @lru_cache(maxsize=16)
-def _specialised(architecture: str, algorithm: str, fp8: bool) -> tuple[FusedConfig, ...]:
+def _specialised(architecture: str, kind: str, fp8: bool) -> tuple[FusedConfig, ...]:
     known = specialised_tiles(architecture)
-    tiles = {"one_shot": known.of_pair(fp8), "two_shot": known.two_shot, "copy_gather": known.copy_gather}[algorithm]
+    tables = {"one_shot": known.of_pair(fp8), "two_shot": known.two_shot, "copy_gather": known.copy_gather}
+    tiles = (tables | {"tree": known.tree})[kind]
+    algorithm = "one_shot" if kind == "tree" else kind
     return tuple(
         FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm=algorithm)
         for (m, n, k, w), (s, _) in tiles.items()

@@ -21,7 +21,7 @@ from .moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProbl
 from .workspace_size import exchange_ld
 
 GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
-COMBINE = "moe.lamport_combine"
+TOKEN, COMBINE = "moe.lamport_token", "moe.lamport_combine"
 FEW_PAIRS = 256  # that a program looks through by itself
 MOST_TOKENS = 128  # of which one program adds up what their experts give, for some columns
 # block_m, block_n, block_k, warps, stages; what part of the chip's rate its products reach, and the depth along K that
@@ -31,6 +31,9 @@ _TILES = (
     *_FEW_TILES, (32, 128, 64, 4, 5, 0.25, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
     (128, 256, 64, 8, 3, 0.75, 512),
 )  # fmt: skip
+# Of `lamport_token.py`: columns of a tile, and its elements in all, which four warps keep in registers; stages, where a
+# program has a multiprocessor to itself, and where two share one.
+_TOKEN_COLUMNS, _TOKEN_ELEMENTS, _TOKEN_STAGES = (16, 32, 64), 8192, (8, 5)
 _DRAW_ALL = 0.8  # of the multiprocessors draw all that the memory gives
 _SORT_US, _ROWS_US = 3.0, 2.0  # a kernel that sorts, one that goes over a token's rows
 _MOST_TO_ALL = 1 << 17  # sums that more than two ranks send each other in one shot
@@ -51,9 +54,10 @@ class MoeWay:
 def need_sorting(pairs: int, experts: int) -> bool:
     """Whether so many pairs of token and expert are sorted first; else each program looks through them.
 
-    An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again.
+    An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again: the
+    busiest expert has some four times the mean.
     """
-    return pairs > min(FEW_PAIRS, 8 * experts)
+    return pairs > min(FEW_PAIRS, 4 * experts)
 
 
 def _few(problem: MoeProblem, machine: Machine) -> str | None:
@@ -65,7 +69,18 @@ def _many(problem: MoeProblem, machine: Machine) -> str | None:
     return None if need_sorting(problem.pairs, problem.experts) else "few pairs need not be sorted"
 
 
+def one_token(problem: MoeProblem, machine: Machine | None = None) -> str | None:
+    """Why `lamport_token.py` cannot serve a problem, or None."""
+    if problem.tokens != 1:
+        return "it serves one token"
+    if problem.in_rows:
+        return "its columns would be read in pieces too short"
+    return None if problem.invariant is None else "it adds otherwise than what serves more tokens"
+
+
 def _one_hop(problem: MoeProblem, machine: Machine) -> str | None:
+    if not one_token(problem, machine):
+        return f"one token is {TOKEN}'s"
     if problem.tokens > MOST_TOKENS:
         return f"one program would add up more than {MOST_TOKENS} tokens of its columns"
     return waits_too_wide(problem, max(n for _, n, *_ in _FEW_TILES), machine)
@@ -155,6 +170,7 @@ def _link_us(problem: MoeProblem, machine: Machine) -> float:
 WAYS = (
     MoeWay(GROUPED, "one_shot", (GATE_UP,), _few, lambda problem, machine: 0.0),
     MoeWay(GROUPED, "sequential", (GATE_UP,), _many, lambda problem, machine: _SORT_US),
+    MoeWay(TOKEN, "one_shot", (DOWN_ALL_REDUCE,), one_token, lambda problem, machine: machine.exchange_us),
     MoeWay(LAMPORT, "one_shot", (DOWN_ALL_REDUCE,), _one_hop, _hop_us),
     MoeWay(COMBINE, "overlapped", (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER), _many_sums, _sums_us),
     MoeWay(SEQUENTIAL, "sequential", (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER), lambda problem, machine: None, _passed_us),
@@ -165,6 +181,8 @@ def kernel_for(problem: MoeProblem, config: FusedConfig) -> str:
     """The way's kernel that `config` stands for. Raises `ArgumentError` where there is none."""
     for way in WAYS:
         if problem.op in way.ops and way.algorithm == config.algorithm:
+            if way.kernel == TOKEN and one_token(problem):
+                continue
             return way.kernel
     known = ", ".join(sorted({repr(way.algorithm) for way in WAYS if problem.op in way.ops}))
     raise ArgumentError(f"{problem.op}: config.algorithm is {config.algorithm!r}; expected one of {known}")
@@ -260,6 +278,8 @@ def _tiles(problem: MoeProblem, machine: Machine) -> Sequence[tuple]:
 
 
 def _configs(way: MoeWay, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
+    if way.kernel == TOKEN:
+        return [_token_config(problem, machine)]
     found = []
     for m, n, k, warps, stages, *_ in _tiles(problem, machine):
         if way.kernel == LAMPORT and waits_too_wide(problem, n, machine):
@@ -277,23 +297,40 @@ def _configs(way: MoeWay, problem: MoeProblem, machine: Machine) -> Sequence[Fus
     return found
 
 
+def _token_config(problem: MoeProblem, machine: Machine) -> FusedConfig:
+    """As narrow columns as have no more programs than two for each multiprocessor."""
+    n = next((n for n in _TOKEN_COLUMNS if -(-problem.N // n) <= 2 * machine.num_programs), _TOKEN_COLUMNS[-1])
+    choices = 1 << (problem.top_k - 1).bit_length()
+    k = min(256, max(16, _TOKEN_ELEMENTS // (n * choices)))
+    stages = _TOKEN_STAGES[-(-problem.N // n) > machine.num_programs]
+    fit = machine.stages(choices * (n + 1) * k * problem.dtype.itemsize)
+    return FusedConfig(
+        16, n, k, num_warps=4, num_stages=max(1, min(stages, fit)), algorithm="one_shot", kernel=TOKEN
+    )  # fmt: skip
+
+
 def _predict(way: MoeWay, problem: MoeProblem, config: FusedConfig, machine: Machine) -> Prediction:
-    product, link = _product_us(problem, config, machine), _link_us(problem, machine) if problem.reduces else 0.0
+    if way.kernel == TOKEN:  # as if it had the best of tiles: which way is taken must not depend on a rank's K
+        product = min(_product_us(problem, m, n, machine) for m, n, *_ in _FEW_TILES)
+    else:
+        product = _product_us(problem, config.block_m, config.block_n, machine)
+    link = _link_us(problem, machine) if problem.reduces else 0.0
     return Prediction(product, link, product + way.rest_us(problem, machine) + machine.launch_us)
 
 
-def _product_us(problem: MoeProblem, config: FusedConfig, machine: Machine) -> float:
+def _product_us(problem: MoeProblem, block_m: int, block_n: int, machine: Machine) -> float:
+    """In tiles of `_TILES`."""
     if not problem.pairs:
         return 0.0
     size, columns = problem.dtype.itemsize, problem.columns
     to_an_expert = problem.pairs / problem.touched
-    blocks = problem.touched * max(1.0, to_an_expert / config.block_m + 0.5)
-    flops = 2.0 * blocks * config.block_m * columns * problem.K
-    rate, ends = next((rate, ends) for m, n, *_, rate, ends in _TILES if (m, n) == (config.block_m, config.block_n))
+    blocks = problem.touched * max(1.0, to_an_expert / block_m + 0.5)
+    flops = 2.0 * blocks * block_m * columns * problem.K
+    rate, ends = next((rate, ends) for m, n, *_, rate, ends in _TILES if (m, n) == (block_m, block_n))
     rate *= (1.0 if size == 2 else 0.06) * problem.K / (problem.K + ends) if problem.K else 1.0
     streamed = problem.touched * columns * problem.K * size
-    passed = problem.pairs * (problem.K * -(-columns // (4 * config.block_n)) + problem.N) * size
-    programs = max(1.0, blocks * columns / config.block_n)
+    passed = problem.pairs * (problem.K * -(-columns // (4 * block_n)) + problem.N) * size
+    programs = max(1.0, blocks * columns / block_n)
     waves = max(1.0, machine.num_programs / programs)
     drawing = min(1.0, programs / (_DRAW_ALL * machine.num_programs))  # of what the memory gives
     memory = (streamed + passed) / (drawing * machine.hbm_gbs * 1e3)

@@ -125,6 +125,15 @@ def lamport_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm: 
     return link, max(gemm + link / waves, full) + area * _PAIR_LAST_US + alone
 
 
+def tree_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+    """(link, total): as `lamport_pair`, of sums in fp32. Estimated, not measured."""
+    link = 4 * problem.M * problem.N / (machine.link_gbs * 1e3)
+    waves = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
+    full = tile_us(problem, config, machine) + link / _PAIR
+    area = config.block_m * config.block_n / (64 * 128)
+    return link, max(gemm + link / waves, full) + area * _PAIR_LAST_US
+
+
 def lamport_pair_scatter(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     """(link, total): the peer's values travel while own tiles are multiplied, as far as those are other waves' work."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
@@ -211,7 +220,7 @@ def _hops(problem: Problem, hops: float = 1) -> float:
 
 
 def _tile_bytes(problem: Problem, config: FusedConfig) -> int:
-    return config.block_m * config.block_n * problem.dtype.itemsize
+    return config.block_m * config.block_n * (4 if problem.by_tree else problem.dtype.itemsize)
 
 
 def push_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:

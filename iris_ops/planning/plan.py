@@ -19,7 +19,7 @@ from ..config import FusedConfig, Prediction
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from . import orders, tritonblas
 from .fp8_model import MULTIPLE
-from .kernel_names import LAMPORT_PAIR, STAND_INS, TREE, kernel_for
+from .kernel_names import LAMPORT_PAIR, STAND_INS, TREE, TREE_PAIR, kernel_for
 from .machine import INTERPRETER, Machine
 from .orders import Order
 from .overlap_model import push_us
@@ -96,7 +96,7 @@ def check_order(problem: Problem, config: FusedConfig, machine: Machine) -> None
     kernel = kernel_for(problem, config)
     (way,) = (way for way in WAYS if way.kernel == kernel)
     order = way.order(problem, config, machine)
-    cut = kernel == TREE and problem.tree.width % config.block_k
+    cut = kernel in (TREE, TREE_PAIR) and problem.tree.width % config.block_k
     if kernel == TREE and config.algorithm == "two_shot" and problem.M < problem.world_size**2:
         raise ArgumentError(
             f"{problem.asked}: config.algorithm is 'two_shot' for {problem.M} rows; with invariant='ranks' expected"
@@ -124,7 +124,7 @@ def _candidates(problem: Problem, machine: Machine, rejected: list[tuple[str, st
     promising, free = problem, replace(problem, invariant=None, depths=())
     for way in (way for way in WAYS if problem.op in way.ops):
         # what knows nothing of the tree is weighed for what it would take, and left out
-        problem = promising if way.kernel == TREE or not promising.by_tree else free
+        problem = promising if way.kernel in (TREE, TREE_PAIR) or not promising.by_tree else free
         unhidden = "" if hides(way, problem) else "nothing would hide the exchange of so large a result"
         if reason := way.supports(problem, machine) or unhidden:
             rejected.append((way.kernel, reason))

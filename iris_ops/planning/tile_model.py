@@ -14,7 +14,7 @@ import torch
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from .hopper_tiles import HOPPER
-from .kernel_names import LAMPORT_PAIR, LAMPORT_PAIR_SCATTER, LAMPORT_TWO_SHOT, kernel_for
+from .kernel_names import LAMPORT_PAIR, LAMPORT_PAIR_SCATTER, LAMPORT_TWO_SHOT, TREE_PAIR, kernel_for
 from .machine import INTERPRETER, Machine
 from .tiles import SpecialisedTiles, Tiles
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
@@ -140,8 +140,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if fp32:
         shares = FP32_TILES
     elif lamport:
-        two_shot = kernel_for(problem, config) == LAMPORT_TWO_SHOT
-        exchanged = specialised.two_shot if two_shot else specialised.of_pair(problem.fp8)
+        tables = {LAMPORT_TWO_SHOT: specialised.two_shot, TREE_PAIR: specialised.tree}
+        exchanged = tables.get(kernel_for(problem, config)) or specialised.of_pair(problem.fp8)
         shares = exchanged if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
     else:
         moved = specialised.copy_gather if problem.op == GATHER_MATMUL else specialised.overlapped

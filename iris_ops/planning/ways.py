@@ -137,6 +137,12 @@ def _by_tree(problem: Problem, machine: Machine) -> str | None:
     return None if problem.by_tree else "it is for sums that are the same on any number of ranks"
 
 
+def _by_tree_of_two(problem: Problem, machine: Machine) -> str | None:
+    if not problem.by_tree or any(len(roots) != 1 for roots in problem.tree.roots):
+        return "it is for sums that are the same on any number of ranks, of which each rank has one part"
+    return _pair(problem, machine)
+
+
 def _unhidden(problem: Problem) -> int:
     return _MOST_ROUNDED if problem.fp8 else _MOST_UNHIDDEN
 
@@ -145,6 +151,9 @@ WAYS = (
     Way(names.LAMPORT, (*SUMS, MATMUL_GATHER), _rounded, candidates.lamport, model.lamport, _unhidden),
     Way(names.LAMPORT_GATHER, (GATHER_MATMUL,), _of_16_bits, candidates.lamport, model.lamport, _unhidden),
     Way(names.TREE, SUMS, _by_tree, candidates.tree, model.tree, order=of_tree),
+    Way(
+        names.TREE_PAIR, (ALL_REDUCE,), _by_tree_of_two, candidates.specialised_tree, model.tree_pair, order=of_tree
+    ),
     Way(names.LAMPORT_FP8, (ALL_REDUCE,), _stream, candidates.streamed, model.lamport, _unhidden, of_stream),
     Way(names.REDUCE, SUMS, _of_16_bits, candidates.overlapped, model.reduced),
     Way(names.GATHER, (MATMUL_GATHER,), _of_16_bits, candidates.overlapped, model.gathered),

@@ -1,12 +1,13 @@
 """Contenders that compute the same: each is checked first, then all are timed in turns."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 
 from .team import Team
-from .timing import INTERPRETED, QUICK, Budget, eager_batch, estimate_us, graph_batch, interleave
+from .timing import INTERPRETED, QUICK, Batch, Budget, eager_batch, estimate_us, graph_batch, interleave
 
 Call = Callable[[int], torch.Tensor]
 
@@ -16,11 +17,13 @@ def budget_of(team: Team, quick: bool) -> Budget:
 
 
 def compare(
-    team: Team, calls: dict[str, Call], error: Callable[[str, Call], float], inputs: int, budget: Budget
-) -> dict[str, dict]:
+    team: Team, calls: dict[str, Call], error: Callable[[str, Call], float], inputs: int, budget: Budget,
+    captures: dict[str, Callable[[], AbstractContextManager]] | None = None,
+) -> dict[str, dict]:  # fmt: skip
     """By name `us` a call over `inputs` that rotate, in CUDA graphs on GPUs, `errors`, and why some `failed`.
 
     `error` says how far a call's result is from the truth, as a share of it, and is asked before anything is timed.
+    `captures`: what a call's graph is to be made in, where that is something.
     """
     errors, batches, failed = {}, {}, {}
     for name, call in calls.items():
@@ -31,11 +34,25 @@ def compare(
         errors[name] = team.slowest([found])[0]
         longest = team.slowest([estimate_us(team, call, inputs)])[0]  # every rank makes as many calls
         count = budget.calls_for(longest, inputs)
-        batches[name] = graph_batch(call, count, inputs)[0] if team.cuda else eager_batch(call, count, inputs)
+        if not team.cuda:
+            batches[name] = eager_batch(call, count, inputs)
+            continue
+        captured, reason = team.attempt(
+            partial(_captured, (captures or {}).get(name, nullcontext), call, count, inputs)
+        )
+        if captured is None:
+            failed[name] = str(reason)
+        else:
+            batches[name] = captured
     repeats = budget.repeats_for(max(1.0, budget.batch_ms * 1e3 * len(calls)), len(calls))
     timings, late = interleave(team, batches, repeats)
     us = {name: timing.call_us for name, timing in timings.items()}
     return {"us": us, "errors": errors, "failed": failed | late}
+
+
+def _captured(capture: Callable[[], AbstractContextManager], call: Call, count: int, inputs: int) -> Batch:
+    with capture():
+        return graph_batch(call, count, inputs)[0]
 
 
 def missed(result: torch.Tensor, exact: torch.Tensor) -> float:

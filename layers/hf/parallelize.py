@@ -51,6 +51,7 @@ from .report import Report, make_report
 from .shared_experts import join_shared
 from .skeleton import kind_of, skeleton
 from .snapshot import Snapshot
+from .whole_products import keep_rows_alike
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -322,6 +323,8 @@ def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) 
     model.requires_grad_(False)
     if split.fuse:
         join_shared(model)
+    if ctx.invariant:
+        keep_rows_alike(model, ctx)
     if not empty:
         model.to(ctx.device)
         retie(model)

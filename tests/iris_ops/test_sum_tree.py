@@ -12,15 +12,16 @@ import pytest
 
 def run(values: list, steps: tuple[sum_tree.Step, ...]) -> list:
     """What ends, of sums written as pairs, by steps as a kernel takes them."""
-    waiting, ended = {}, []
+    waiting, ended = [], []
     for value, step in zip(values, steps, strict=True):
-        for depth in range(step.depth, step.until, -1):
-            value = waiting.pop(depth), value
+        assert step.waiting == len(waiting)
+        while len(waiting) > step.place:
+            value = waiting.pop(), value
         if step.ends:
             ended.append(value)
         else:
-            assert step.until not in waiting
-            waiting[step.until] = value
+            waiting.append(value)
+        assert len(waiting) <= sum_tree.places(steps)
     assert not waiting
     return ended
 
@@ -38,22 +39,25 @@ def test_any_shares_of_any_ranks_are_joined_to_one_sum():
         spans = spans_of(leaves, ranks, rng)
         roots = [root for span in spans for root in run([*range(*span)], sum_tree.leaf_steps(leaves, span))]
         assert run(roots, sum_tree.root_steps(leaves, spans)) == [alone], (leaves, spans)
-        assert all(len(sum_tree.roots(leaves, span)) <= 2 * max(1, leaves.bit_length()) for span in spans)
+        assert all(len(sum_tree.roots(leaves, span)) <= 5 + -(-leaves // 8) for span in spans)
 
 
-def test_the_sum_is_the_one_that_halves():
-    def halved(first: int, last: int):
-        middle = first + (last - first + 1) // 2
-        return first if last - first == 1 else (halved(first, middle), halved(middle, last))
+def test_the_sum_halves_three_times_and_adds_eighths_leaf_by_leaf():
+    def halved(first: int, last: int, depth: int = 0):
+        middle = last - 1 if depth == 3 else first + (last - first + 1) // 2
+        below = min(depth + 1, 3)
+        return first if last - first == 1 else (halved(first, middle, below), halved(middle, last, below))
 
-    for leaves in (1, 2, 3, 7, 64, 112, 127):
-        assert run([*range(leaves)], sum_tree.leaf_steps(leaves, (0, leaves))) == [halved(0, leaves)]
+    for leaves in (1, 2, 3, 7, 24, 29, 32, 48, 112, 208):
+        steps = sum_tree.leaf_steps(leaves, (0, leaves))
+        assert run([*range(leaves)], steps) == [halved(0, leaves)]
+        assert sum_tree.places(steps) <= 4 and sum_tree.places(sum_tree.leaf_steps(leaves, (0, leaves // 2))) <= 3
 
 
 def test_leaves_depend_on_the_whole_depth_alone_and_are_few():
-    for K in (1, 63, 64, 576, 1536, 4095, 4096, 8192, 11008, 14336, 18944, 28672, 53248):
+    for K in (1, 63, 64, 576, 1536, 4095, 4096, 5120, 8192, 11008, 14336, 18944, 25600, 28672, 53248):
         width, leaves = sum_tree.leaf_width(K), sum_tree.leaves_of(K)
-        assert width & (width - 1) == 0 and width >= 64 and leaves <= 127 and (leaves - 1) * width < K <= leaves * width
+        assert width % 64 == 0 and leaves <= 256 and (leaves - 1) * width < K <= leaves * width
         for ranks in range(1, 9):
             shares = sum_tree.shares(K, ranks)
             tree = sum_tree.tree_of("a test", shares)
@@ -62,7 +66,7 @@ def test_leaves_depend_on_the_whole_depth_alone_and_are_few():
             assert max(held) <= -(-leaves // ranks) + 1, f"{K} on {ranks} ranks: {held}"
 
 
-@pytest.mark.parametrize("K", [4096, 8192, 11008, 14336, 18944, 28672])
+@pytest.mark.parametrize("K", [4096, 5120, 8192, 11008, 14336, 18944, 25600, 28672])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_ranks_that_halve_as_the_tree_does_have_one_root_each(K, ranks):
     tree = sum_tree.tree_of("a test", sum_tree.shares(K, ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 import random
 
 import iris
@@ -12,7 +13,7 @@ import torch
 from torch import distributed
 
 from tests.checks import poison
-from tests.harness import WORLDS, both, run_ranks
+from tests.harness import ON_GPU, WORLDS, both, run_ranks
 from tests.reference import Case
 
 pytestmark = both
@@ -98,3 +99,20 @@ def test_both_shots_sum_as_one_rank_does(world_size, algorithm):
     config = FusedConfig(16, 64, 64, num_warps=4, num_stages=2, algorithm=algorithm)
     case = Case(ALL_REDUCE, "", 50, 150, 64 * 9, torch.float32, config=config, seed=random.randrange(1 << 20))
     check(world_size, case, sum_tree.shares(case.K, world_size))
+
+
+SPECIALISED = FusedConfig(128, 128, 64, num_warps=8, num_stages=3, warp_specialised=True, algorithm="one_shot")
+
+
+@pytest.mark.skipif(2 not in WORLDS, reason="between two ranks")
+@pytest.mark.parametrize("few_programs", [False, True])
+@pytest.mark.parametrize("high", [False, True])
+def test_specialised_warps_sum_as_one_rank_does(high, few_programs):
+    """On Hopper; elsewhere the portable kernel stands in for them. Uneven shares, too, of one root each."""
+    config = SPECIALISED if high else replace(SPECIALISED, block_m=64, num_warps=4, num_stages=6)
+    config = replace(config, num_programs=3) if few_programs else config
+    for M, K in ((70, 576), (300, 4096 if ON_GPU else 576), (200, 14336 if ON_GPU else 320)):
+        for dtype in (torch.bfloat16, torch.float16):
+            kinds = dict(transposed=M != 200, on_heap=M == 70, seed=random.randrange(1 << 20))
+            case = Case(ALL_REDUCE, "", M, 520 if ON_GPU else 72, K, dtype, config=config, **kinds)
+            check(2, case, sum_tree.shares(K, 2))

@@ -5,6 +5,7 @@ One body runs all families on a number of ranks. Norms and biases are drawn at r
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "starcoder": ("GPTBigCode", {**_GPT, "multi_query": True}, 1),
     "santacoder": ("GPTBigCode", {**_GPT, "multi_query": False}, 6),
 }  # fmt: skip
+
+# Before transformers 5.20 or so, CodeGen's attention computes for four parts of all heads, and says so nowhere.
+_CODEGEN = transformers.models.codegen.modeling_codegen.CodeGenAttention
+OLD_CODEGEN = "mp_num" not in inspect.getsource(_CODEGEN.__init__)
+if OLD_CODEGEN:
+    FAMILIES = {name: family for name, family in FAMILIES.items() if family[0] != "CodeGen"}
 
 
 def build(name: str) -> Any:
@@ -127,6 +134,17 @@ def test_families_with_one_projection_are_split_by_heads(world_size: int, tmp_pa
             assert words == single[2], name
             assert kept == split_heads(heads, groups, world_size, rank).num_local_heads, f"{name}, rank {rank}"
         assert heads == 1 or sum(result[name][3] for result in results) == heads
+
+
+def refused_body(ctx: Any) -> None:
+    config = transformers.CodeGenConfig(**TINY, **_GPT, rotary_dim=8)
+    with pytest.raises(StyleError, match="one projection of a known layout"):
+        parallelize(transformers.AutoModelForCausalLM.from_config(config), ctx)
+
+
+@pytest.mark.skipif(not OLD_CODEGEN, reason="its module says in how many parts the heads lie")
+def test_heads_of_an_older_codegen_are_refused() -> None:
+    run_ranks(2, refused_body)
 
 
 # --- which outputs are a head's --------------------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import iris  # before triton: it may set up the interpreter
 from iris_ops.kernels import rmsnorm_epilogue
-from iris_ops.local import decode_attention
+from iris_ops.local import decode_attention, matmul
 from iris_tp import verify
 import layers
+from layers.hf import whole_products
 import pytest
 import torch
 
@@ -141,6 +143,54 @@ def test_an_engine_gives_a_prompt_the_same_bits_in_any_batch(world_size, name):
     pytest.importorskip("transformers")
     for found in run_ranks(world_size, engine_body, name, "batch"):
         assert len(found) == 6 and not any(each.differing for each in found), verify.table(found)
+
+
+def mixture_body(ctx: iris.Iris, name: str) -> tuple[list, set[tuple[int, ...]]]:
+    """What `verify` finds, and the shapes of weights that were multiplied row by row beside the ops."""
+    ctx.invariant, shapes, linear = "batch", set(), matmul._linear
+
+    def seen(ctx, x, weight, bias, scale):
+        shapes.add(tuple(weight.shape))
+        return linear(ctx, x, weight, bias, scale)
+
+    model = models.build(name)
+    router = next(tuple(p.shape) for key, p in model.named_parameters() if key.endswith("mlp.gate.weight"))
+    layers.parallelize(model, ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "_linear", seen)
+        return verify.batch(model, ctx, (3,), steps=2, length=9), {router} - shapes
+
+
+@pytest.mark.skipif(ON_GPU, reason="`iris-tp verify` is for GPUs, too")
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_a_mixture_gives_a_prompt_the_same_bits_and_routes_it_row_by_row(name):
+    pytest.importorskip("transformers")
+    for found, missing in run_ranks(2, mixture_body, name):
+        assert len(found) == 6 and not any(each.differing for each in found), verify.table(found)
+        assert not missing, "the router's product was torch's"
+
+
+def whole_body(ctx: iris.Iris) -> list[str]:
+    """A module that stays whole, at any number of rows; one that is copied keeps its own weights."""
+    ctx.invariant = "batch"
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(130, 33), torch.nn.Embedding(3, 33))
+    assert whole_products.keep_rows_alike(model, ctx) == 1
+    x, said = torch.randn(70, 130), []
+    expected = model[0](x)
+    assert torch.allclose(expected, torch.nn.functional.linear(x, model[0].weight, model[0].bias), atol=1e-4)
+    for M in range(1, 70):
+        if not torch.equal(model[0](x[:M]), expected[:M]):
+            said.append(f"{M} rows")
+    other = copy.deepcopy(model)
+    other[0].weight.data.zero_()
+    assert torch.equal(other[0](x), other[0].bias.expand(70, 33)) and torch.equal(model[0](x), expected)
+    return said
+
+
+@pytest.mark.skipif(ON_GPU, reason="tensors of the host")
+def test_a_linear_that_stays_whole_gives_a_row_the_same_bits():
+    assert not any(run_ranks(1, whole_body))
 
 
 @pytest.mark.slow

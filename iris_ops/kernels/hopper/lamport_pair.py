@@ -56,7 +56,7 @@ _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVER_WARPS], [0]))
 
 
 @gluon.jit
-def _places(shared, part, row, col, first, rows, M, MOVE: gl.constexpr):
+def rows_among(shared, part, row, col, first, rows, M, MOVE: gl.constexpr):
     """(which of `rows` rows from `first` on a part of a tile has, which columns, and which of the rows there are)."""
     r, c, own = places_of(shared, part, row, M, MOVE)
     r -= first
@@ -64,9 +64,9 @@ def _places(shared, part, row, col, first, rows, M, MOVE: gl.constexpr):
 
 
 @gluon.jit
-def _value_places(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.constexpr):
+def value_places(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.constexpr):
     """(where the values of those rows of a part of the tile stand among those of `source`, which of them there are)."""
-    r, c, inside = _places(shared, part, row, col, first, rows, M, MOVE)
+    r, c, inside = rows_among(shared, part, row, col, first, rows, M, MOVE)
     return source + (r.to(gl.int64) * ld)[:, None] + c[None, :], inside[:, None] & (c < ld)[None, :]
 
 
@@ -74,13 +74,13 @@ def _value_places(shared, source, part, row, col, first, rows, M, ld, MOVE: gl.c
 
 
 @gluon.jit
-def _send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.constexpr):
+def send(shared, done, there, row, col, first, rows, M, ld, spread, MOVE: gl.constexpr):
     """Sends tile number `done` to `there`, this rank's values at the peer. The tile stays in shared memory."""
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
         values = without_sentinel(part_of(shared, done, part).load(MOVE).to(gl.float32), shared.product.dtype)
-        target, mask = _value_places(shared, there, part, row, col, first, rows, M, ld, MOVE)
+        target, mask = value_places(shared, there, part, row, col, first, rows, M, ld, MOVE)
         gl.store(target, values, mask=mask, cache_modifier=".wt")
 
 
@@ -89,7 +89,7 @@ def _look(shared, theirs, row, col, first, rows, M, ld, exists, MOVE: gl.constex
     """Loads what has arrived so far of all parts of a peer's tile, which may not exist."""
     found = ()
     for part in gl.static_range(shared.PARTS):
-        place, mask = _value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
+        place, mask = value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
         found = found + (arch.load_fresh(place, mask & exists),)
     return found
 
@@ -101,16 +101,16 @@ def _add(
 ):  # fmt: skip
     """Stores the sum of tile number `done` and the peer's to `out`. `found`: what `_look` has loaded of the peer's."""
     for part in range(shared.PARTS):
-        place, mask = _value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
+        place, mask = value_places(shared, theirs, part, row, col, first, rows, M, ld, MOVE)
         total, waited = take_found(ctx, found[0], place, mask, peer, epoch, WAITER, shared.product.dtype, LANES=False)
         if shared.PARTS > 1:
             ahead = found[1]
             if waited:  # then what was found of the next is old, too
-                place, mask = _value_places(shared, theirs, part + 1, row, col, first, rows, M, ld, MOVE)
+                place, mask = value_places(shared, theirs, part + 1, row, col, first, rows, M, ld, MOVE)
                 ahead = arch.load_fresh(place, mask & (part + 1 < shared.PARTS))
             found = (ahead,) + found[2:] + found[:1]
         total += rows_of(shared, done, part, MOVE).to(gl.float32)
-        r, c, inside = _places(shared, part, row, col, first, rows, M, MOVE)
+        r, c, inside = rows_among(shared, part, row, col, first, rows, M, MOVE)
         if HAS_BIAS:
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
         target = out + (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
@@ -139,7 +139,7 @@ def _swap_tiles(
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, half, tile_m, tile_n, nbytes=nbytes)
             push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
-            _send(shared, i, there, row, col, 0, M, M, ld, push, MOVE)
+            send(shared, i, there, row, col, 0, M, M, ld, push, MOVE)
             ctx.tracing.record_event_end(span)
         if i > 0:
             tile_m, tile_n = before_row // tiles.BLOCK_M, before_col // tiles.BLOCK_N
@@ -173,7 +173,7 @@ def _scatter_tiles(
             nbytes = tile_bytes(end - row - own, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, half, tile_m, tile_n, nbytes=nbytes)
             push = gl.where(i + 1 < count, spread, 0)  # nothing is loaded behind the last
-            _send(shared, i, there, row, col, peer_first, peer_rows, M, ld, push, MOVE)
+            send(shared, i, there, row, col, peer_first, peer_rows, M, ld, push, MOVE)
             ctx.tracing.record_event_end(span)
         if own > 0:
             span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=0)

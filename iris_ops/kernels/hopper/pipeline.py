@@ -48,7 +48,8 @@ NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and fo
 class Shared:
     """A program's shared memory: the ring of operands, the finished tiles, and the barriers between its warps.
 
-    `product` has PLACES for finished tiles, which take turns. A tile lies there in PARTS of some rows each.
+    `product` has PLACES for finished tiles, which take turns, and behind them as many more as WAITING says, for sums
+    that the MMA warps put by. A tile lies there in PARTS of some rows each.
     """
 
     a_parts: base_value
@@ -59,25 +60,31 @@ class Shared:
     free: base_value
     STAGES: gl.constexpr
     PLACES: gl.constexpr
+    WAITING: gl.constexpr
     PARTS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     FOLDED: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, FOLDED):
+    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, WAITING, FOLDED):
         self.a_parts, self.b_parts, self.product = a_parts, b_parts, product
         self.loaded, self.ready, self.free = loaded, ready, free
-        self.STAGES, self.PLACES, self.FOLDED = known(STAGES), known(PLACES), known(FOLDED)
+        self.STAGES, self.PLACES, self.WAITING, self.FOLDED = (
+            known(STAGES),
+            known(PLACES),
+            known(WAITING),
+            known(FOLDED),
+        )
         parts, rows, cols = (int(known(size).value) for size in product.shape)
-        self.PARTS = known(parts // self.PLACES.value)
+        self.PARTS = known(parts // (self.PLACES.value + self.WAITING.value))
         self.BLOCK_M, self.BLOCK_N = known(self.PARTS.value * rows), known(cols)
 
 
 @gluon.jit
 def allocate(
     a, b, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
-    PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1,
+    PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1, WAITING: gl.constexpr = 0,
 ):  # fmt: skip
     """The shared memory of one program, whose operands have the descriptors a and b.
 
@@ -86,7 +93,7 @@ def allocate(
     """
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    product = gl.allocate_shared_memory(dtype, [PLACES * BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
+    product = gl.allocate_shared_memory(dtype, [(PLACES + WAITING) * BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
@@ -95,11 +102,11 @@ def allocate(
     for i in gl.static_range(PLACES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, len(a.block_shape) == 3)
+    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, WAITING, len(a.block_shape) == 3)
 
 
 @gluon.jit
-def _load(ctx, a, gathered, b, mma, shared, stage, row, col, k):
+def load_block(ctx, a, gathered, b, mma, shared, stage, row, col, k):
     loaded = shared.loaded.index(stage)
     mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes)
     rows = shared.a_parts.index(stage)
@@ -118,7 +125,7 @@ def _load(ctx, a, gathered, b, mma, shared, stage, row, col, k):
 
 
 @gluon.jit
-def _begin(units, tiles, a, gathered, unit, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+def begin_unit(units, tiles, a, gathered, unit, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
     """The first unit from `unit` on that has steps: (unit, row, column, where along K it begins, where it ends).
 
     The row is the first that is loaded for the unit's tile.
@@ -194,16 +201,16 @@ def multiply_tiles(
     programs = gl.num_programs(0)
     count = units.count(programs)
     # what is loaded next
-    unit, row, col, k, end = _begin(units, tiles, a, gathered, gl.program_id(0), BLOCK_M, BLOCK_K)
+    unit, row, col, k, end = begin_unit(units, tiles, a, gathered, gl.program_id(0), BLOCK_M, BLOCK_K)
     ready = 0
     if gathered is not None:
         ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
     for i in gl.static_range(STAGES - 1):
         if unit < count:
-            _load(ctx, a, gathered, b, mma, shared, i, row, col, k)
+            load_block(ctx, a, gathered, b, mma, shared, i, row, col, k)
             k += BLOCK_K
             if k >= end:
-                unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
+                unit, row, col, k, end = begin_unit(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
                 if gathered is not None:
                     ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
     stage = 0
@@ -220,10 +227,10 @@ def multiply_tiles(
             acc = mma.await_last_but_one(acc)
             if unit < count:
                 program_barrier()  # all warps have multiplied the step before, whose place is free now
-                _load(ctx, a, gathered, b, mma, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k)
+                load_block(ctx, a, gathered, b, mma, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k)
                 k += BLOCK_K
                 if k >= end:
-                    unit, row, col, k, end = _begin(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
+                    unit, row, col, k, end = begin_unit(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
                     if gathered is not None:
                         ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
             last = stage == STAGES - 1

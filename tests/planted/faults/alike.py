@@ -69,7 +69,7 @@ ALIKE = [
         "a leaf is summed on top of the one before it",
         "iris_ops/kernels/tree_matmul.py",
         "            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)\n            for block",
-        "            total = waiting[0] if LEAF_LEVELS else waiting\n            for block",
+        "            total = waiting[0] if LEAF_PLACES else waiting\n            for block",
         SUMS,
     ),
     Fault(

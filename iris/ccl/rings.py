@@ -1,0 +1,217 @@
+"""The host's side of `transfer.py`: what a rank sends and takes, as tables of messages, and the launches.
+
+A message is so many bytes at an address. Both of its ranks cut it the same way, for its size alone says how. What the
+kernel cannot move, because its elements do not lie one after the other or are not whole words of 4 bytes, is copied
+first, or afterwards, by torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import platform
+from ..device.waits import WAITERS
+from ..heap import extent
+from ..launch import relaunch
+from .transfer import SLOT, in_table, transfer_kernel
+from .workspace import Workspace
+
+# Bytes up to which a message travels as Lamport values, which take twice the bytes but no signal.
+BORDER = 512 << 10
+# Slots of a chunk, and how many chunks a message has at least before its chunks grow.
+_CHUNK, _CHUNKS = 4, 256
+_LEAST_SLOTS = 64  # of a ring
+MESSAGE_BYTES = SLOT.value // 2  # what a slot holds of a message whose Lamport values take twice the bytes
+_MESSAGES = 16  # of a launch, each way
+_WARPS = 8
+# Slots that the rings of collectives with a root take together at most: larger tensors go in several launches.
+MOST_SLOTS = (128 << 20) // SLOT.value
+
+
+@dataclass(frozen=True)
+class Message:
+    """`nbytes` at `address`, to or from rank `peer`, counted in the workspace's group. `to`: where to copy it here."""
+
+    address: int
+    nbytes: int
+    peer: int
+    to: int = 0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a message lies in a ring: so many `slots`, moved in `items` of `chunk` slots each, or 0 of Lamport values."""
+
+    slots: int
+    chunk: int
+    items: int
+
+
+def cut(n: int, size: int = 4, word: int = 8, few: bool | None = None) -> Cut:
+    """Of `n` elements of `size` bytes, which as Lamport values have `word`. `few`: whether they travel as these."""
+    if few is None:
+        few = n * size <= BORDER and word <= 8
+    slots = -(-n * (word if few else size) // SLOT.value)
+    if few:
+        return Cut(slots, 0, slots)
+    chunk = max(1, min(_CHUNK, slots // _CHUNKS))
+    return Cut(slots, chunk, -(-slots // chunk))
+
+
+def cut_of_sum(n: int, dtype: torch.dtype) -> Cut:
+    """The same of elements that are summed."""
+    return cut(n, dtype.itemsize, dtype.itemsize * (1 if dtype.is_floating_point else 2))
+
+
+class Words:
+    """`tensor` as whole words that lie one after the other: where it is, or else in memory of its own.
+
+    `fill` copies it there, before it is sent; `empty` copies it back, once it was taken. Made by `Rings.words`.
+    """
+
+    def __init__(self, rings: Rings, tensor: torch.Tensor) -> None:
+        self._rings, self._tensor, nbytes = rings, tensor, tensor.numel() * tensor.itemsize
+        self.nbytes = -(-nbytes // 4) * 4
+        lies = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        self._memory: torch.Tensor | None = None
+        self.address = tensor.data_ptr()
+        if not lies or (self.address | nbytes) % 4:
+            self._move()
+
+    def fill(self, aside: bool = False) -> Words:
+        """`aside`: in memory of its own whatever it is, for what is stored may overlap it."""
+        if aside and self._memory is None:
+            self._move()
+        if self._memory is not None:
+            self._own(self._memory).copy_(self._tensor)
+        return self
+
+    def empty(self) -> None:
+        if self._memory is not None:
+            self._tensor.copy_(self._own(self._memory))
+
+    def _move(self) -> None:
+        self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._tensor.device)
+        self.address, self._rings.copied = self._memory.data_ptr(), True
+
+    def _own(self, memory: torch.Tensor) -> torch.Tensor:
+        t = self._tensor
+        return memory[: t.numel() * t.itemsize].view(t.dtype).view(t.shape)
+
+
+def meets(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors may have memory in common."""
+    (a, b), (c, d) = extent(one), extent(other)
+    return a < d and c < b
+
+
+class Rings:
+    """The rings of one group, in the areas of a workspace called `name`, for one call."""
+
+    def __init__(self, workspace: Workspace, name: str, kernels: dict) -> None:
+        self._workspace, self._name, self._kernels = workspace, name, kernels
+        self._ctx, self.world = workspace.group.ctx, workspace.group.size
+        self.copied = False  # whether torch copies something for this call
+        self._launched: list[relaunch.Launch | None] = []
+
+    @property
+    def again(self) -> Callable[[], bool] | None:
+        """What makes this call once more, if it was a single launch that can be repeated."""
+        if self.copied or len(self._launched) != 1 or self._launched[0] is None:
+            return None
+        return self._launched[0].again
+
+    def words(self, tensor: torch.Tensor) -> Words:
+        return Words(self, tensor)
+
+    @property
+    def slots(self) -> int:
+        """Of each ring, a power of two; 0 before there are any."""
+        area = self._workspace.areas.get(self._name)
+        found = area.staging.nbytes // (self.world * SLOT.value) if area else 0
+        return 1 << (found.bit_length() - 1) if found else 0
+
+    def reserve(self, slots: int) -> None:
+        """Makes room for as many slots in each ring. The same on all ranks of the group, which may meet."""
+        slots = 1 << (max(slots, _LEAST_SLOTS) - 1).bit_length()
+        if slots <= self.slots:
+            return
+        counts = self._workspace.reserve(f"counts of {self._name}", 4 * self.world, 0)
+        rings = self._workspace.reserve(self._name, self.world * slots, self.world * slots * SLOT.value, fill=255)
+        if counts or rings:
+            self._ctx.forget_launches()
+
+    def move(self, waiter: str, sends: Sequence[Message], takes: Sequence[Message]) -> None:
+        """Sends and takes messages at once, in one launch; if they are very many, in several, what is sent first."""
+        sends, takes = [each for each in sends if each.nbytes], [each for each in takes if each.nbytes]
+        if max(len(sends), len(takes)) <= _MESSAGES:
+            parts: list[tuple[list[Message], list[Message]]] = [(sends, takes)] if sends or takes else []
+        else:  # no sender waits for takers of its own rank
+            parts = [(part, []) for part in _parts(sends)] + [([], part) for part in _parts(takes)]
+        for sent, taken in parts:
+            self._launch(waiter, _table(sent), _table(taken))
+
+    def sum(self, waiter: str, dtype: torch.dtype, own: int, n: int, out: int, dst: int) -> None:
+        """`n` elements of each rank, of which this one's begin at `own`, to rank `dst`, which has the sum at `out`."""
+        group, how = self._workspace.group, cut_of_sum(n, dtype)
+        if group.rank != dst:
+            self._launch(waiter, [(own, n, dst, 0, how.slots, how.chunk, how.items, 0)], [], dtype)
+            return
+        first, *others = [rank for rank in range(group.size) if rank != dst]
+        takes = [(out, n, first, 0, how.slots, how.chunk, how.items, 0)]
+        takes += [(0, 0, rank, 0, how.slots, 0, 0, 0) for rank in others]  # for the kernel to count
+        self._launch(waiter, [], takes, dtype, own)
+
+    def _launch(self, waiter: str, sent: list, taken: list, dtype: torch.dtype | None = None, own: int = 0) -> None:
+        ctx, group = self._ctx, self._workspace.group
+        programs = platform.num_programs(ctx.device)
+        senders, takers = (min(programs, sum(each[6] for each in table)) for table in (sent, taken))
+        size = dtype.itemsize if dtype else 4
+        places = [own, *(place for each in (*sent, *taken) for place in (each[0], each[7], each[1] * size))]
+        length = 1 << (max(len(sent), len(taken), 1) - 1).bit_length()
+        area, counts = self._workspace.areas[self._name], self._workspace.areas[f"counts of {self._name}"]
+        args = dict(
+            staging=area.staging.view(dtype or torch.int32),
+            flags=area.flags,
+            counts=counts.flags,
+            sync=area.sync,
+            ctx_ptr=group.context_tensor,
+            slots=self.slots,
+            senders=senders,
+            own=own,
+            sends=_filled(sent, length),
+            takes=_filled(taken, length),
+            ALIGNED=not any(place % relaunch.ALIGNMENT for place in places),
+            REDUCE=dtype is not None,
+            WORLD_SIZE=group.size,
+            WAITER=WAITERS.index(waiter),
+        )
+        grid = (senders + takers + 2, 1, 1)
+        launched = relaunch.launch(self._kernels, ctx.device, transfer_kernel, grid, args, num_warps=_WARPS)
+        self._launched.append(launched)
+
+
+def _parts(messages: list[Message]) -> list[list[Message]]:
+    return [messages[begin : begin + _MESSAGES] for begin in range(0, len(messages), _MESSAGES)]
+
+
+def _table(messages: list[Message]) -> list[tuple]:
+    """As the kernel takes them: those to one rank, or from one, stand behind each other in its ring."""
+    used: dict[int, int] = defaultdict(int)
+    found = []
+    for each in messages:
+        n = each.nbytes // 4
+        how, slots = (cut(n, few=False), 0) if each.to else (cut(n), cut(n).slots)
+        found.append((each.address, n, each.peer, used[each.peer], slots, how.chunk, how.items, each.to))
+        used[each.peer] += slots
+    return found
+
+
+def _filled(table: list, length: int) -> tuple:
+    """A table of `length` messages, for the kernel; what is added has no items."""
+    whole = [*table, *[(0, 0, 0, 0, 0, 0, 0, 0)] * (length - len(table))]
+    return tuple(tuple(map(in_table, message)) for message in whole)

@@ -1,0 +1,380 @@
+"""One kernel that moves tensors from rank to rank: messages, and collectives with a root.
+
+Every rank has a *ring* of slots on its heap for each rank that sends to it. A sender puts a message into the next slots
+of its ring at the receiver, which copies it out, or sums it. Who sends and who takes need not call at the same time:
+the sender goes on as soon as its message is on its way. Both count the slots that they have used. So each finds the
+next slot by itself, whatever calls the other one makes, and a call can be captured and replayed.
+
+    small messages   travel as Lamport values (`iris/device/lamport.py`), a unit in each slot: one hop, no flag
+    large ones       travel as they are, in chunks of several slots; a flag says that a chunk has arrived
+
+A slot is free when its values are the sentinel and its flag is 0; whoever takes a message leaves its slots so. At the
+beginning of a rank's next call, one program tells each sender how many slots were taken before: its *credit*. No
+sender waits for more than the credit of earlier calls, for a ring holds all that a call sends, or takes.
+
+The programs of a grid, in the order in which they begin: one tells credits; senders; takers; one brings the counts up
+to date when all have read them. Senders never wait for takers of their own rank. So it does not matter how many
+programs run at once, and the interpreter may run one after the other.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..device.context import DeviceContext
+from ..device.function import device_function
+from ..device.lamport import SENTINEL, load_bases, put, sum_type, take, widen, without_sentinel
+from ..device.sync import signal, signal_ranks, wait, wait_ranks
+from .lamport import rounded
+
+SLOT = tl.constexpr(8192)  # bytes
+# `counts`, int32 [4, world]: slots that were sent to each rank, that it has said to have taken, that were taken of it,
+# that it was told of. They wrap; the slots of a ring are a power of two.
+_SENT, _CREDIT, _TAKEN, _TOLD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.constexpr_function
+def word_type(dtype, REDUCE):
+    """What carries a Lamport value of this type."""
+    bits = dtype.primitive_bitwidth
+    return tl.core.get_int_dtype(bits if REDUCE and dtype.is_floating() else 2 * bits, True)
+
+
+@triton.constexpr_function
+def in_a_slot(dtype):
+    return SLOT.value * 8 // dtype.primitive_bitwidth
+
+
+@device_function
+def _of(counts, ranks, rank):
+    """One rank's count."""
+    return tl.sum(tl.where(ranks == rank, counts, 0))
+
+
+@device_function
+def _field(table, message: tl.constexpr, field: tl.constexpr):
+    """Of a message in a table, whose numbers stand there as `in_table` has them."""
+    return table[message][field] >> 4
+
+
+def in_table(x: int) -> int:
+    """A number as it stands in a table: Triton compiles anew for a 1 in a tuple, and for a multiple of 16."""
+    return 16 * x + 3
+
+
+@device_function
+def _needed(table, ranks):
+    """How many slots the messages of a table take with each rank."""
+    found = tl.zeros(ranks.shape, tl.int32)
+    for i in tl.static_range(len(table)):
+        found += tl.where(ranks == _field(table, i, 2), _field(table, i, 4).to(tl.int32), 0)
+    return found
+
+
+@device_function
+def _items(table):
+    found = _field(table, 0, 6)
+    for i in tl.static_range(1, len(table)):
+        found += _field(table, i, 6)
+    return found
+
+
+@device_function
+def _message(table, item):
+    """The message that an item belongs to, without counts; at last, which of its items it is."""
+    address, n, peer, first = _field(table, 0, 0), _field(table, 0, 1), _field(table, 0, 2), _field(table, 0, 3)
+    chunk, end, to, index = _field(table, 0, 5), _field(table, 0, 6), _field(table, 0, 7), item
+    for i in tl.static_range(1, len(table)):
+        here = item >= end
+        address = tl.where(here, _field(table, i, 0), address)
+        n = tl.where(here, _field(table, i, 1), n)
+        peer = tl.where(here, _field(table, i, 2), peer)
+        first = tl.where(here, _field(table, i, 3), first)
+        chunk = tl.where(here, _field(table, i, 5), chunk)
+        to = tl.where(here, _field(table, i, 7), to)
+        index = tl.where(here, item - end, index)
+        end += _field(table, i, 6)
+    return address, n, peer, first, chunk, to, index
+
+
+@device_function
+def _at(address, first, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to element number `first` of what begins at an address."""
+    nbytes: tl.constexpr = dtype.primitive_bitwidth // 8
+    place = (tl.cast(address, tl.int64) + tl.cast(first, tl.int64) * nbytes).to(tl.pointer_type(dtype))
+    return tl.multiple_of(place, 16) if ALIGNED else place
+
+
+@device_function
+def _slot(staging, source, position, slots):
+    """The address of the slot at a position in the ring of a source."""
+    return staging.to(tl.int64) + (tl.cast(source, tl.int64) * slots + (position & (slots - 1))) * SLOT
+
+
+@device_function
+def _send(
+    ctx, bases, staging, flags, slots, sent, ranks, table, item,
+    ALIGNED: tl.constexpr, REDUCE: tl.constexpr,
+):  # fmt: skip
+    """An item of a message into its slots at the receiver, or, of what is to be copied here, to its place."""
+    address, n, peer, first, chunk, to, index = _message(table, item)
+    position = _of(sent, ranks, peer) + first + index * tl.maximum(chunk, 1)
+    if chunk == 0:
+        _send_few(ctx, bases, staging, slots, position, peer, address, n, index, ALIGNED, REDUCE)
+    else:
+        _send_many(ctx, bases, staging, slots, position, peer, address, n, index * chunk, chunk, to, ALIGNED)
+        if to == 0:
+            signal(ctx, flags + tl.cast(ctx.rank, tl.int64) * slots + (position & (slots - 1)), 1, peer)
+
+
+@device_function
+def _send_few(
+    ctx, bases, staging, slots, position, peer, address, n, unit,
+    ALIGNED: tl.constexpr, REDUCE: tl.constexpr,
+):  # fmt: skip
+    """A unit as Lamport values."""
+    dtype: tl.constexpr = staging.dtype.element_ty
+    word: tl.constexpr = word_type(dtype, REDUCE)
+    BLOCK: tl.constexpr = in_a_slot(word)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
+    value = tl.load(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, mask=mask, other=0)
+    place = _at(_slot(staging, ctx.rank, position, slots), 0, word, True)
+    put(ctx, place + lane, _sendable(value, dtype, REDUCE), mask, bases, peer)
+
+
+@device_function
+def _send_many(
+    ctx, bases, staging, slots, position, peer, address, n, unit, count, to, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """So many units as they are."""
+    dtype: tl.constexpr = staging.dtype.element_ty
+    BLOCK: tl.constexpr = in_a_slot(dtype)
+    distance = _base(bases, peer) - _base(bases, ctx.rank)
+    for i in range(count):
+        begin = (unit + i) * BLOCK
+        place = _slot(staging, ctx.rank, position + i, slots) + distance
+        if to != 0:
+            place = tl.cast(to, tl.int64) + tl.cast(begin, tl.int64) * (SLOT // BLOCK)
+        _copy(_at(address, begin, dtype, ALIGNED), _at(place, 0, dtype, ALIGNED), n - begin, BLOCK, ALIGNED)
+
+
+@device_function
+def _copy(source, target, n, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """The first `n` elements, at most BLOCK."""
+    lane = tl.arange(0, BLOCK)
+    if n >= BLOCK:
+        tl.store(target + lane, tl.load(source + lane, cache_modifier=".cg"))
+    else:
+        mask = lane < _left(n, 0, source.dtype.element_ty, ALIGNED)
+        tl.store(target + lane, tl.load(source + lane, mask=mask, cache_modifier=".cg"), mask=mask)
+
+
+@device_function
+def _left(n, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements from number `begin` on."""
+    if ALIGNED:  # so are whole vectors, which the compiler sees by this
+        vector: tl.constexpr = 128 // dtype.primitive_bitwidth
+        n = n // vector * vector
+    return n - begin
+
+
+@device_function
+def _base(bases, rank):
+    base = bases[0]
+    for i in tl.static_range(1, len(bases)):
+        base = tl.where(rank == i, bases[i], base)
+    return base
+
+
+@device_function
+def _sendable(x, dtype: tl.constexpr, REDUCE: tl.constexpr):
+    if REDUCE and dtype.is_floating():
+        return without_sentinel(x.to(tl.float32), dtype)
+    else:
+        return widen(x)
+
+
+@device_function
+def _take(
+    ctx, staging, flags, slots, taken, ranks, table, item,
+    ALIGNED: tl.constexpr, WAITER: tl.constexpr,
+):  # fmt: skip
+    """An item of a message out of its slots, which are free then."""
+    address, n, peer, first, chunk, _, index = _message(table, item)
+    position = _of(taken, ranks, peer) + first + index * tl.maximum(chunk, 1)
+    if chunk == 0:
+        _take_few(ctx, staging, slots, position, peer, address, n, index, ALIGNED, WAITER)
+    elif _arrived(ctx, flags, slots, position, peer, WAITER):
+        dtype: tl.constexpr = staging.dtype.element_ty
+        BLOCK: tl.constexpr = in_a_slot(dtype)
+        for i in range(chunk):
+            begin = (index * chunk + i) * BLOCK
+            source = _at(_slot(staging, peer, position + i, slots), 0, dtype, True)
+            _copy(source, _at(address, begin, dtype, ALIGNED), n - begin, BLOCK, ALIGNED)
+        _free(flags, staging, slots, position, peer, chunk)
+
+
+@device_function
+def _take_few(
+    ctx, staging, slots, position, peer, address, n, unit, ALIGNED: tl.constexpr, WAITER: tl.constexpr
+):  # fmt: skip
+    dtype: tl.constexpr = staging.dtype.element_ty
+    BLOCK: tl.constexpr = in_a_slot(word_type(dtype, False))
+    lane = tl.arange(0, BLOCK)
+    mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
+    value = _values(ctx, staging, slots, position, peer, lane, mask, False, WAITER)
+    tl.store(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, value.to(dtype), mask=mask)
+
+
+@device_function
+def _sum(
+    ctx, staging, flags, slots, taken, ranks, own, table, item,
+    ALIGNED: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
+):  # fmt: skip
+    """The sum over ranks, in their order, of an item of which every rank sends its own; `own` begins this rank's."""
+    address, n, _, _, chunk, _, index = _message(table, item)
+    ahead = index * tl.maximum(chunk, 1)
+    if chunk == 0:
+        _sum_few(ctx, staging, slots, taken + ahead, ranks, own, address, n, index, ALIGNED, WORLD_SIZE, WAITER)
+    else:
+        came = True
+        for rank in tl.static_range(WORLD_SIZE):
+            if came & (rank != ctx.rank):
+                came = _arrived(ctx, flags, slots, _of(taken, ranks, rank) + ahead, rank, WAITER)
+        if came:
+            for i in range(chunk):
+                _sum_many(
+                    ctx, staging, slots, taken + ahead + i, ranks, own, address, n, ahead + i, ALIGNED, WORLD_SIZE
+                )
+            for rank in tl.static_range(WORLD_SIZE):
+                if rank != ctx.rank:
+                    _free(flags, staging, slots, _of(taken, ranks, rank) + ahead, rank, chunk)
+
+
+@device_function
+def _sum_few(
+    ctx, staging, slots, positions, ranks, own, address, n, unit,
+    ALIGNED: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = staging.dtype.element_ty
+    BLOCK: tl.constexpr = in_a_slot(word_type(dtype, True))
+    lane = tl.arange(0, BLOCK)
+    mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
+    mine = tl.load(_at(own, unit * BLOCK, dtype, ALIGNED) + lane, mask=mask, other=0).to(sum_type(dtype))
+    total = mine
+    for rank in tl.static_range(WORLD_SIZE):
+        part = mine
+        if rank != ctx.rank:
+            part = _values(ctx, staging, slots, _of(positions, ranks, rank), rank, lane, mask, True, WAITER)
+        total = part if rank == 0 else total + part  # to begin with 0 would make 0 of -0
+    tl.store(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, rounded(total, dtype), mask=mask)
+
+
+@device_function
+def _sum_many(
+    ctx, staging, slots, positions, ranks, own, address, n, unit, ALIGNED: tl.constexpr, WORLD_SIZE: tl.constexpr
+):  # fmt: skip
+    dtype: tl.constexpr = staging.dtype.element_ty
+    BLOCK: tl.constexpr = in_a_slot(dtype)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
+    mine = tl.load(_at(own, unit * BLOCK, dtype, ALIGNED) + lane, mask=mask, other=0).to(sum_type(dtype))
+    total = mine
+    for rank in tl.static_range(WORLD_SIZE):
+        source = _at(_slot(staging, rank, _of(positions, ranks, rank), slots), 0, dtype, True) + lane
+        value = tl.load(source, mask=mask & (rank != ctx.rank), other=0, cache_modifier=".cg").to(mine.dtype)
+        part = tl.where(rank == ctx.rank, mine, value)
+        total = part if rank == 0 else total + part
+    tl.store(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, rounded(total, dtype), mask=mask)
+
+
+@device_function
+def _values(ctx, staging, slots, position, source, lane, mask, REDUCE: tl.constexpr, WAITER: tl.constexpr):
+    """What the Lamport values of a slot mean, once they are here."""
+    dtype: tl.constexpr = staging.dtype.element_ty
+    place = _at(_slot(staging, source, position, slots), 0, word_type(dtype, REDUCE), True)
+    value, _ = take(ctx, place + lane, 0, mask, source, 1, WAITER, dtype, 1)
+    return value
+
+
+@device_function
+def _arrived(ctx, flags, slots, position, source, WAITER: tl.constexpr):
+    flag = flags + tl.cast(source, tl.int64) * slots + (position & (slots - 1))
+    return wait(ctx, flag, 1, source, WAITER, exact=True)
+
+
+@device_function
+def _free(flags, staging, slots, position, source, chunk):
+    """Puts the sentinel and no flag into the slots of a chunk that was read."""
+    lane = tl.arange(0, SLOT // 4)
+    tl.debug_barrier()  # no thread still reads
+    for i in range(chunk):
+        place = _at(_slot(staging, source, position + i, slots), 0, tl.int32, True)
+        tl.store(place + lane, SENTINEL)
+    tl.store(flags + tl.cast(source, tl.int64) * slots + (position & (slots - 1)), 0)
+
+
+@device_function
+def _arrive(sync):
+    """This program has read the counts."""
+    tl.debug_barrier()
+    tl.atomic_add(sync, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["slots", "senders", "own", "sends", "takes"])
+def transfer_kernel(
+    staging,
+    flags,
+    counts,
+    sync,
+    ctx_ptr,
+    slots,
+    senders,
+    own,
+    sends,
+    takes,
+    ALIGNED: tl.constexpr,
+    REDUCE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    WAITER: tl.constexpr,
+):
+    # staging: [source, slot, SLOT bytes]; flags: [source, slot]; sync: [programs that have read the counts].
+    # sends, takes: messages (address, elements, peer, first slot behind the counts, slots, slots of an item or 0 of
+    # Lamport values, items, address to copy to or 0), each number `in_table`. own: of a sum, the address of what this
+    # rank adds.
+    ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
+    ranks = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    known = ranks < WORLD_SIZE
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if program == 0:
+        taken = tl.load(counts + _TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
+        told = tl.load(counts + _TOLD * WORLD_SIZE + ranks, mask=known, other=0)
+        _arrive(sync)
+        tl.store(counts + _TOLD * WORLD_SIZE + ranks, taken, mask=known)
+        signal_ranks(ctx, counts + _CREDIT * WORLD_SIZE + ctx.rank, taken, ranks, known & (taken != told))
+    elif program <= senders:
+        bases = load_bases(ctx_ptr, WORLD_SIZE)
+        sent = tl.load(counts + _SENT * WORLD_SIZE + ranks, mask=known, other=0)
+        _arrive(sync)
+        needed = _needed(sends, ranks)
+        wanted = sent + needed - slots
+        if wait_ranks(ctx, counts + _CREDIT * WORLD_SIZE, 1, wanted, ranks, needed > 0, WAITER):
+            for item in range(program - 1, _items(sends), senders):
+                _send(ctx, bases, staging, flags, slots, sent, ranks, sends, item, ALIGNED, REDUCE)
+    elif program < programs - 1:
+        taken = tl.load(counts + _TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
+        _arrive(sync)
+        for item in range(program - 1 - senders, _items(takes), programs - 2 - senders):
+            if REDUCE:
+                _sum(ctx, staging, flags, slots, taken, ranks, own, takes, item, ALIGNED, WORLD_SIZE, WAITER)
+            else:
+                _take(ctx, staging, flags, slots, taken, ranks, takes, item, ALIGNED, WAITER)
+    else:
+        sent = tl.load(counts + _SENT * WORLD_SIZE + ranks, mask=known, other=0)
+        taken = tl.load(counts + _TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
+        if wait(ctx, sync, programs - 1, ctx.rank, WAITER, exact=True):
+            tl.store(counts + _SENT * WORLD_SIZE + ranks, sent + _needed(sends, ranks), mask=known)
+            tl.store(counts + _TAKEN * WORLD_SIZE + ranks, taken + _needed(takes, ranks), mask=known)
+            tl.store(sync, 0)
