@@ -131,12 +131,12 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _plan_page(file: Path) -> int:
-    from .plan_page import Grid, page, survey
+    from .plan_page import Grid, MixtureGrid, page, survey
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w") as written:  # before some seconds of arithmetic
-            written.write(page(survey(Grid())))
+            written.write(page(survey(Grid(), MixtureGrid())))
     except OSError as error:
         print(f"iris-tp plan: --html is {str(file)!r}, which cannot be written: {error}", file=sys.stderr)
         return 2

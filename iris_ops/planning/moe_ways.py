@@ -231,6 +231,12 @@ def _scored(problem: MoeProblem, machine: Machine, rejected: list[str]) -> list[
     return sorted(found, key=_total_us)
 
 
+def weighed(problem: MoeProblem, machine: Machine) -> tuple[list[tuple[str, FusedConfig]], list[str]]:
+    """Each configuration that a plan looks at, with its name, the fastest first; and why other ways cannot serve."""
+    rejected: list[str] = []
+    return [(_label(config), config) for config in _scored(problem, machine, rejected)], rejected
+
+
 def _total_us(config: FusedConfig) -> float:
     assert config.prediction is not None  # every candidate has one
     return config.prediction.total_us
