@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+import sys
 
 from iris_tp.bench import timing
 from iris_tp.bench.team import Team
@@ -32,6 +33,7 @@ def timed(team: Team, found: dict[str, Contender], exact: torch.Tensor | None, a
     """
     batches, failed = {}, {}
     for name, contender in found.items():
+        progress(team, f"    {name}")
         reason = _refuted(team, contender, contender.call, exact, allowed)
         if not reason:
             batch, reason = team.attempt(partial(_batch, team, contender))
@@ -45,6 +47,12 @@ def timed(team: Team, found: dict[str, Contender], exact: torch.Tensor | None, a
         if reason := _refuted(team, found[name], batches[name].run, exact, allowed):
             failed[name] = f"{reason}, when repeated"
     return {"us": {name: t.call_us for name, t in timings.items() if name not in failed}, "failed": failed}
+
+
+def progress(team: Team, text: str) -> None:
+    """One line of rank 0's, where the results are not printed."""
+    if team.rank == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _batch(team: Team, contender: Contender) -> timing.Batch:

@@ -183,6 +183,9 @@ def _timed(run: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[str, dict
         for called in ("graph", "eager"):
             known = [each for each in done if each["kind"] != "gemm" and each.get(f"{called}_us")]
             yield called, {each["name"]: each[f"{called}_us"] for each in known}, ""
+    elif benchmark == "rooted":
+        names = {"ctx.ccl": "ours", "torch": "NCCL"}
+        yield "graph", {names[name]: us for name, us in row["us"].items()}, ""
     elif benchmark == "llm":
         known = [each for each in done if each["key"] in ("ours", "nccl", "sequence-nccl", "transformers", "vllm")]
         for kind, called in (("step", "step"), ("first", "first token")):
@@ -199,7 +202,7 @@ def _sizes(row: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _why(row: dict[str, Any], called: str, best: str) -> str:
-    reasons = _REASONS.get((row.get("op", "model"), best), ("", ""))
+    reasons = _REASONS.get((row.get("op", row.get("what", "model")), best), ("", ""))
     return _OF_ROWS.get(_sizes(row)) or reasons[called == "eager"] or UNEXPLAINED
 
 
@@ -208,6 +211,7 @@ def _lost_row(run: dict[str, Any], row: dict[str, Any], called: str, times: tupl
     if "batch" in row:
         op, size = run["model"] + (", compiled" if run.get("compiled") else ""), f"{row['batch']} x {row['prompt']}"
     else:
-        op = "`matmul_all_reduce_norm`" if run["benchmark"] == "norms" else f"`{_OPS.get(row['op'], row['op'])}`"
-        size = ", ".join(map(str, _sizes(row))) or _bytes(row["bytes"])
+        name = row.get("op", row.get("what"))
+        op = "`matmul_all_reduce_norm`" if run["benchmark"] == "norms" else f"`{_OPS.get(name, name)}`"
+        size = ", ".join(map(str, _sizes(row))) or _bytes(row.get("bytes") or int(row["size"].split()[0]))
     return f"| {' | '.join([_gpus(run), op, size, called, *times, '{}', changed(run, row)])} |"

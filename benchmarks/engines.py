@@ -234,6 +234,7 @@ def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         parent, _, key = name.rpartition(".")
         setattr(model.get_submodule(parent), key, split.get_parameter(name))
+    share_buffers(model, split)
     _compute_buffers(model, ctx.device)
     return model.eval()
 
@@ -254,6 +255,7 @@ def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
         if takes_fp8(whole):
             weight, scale = scaled_matmul.quantised(whole.weight)
             module.weight, module.weight_scale = (nn.Parameter(each, requires_grad=False) for each in (weight, scale))
+    share_buffers(model, split)
     _compute_buffers(model, ctx.device)
     return model.eval()
 
@@ -338,7 +340,22 @@ def draw(model: nn.Module, ctx) -> None:
             else:
                 value.normal_(std=0.02, generator=own if split or part_of(module, name) else alike)
             setattr(module, name, nn.Parameter(value, requires_grad=False))
+    for name, buffer in model.named_buffers():  # that are stored, as corrections of a router are; others are computed
+        if buffer.is_meta:
+            set_buffer(model, name, torch.zeros_like(buffer, device=ctx.device))
     mixtures.make_uneven(model)
+
+
+def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    parent, _, key = name.rpartition(".")
+    setattr(model.get_submodule(parent), key, value)
+
+
+def share_buffers(model: nn.Module, split: nn.Module) -> None:
+    """Gives `model` those buffers of `split` that are stored."""
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    for name in [name for name, _ in model.named_buffers() if name not in computed]:
+        set_buffer(model, name, split.get_buffer(name))
 
 
 def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
@@ -365,6 +382,7 @@ def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
             value = DTensor.from_local(value, mesh, parameter.placements, run_check=False)
         parent, _, key = name.rpartition(".")
         model.get_submodule(parent)._parameters[key] = nn.Parameter(value, requires_grad=False)
+    share_buffers(model, split)
     _compute_buffers(model, team.device)
     return model.eval()
 

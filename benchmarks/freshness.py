@@ -36,6 +36,8 @@ _BEGINNINGS = {
     "norms": ("iris_ops.kernels.rmsnorm_epilogue",),
     "ccl": ("iris.ccl.",),
     "rma": ("iris.device.", "benchmarks.rma_kernels"),
+    "rooted": ("iris.ccl.messages", "iris.ccl.rings", "iris.ccl.rooted", "iris.ccl.transfer"),
+    "tiles": ("iris.device.", "examples.tile_all_reduce"),
     "moe": ("iris_ops.moe.",),
     "outputs": ("iris_ops.kernels.",),
     "invariance": DEVICE,

@@ -6,7 +6,8 @@ graphs, over weights and routings that rotate (`moe_layer.py`). The floor is the
 over the rate of a copy, as measured in the same run. `alone`: without an all-reduce.
 
 `--tune` has ours compete with all configurations that the planner knows and with other tiles, each op by itself;
-`--tiles 16x64x128s5w4,down:16x128x64s3w4` with these tiles only, and what is planned.
+`--tiles 16x64x128s5w4,down16:16x128x64s3w4` with these tiles only, the latter for moe_down of 16 tokens, and what is
+planned.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TILES = [
     (32, 256, 64, 8, 4), (64, 128, 64, 4, 3), (64, 128, 128, 8, 3), (64, 256, 64, 4, 3), (64, 256, 64, 8, 4),
     (128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 4),
 ]  # fmt: skip
-_TILE = re.compile(r"(?:(up|down):)?(\d+)x(\d+)x(\d+)s(\d+)w(\d+)")
+_TILE = re.compile(r"(?:(up|down)?(\d+)?:)?(\d+)x(\d+)x(\d+)s(\d+)w(\d+)(?:t(\d+))?")
 ALLOWED = 0.02  # relative, of the checked tokens together
 
 
@@ -155,7 +156,10 @@ def measured(
     found = compare.compare(team, calls, error, layer.calls, budget, captures)
     found["wrong"] = {name: error for name, error in found["errors"].items() if not error <= ALLOWED}
     problems = problems_of(ctx, layer)
-    plans = [ctx.ops.plan(p.op, p.tokens, p.N, p.K, p.dtype, experts=p.experts, top_k=p.top_k) for p in problems]
+    form = "rows" if layer.shape.gpt_oss else None
+    plans = [
+        ctx.ops.plan(p.op, p.tokens, p.N, p.K, p.dtype, form, experts=p.experts, top_k=p.top_k) for p in problems
+    ]  # fmt: skip
     found["plans"] = [plan.reasons[-1] for plan in plans]
     if "vLLM alone" in rivals:
         found["vLLM tiles"] = vllm_tiles(layer)
@@ -166,8 +170,8 @@ def problems_of(ctx: iris.Iris, layer: Layer) -> tuple[MoeProblem, MoeProblem]:
     shape, tokens, dtype = layer.shape, len(layer.A), layer.A.dtype
     common = tokens, shape.top_k, shape.experts
     return (
-        MoeProblem(GATE_UP, *common, layer.width, shape.hidden, ctx.num_ranks, dtype, True),
-        MoeProblem(DOWN_ALL_REDUCE, *common, shape.hidden, layer.width, ctx.num_ranks, dtype),
+        MoeProblem(GATE_UP, *common, layer.width, shape.hidden, ctx.num_ranks, dtype, True, in_rows=shape.gpt_oss),
+        MoeProblem(DOWN_ALL_REDUCE, *common, shape.hidden, layer.width, ctx.num_ranks, dtype, in_rows=shape.gpt_oss),
     )
 
 
@@ -180,9 +184,7 @@ def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, tile
     for problem in problems_of(ctx, layer):
         configs = tried(problem, machine_of(ctx.device), layer, tiles)
         every[problem.op] = {
-            f"{c.block_m}x{c.block_n}x{c.block_k} s{c.num_stages} w{c.num_warps} {c.algorithm}": ours(
-                ctx, layer, c if problem.op == GATE_UP else None, None if problem.op == GATE_UP else c
-            )
+            label(c): ours(ctx, layer, c if problem.op == GATE_UP else None, None if problem.op == GATE_UP else c)
             for c in configs
         }
     if team.cuda:
@@ -225,25 +227,41 @@ def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple
         known = [moe_plan(problem, machine, False, way) for way in sorted({c.algorithm for c in known})]
         known_ways = [moe_plan(problem, machine, False)]
         name = "up" if problem.op == GATE_UP else "down"
-        tiles = [tile for op, *tile in given if op in (None, name)]
+        wanted = {None, name}, {None, str(problem.tokens)}
+        tiles = [tile for op, tokens, *tile in given if op in wanted[0] and tokens in wanted[1]]
     else:
         known_ways = known = [c for c in known if c.block_m <= max(16, 4 * mean) and 8 * c.block_m >= mean]
-    found = {(c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.algorithm): c for c in known}
-    for m, n, k, warps, stages in tiles:
+    found = {label(c): c for c in known}
+    ways = {c.algorithm: c for c in known_ways}
+    for m, n, k, warps, stages, *turns in tiles:
         if machine.stages((m + n) * k * 2) >= stages:
-            for like in {c.algorithm: c for c in known_ways}.values():
-                each = replace(like, block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
-                found[m, n, k, warps, stages, like.algorithm] = each
+            # several tiles of a program come before sums only
+            of_these = [c for c in known if c.algorithm == "overlapped"] if turns and turns[0] > 1 else ways.values()
+            for like in of_these:
+                changed = dict(block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
+                each = replace(like, **changed, tiles_in_turn=turns[0] if turns else 1)
+                found[label(each)] = each
     return list(found.values())
 
 
+def label(config: FusedConfig) -> str:
+    turns = f" x{config.tiles_in_turn}" if config.tiles_in_turn > 1 else ""
+    tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
+    return f"{tile}{turns} s{config.num_stages} w{config.num_warps} {config.algorithm}"
+
+
 def tile(text: str) -> tuple:
-    """(op or None, block_m, block_n, block_k, warps, stages) of `up:16x64x128s5w4`. Raises `ValueError`."""
+    """(op, tokens, block_m, block_n, block_k, warps, stages, tiles in turn) of `down16:16x64x128s5w4t2`.
+
+    The first two are None where they are left out.
+
+    Raises `ValueError`.
+    """
     found = _TILE.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r}; expected a tile like 16x64x128s5w4, perhaps behind up: or down:")
-    m, n, k, stages, warps = map(int, found.groups()[1:])
-    return found[1], m, n, k, warps, stages
+        raise ValueError(f"{text!r}; expected a tile like 16x64x128s5w4, or up:, 16: or down16: before it")
+    m, n, k, stages, warps, turns = (int(each or 1) for each in found.groups()[2:])
+    return found[1], found[2], m, n, k, warps, stages, turns
 
 
 def compare_error(team: Team, call: Callable[[int], torch.Tensor], exact: torch.Tensor) -> float:

@@ -43,6 +43,7 @@ FOUR: list[Wanted] = [
 OPS_TWO = ("ops_{gpu}_x2", "ops_models_{gpu}_x2", "ops_between_{gpu}_x2")
 OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
 MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
+MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
 OPS_TEXT = (
     "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where it"
     " is faster."
@@ -173,6 +174,27 @@ def models(ranks: int, folder: str, most: int | None = None) -> str:
         text += " vLLM, which takes the GPUs for itself, is compared with ours of its own run."
     used = [each for run, beside_it in zip(runs, apart, strict=True) for each in (run, *beside_it)]
     return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
+
+
+def mixtures(ranks: int, folder: str) -> str:
+    """Steps and first tokens of whole mixtures of experts, or of some of their layers, beside cuBLAS + NCCL."""
+    runs = [run for model in MIXTURES for run in newest(f"llm_{model}*_{{gpu}}_x{ranks}")]
+    rows = []
+    for run in runs:
+        of = f"{run['model']}, {run['layers']} layers"
+        for number, row in enumerate(run["rows"]):
+            results = _by_key(row)
+            if "ours" in results:
+                cells = [of if not number else "", f"{row['batch']} x {row['prompt']}"]
+                for kind in ("step", "first"):
+                    cells += [figure(_ms(results["ours"], kind)), _beside_ms(results, "nccl", kind)]
+                rows.append([*cells, changed(run)])
+    head = ["model", "batch x prompt", "step", "cuBLAS + NCCL", "first token", "cuBLAS + NCCL", CHANGED]
+    text = (
+        "ms, CUDA graphs, not compiled, random weights and uneven routers; in brackets how many times ours. The rival's"
+        " experts are torch's grouped product."
+    )
+    return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
 
 def beside_vllm(run: Run) -> list[Run]:

@@ -15,9 +15,15 @@ from pathlib import Path
 import re
 import sys
 
-from benchmarks import ccl_report, docs_tables, page_tables, report, rma_table, single_tables, table
+from benchmarks import ccl_report, contenders, docs_tables, page_tables, report, rma_table, single_tables, table
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def _of_kernel(name: str, folder: str) -> str:
+    make = single_tables.of_mixture_kernel if name.startswith("moe.") else docs_tables.of_kernel
+    return make(name, folder)
+
 
 # name of the table, its page, and what makes it, given the way from the page to the result files
 TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
@@ -33,14 +39,17 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("hosts", "docs/benchmarks.md", page_tables.hosts),
     ("models x4", "docs/benchmarks/models.md", partial(page_tables.models, 4)),
     ("models x2", "docs/benchmarks/models.md", partial(page_tables.models, 2)),
+    ("mixtures x2", "docs/benchmarks/models.md", partial(page_tables.mixtures, 2)),
     ("collectives x4", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 4)),
     ("collectives x2", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 2)),
+    ("rooted", "docs/guides/collectives.md", single_tables.rooted),
+    ("tiles", "docs/guides/kernels.md", single_tables.tiles),
     ("mixtures", "docs/guides/mixtures.md", single_tables.mixtures),
     ("outputs", "docs/guides/memory.md", single_tables.outputs),
     ("invariance", "docs/concepts/determinism.md", single_tables.invariance),
     ("invariance ranks", "docs/concepts/determinism.md", single_tables.invariance_ranks),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost()),
-    *((f"measured {name}", page, partial(docs_tables.of_kernel, name)) for name, page in docs_tables.PAGES.items()),
+    *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),
 ]
 
 
@@ -50,11 +59,17 @@ def _llm(run: dict) -> str:
     return llm.render(run)
 
 
+def _contenders(ours: str, run: dict) -> str:
+    return contenders.render(run, ours, tuple(dict.fromkeys(name for row in run["rows"] for name in row["us"])))
+
+
 EVERY_ROW: dict[str, Callable[[dict], str]] = {
     "ops": partial(table.render, modes=("graph", "eager")),
     "norms": partial(table.render, modes=("graph", "eager")),
     "ccl": ccl_report.render,
     "rma": rma_table.render,
+    "rooted": partial(_contenders, "ctx.ccl"),
+    "tiles": partial(_contenders, "tiles"),
     "llm": _llm,
 }
 

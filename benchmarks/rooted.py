@@ -49,6 +49,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
             if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
                 written["left_out"].append(f"{op} {nbytes}")
                 continue
+            contenders.progress(team, f"{op} {nbytes}")
             ours, theirs, exact = CASES.get(op, messages)(team, ctx, dtype, op, nbytes)
             allowed = 8 * torch.finfo(dtype).eps * team.world if op == "reduce" else 0.0
             found = contenders.timed(team, {"ctx.ccl": ours, "torch": theirs}, exact, allowed)

@@ -3,8 +3,9 @@
     python -m benchmarks.tiles --ranks 2
 
 The kernel of `examples/tile_all_reduce.py` sums each finished tile over the ranks, or for the rank that owns its rows.
-It is timed beside the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that
-does nothing but gather or exchange tiles is timed beside `ctx.ccl`. Every contender's result, into poisoned memory, is
+That of `examples/tile_all_reduce_hopper.py` does so in warps of their own, for more rows than a tile has. Both are
+timed beside the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that does
+nothing but gather or exchange tiles is timed beside `ctx.ccl`. Every contender's result, into poisoned memory, is
 compared with float64 before and after it is timed. Takes less than a minute; writes tiles_<gpu>_x<ranks>.json after
 every row.
 """
@@ -17,6 +18,7 @@ import time
 from typing import NamedTuple
 
 import iris
+from iris import platform
 from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
@@ -26,9 +28,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks import contenders, report
 from benchmarks.contenders import Contender
+from examples import tile_all_reduce_hopper
 from examples.tile_all_reduce import tile_matmul_kernel
 
-NAMES = ("tiles", "tiles, two shots", "ctx.ops", "ctx.ccl", "torch")
+NAMES = ("tiles", "tiles, two shots", "tiles, specialised warps", "ctx.ops", "ctx.ccl", "torch")
 ROWS = 8  # of a tile that is only gathered or exchanged
 
 
@@ -116,6 +119,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
             written["left_out"].append(name)
             continue
+        contenders.progress(team, name)
         written["rows"].append(row())
         if team.rank == 0:
             report.write(written, args)
@@ -136,7 +140,9 @@ def products(
     exact = exact.chunk(w)[rank] if scatter else exact
     a, b = A[rank].contiguous(), B[rank].contiguous()
     described = [TensorDescriptor.from_tensor(*each) for each in ((a, [tile.m, tile.k]), (b, [tile.k, tile.n]))]
-    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES}
+    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES} | {
+        "torch": torch.empty_like(exact, dtype=dtype)
+    }
     number = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)
     space, grid = ctx.ccl.tile_space(number, tile.m * tile.n, dtype), (min(number, tile.programs * ctx.get_cu_count()),)
 
@@ -162,6 +168,12 @@ def products(
     }
     if scatter:
         del calls["tiles, two shots"]
+    elif platform.has_warp_specialisation(ctx.device) and dtype.itemsize == 2 and M > tile_all_reduce_hopper.BLOCKS[0]:
+        specialised = outs["tiles, specialised warps"]
+        room = tile_all_reduce_hopper.space_for(ctx, M, N, dtype)
+        calls["tiles, specialised warps"] = partial(
+            tile_all_reduce_hopper.tile_matmul_hopper, ctx, room, a, b, specialised
+        )
     found = {name: Contender(call, outs[name]) for name, call in calls.items()}
     return {
         "what": op,
@@ -181,7 +193,9 @@ def moves(team: Team, ctx: iris.Iris, dtype: torch.dtype, nbytes: int, op: str) 
     exact = torch.cat([x[r, :, rank * N : (rank + 1) * N] for r in range(w)], 1) if exchange else x.view(w * M, N)
     given = x[rank].contiguous()
     in_parts = given.view(M, w, N).movedim(1, 0).contiguous() if exchange else given
-    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES}
+    outs = {name: ctx.empty(exact.shape, dtype=dtype) for name in NAMES} | {
+        "torch": torch.empty_like(exact, dtype=dtype)
+    }
     number = triton.cdiv(M, ROWS)
     space, grid = ctx.ccl.tile_space(number, ROWS * N, dtype), (min(number, ctx.get_cu_count()),)
 

@@ -37,7 +37,7 @@ def tile_matmul_kernel(
         if TWO_SHOT:
             store(out, tiles.all_reduce(acc, number, kind, True), m, n, M, N)
         else:  # a program takes a tile's sum behind its next product: by then the peers' tiles have come
-            tiles.send(acc, number, kind, owner)
+            tiles.send(acc, number, kind, owner if SCATTER else None)
             if number >= programs:
                 finish(ctx, tiles, out, number - programs, M, N, BLOCK_M, BLOCK_N, SCATTER)
     if not TWO_SHOT:
@@ -55,7 +55,7 @@ def place_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORLD_S
         owner = row % WORLD_SIZE
         return owner * (M // WORLD_SIZE) + row // WORLD_SIZE * BLOCK_M, column * BLOCK_N, owner
     else:
-        return row * BLOCK_M, column * BLOCK_N, None
+        return row * BLOCK_M, column * BLOCK_N, 0
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def finish(ctx, tiles, out, number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
     parts: tl.constexpr = 4 if BLOCK_M >= 64 else 1
     like = tl.zeros((BLOCK_M // parts, BLOCK_N), tl.float32)
     for part in tl.static_range(parts):
-        total = tiles.sum(number, like, out.dtype.element_ty, owner, part, parts)
+        total = tiles.sum(number, like, out.dtype.element_ty, owner if SCATTER else None, part, parts)
         store(out, total, m + part * like.shape[0], n, M, N)
 
 

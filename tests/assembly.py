@@ -179,6 +179,7 @@ LOCAL = (
     "ld.global.gpu.relaxed.b32",
     "atom.global.gpu.relaxed.add.u64",
     "atom.global.gpu.relaxed.add.u64",  # the next record of a trace
+    "red.global.gpu.relaxed.add.u32",  # that a program has read the counts of messages
 )
 # That all programs of this rank have put what arrived into the one gathered matrix.
 AMONG_PROGRAMS = ("atom.global.gpu.acq_rel.add.u32", "atom.global.gpu.release.exch.b32")

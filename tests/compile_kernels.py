@@ -32,7 +32,7 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from examples import tile_all_reduce  # noqa: E402
+from examples import tile_all_reduce, tile_all_reduce_hopper  # noqa: E402
 from examples.all_scatter import fused_store_warp  # noqa: E402
 from tests.kernel_variants import MACHINES, WORLD_SIZE, traced, variants  # noqa: E402
 
@@ -71,7 +71,11 @@ _INT32 |= {"leaf_table", "root_table"}
 _FLOAT32 = {"parts", "scales", "a_scales", "b_scales", "squares", "stretches", "weights", "most", "total"}
 
 # Kernels whose operands are always descriptors: whether b is one of B transposed.
-_DESCRIBED = {tile_matmul.tile_matmul_kernel: True, tile_all_reduce.tile_matmul_kernel: False}
+_DESCRIBED = {
+    tile_matmul.tile_matmul_kernel: True,
+    tile_all_reduce.tile_matmul_kernel: False,
+    tile_all_reduce_hopper.tile_matmul_hopper_kernel: False,
+}
 
 # Products by rows, N = K = 4096, of which is compiled what their plans have launched.
 PLANNED = (

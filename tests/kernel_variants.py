@@ -39,7 +39,14 @@ from triton.experimental.gluon import language as gl
 
 from benchmarks.rma_kernels import block_words, move_kernel
 from benchmarks.tiles import move_tiles_kernel
-from examples import expert_mixture, flash_decode, ring_attention, rms_norm_gather, tile_all_reduce
+from examples import (
+    expert_mixture,
+    flash_decode,
+    ring_attention,
+    rms_norm_gather,
+    tile_all_reduce,
+    tile_all_reduce_hopper,
+)
 from tests import gluon_kernels, rma_kernels, tile_kernels
 from tests.moe_variants import moe_variants
 
@@ -261,6 +268,9 @@ def hopper_variants():
     )
     scattered = {key: value for key, value in swapped.items() if key != "GROUP_M"} | no_scales
     yield "lamport_pair_scatter_128", lamport_pair.lamport_pair_scatter_kernel, options, scattered
+    example = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, WORLD_SIZE=WORLD_SIZE, **layouts(128, 128))
+    example |= dict(STAGES=tile_all_reduce_hopper.STAGES, PLACES=tile_all_reduce_hopper.PLACES)
+    yield "example_matmul_hopper", tile_all_reduce_hopper.tile_matmul_hopper_kernel, options, example
     sums = {key: value for key, value in swapped.items() if key != "PLACES"} | dict(STAGES=3, LEAF_STEPS=4)
     yield "tree_pair_128", tree_pair.tree_pair_kernel, options, sums
     yield "tree_pair_folded", tree_pair.tree_pair_kernel, options, sums | dict(FOLDED=True, B_TRANSPOSED=True)

@@ -8,7 +8,7 @@ from layers.serving.engine import Engine
 import pytest
 import torch
 
-from benchmarks import engines, llm, plot_llm, truth  # noqa: E402
+from benchmarks import engines, llm, mixtures, plot_llm, truth  # noqa: E402
 from tests.processes import run_benchmark
 from tests.test_benchmarks import alone  # noqa: F401  (a fixture)
 
@@ -30,6 +30,50 @@ def test_every_contender_from_end_to_end(tmp_path):
     assert "| 2 x 3" in printed and "left out" not in printed
     picture = plot_llm.draw(tmp_path / "tiny.json", tmp_path)[0].read_text()
     assert "transformers" in picture and "first token" in picture
+
+
+MIXTURES = [name for name in mixtures.SHAPES if name.startswith("tiny-")]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.some(1)
+def test_mixtures_from_end_to_end(name: str, tmp_path):
+    asked = ["--model", name, "--contenders", "ours,nccl", "--rounds", "1", "--batches", "1,2", "--prompts", "5"]
+    printed = run_benchmark("llm", 2, *asked, "--output", "3", "--out", str(tmp_path), "--name", "tiny")
+    report = json.loads((tmp_path / "tiny.json").read_text())
+    assert [row["batch"] for row in report["rows"]] == [1, 2]
+    for row in report["rows"]:
+        assert [(each["key"], each["status"]) for each in row["results"]] == [("ours", "ok"), ("nccl", "ok")], row
+        assert all(each["step_eager_ms"] > 0 for each in row["results"])
+    assert "random routers, rows scaled: the busiest expert gets" in printed
+
+
+def test_each_mixture_has_a_tiny_one_of_its_kinds() -> None:
+    whole = [name for name in mixtures.SHAPES if name not in MIXTURES]
+    assert MIXTURES == [f"tiny-{name}" for name in whole] and len(whole) == 5
+    for name in whole:
+        (kind, sizes), (small_kind, small) = mixtures.SHAPES[name], mixtures.SHAPES[f"tiny-{name}"]
+        assert kind == small_kind and sizes.keys() <= small.keys() | {"rope_theta"}
+        config = engines.config_of(f"tiny-{name}")
+        assert config.num_hidden_layers == 2 and config.vocab_size == 128
+
+
+def test_routers_send_experts_uneven_shares() -> None:
+    """About as uneven as those of trained models are: some experts get several times the mean, others hardly any."""
+    torch.manual_seed(1)
+    model = torch.nn.ModuleDict({"router": Router(128, 2048)})
+    even = mixtures.load(model, 8)
+    mixtures.make_uneven(model)
+    uneven = mixtures.load(model, 8)
+    assert even is not None and uneven is not None
+    assert even[0] < 1.4 and even[1] > 0.6
+    assert 2 < uneven[0] < 6 and uneven[1] < 0.2
+
+
+class Router(torch.nn.Module):
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(0.02 * torch.randn(experts, width))
 
 
 class TooMuch(engines.NcclOps):

@@ -98,7 +98,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         assert steps[0] == wait and steps.count(wait) == 1 and steps.count(lead) == 1, kernel.name
         # tensor cores: sums, fp32, gates
         plain = {"step_weigh", "step_weigh_pairs", "step_wide", "gate", "first_half", "round_rows"}
-        plain |= {"moe_route", "moe_route_counted", "moe_count"}
+        plain |= {"moe_route", "moe_route_counted", "moe_count", "moe_lamport_token", "moe_lamport_token_columns"}
         without = kernel.name in plain or "combine" in kernel.name
         assert ("mma" in steps) != without and "mma" not in steps[steps.index(lead) :], kernel.name
     for kernel in compiled(target).values():
@@ -264,6 +264,24 @@ def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> N
         assert load < look < store, name
     assert kernels["ccl_atomic"].count(r"\b(red|atom)\.global\.sys\.relaxed\.add\S*\.f32"), "no atomic at the system"
     assert not narrow_stores(kernels["ccl_ring"])
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_ptx_of_messages_moves_16_bytes_at_a_time(compiled, target: str) -> None:
+    """Lamport values, and chunks; also a last unit that is not full."""
+    for name, word in {"ccl_messages": r"v2\.b64", "ccl_reduce": r"v4\.b32"}.items():
+        kernel = compiled(target)[name]
+        assert kernel.count(rf"\bst\.global\.wt\.{word}") and not kernel.count(rf"\bst\.global\.wt\.(?!{word})"), name
+        assert kernel.count(rf"\bld\.volatile\.global\.{word}") >= 2, name
+        assert kernel.count(r"\bld\.global\.cg\.v4\.b32") and not kernel.count(r"\bld\.global\.cg\.(?!v4)"), name
+        assert kernel.count(r"\bst\.global\.v4\.b32") >= 3, name
+        assert kernel.count(r"sys\.release\.exch\.b32") == 2, name  # of a chunk, and credit to all ranks
+
+
+def test_messages_go_both_ways_at_once(compiled, tmp_path: Path) -> None:
+    """Programs that send and programs that take, 256 threads each, share the multiprocessors."""
+    for name in ("ccl_messages", "ccl_reduce"):
+        assert 2 * 256 * registers(compiled("sm_90")[name], tmp_path) <= 65536, name
 
 
 def test_lamport_values_between_two_leave_room_for_another_call(compiled, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def tile_scatter_kernel(
 @triton.jit
 def tile_halves_kernel(
     ctx_ptr, sync, inp, out, rank, num_tiles, M: tl.constexpr, N: tl.constexpr, SCATTER: tl.constexpr,
-    PARTS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """out fp32 [num_tiles, M, N]: as the two kernels above, each tile's sum taken behind the next one's sending."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
@@ -54,13 +54,15 @@ def tile_halves_kernel(
     for number in range(tl.program_id(0), num_tiles + programs, programs):
         if number < num_tiles:
             owner = number % WORLD_SIZE if SCATTER else None
-            tiles.send(tl.load(inp + number * M * N + whole), number, owner=owner)
+            tiles.send(tl.load(inp + number * M * N + whole), number, owner=owner, kept=KEPT)
         before = number - programs
         if before >= 0:
             owner = before % WORLD_SIZE if SCATTER else None
             for part in tl.static_range(PARTS):
                 like = tl.zeros((rows, N), inp.dtype.element_ty)
-                total = tiles.sum(before, like, owner=owner, part=part, parts=PARTS)
+                if KEPT:
+                    like = tl.load(inp + before * M * N + part * rows * N + at)
+                total = tiles.sum(before, like, owner=owner, part=part, parts=PARTS, kept=KEPT)
                 mask = (at >= 0) & (rank == owner) if SCATTER else at >= 0
                 tl.store(out + before * M * N + part * rows * N + at, total, mask=mask)
     tiles.close()

@@ -73,7 +73,8 @@ class Collectives(RootedCalls):
         self._workspaces: dict[Any, Workspace] = {}
         self._kernels: dict[tuple, object] = {}
         self._calls = relaunch.Calls(2)
-        ctx.on_change.append(self._calls.forget)
+        self._made = {}  # calls with a root, and messages
+        ctx.on_change += [self._calls.forget, self._made.clear]
         self._device_of = relaunch.device_of(ctx.device)
 
     @KEYWORDS

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import ArgumentError
 from .group import Group
-from .rings import MESSAGE_BYTES, Message, Rings, Words, cut, meets
+from .rings import MESSAGE_BYTES, Message, Rings, cut, meets
 from .rooted import check, check_rank
 
 
@@ -56,9 +56,11 @@ def exchange(op: str, rings: Rings, group: Group, messages: Sequence[P2POp], nam
     _check_room(op, rings, kinds, messages)
     _compare(group, kinds, messages)
     takes = [message.tensor for kind, message in zip(kinds, messages, strict=True) if kind == "recv"]
-    sent, taken, words = [], [], []
+    sent: list[Message] = []
+    taken: list[Message] = []
+    words = []
     for kind, message in zip(kinds, messages, strict=True):
-        found = Words(message.tensor)
+        found = rings.words(message.tensor)
         if kind == "send":
             found.fill(aside=any(meets(message.tensor, each) for each in takes))
         words.append(found)

@@ -8,7 +8,7 @@ first, or afterwards, by torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from .. import platform
 from ..device.waits import WAITERS
 from ..heap import extent
 from ..launch import relaunch
-from .transfer import SLOT, transfer_kernel
+from .transfer import SLOT, in_table, transfer_kernel
 from .workspace import Workspace
 
 # Bytes up to which a message travels as Lamport values, which take twice the bytes but no signal.
@@ -70,23 +70,22 @@ def cut_of_sum(n: int, dtype: torch.dtype) -> Cut:
 class Words:
     """`tensor` as whole words that lie one after the other: where it is, or else in memory of its own.
 
-    `fill` copies it there, before it is sent; `empty` copies it back, once it was taken.
+    `fill` copies it there, before it is sent; `empty` copies it back, once it was taken. Made by `Rings.words`.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, nbytes = tensor, tensor.numel() * tensor.itemsize
+    def __init__(self, rings: Rings, tensor: torch.Tensor) -> None:
+        self._rings, self._tensor, nbytes = rings, tensor, tensor.numel() * tensor.itemsize
         self.nbytes = -(-nbytes // 4) * 4
         lies = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         self._memory: torch.Tensor | None = None
-        if not lies or (tensor.data_ptr() | nbytes) % 4:
-            self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=tensor.device)
-        self.address = (tensor if self._memory is None else self._memory).data_ptr()
+        self.address = tensor.data_ptr()
+        if not lies or (self.address | nbytes) % 4:
+            self._move()
 
     def fill(self, aside: bool = False) -> Words:
         """`aside`: in memory of its own whatever it is, for what is stored may overlap it."""
         if aside and self._memory is None:
-            self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._tensor.device)
-            self.address = self._memory.data_ptr()
+            self._move()
         if self._memory is not None:
             self._own(self._memory).copy_(self._tensor)
         return self
@@ -94,6 +93,10 @@ class Words:
     def empty(self) -> None:
         if self._memory is not None:
             self._tensor.copy_(self._own(self._memory))
+
+    def _move(self) -> None:
+        self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._tensor.device)
+        self.address, self._rings.copied = self._memory.data_ptr(), True
 
     def _own(self, memory: torch.Tensor) -> torch.Tensor:
         t = self._tensor
@@ -107,11 +110,23 @@ def meets(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Rings:
-    """The rings of one group, in the areas of a workspace called `name`."""
+    """The rings of one group, in the areas of a workspace called `name`, for one call."""
 
     def __init__(self, workspace: Workspace, name: str, kernels: dict) -> None:
         self._workspace, self._name, self._kernels = workspace, name, kernels
         self._ctx, self.world = workspace.group.ctx, workspace.group.size
+        self.copied = False  # whether torch copies something for this call
+        self._launched: list[relaunch.Launch | None] = []
+
+    @property
+    def again(self) -> Callable[[], bool] | None:
+        """What makes this call once more, if it was a single launch that can be repeated."""
+        if self.copied or len(self._launched) != 1 or self._launched[0] is None:
+            return None
+        return self._launched[0].again
+
+    def words(self, tensor: torch.Tensor) -> Words:
+        return Words(self, tensor)
 
     @property
     def slots(self) -> int:
@@ -134,7 +149,7 @@ class Rings:
         """Sends and takes messages at once, in one launch; if they are very many, in several, what is sent first."""
         sends, takes = [each for each in sends if each.nbytes], [each for each in takes if each.nbytes]
         if max(len(sends), len(takes)) <= _MESSAGES:
-            parts = [(sends, takes)] if sends or takes else []
+            parts: list[tuple[list[Message], list[Message]]] = [(sends, takes)] if sends or takes else []
         else:  # no sender waits for takers of its own rank
             parts = [(part, []) for part in _parts(sends)] + [([], part) for part in _parts(takes)]
         for sent, taken in parts:
@@ -176,7 +191,8 @@ class Rings:
             WAITER=WAITERS.index(waiter),
         )
         grid = (senders + takers + 2, 1, 1)
-        relaunch.launch(self._kernels, ctx.device, transfer_kernel, grid, args, num_warps=_WARPS)
+        launched = relaunch.launch(self._kernels, ctx.device, transfer_kernel, grid, args, num_warps=_WARPS)
+        self._launched.append(launched)
 
 
 def _parts(messages: list[Message]) -> list[list[Message]]:
@@ -196,5 +212,6 @@ def _table(messages: list[Message]) -> list[tuple]:
 
 
 def _filled(table: list, length: int) -> tuple:
-    """A table of `length` messages; what is added has no items."""
-    return (*table, *[(0, 0, 0, 0, 0, 0, 0, 0)] * (length - len(table)))
+    """A table of `length` messages, for the kernel; what is added has no items."""
+    whole = [*table, *[(0, 0, 0, 0, 0, 0, 0, 0)] * (length - len(table))]
+    return tuple(tuple(map(in_table, message)) for message in whole)

@@ -30,7 +30,7 @@ def broadcast(rings: Rings, group: Group, tensor: torch.Tensor, src: int) -> Non
     check(op, "tensor", tensor, group.ctx)
     check_rank(op, "src", src, group)
     _agree(group, tensor.shape, tensor.dtype)
-    words = Words(tensor)
+    words = rings.words(tensor)
     if group.rank == src:
         _move(rings, op, words.nbytes, [(words.fill(), rank) for rank in _others(group)], [])
     else:
@@ -45,11 +45,11 @@ def gather(rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tens
     if group.rank == dst:
         _check_whole(op, "out", out, "inp", inp, group)
     _agree(group, inp.shape, inp.dtype)
-    own = Words(inp)
+    own = rings.words(inp)
     if group.rank != dst:
         _move(rings, op, own.nbytes, [(own.fill(), dst)], [])
     elif inp.numel() and out is not None:
-        parts = [Words(part) for part in out.split(inp.shape[0])]
+        parts = [rings.words(part) for part in out.split(inp.shape[0])]
         own.fill(aside=meets(inp, out) and own.address != parts[dst].address)
         takes = [(parts[rank], rank) for rank in _others(group)]
         _move(rings, op, own.nbytes, [], takes, copy=(own, parts[dst]))
@@ -64,12 +64,12 @@ def scatter(rings: Rings, group: Group, out: torch.Tensor, inp: torch.Tensor | N
     if group.rank == src:
         _check_whole(op, "inp", inp, "out", out, group)
     _agree(group, out.shape, out.dtype)
-    own = Words(out)
+    own = rings.words(out)
     if group.rank != src:
         _move(rings, op, own.nbytes, [], [(own, src)])
     elif out.numel() and inp is not None:
         aside = meets(inp, out)
-        parts = [Words(part).fill(aside) for part in inp.split(out.shape[0])]
+        parts = [rings.words(part).fill(aside) for part in inp.split(out.shape[0])]
         _move(rings, op, own.nbytes, [(parts[rank], rank) for rank in _others(group)], [], copy=(parts[src], own))
     own.empty()
 
@@ -93,8 +93,8 @@ def reduce(
             )
     _agree(group, inp.shape, inp.dtype)
     dtype, n, size = bits(inp, summed=True).dtype, inp.numel(), inp.itemsize
-    own = Words(inp).fill(aside=group.rank == dst and out is not None and out is not inp and meets(inp, out))
-    total = Words(out) if group.rank == dst and out is not None else own
+    own = rings.words(inp).fill(aside=group.rank == dst and out is not None and out is not inp and meets(inp, out))
+    total = rings.words(out) if group.rank == dst and out is not None else own
     if not n or group.size == 1:
         if out is not None:
             out.copy_(inp)

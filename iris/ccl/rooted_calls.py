@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ..rank import Rank
     from .group import Group
 
+_KEPT = 4096  # calls that are known from before
+
 
 class RootedCalls:
     """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype but where sums are asked.
@@ -30,6 +33,7 @@ class RootedCalls:
 
     _ctx: Rank
     _kernels: dict
+    _made: dict[tuple, tuple[Callable[[], bool], Workspace]]
 
     def _group(self, group: Members) -> Group:
         raise NotImplementedError
@@ -46,9 +50,8 @@ class RootedCalls:
         config: Config | None = None,
     ) -> Workspace:  # fmt: skip
         """`tensor`, of any shape and dtype, becomes what rank `src` has. Here and below: ranks count in the group."""
-        workspace = self._rooted("broadcast", group, async_op, config)
-        rooted.broadcast(self._rings(workspace), workspace.group, tensor, src)
-        return workspace
+        act = partial(rooted.broadcast, tensor=tensor, src=src)
+        return self._rooted("broadcast", (tensor,), src, None, group, async_op, config, act)
 
     @KEYWORDS
     def gather(
@@ -56,9 +59,8 @@ class RootedCalls:
         config: Config | None = None,
     ) -> Workspace:  # fmt: skip
         """Rank `dst`'s `out` (w * M, ...): every rank's `inp` (M, ...), in rank order. The others' `out` is left."""
-        workspace = self._rooted("gather", group, async_op, config)
-        rooted.gather(self._rings(workspace), workspace.group, out, inp, dst)
-        return workspace
+        act = partial(rooted.gather, out=out, inp=inp, dst=dst)
+        return self._rooted("gather", (out, inp), dst, None, group, async_op, config, act)
 
     @KEYWORDS
     def scatter(
@@ -66,9 +68,8 @@ class RootedCalls:
         config: Config | None = None,
     ) -> Workspace:  # fmt: skip
         """`out` (M, ...): this rank's part of rank `src`'s `inp` (w * M, ...). The others' `inp` is not looked at."""
-        workspace = self._rooted("scatter", group, async_op, config)
-        rooted.scatter(self._rings(workspace), workspace.group, out, inp, src)
-        return workspace
+        act = partial(rooted.scatter, out=out, inp=inp, src=src)
+        return self._rooted("scatter", (out, inp), src, None, group, async_op, config, act)
 
     @KEYWORDS
     def reduce(
@@ -76,9 +77,8 @@ class RootedCalls:
         group: Members = None, async_op: bool = False, config: Config | None = None,
     ) -> Workspace:  # fmt: skip
         """Rank `dst`'s `out`: the sum over ranks of `inp`, kept in fp32 and rounded once. The others' `out` is left."""
-        workspace = self._rooted("reduce", group, async_op, config)
-        rooted.reduce(self._rings(workspace), workspace.group, out, inp, dst, op)
-        return workspace
+        act = partial(rooted.reduce, out=out, inp=inp, dst=dst, reduce_op=op)
+        return self._rooted("reduce", (out, inp), dst, op, group, async_op, config, act)
 
     def tile_space(self, tiles: int, elements: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Memory for the collectives on tiles of one's own kernel (`iris.tiles`); collective over all ranks.
@@ -136,21 +136,63 @@ class RootedCalls:
         names = [(f"p2p_op_list[{i}].tensor", f"p2p_op_list[{i}].peer") for i in range(len(p2p_op_list))]
         self._exchange("batch_isend_irecv", group, p2p_op_list, names)
 
-    def _rooted(self, op: str, group: Members, async_op: bool, config: Config | None) -> Workspace:
-        """The group's workspace, for a call that always runs in the current stream."""
+    def _rooted(
+        self, op: str, tensors: tuple[Any, ...], root: int, reduce_op: Any, group: Members, async_op: bool,
+        config: Config | None, act: Callable[[Rings, Group], None],
+    ) -> Workspace:  # fmt: skip
+        """The group's workspace. Calls `act`, always in the current stream, or launches again what it did before."""
         self._ctx.check()
-        check_async(op, async_op)
-        check_options(op, None, config)
-        return self._workspace_of(op, self._group(group), None)
-
-    def _rings(self, workspace: Workspace, name: str = "rooted") -> Rings:
-        return Rings(workspace, name, self._kernels)
+        key = _key(op, tensors, root, reduce_op, group, async_op, config)
+        if (workspace := self._made_again(key)) is None:
+            check_async(op, async_op)
+            check_options(op, None, config)
+            workspace = self._workspace_of(op, self._group(group), None)
+            rings = Rings(workspace, "rooted", self._kernels)
+            act(rings, workspace.group)
+            self._keep(key, rings, workspace)
+        return workspace
 
     def _message_rings(self) -> Rings:
         """The rings of messages, which are all ranks'."""
-        return self._rings(self._workspace_of("send", self._group(None), None), "messages")
+        return Rings(self._workspace_of("send", self._group(None), None), "messages", self._kernels)
 
     def _exchange(self, op: str, group: Members, listed: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
         self._ctx.check()
+        key = _key(op, [each.tensor for each in listed], *((each.op, each.peer) for each in listed), group)
+        if self._made_again(key) is None:
+            self._ctx.side.join()
+            rings = self._message_rings()
+            messages.exchange(op, rings, self._group(group), listed, names)
+            self._keep(key, rings, self._workspace_of(op, self._group(None), None))
+
+    def _made_again(self, key: tuple | None) -> Workspace | None:
+        """The workspace of a call that was made before, and now once more; None if it has not been."""
+        known = self._made.get(key) if key and self._ctx.agreement is None else None
+        if known is None:
+            return None
+        again, workspace = known
         self._ctx.side.join()
-        messages.exchange(op, self._message_rings(), self._group(group), listed, names)
+        return workspace if again() else None
+
+    def _keep(self, key: tuple | None, rings: Rings, workspace: Workspace) -> None:
+        if key and (again := rings.again):
+            if len(self._made) >= _KEPT:
+                self._made.clear()
+            self._made[key] = again, workspace
+
+
+def _key(op: str, tensors: Sequence[Any], *rest: Any) -> tuple | None:
+    """What a call comes down to: one with the same key passes the same checks and launches the same."""
+    found: list[Any] = [op, *rest]
+    try:
+        for t in tensors:
+            if t is None:
+                found.append(None)
+                continue
+            if (t.requires_grad and torch.is_grad_enabled()) or t.is_conj() or t.is_neg():
+                return None
+            found += (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+        hash(key := tuple(found))
+    except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
+        return None
+    return key

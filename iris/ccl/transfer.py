@@ -53,37 +53,48 @@ def _of(counts, ranks, rank):
 
 
 @device_function
+def _field(table, message: tl.constexpr, field: tl.constexpr):
+    """Of a message in a table, whose numbers stand there as `in_table` has them."""
+    return table[message][field] >> 4
+
+
+def in_table(x: int) -> int:
+    """A number as it stands in a table: Triton compiles anew for a 1 in a tuple, and for a multiple of 16."""
+    return 16 * x + 3
+
+
+@device_function
 def _needed(table, ranks):
     """How many slots the messages of a table take with each rank."""
     found = tl.zeros(ranks.shape, tl.int32)
     for i in tl.static_range(len(table)):
-        found += tl.where(ranks == table[i][2], table[i][4], 0)
+        found += tl.where(ranks == _field(table, i, 2), _field(table, i, 4).to(tl.int32), 0)
     return found
 
 
 @device_function
 def _items(table):
-    found = table[0][6]
+    found = _field(table, 0, 6)
     for i in tl.static_range(1, len(table)):
-        found += table[i][6]
+        found += _field(table, i, 6)
     return found
 
 
 @device_function
 def _message(table, item):
     """The message that an item belongs to, without counts; at last, which of its items it is."""
-    address, n, peer, first, _, chunk, end, to = table[0]
-    index = item
+    address, n, peer, first = _field(table, 0, 0), _field(table, 0, 1), _field(table, 0, 2), _field(table, 0, 3)
+    chunk, end, to, index = _field(table, 0, 5), _field(table, 0, 6), _field(table, 0, 7), item
     for i in tl.static_range(1, len(table)):
         here = item >= end
-        address = tl.where(here, table[i][0], address)
-        n = tl.where(here, table[i][1], n)
-        peer = tl.where(here, table[i][2], peer)
-        first = tl.where(here, table[i][3], first)
-        chunk = tl.where(here, table[i][5], chunk)
-        to = tl.where(here, table[i][7], to)
+        address = tl.where(here, _field(table, i, 0), address)
+        n = tl.where(here, _field(table, i, 1), n)
+        peer = tl.where(here, _field(table, i, 2), peer)
+        first = tl.where(here, _field(table, i, 3), first)
+        chunk = tl.where(here, _field(table, i, 5), chunk)
+        to = tl.where(here, _field(table, i, 7), to)
         index = tl.where(here, item - end, index)
-        end += table[i][6]
+        end += _field(table, i, 6)
     return address, n, peer, first, chunk, to, index
 
 
@@ -331,7 +342,8 @@ def transfer_kernel(
 ):
     # staging: [source, slot, SLOT bytes]; flags: [source, slot]; sync: [programs that have read the counts].
     # sends, takes: messages (address, elements, peer, first slot behind the counts, slots, slots of an item or 0 of
-    # Lamport values, items, address to copy to or 0). own: of a sum, the address of what this rank adds.
+    # Lamport values, items, address to copy to or 0), each number `in_table`. own: of a sum, the address of what this
+    # rank adds.
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     ranks = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     known = ranks < WORLD_SIZE

@@ -164,6 +164,15 @@ def launches_ahead():
     return not INTERPRET and tl.target_info.cuda_capability_geq(*platform.HOPPER)
 
 
+@triton.constexpr_function
+def has_tensor_memory():
+    """Whether the code is compiled for a GPU whose tensor cores add up in a memory of their own, as from Blackwell on.
+
+    Triton, 3.6 to 3.9, has no loop there in which such a sum begins anew.
+    """
+    return not INTERPRET and tl.target_info.cuda_capability_geq(10, 0)
+
+
 @device_function
 def follow():
     """First thing in a kernel that is launched beside the one before (`platform.beside`): waits until that has ended.

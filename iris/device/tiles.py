@@ -95,28 +95,30 @@ class Tiles:
         return self._sum(values, number, few | (self.ctx.rank == owner), few, kind, owner)
 
     @device_function
-    def send(self, tile, number, dtype: tl.constexpr = None, owner=None):
+    def send(self, tile, number, dtype: tl.constexpr = None, owner=None, kept: tl.constexpr = False):
         """The first half of `all_reduce` or, with an `owner`, of `reduce_scatter`: `tile` goes out; nothing is awaited.
 
-        Arguments as of those. `sum` with the same `number` and `owner` ends it, in the same call of the kernel.
+        Arguments as of those. `sum` with the same `number`, `owner` and `kept` ends it, in the same call of the kernel.
+        `kept`: the caller keeps the tile until then; else this rank's own memory holds it, too.
         """
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
         values = without_sentinel(tile.to(tl.float32), kind)
         lane = lanes(tile)
         first, step = self._blocks(values, number)
         place = first + self.ctx.rank * step + lane
-        for i in tl.static_range(1, self.ctx.world_size + 1):  # to itself, too: the tile's registers are free then
+        for i in tl.static_range(1, self.ctx.world_size if kept else self.ctx.world_size + 1):
             to = (self.ctx.rank + i) % self.ctx.world_size
             put(self.ctx, place, values, lane >= 0 if owner is None else (lane < 16) | (to == owner), self.bases, to)
 
     @device_function
     def sum(self, number, like, dtype: tl.constexpr = None, owner=None, part: tl.constexpr = 0,
-            parts: tl.constexpr = 1):  # fmt: skip
+            parts: tl.constexpr = 1, kept: tl.constexpr = False):  # fmt: skip
         """The second half: waits for all ranks' tiles `number`, and returns their sum, fp32, as `all_reduce` does.
 
-        `like`: a block of the tile's shape and, in Gluon, layout; its values mean nothing. `dtype`: as in `send`, by
-        default that of `like`. `parts`: of so many equal parts of the tile's rows the result is number `part`, and
-        `like` has its shape. That takes fewer registers; each part is asked for once.
+        `like`: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile, else its values
+        mean nothing. `dtype`: as in `send`, by default that of `like`. `parts`: of so many equal parts of the tile's
+        rows the result is number `part`, and `like` has its shape. That takes fewer registers; each part is asked for
+        once.
         """
         kind: tl.constexpr = like.dtype if dtype is None else dtype
         values = without_sentinel(like.to(tl.float32), kind)
@@ -125,9 +127,11 @@ class Tiles:
         taken = lane >= 0 if owner is None else (lane < (16 if part == 0 else 0)) | (self.ctx.rank == owner)
         first, step = self._blocks(values, number * parts + part)
         in_triton: tl.constexpr = layout_of(like.type) is None
+        own = unwrapped(values, kind) if kept else None
         total, _ = take(
-            self.ctx, first + lane, step, taken, 0, self.epoch, _WAITER, kind, self.ctx.world_size, LANES=in_triton
-        )
+            self.ctx, first + lane, step, taken, 0, self.epoch, _WAITER, kind, self.ctx.world_size, own,
+            LANES=in_triton,
+        )  # fmt: skip
         return total
 
     @device_function

@@ -124,7 +124,7 @@ def launch(
     launched again; what `args` have of such memory begins there. None where there is no way to launch it again.
     """
     alike = _unspecialized(kernel)
-    key = (kernel, *options.values(), *(_width(v) if k in alike else _specialization(v) for k, v in args.items()))
+    key = (kernel, *options.values(), *(_kind(v) if k in alike else _specialization(v) for k, v in args.items()))
     known: Any = kernels.get(key)
     first = known is None
     if first:
@@ -185,11 +185,12 @@ def _unspecialized(kernel: Any) -> frozenset[str]:
     return frozenset(each.name for each in getattr(kernel, "params", ()) if each.do_not_specialize)
 
 
-def _width(value: Any) -> object:
-    """What tells the types of integers, and of tuples of such, apart."""
+def _kind(value: Any, inside: bool = False) -> object:
+    """What Triton compiles anew for even so: the width of an integer; inside a tuple also a 1 and multiples of 16."""
     if isinstance(value, tuple):
-        return tuple(map(_width, value))
-    return -(2**31) <= value < 2**31
+        return tuple(_kind(each, inside=True) for each in value)
+    narrow = -(2**31) <= value < 2**31
+    return (narrow, value == 1, value % ALIGNMENT == 0) if inside else narrow
 
 
 def _specialization(value: object) -> object:

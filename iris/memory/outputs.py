@@ -52,6 +52,12 @@ class _Part(Protocol):
     def empty(self, size: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor | None:
         """A new tensor; None where there is no room."""
 
+    def held(self) -> tuple[int, int]:
+        """Bytes of tensors that lie there now, and of the part."""
+
+    def foreign(self) -> bool:
+        """Whether its free blocks are those of another stream than the current one."""
+
 
 class Outputs:
     """New tensors for results that peers write. Making one of these takes nothing."""
@@ -117,9 +123,20 @@ class Outputs:
             self._said = True
             self._rank.log.info(
                 f"an output of {nbytes} bytes finds no room on the heap, so peers write it elsewhere and it is copied, "
-                f"as later ones may be. Make the heap larger (iris.iris(heap_size=...)), or hold fewer outputs"
+                f"as later ones may be: {self._why()}"
             )
         return found
+
+    def _why(self) -> str:
+        """Why an output of an eager call found no room, and what helps."""
+        larger = "make it larger (iris.iris(heap_size=...))"
+        held, whole = (0, 0) if self._eager is None else self._eager.held()
+        if self._eager is None or whole < self.largest:
+            return f"the heap has no more to give to outputs than {whole} bytes; {larger}"
+        if self._eager.foreign():
+            return f"the {whole} bytes of outputs serve another stream, of which {held} are in use; call in one stream"
+        told = f"outputs that are alive hold {held} of {whole} bytes; let go of them earlier"
+        return told if whole >= _COUNTS[0] * self.largest else f"{told}, or, for the heap has no more to give, {larger}"
 
     @contextmanager
     def keeping(self, kept: Kept) -> Iterator[None]:
@@ -178,7 +195,7 @@ class _Blocks:
     def __init__(self, heap: Heap, begin: int, nbytes: int) -> None:
         self.memory = heap.memory[begin : begin + nbytes]
         self.address, self.device = heap.base + begin, heap.memory.device
-        self._offsets = Offsets(nbytes)
+        self._offsets, self.nbytes = Offsets(nbytes), nbytes
 
     def cut(self, nbytes: int) -> int | None:
         """Where so many bytes are free now, from the beginning of the part."""
@@ -194,6 +211,13 @@ class _Counted:
     def __init__(self, blocks: _Blocks) -> None:
         self._blocks = blocks
         self._live: dict[int, StorageWeakRef] = {}
+        self._sizes: dict[int, int] = {}
+
+    def held(self) -> tuple[int, int]:
+        return sum(self._sizes[offset] for offset in self._live), self._blocks.nbytes
+
+    def foreign(self) -> bool:
+        return False
 
     def empty(self, size: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor | None:
         for offset in [offset for offset, storage in self._live.items() if storage.expired()]:
@@ -204,7 +228,7 @@ class _Counted:
             return None
         # a storage of its own, which keeps the heap mapped
         storage = torch.from_numpy(self._blocks.memory[found : found + nbytes].numpy()).untyped_storage()
-        self._live[found] = StorageWeakRef(storage)
+        self._live[found], self._sizes[found] = StorageWeakRef(storage), nbytes
         return _tensor(storage, size, dtype)
 
 
@@ -240,6 +264,15 @@ class _Cached:
         self._missed, self._skipped = 0 if found is not None else min(2 * self._missed + 1, _MOST_SKIPPED), 0
         return found
 
+    def held(self) -> tuple[int, int]:
+        return sum(block["size"] for block in self._blocks() if block["state"] != "inactive"), self._nbytes
+
+    def foreign(self) -> bool:
+        return self._stream != torch.cuda.current_stream(self._device.index)
+
+    def _blocks(self) -> Iterator[dict[str, Any]]:
+        return (block for segment in self._pool.snapshot() for block in segment["blocks"])
+
     def _ask(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         try:
             with torch.cuda.use_mem_pool(self._pool, self._device):
@@ -249,10 +282,9 @@ class _Cached:
 
     def _follow(self) -> bool:
         """Whether the segment is the current stream's from here on, and was another's."""
-        if self._streams >= _MOST_STREAMS or self._stream == torch.cuda.current_stream(self._device.index):
+        if self._streams >= _MOST_STREAMS or not self.foreign():
             return False
-        blocks = (block for segment in self._pool.snapshot() for block in segment["blocks"])
-        if any(block["state"] != "inactive" for block in blocks):
+        if any(block["state"] != "inactive" for block in self._blocks()):
             return False
         torch.cuda.synchronize(self._device)  # the other stream may still be at work there
         del self._pool

@@ -14,6 +14,7 @@ from ..config import FusedConfig
 from ..planning.moe_problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
 from ..problem import DTYPES, part_of
 from .routing import Routing
+from .weights import is_transposed
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -95,7 +96,8 @@ def describe_gate_up(
     if bias is not None:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
     _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias})
-    return MoeProblem(op, tokens, k, count, out.shape[1], H, ctx.num_ranks, A.dtype, gated, ctx.invariant)
+    sizes = tokens, k, count, out.shape[1], H
+    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, gated, ctx.invariant, in_rows=not is_transposed(B))
 
 
 def describe_down(
@@ -121,7 +123,8 @@ def describe_down(
     if shared is not None:
         _expect(op, "shared", shared, (tokens, H), "(T,H)")
     _check_places(op, out, {**given, "experts": chosen})
-    return MoeProblem(op, tokens, k, count, H, width, ctx.num_ranks, A.dtype, False, ctx.invariant)
+    sizes = tokens, k, count, H, width
+    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, False, ctx.invariant, in_rows=not is_transposed(B))
 
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:

@@ -140,7 +140,8 @@ def pair_block(same, pair, first, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @device_function
-def _rows(a, r, own, k, K, stride_am, stride_ak, BLOCK_K: tl.constexpr):
+def rows_of(a, r, own, k, K, stride_am, stride_ak, BLOCK_K: tl.constexpr):
+    """Rows r of a, from k on; zero where they are not `own`, or beyond K."""
     c = k + tl.arange(0, BLOCK_K)
     places = a + (r.to(tl.int64) * stride_am)[:, None] + (c.to(tl.int64) * stride_ak)[None, :]
     return tl.load(places, mask=own[:, None] & (c < K)[None, :], other=0.0)
@@ -155,13 +156,13 @@ def product(
     if BLOCK_M < 64 and BLOCK_N >= 64:  # the tensor cores' rows are full however few rows A has
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = _rows(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
             acc = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
         return acc.T
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = _rows(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
             acc = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), acc)
         return acc
 
@@ -171,12 +172,19 @@ def halves_product(
     a, r, own, stride_am, stride_ak, B, expert, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) of columns from `col` on, fewer than fill the tensor cores' rows, for few rows: together they do."""
-    acc = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for k in range(0, B.K, BLOCK_K):
-        x = _rows(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
-        acc = arch.dot(B.halves(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
+    """(gate, up) of columns from `col` on, both of which one instruction multiplies."""
+    if BLOCK_M < 64:
+        acc = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for k in range(0, B.K, BLOCK_K):
+            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            acc = arch.dot(B.halves(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
+    else:
+        acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
+        for k in range(0, B.K, BLOCK_K):
+            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            acc = arch.dot(x, B.halves(expert, k, col, BLOCK_K, BLOCK_N), acc)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     return gate, up
 
 
@@ -189,14 +197,14 @@ def two_products(
     if BLOCK_M < 64 and BLOCK_N >= 64:
         gate, up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = _rows(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K).T
+            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K).T
             gate = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x, gate)
             up = arch.dot(B.load(expert, k, up_col, BLOCK_K, BLOCK_N).T, x, up)
         return gate.T, up.T
     else:
         gate, up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = _rows(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
             gate = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), gate)
             up = arch.dot(x, B.load(expert, k, up_col, BLOCK_K, BLOCK_N), up)
         return gate, up

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
@@ -37,6 +37,8 @@ class MoeProblem:
     gated: bool = False
     invariant: str | None = None
     """"batch": a token's result has the same bits however many tokens there are."""
+    in_rows: bool = field(default=False, kw_only=True)
+    """Whether an expert's weight lies [K, N] in memory; else its transpose does, as transformers stores most."""
 
     def __post_init__(self) -> None:
         if self.invariant == RANKS:
@@ -92,9 +94,11 @@ def moe_problem_asked(
     for name, size, most in (("experts", experts, MOST_EXPERTS), ("top_k", top_k, MOST_CHOSEN)):
         if type(size) is not int or not 1 <= size <= most:
             raise ArgumentError(f"{name} is {size!r} for {op}; expected an integer from 1 to {most}")
-    if form is not None:
-        raise ArgumentError(f"form is {form!r} for {op}; expected none: there is one only")
+    if form not in (None, "rows"):
+        raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
     if fp8:
         raise ArgumentError(f"fp8 is True for {op}; expected False: experts are multiplied in the tokens' dtype")
     assert experts is not None
-    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant)
+    return MoeProblem(
+        op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows"
+    )

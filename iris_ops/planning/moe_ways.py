@@ -31,8 +31,9 @@ _TILES = (
     *_FEW_TILES, (32, 128, 64, 4, 5, 0.25, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
     (128, 256, 64, 8, 3, 0.75, 512),
 )  # fmt: skip
-# Of `lamport_token.py`: columns of a tile, and its elements in all, which four warps keep in registers.
-_TOKEN_COLUMNS, _TOKEN_ELEMENTS, _TOKEN_STAGES = (16, 32, 64), 8192, 5
+# Of `lamport_token.py`: columns of a tile, and its elements in all, which four warps keep in registers; stages, where a
+# program has a multiprocessor to itself, and where two share one.
+_TOKEN_COLUMNS, _TOKEN_ELEMENTS, _TOKEN_STAGES = (16, 32, 64), 8192, (8, 5)
 _DRAW_ALL = 0.8  # of the multiprocessors draw all that the memory gives
 _SORT_US, _ROWS_US = 3.0, 2.0  # a kernel that sorts, one that goes over a token's rows
 _MOST_TO_ALL = 1 << 17  # sums that more than two ranks send each other in one shot
@@ -53,9 +54,10 @@ class MoeWay:
 def need_sorting(pairs: int, experts: int) -> bool:
     """Whether so many pairs of token and expert are sorted first; else each program looks through them.
 
-    An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again.
+    An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again: the
+    busiest expert has some four times the mean.
     """
-    return pairs > min(FEW_PAIRS, 8 * experts)
+    return pairs > min(FEW_PAIRS, 4 * experts)
 
 
 def _few(problem: MoeProblem, machine: Machine) -> str | None:
@@ -67,14 +69,17 @@ def _many(problem: MoeProblem, machine: Machine) -> str | None:
     return None if need_sorting(problem.pairs, problem.experts) else "few pairs need not be sorted"
 
 
-def _one_token(problem: MoeProblem, machine: Machine) -> str | None:
+def one_token(problem: MoeProblem, machine: Machine | None = None) -> str | None:
+    """Why `lamport_token.py` cannot serve a problem, or None."""
     if problem.tokens != 1:
         return "it serves one token"
+    if problem.in_rows:
+        return "its columns would be read in pieces too short"
     return None if problem.invariant is None else "it adds otherwise than what serves more tokens"
 
 
 def _one_hop(problem: MoeProblem, machine: Machine) -> str | None:
-    if not _one_token(problem, machine):
+    if not one_token(problem, machine):
         return f"one token is {TOKEN}'s"
     if problem.tokens > MOST_TOKENS:
         return f"one program would add up more than {MOST_TOKENS} tokens of its columns"
@@ -165,7 +170,7 @@ def _link_us(problem: MoeProblem, machine: Machine) -> float:
 WAYS = (
     MoeWay(GROUPED, "one_shot", (GATE_UP,), _few, lambda problem, machine: 0.0),
     MoeWay(GROUPED, "sequential", (GATE_UP,), _many, lambda problem, machine: _SORT_US),
-    MoeWay(TOKEN, "one_shot", (DOWN_ALL_REDUCE,), _one_token, lambda problem, machine: machine.exchange_us),
+    MoeWay(TOKEN, "one_shot", (DOWN_ALL_REDUCE,), one_token, lambda problem, machine: machine.exchange_us),
     MoeWay(LAMPORT, "one_shot", (DOWN_ALL_REDUCE,), _one_hop, _hop_us),
     MoeWay(COMBINE, "overlapped", (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER), _many_sums, _sums_us),
     MoeWay(SEQUENTIAL, "sequential", (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER), lambda problem, machine: None, _passed_us),
@@ -176,7 +181,7 @@ def kernel_for(problem: MoeProblem, config: FusedConfig) -> str:
     """The way's kernel that `config` stands for. Raises `ArgumentError` where there is none."""
     for way in WAYS:
         if problem.op in way.ops and way.algorithm == config.algorithm:
-            if way.kernel == TOKEN and (problem.tokens != 1 or problem.invariant is not None):
+            if way.kernel == TOKEN and one_token(problem):
                 continue
             return way.kernel
     known = ", ".join(sorted({repr(way.algorithm) for way in WAYS if problem.op in way.ops}))
@@ -291,7 +296,11 @@ def _token_config(problem: MoeProblem, machine: Machine) -> FusedConfig:
     n = next((n for n in _TOKEN_COLUMNS if -(-problem.N // n) <= 2 * machine.num_programs), _TOKEN_COLUMNS[-1])
     choices = 1 << (problem.top_k - 1).bit_length()
     k = min(256, max(16, _TOKEN_ELEMENTS // (n * choices)))
-    return FusedConfig(16, n, k, num_warps=4, num_stages=_TOKEN_STAGES, algorithm="one_shot", kernel=TOKEN)
+    stages = _TOKEN_STAGES[-(-problem.N // n) > machine.num_programs]
+    fit = machine.stages(choices * (n + 1) * k * problem.dtype.itemsize)
+    return FusedConfig(
+        16, n, k, num_warps=4, num_stages=max(1, min(stages, fit)), algorithm="one_shot", kernel=TOKEN
+    )  # fmt: skip
 
 
 def _predict(way: MoeWay, problem: MoeProblem, config: FusedConfig, machine: Machine) -> Prediction:

@@ -8,12 +8,17 @@
 
 A rank's part is laid out as the module takes it apart once it is told of its heads; CodeGen's module then has one part.
 
+The names of the module and its projection tell the layout, and other families may use them otherwise. So the proof of a
+split looks at how a forward takes the projection's outputs apart (`Taken`), which says whether heads come first.
+
 Where the model computes a bias or a mask for each head (ALiBi) and hands it to its attentions, a hook in front of an
 attention keeps what is of the rank's heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 import inspect
 from typing import Any
 
@@ -38,6 +43,28 @@ def layout_of(module: Any, child: str) -> str | None:
     if child == "Wqkv" and hasattr(module, "clip_qkv"):
         return BLOCKS
     return BY_SHARD if child == "qkv_proj" and isinstance(getattr(module, _SHARDS, None), int) else None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """How a rank's outputs of a fused projection are to be taken apart."""
+
+    layout: str
+    heads: HeadSplit
+
+    def wrong(self, before: Sequence[int], after: Sequence[int]) -> str | None:
+        """What is wrong with a view of outputs [..., n] as [..., first, ..]; None if nothing is known to be."""
+        inner = len(before) - 1
+        if len(after) <= len(before) or tuple(after[:inner]) != tuple(before[:inner]):
+            return None
+        first, heads, groups = after[inner], self.heads.num_local_heads, self.heads.num_local_kv_heads
+        expected = {BY_HEAD: heads, BY_GROUP: groups}.get(self.layout)
+        # of blocks, three of as many heads each or all heads in a row; three heads look alike either way
+        otherwise = self.layout == BLOCKS and first == heads != 3
+        if not otherwise and expected in (None, first):
+            return None
+        found = " x ".join(map(str, after[inner:]))
+        return f"takes its {before[-1]} outputs as {found}, which are no {heads} query heads {self.layout}"
 
 
 def fused_kv_heads(outputs: int, heads: int, head_dim: int) -> int:

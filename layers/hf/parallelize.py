@@ -37,6 +37,7 @@ from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, fl
 from ..together import run_together
 from . import proof, recurrent_heads, sequence, weight_reads
 from . import styles as styles_of
+from .fused_heads import Taken, layout_of
 from .gated_mlp import fuse_gates
 from .generation import agree_on_samples
 from .guards import guard, retie
@@ -279,12 +280,16 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         assert found is not None, name
         linear, transposed = found
         attention = outputs.get(name, parent_name if parent_name in heads else None)
-        parts = None
+        parts = layout = None
         if style in styles_of.LINKED and attention is not None:
-            parts = head_parts(model.get_submodule(attention), child, linear, style, heads[attention])
+            around, held = model.get_submodule(attention), heads[attention]
+            parts, layout = head_parts(around, child, linear, style, held), layout_of(around, child)
         tied = embeddings.get(id(linear.weight))
         layer = _split(linear, style, parts, tied, ctx, split.shares_tokens)
         layer.stored_transposed = transposed
+        if layout is not None and style in styles_of.COLUMN:
+            projection: Any = layer
+            projection.taken = Taken(layout, held)
         setattr(parent, child, layer)
     for owner, key, part in by_head:
         split_parameter(owner, key, part)

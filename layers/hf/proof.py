@@ -37,6 +37,7 @@ _WIDTHS = 4  # of inputs that are tried, of those that a module's parameters hav
 _OURS = __name__.partition(".")[0] + "."
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 _FAR, _SAME = 40, 4  # ops: between those that correspond, at most; that have to be the same to go on
+_VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default
 _VALUE = torch.ops.aten._local_scalar_dense.default
 
 
@@ -136,7 +137,7 @@ class _Run:
         self.order: list[str] = []
 
     def __call__(self, arguments: dict[str, Any]) -> bool:
-        handles = [self._watch(name) for name in self.watched if name != self.name]
+        handles = [self._watch(name) for name in self.watched if name != self.name] + self._watch_fused()
         alike = _run_once(self.module)
         positional = arguments.pop("", ()) if "" in (arguments := dict(arguments)) else ()
         try:
@@ -160,6 +161,15 @@ class _Run:
             self.order.append(name)
 
         return self._submodule(name).register_forward_hook(look)
+
+    def _watch_fused(self) -> list[RemovableHandle]:
+        """Remembers what comes out of projections for q, k and v, to see how it is taken apart."""
+        self.fused: dict[int, tuple[torch.Tensor, nn.Module]] = {}
+
+        def look(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+            self.fused[id(output)] = output, module
+
+        return [each.register_forward_hook(look) for each in self.module.modules() if hasattr(each, "taken")]
 
     def _submodule(self, name: str) -> nn.Module:
         return self.module.get_submodule(name.removeprefix(self.name).lstrip(".") if self.name else name)
@@ -200,10 +210,20 @@ class _OnMeta(TorchDispatchMode):
             if id(each) in self._weights and not _caller()[1]:
                 raise StyleError(weight_reads.refusal(self._weights[id(each)]))
         out = function(*args, **(kwargs or {}))
+        self._check_fused(function, args, out)
         caller, is_ours = _caller()
         self._run.ops.append(Op.of(function, args, kwargs or {}, out))
         self._run.callers.append((self._names.get(id(caller), self._run.name), is_ours))
         return out
+
+    def _check_fused(self, function: Any, args: Any, out: Any) -> None:
+        """Raises where a projection's outputs are taken apart otherwise than its layout says."""
+        if function not in _VIEWS or id(args[0]) not in self._run.fused:
+            return
+        tensor, module = self._run.fused[id(args[0])]
+        wrong = module.taken.wrong(tensor.shape, out.shape)  # type: ignore[union-attr,operator]
+        if wrong is not None:
+            raise StyleError(f"{self._names[id(module)]} would be split by heads, but its module {wrong}: {_REMEDY}")
 
 
 def _compare_ops(expected: _Run, run: _Run) -> None:

@@ -87,9 +87,9 @@ class _Form:
         """Whether the sizes of `module` are those that the layouts say."""
         if self.groups < 1 or self.heads % self.groups:
             return False
-        sizes = [(module.get_submodule(self.out).weight.shape[1], self.heads * self.width)]
+        sizes = [(_tensor(module, f"{self.out}.weight").shape[1], self.heads * self.width)]
         for name, layout in self.outputs.items():
-            sizes.append((module.get_submodule(name).weight.shape[0], layout.total(self.heads, self.groups)))
+            sizes.append((_tensor(module, f"{name}.weight").shape[0], layout.total(self.heads, self.groups)))
         long = [
             layout.total(self.heads, self.groups) in _tensor(module, name).shape
             for name, layout in self.tensors.items()

@@ -107,4 +107,10 @@ def _asks_by_name(model: Any) -> bool:
     """Whether the forward of one of its attentions compares with the name "sdpa"."""
     kinds = {type(module) for module in model.modules() if "attention" in type(module).__name__.lower()}
     forwards = (inspect.unwrap(kind.forward) for kind in kinds)
-    return any("sdpa" in getattr(getattr(forward, "__code__", None), "co_consts", ()) for forward in forwards)
+    return any(_has_word("sdpa", getattr(getattr(forward, "__code__", None), "co_consts", ())) for forward in forwards)
+
+
+def _has_word(word: str, constants: Any) -> bool:
+    """Whether it is among a code's constants, those inside of a tuple or a set included: `in ("eager", "sdpa")`."""
+    inside = [each for each in constants if isinstance(each, (tuple, frozenset))]
+    return word in constants or any(_has_word(word, each) for each in inside)

@@ -12,6 +12,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError
+import torch
 
 if TYPE_CHECKING:
     from transformers import StaticCache
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Layers of transformers' static caches by class: with keys and values, with these and a state, with none of them.
 _ATTENDING = ("StaticLayer", "StaticSlidingWindowLayer")
+_INDEXED = "StaticIndexedLayer"  # with keys of an indexer, too, which chooses the tokens that are attended to
 _BOTH = ("LinearAttentionAndStaticFullAttentionLayer", "LinearAttentionAndStaticSlidingWindowAttentionLayer")
 _WITHOUT = ("LinearAttentionLayer", "DummyLayer")
 
@@ -76,12 +78,15 @@ def static_cache(model: Any, ranks: int, max_length: int) -> StaticCache:
         if kind in _BOTH:
             both = getattr(cache_utils, _BOTH[0])
             cache.layers[index] = both(max_length, number_of_states=layer.number_of_states)
+        elif kind == _INDEXED:
+            cache.layers[index] = type(layer)(max_length)
         elif kind in _ATTENDING:
             cache.layers[index] = cache_utils.StaticLayer(max_length)
         elif kind not in _WITHOUT:
             raise ArgumentError(
                 f"layer {index} of {type(model).__name__} keeps a {kind}: an engine expects layers that attend to all"
-                " tokens or to the latest, or keep a state of fixed size; use the model's generate()"
+                " tokens, to the latest or to those that an indexer chooses, or keep a state of fixed size; use the"
+                " model's generate()"
             )
     cache.shape, cache.holder = shape_of(model, ranks), None
     return cache
@@ -90,6 +95,14 @@ def static_cache(model: Any, ranks: int, max_length: int) -> StaticCache:
 def attending(cache: Any) -> list[Any]:
     """The layers of an engine's cache that keep keys and values."""
     return [layer for layer in cache.layers if hasattr(layer, "max_cache_len")]
+
+
+def forget_behind(cache: Any, tokens: torch.Tensor) -> None:
+    """Takes the last `tokens` [1] of each row out of what an engine's cache holds."""
+    counts = ("cumulative_length", "indexer_cumulative_length")
+    lengths = [getattr(layer, count) for layer in attending(cache) for count in counts if hasattr(layer, count)]
+    over = tokens.to(lengths[0].dtype)
+    torch._foreach_sub_(lengths, [over.view_as(each) for each in lengths])
 
 
 def recurrent(cache: Any) -> list[Any]:

@@ -50,7 +50,17 @@ from .arguments import (
     check_sizes,
     words_of,
 )
-from .cache import attending, cache_name, fits, has_windows, known_empty, recurrent, shape_of, static_cache
+from .cache import (
+    attending,
+    cache_name,
+    fits,
+    forget_behind,
+    has_windows,
+    known_empty,
+    recurrent,
+    shape_of,
+    static_cache,
+)
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
 from .prompts import common_length, padded_before, padded_behind, stops, tokens_of
@@ -268,9 +278,7 @@ class Engine:
         with known_empty(self.cache):
             logits = self._logits(prompts, self.mask if self._whole_masks else mask, positions, keep)
         if not isinstance(keep, int) or keep > 1:  # the cache has what is behind
-            lengths = [each.cumulative_length for each in attending(self.cache)]
-            over = (prompts.shape[1] - end).to(lengths[0].dtype).view_as(lengths[0])
-            torch._foreach_sub_(lengths, [over] * len(lengths))
+            forget_behind(self.cache, prompts.shape[1] - end)
         return logits
 
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:

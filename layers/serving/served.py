@@ -73,8 +73,9 @@ def wants_whole_masks(model: Any) -> bool:
 
 def check_compilable(model: Any, cache: Any, backend: str) -> None:
     """Raises `ArgumentError` where not all layers of an engine's cache keep keys and values alone."""
+    others = "has_previous_state", "indexer_keys"
     for index, layer in enumerate(cache.layers):
-        if not hasattr(layer, "max_cache_len") or hasattr(layer, "has_previous_state"):
+        if not hasattr(layer, "max_cache_len") or any(hasattr(layer, other) for other in others):
             raise ArgumentError(
                 f"compile is {backend!r}, but layer {index} of {type(model).__name__} keeps a {type(layer).__name__}:"
                 " expected False"

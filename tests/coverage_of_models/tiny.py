@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 12),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
     "qk_head_dim": 16,
-    **dict.fromkeys(("index_n_heads",), 2),
+    **dict.fromkeys(("index_n_heads",), 8),  # of few, all may score a token 0, and many tokens then are alike
     **dict.fromkeys(("index_head_dim",), 16),
     **dict.fromkeys(("index_topk",), 4),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),

@@ -1,11 +1,13 @@
 """The Gluon device context on GPUs: every call against what torch says; what compiles is in test_codegen*.py."""
 
 import iris
+from iris import platform
 import iris.experimental.iris_gluon as iris_gl
 import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
+from examples import tile_all_reduce_hopper
 from tests import gluon_kernels
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
 
@@ -143,3 +145,26 @@ def check_tiles(ctx, two_shot):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_collectives_on_tiles(world_size, two_shot):
     run_ranks(world_size, check_tiles, two_shot)
+
+
+def check_specialised_tiles(ctx):
+    if not platform.has_warp_specialisation(ctx.device):
+        pytest.skip("needs a Hopper GPU")
+    M, N, K = 400, 1032, 520
+    space = tile_all_reduce_hopper.space_for(ctx, M, N, torch.bfloat16)
+    out = torch.empty(M, N, dtype=torch.bfloat16, device=ctx.device)
+    for call in range(4):
+        generator = torch.Generator().manual_seed(call)
+        A = torch.randn(ctx.num_ranks, M, K, generator=generator).to(ctx.device, torch.bfloat16)
+        B = torch.randn(ctx.num_ranks, K, N, generator=generator).to(ctx.device, torch.bfloat16)
+        tile_all_reduce_hopper.tile_matmul_hopper(ctx, space, A[ctx.cur_rank], B[ctx.cur_rank], out.fill_(7.0))
+        exact = torch.bmm(A.double(), B.double()).sum(0)
+        assert (out - exact).abs().max() < 1e-2 * exact.abs().max()
+    ctx.barrier()
+    assert (space[64:] == -1).all(), "a value was left behind"
+
+
+@on_gpus
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_tiles_in_specialised_warps(world_size):
+    run_ranks(world_size, check_specialised_tiles)

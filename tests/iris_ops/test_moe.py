@@ -44,6 +44,8 @@ class Mixture:
     """All tokens choose among three experts, and one of them twice."""
     algorithm: str | None = None
     """Of both ops, in place of the plan's."""
+    turns: int = 1
+    """Tiles that a program multiplies one after the other, where there is an `algorithm`."""
     seed: int = 0
 
 
@@ -85,7 +87,7 @@ def configs_of(case: Mixture) -> tuple[FusedConfig | None, FusedConfig | None]:
     """Those of the case's algorithm, or None: a plan's."""
     if case.algorithm is None:
         return None, None
-    config = FusedConfig(16, 32, 32, num_warps=4, num_stages=2, algorithm=case.algorithm)
+    config = FusedConfig(16, 32, 32, num_warps=4, num_stages=2, tiles_in_turn=case.turns, algorithm=case.algorithm)
     return replace(config, algorithm="sequential"), config
 
 
@@ -149,6 +151,9 @@ CASES = {
     "few": FEW,
     "one_token": replace(FEW, tokens=1, k=4, dtype=torch.float16, factors=torch.float16),
     "one_token_twice": replace(FEW, tokens=1, k=3, crowded=True, bias=True),
+    "one_token_in_rows": replace(FEW, tokens=1, k=4, transposed=False, shared=True),
+    "one_token_narrow": replace(FEW, tokens=1, k=6, width=1, bias=True, shared=True, dtype=torch.float32),
+    "one_token_wide": replace(FEW, tokens=1, k=2, hidden=300, width=600, activation="gelu_tanh", index=torch.int32),
     "top_1": replace(FEW, k=1, shared=True, gated=False, activation="relu2"),
     "none": replace(FEW, tokens=0),
     "interleaved": replace(FEW, interleaved=True, transposed=False, bias=True, activation="gpt_oss"),
@@ -158,6 +163,9 @@ CASES = {
     "crowded": replace(FEW, tokens=20, k=3, experts=9, crowded=True),
     "few_sums": replace(FEW, algorithm="overlapped", shared=True, bias=True, tokens=7),
     "few_sums_scattered": replace(FEW, algorithm="overlapped", scatter=True),
+    "few_tiles_in_turn": replace(FEW, algorithm="overlapped", turns=2, bias=True, tokens=3),
+    "tiles_in_turn": replace(MANY, algorithm="overlapped", turns=4, hidden=200, shared=True),
+    "narrow_in_turn": replace(FEW, algorithm="sequential", turns=2, width=1, hidden=100, bias=True),
     "few_in_turn": replace(FEW, algorithm="sequential", bias=True),
     "many_one_hop": replace(MANY, algorithm="one_shot", shared=True, bias=True),
     "many_in_turn": replace(MANY, algorithm="sequential"),

@@ -14,7 +14,15 @@ from iris_ops.moe.routing import Routing
 from iris_ops.planning import moe_ways
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import FEW_PAIRS, WAYS, candidates, moe_plan, need_sorting, tokens_at_once
+from iris_ops.planning.moe_ways import (
+    FEW_PAIRS,
+    WAYS,
+    candidates,
+    kernel_for,
+    moe_plan,
+    need_sorting,
+    tokens_at_once,
+)
 from iris_ops.problem import part_of
 import pytest
 import torch
@@ -116,7 +124,7 @@ def wrong_down_body(ctx: iris.Iris, op: str, tokens: int, algorithm: str | None)
     experts[tokens - 1, 0] = 7
     config = None if algorithm is None else FusedConfig(16, 32, 32, num_warps=4, num_stages=2, algorithm=algorithm)
     with iris.iris(64 << 20) as own:
-        A, B = torch.zeros(2 * tokens, 4, device=own.device), torch.zeros(6, 4, 8, device=own.device)
+        A, B = torch.zeros(2 * tokens, 4, device=own.device), torch.zeros(6, 8, 4, device=own.device).transpose(1, 2)
         rows = part_of(tokens, own.num_ranks, own.cur_rank) if op == DOWN_REDUCE_SCATTER else tokens
         out, weights = torch.zeros(rows, 8, device=own.device), torch.ones(tokens, 2, device=own.device)
         with pytest.raises(ExpertError, match="experts has 7; expected indices from 0 below 6"):
@@ -129,8 +137,8 @@ def wrong_down_body(ctx: iris.Iris, op: str, tokens: int, algorithm: str | None)
 
 
 @pytest.mark.parametrize("op, tokens, algorithm", [
-    (DOWN_ALL_REDUCE, 3, None), (DOWN_ALL_REDUCE, FEW_PAIRS, None), (DOWN_ALL_REDUCE, 3, "sequential"),
-    (DOWN_REDUCE_SCATTER, 5, None),
+    (DOWN_ALL_REDUCE, 1, None), (DOWN_ALL_REDUCE, 3, None), (DOWN_ALL_REDUCE, FEW_PAIRS, None),
+    (DOWN_ALL_REDUCE, 3, "sequential"), (DOWN_REDUCE_SCATTER, 5, None),
 ])  # fmt: skip
 def test_an_expert_out_of_range_is_found_where_ranks_exchange(op: str, tokens: int, algorithm: str | None) -> None:
     run_ranks(RANKS, wrong_down_body, op, tokens, algorithm)
@@ -237,6 +245,13 @@ def test_plans_name_their_kernels_and_say_why() -> None:
     few = MoeProblem(DOWN_ALL_REDUCE, 4, 8, 128, 2048, 384, 2, BF16)
     many = MoeProblem(DOWN_ALL_REDUCE, 4096, 8, 128, 2048, 384, 2, BF16)
     assert moe_plan(few, machine).kernel == "moe.lamport_down"
+    one = replace(few, tokens=1)
+    assert moe_plan(one, machine).kernel == "moe.lamport_token"
+    for other, reason in ((replace(one, in_rows=True), "pieces too short"), (replace(one, invariant="batch"), "adds")):
+        plan = moe_plan(other, machine)
+        assert plan.kernel == "moe.lamport_down"
+        assert any(each.startswith("rejected moe.lamport_token") and reason in each for each in plan.reasons)
+        assert kernel_for(other, plan) == plan.kernel
     plan = moe_plan(many, machine)
     assert plan.kernel == "moe.lamport_combine" and plan.prediction is not None
     assert any("rejected moe.lamport_down" in reason for reason in plan.reasons)

@@ -12,6 +12,7 @@ import copy
 import gc
 import logging
 import os
+import re
 
 import iris
 from iris import platform
@@ -147,6 +148,9 @@ def full_on_one(ctx: iris.Iris, op: str) -> list[bool]:
         logger.removeHandler(listener)
     said = [message for message in messages if "finds no room on the heap" in message]
     assert len(said) == (ctx.cur_rank == 0), messages
+    for message in said:
+        held, whole = map(int, re.findall(r"outputs that are alive hold (\d+) of (\d+) bytes; let go", message)[0])
+        assert 0 < held <= whole < held + SIZE * SIZE * DTYPE.itemsize
     return on_heap
 
 

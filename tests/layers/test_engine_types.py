@@ -20,12 +20,13 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own"
 MIXTURES = ["gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3"]
 # Whose layers keep a state: gated delta nets, state spaces beside attention, short convolutions, delta attention.
 HYBRIDS = ["qwen3_next", "falcon_h1", "bamba", "nemotron_h", "lfm2_moe", "jamba", "kimi_linear", "mamba"]
+INDEXED = ["deepseek_v32", "glm_moe_dsa"]  # whose attentions choose the tokens that they attend to
 BIASED = ["bloom", "mpt", "falcon"]
 REFUSED = {
     "gpt_neo": "GPTNeoForCausalLM, which has an attention to the latest tokens, .* use its generate()",
     "bert": "BertLMHeadModel, whose tokens attend to those behind them: expected is_decoder=True .*, or use its gen",
     "minimax": "MiniMaxForCausalLM, which keeps a cache of its own: use its generate()",
-    "glm_moe_dsa": "layer 0 of GlmMoeDsaForCausalLM keeps a StaticIndexedLayer: .*; use the model's generate()",
+    "deepseek_v4": "DeepseekV4ForCausalLM has layers of 'heavily_compressed_attention', .* use the model's generate()",
     "xlm": "XLMWithLMHeadModel, which cannot be run over a static cache .*: use its generate()",
     "openai-gpt": "OpenAIGPTLMHeadModel keeps nothing in the cache that it is given: use its generate()",
 }
@@ -35,7 +36,7 @@ ONE_LENGTH = {
 }
 
 
-@pytest.mark.parametrize("model_type", [*HYBRIDS, *MIXTURES, *BIASED])
+@pytest.mark.parametrize("model_type", [*HYBRIDS, *MIXTURES, *INDEXED, *BIASED])
 @pytest.mark.some(4)
 def test_the_engine_gives_the_unsplit_models_logits(model_type: str) -> None:
     outcomes = run_ranks(2, engine.served_body, model_type, timeout=400)

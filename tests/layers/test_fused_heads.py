@@ -213,3 +213,57 @@ def test_parts_are_what_the_module_finds_of_these_heads(name: str, world_size: i
 def test_a_projection_of_an_unknown_layout_is_none() -> None:
     for child, attributes in (("qkv_proj", {}), ("Wqkv", {}), ("qkv", {"multi_query": True})):
         assert layout_of(Takes(**attributes), child) is None
+
+
+# --- families that use a known name for another layout ---------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Four heads of eight; `take` says how the projection's outputs are taken apart."""
+
+    def __init__(self, child: str, shape: tuple[int, ...], q_at: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.child, self.shape, self.q_at = 4, 8, child, shape, q_at
+        self.add_module(child, nn.Linear(32, 96))
+        self.dense = nn.Linear(32, 32)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        taken = getattr(self, self.child)(hidden_states).view(*hidden_states.shape[:-1], *self.shape)
+        q, k, v = (each.transpose(-2, -3) for each in taken.unbind(self.q_at))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.dense(out.transpose(-2, -3).flatten(-2))
+
+
+class Model(nn.Module):
+    def __init__(self, child: str, shape: tuple[int, ...], q_at: int) -> None:
+        super().__init__()
+        self.attention = Attends(child, shape, q_at)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x)
+
+
+def otherwise_body(ctx: Any) -> None:
+    for child, shape, q_at, right in (
+        ("query_key_value", (-1, 3, 8), -2, True),
+        ("query_key_value", (3, -1, 8), -3, False),  # blocks
+        ("c_attn", (3, -1, 8), -3, True),
+        ("c_attn", (-1, 3, 8), -2, False),  # by head
+    ):
+        torch.manual_seed(1)
+        model = Model(child, shape, q_at).eval().to(ctx.device)
+        x, before = torch.randn(2, 5, 32, device=ctx.device), {name: p.clone() for name, p in model.named_parameters()}
+        expected = model(x)
+        plan = {f"attention.{child}": "colwise", "attention.dense": "rowwise"}
+        if right:
+            parallelize(model, ctx, plan=plan)
+            assert torch.allclose(model(x), expected, 1e-4, 1e-5), (child, shape)
+            continue
+        with pytest.raises(StyleError, match=rf"attention.{child} would be split by heads, but its module takes its"):
+            parallelize(model, ctx, plan=plan)
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_a_known_name_of_another_layout_is_refused(world_size: int) -> None:
+    run_ranks(world_size, otherwise_body)

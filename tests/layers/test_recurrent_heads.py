@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from tests.coverage_of_models import tiny
 from tests.harness import UNDER_TORCHRUN, WORLDS, agreed, both, once, run_ranks
+from tests.layers import engine_steps as steps
 
 pytest.importorskip("transformers")
 pytestmark = both
@@ -58,10 +59,7 @@ def build(case: str) -> nn.Module:
 
 def judge(results: Sequence[torch.Tensor], whole: Any, exact: Any) -> None:
     """Raises unless ranks' results are as near to `exact`, in float64, as the unsplit model `whole` is, about."""
-    exact = exact.double()
-    if hasattr(exact, "set_experts_implementation"):
-        exact.set_experts_implementation("eager")  # the only one in float64
-    single, double = answers(whole), answers(exact)
+    single, double = answers(whole), answers(steps.exact(exact))
     allowed = 4 * (single - double).abs().max() + 2e-5 * double.abs().max()
     for rank, result in enumerate(results):
         error = (result - double).abs().max()
@@ -71,16 +69,16 @@ def judge(results: Sequence[torch.Tensor], whole: Any, exact: Any) -> None:
 @torch.no_grad()
 def answers(model: Any, device: torch.device | str = "cpu") -> torch.Tensor:
     """Logits [2, 7 + 3, words]: a prompt, one row of it padded, and three steps over a cache."""
-    tokens = torch.randint(2, 90, (2, 7), generator=torch.Generator().manual_seed(3)).to(device)
-    mask = torch.ones_like(tokens)
-    mask[1, :2] = 0
-    result = model(tokens, attention_mask=mask, use_cache=True)
-    logits, name = [result.logits], cache_name(model)
-    for words in WORDS:
-        mask = F.pad(mask, (0, 1), value=1)
-        step = torch.tensor(words, device=device)[:, None]
-        result = model(step, attention_mask=mask, use_cache=True, **{name: result[name]})
-        logits.append(result.logits)
+    tokens, mask = steps.prompts(device)
+    with steps.exact_convolutions():
+        result = model(tokens, attention_mask=mask, use_cache=True, **steps.placed(model, mask.cumsum(-1) - 1))
+        logits, name = [result.logits], cache_name(model)
+        for words in WORDS:
+            mask = F.pad(mask, (0, 1), value=1)
+            step, places = torch.tensor(words, device=device)[:, None], mask.sum(-1, keepdim=True) - 1
+            options = {name: result[name], **steps.placed(model, places)}
+            result = model(step, attention_mask=mask, use_cache=True, **options)
+            logits.append(result.logits)
     found = torch.cat(logits, dim=1).cpu()
     return torch.cat([found[0], found[1, 2:]])  # what padding makes is no answer
 
@@ -126,6 +124,20 @@ def _entries(model: Any, device: torch.device | str) -> int:
 def test_ranks_share_the_state(case: str) -> None:
     own, (whole, *_) = zip(*run_ranks(3, state_body, case), strict=True)
     assert sum(own) == whole and max(own) <= whole // 2
+
+
+# --- in an engine ----------------------------------------------------------------------------------------------------
+
+
+def engine_body(ctx, case: str) -> list[steps.Batch]:
+    return steps.served(ctx, build(case))
+
+
+@two_ranks
+@pytest.mark.parametrize("case", ["three key heads", "no norm", "one group", "by channel", "six heads, three groups"])
+@pytest.mark.some(2, on_gpus=5)
+def test_an_engines_steps_are_the_unsplit_models(world_size: int, case: str) -> None:
+    steps.judge(run_ranks(world_size, engine_body, case), build(case), build(case))
 
 
 # --- loaded and saved ------------------------------------------------------------------------------------------------

@@ -34,6 +34,20 @@ EXPERTS = [
         MIXTURES,
     ),
     Fault(
+        "every rank adds the bias of the only token",
+        "iris_ops/moe/lamport_token.py",
+        "once = bias if ctx.cur_rank == 0 else None",
+        "once = bias",
+        MIXTURES,
+    ),
+    Fault(
+        "a tile in turn goes on with the sum of the one before",
+        "iris_ops/moe/grouped_matmul.py",
+        "        acc = tl.where(k == 0, 0.0, acc)\n",
+        "",
+        MIXTURES,
+    ),
+    Fault(
         "a token has the factor of the one before",
         "iris_ops/moe/combine.py",
         "factor = tl.load(weights + t.to(tl.int64) * stride_wt + j",

@@ -89,6 +89,13 @@ SPLITS = [
         (_HEAD_ONLY,),
     ),
     Fault(
+        "a projection's name tells its layout",
+        "layers/hf/proof.py",
+        "        self._check_fused(function, args, out)\n",
+        "",
+        ("tests/layers/test_fused_heads.py::test_a_known_name_of_another_layout_is_refused",),
+    ),
+    Fault(
         "a norm of a group is one of a rank's channels",
         "layers/hf/gated_norm.py",
         "        if self.shared:\n            squares",

@@ -1,0 +1,143 @@
+"""The product of `tile_all_reduce.py` in warp-specialised programs: some warps multiply, others exchange tiles.
+
+The MMA warps are the library's own (`iris_ops/kernels/hopper/pipeline.py`). They hand a finished tile over through
+shared memory. The mover warps send it by `iris.tiles`, and take the sum of the tile before, which has come meanwhile.
+For Hopper GPUs, in Gluon, which has no interpreter:
+
+    torchrun --nproc-per-node 2 -m examples.tile_all_reduce_hopper
+"""
+
+import iris
+from iris import platform
+from iris.device import arch
+from iris_ops.kernels.hopper.mma import MMA_WARPS, Mma
+from iris_ops.kernels.hopper.operands import described, layouts
+from iris_ops.kernels.hopper.pipeline import (
+    NOWHERE,
+    allocate,
+    await_tile,
+    multiply_tiles,
+    pace,
+    part_of,
+    places_of,
+    rows_of,
+)
+from iris_ops.kernels.stream_k import Units
+from iris_ops.kernels.tile_orders import PartTiles
+from iris_ops.kernels.tiles import start_in_turn
+from iris_ops.planning.machine import machine_of
+from iris_tp import launch
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+BLOCKS = (128, 128, 64)
+STAGES, PLACES = 5, 2  # loads under way; finished tiles that a program has room for
+
+
+@gluon.jit
+def exchange_tiles(ctx, space, shared, order, out, M, N, spread, MOVE: gl.constexpr):
+    """What the mover warps do. A part of a tile, some rows of it, travels as a tile of its own.
+
+    A tile is sent over `spread` ticks: all programs' tiles take the links as long, and stores that queue would hold up
+    the loads of the next product. It stays in shared memory until its sum is taken, one tile later.
+    """
+    tiles = iris.tiles.open_tiles(ctx, space)
+    programs, parts = gl.num_programs(0), shared.PARTS
+    count = gl.cdiv(gl.maximum(order.num_m * order.num_n - gl.program_id(0), 0), programs)
+    for i in range(count + 1):
+        number = gl.program_id(0) + i * programs
+        if i < count:
+            await_tile(shared, i)
+        if i > 0:  # before the next is sent: loads would wait behind its stores
+            before = number - programs
+            row, col, _bias = order.place(before)
+            for part in range(parts):
+                total = tiles.sum(before * parts + part, rows_of(shared, i - 1, part, MOVE), kept=True)
+                r, c, _own = places_of(shared, part, row, M, MOVE)
+                target = out + (r.to(gl.int64) * N)[:, None] + (col + c)[None, :]
+                gl.store(target, total.to(out.dtype.element_ty), mask=(r < M)[:, None] & (col + c < N)[None, :])
+        if i < count:
+            begin = arch.clock()
+            for part in range(parts):
+                pace(begin, gl.where(i + 1 < count, spread, 0), part, parts)
+                tiles.send(part_of(shared, i, part).load(MOVE), number * parts + part, kept=True)
+    tiles.close()
+
+
+@gluon.jit
+def tile_matmul_hopper_kernel(
+    ctx_ptr, space, a, b, out, M, N, K, spread, stagger,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WORLD_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, PLACES: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr,
+    ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr, MOVER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out [M,N] = sum over ranks of a [M,K] @ b [K,N]; a and b are tensor descriptors, out is contiguous.
+
+    Programs start over `stagger` ticks, so that they do not all send their last tile at once.
+    """
+    start_in_turn(stagger)
+    ctx = iris.DeviceContext.initialize(ctx_ptr, gl.load(ctx_ptr).to(gl.int32), WORLD_SIZE)
+    order = PartTiles(gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), BLOCK_M, BLOCK_N, 8)
+    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, False)
+    units = Units(order.num_m * order.num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
+    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT, PLACES)
+    gl.warp_specialize(
+        [
+            (
+                multiply_tiles,
+                (
+                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, mma, shared, units, order, out, out, space, 0, M, N, False,
+                    0,
+                ),
+            ),
+            (exchange_tiles, (ctx, space, shared, order, out, M, N, spread, MOVE)),
+        ],
+        [MOVER_WARPS],
+        [MOVER_REGISTERS],
+    )  # fmt: skip
+
+
+def space_for(ctx: iris.Iris, M: int, N: int, dtype: torch.dtype) -> torch.Tensor:
+    """Collective: memory for the tiles of a result [M, N]."""
+    number = -(-M // BLOCKS[0]) * -(-N // BLOCKS[1])
+    return ctx.ccl.tile_space(number, BLOCKS[0] * BLOCKS[1], dtype)
+
+
+def tile_matmul_hopper(
+    ctx: iris.Iris, space: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out [M,N] = sum over ranks of a [M,K] @ b [K,N]; bfloat16 or float16, rows of multiples of 16 bytes."""
+    (M, K), N = a.shape, b.shape[1]
+    number = -(-M // BLOCKS[0]) * -(-N // BLOCKS[1])
+    programs = min(number, ctx.get_cu_count())
+    sent = programs * BLOCKS[0] * BLOCKS[1] * out.element_size() * (ctx.num_ranks - 1)
+    spread = platform.ticks(sent / (machine_of(ctx.device).link_gbs * 1e9))
+    tile_matmul_hopper_kernel[(programs,)](
+        ctx.get_device_context(), space, described(a, (BLOCKS[0], BLOCKS[2])), described(b, (BLOCKS[2], BLOCKS[1])),
+        out, M, N, K, spread, platform.ticks(4e-6), *BLOCKS, ctx.num_ranks, STAGES, PLACES, **layouts(*BLOCKS[:2]),
+        num_warps=MMA_WARPS,
+    )  # fmt: skip
+
+
+def rank_main(M: int = 400, N: int = 1032, K: int = 520) -> None:
+    with iris.iris(heap_size=1 << 28) as ctx:
+        if not platform.has_warp_specialisation(ctx.device):
+            ctx.info("needs a Hopper GPU; tile_all_reduce runs everywhere")
+            return
+        w, rank, generator = ctx.num_ranks, ctx.cur_rank, torch.Generator().manual_seed(0)
+        space = space_for(ctx, M, N, torch.bfloat16)
+        for _ in range(3):
+            A = torch.randn(w, M, K, generator=generator).to(ctx.device, torch.bfloat16)
+            B = torch.randn(w, K, N, generator=generator).to(ctx.device, torch.bfloat16)
+            exact = torch.bmm(A.double(), B.double()).sum(0)
+            out = torch.full((M, N), 7.0, dtype=torch.bfloat16, device=ctx.device)
+            tile_matmul_hopper(ctx, space, A[rank], B[rank], out)
+            error = (out - exact).abs().max() / exact.abs().max()
+            ctx.barrier()
+            ctx.info(f"out {tuple(out.shape)} {out.dtype}; error {error:.1e} of the largest value")
+            assert error < 1e-2
+
+
+if __name__ == "__main__":
+    launch.run(rank_main)

@@ -1,0 +1,383 @@
+"""What the rings of messages promise: any size and place, senders that go on, any lists that match, and time-outs."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import iris
+from iris.ccl import P2POp, ReduceOp, rings, rooted, transfer
+from iris.errors import ArgumentError, PeerLostError
+from iris.launch import relaunch
+import pytest
+import torch
+
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.processes import run_fresh
+
+pytestmark = both
+SEVERAL = [w for w in WORLDS if w != 1]
+# Bytes: less than a word, a unit's edges, the border between Lamport values and chunks, chunks of several slots.
+SIZES = [1, 3, 4, 15, 4095, 4096, 4100, 16390, rings.BORDER - 1, rings.BORDER, rings.BORDER + 1]
+
+
+def _bytes(seed: int, nbytes: int) -> torch.Tensor:
+    """Any bytes, those of the sentinel among them."""
+    drawn = torch.randint(-1, 255, (nbytes,), generator=torch.Generator().manual_seed(seed))
+    drawn[: nbytes // 3] = 255
+    return drawn.to(torch.uint8)
+
+
+def _placed(ctx, values: torch.Tensor, shift: int) -> torch.Tensor:
+    """`values` so many bytes behind an aligned address, with bytes around that nobody may touch."""
+    memory = torch.full((values.numel() + 64,), 7, dtype=torch.uint8, device=ctx.device)
+    place = memory[16 + shift : 16 + shift + values.numel()]
+    place.copy_(values)
+    return place
+
+
+def _untouched(place: torch.Tensor) -> bool:
+    whole = torch.empty(0, dtype=torch.uint8, device=place.device).set_(place.untyped_storage())
+    begin = place.storage_offset()
+    return bool((whole[:begin] == 7).all() and (whole[begin + place.numel() :] == 7).all())
+
+
+def _sized(ctx):
+    rank, n = ctx.cur_rank, ctx.num_ranks
+    after, before = (rank + 1) % n, (rank - 1) % n
+    ctx.ccl.init_p2p(max(SIZES), torch.uint8)
+    for i, nbytes in enumerate(SIZES):
+        for shift in (0, 4, 2, 1) if nbytes < 20_000 else (i % 3,):
+            mine = _placed(ctx, _bytes(10 * nbytes + rank, nbytes), shift)
+            theirs = _placed(ctx, torch.full((nbytes,), 9), (shift + rank) % 5)
+            ctx.ccl.sendrecv(mine, theirs, after, before)
+            assert torch.equal(theirs.cpu(), _bytes(10 * nbytes + before, nbytes)), (nbytes, shift)
+            assert _untouched(theirs), (nbytes, shift)
+            everyone = _placed(ctx, _bytes(nbytes + rank, nbytes), shift)
+            ctx.ccl.broadcast(everyone, n - 1)
+            assert torch.equal(everyone.cpu(), _bytes(nbytes + n - 1, nbytes)) and _untouched(everyone)
+    ctx.barrier()
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("world_size", SEVERAL)
+def test_any_size_at_any_address(world_size):
+    run_ranks(world_size, _sized)
+
+
+def _summed(ctx):
+    """Of ones whose sum is exact, and of those whose rounding shows the order and the width of the sum."""
+    rank, n = ctx.cur_rank, ctx.num_ranks
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int32, torch.int64):
+        for count in (5, 4096, rings.BORDER // dtype.itemsize + 8):
+            of = [_drawn(count, dtype, 100 * count + r) for r in range(n)]
+            root, out = count % n, torch.zeros(count, dtype=dtype, device=ctx.device)
+            ctx.ccl.reduce(out, of[rank].to(ctx.device), root, ReduceOp.SUM)
+            want = of[0].float() if dtype.is_floating_point else of[0].clone()
+            for each in of[1:]:
+                want += each
+            want = want.to(dtype) if rank == root else torch.zeros(count, dtype=dtype)
+            assert torch.equal(out.cpu(), want), (dtype, count)
+    x = torch.full((1000,), rank + 1.0, device=ctx.device)  # in place
+    ctx.ccl.reduce(x, x, 0)
+    assert (x == (n * (n + 1) / 2 if rank == 0 else rank + 1)).all()
+    nan = torch.full((100,), -1, dtype=torch.int32, device=ctx.device).view(torch.float32)  # the sentinel's bits
+    ctx.ccl.reduce(x[:100], nan, 0)
+    assert x[:100].isnan().all() == (rank == 0)
+    ctx.barrier()
+
+
+def _drawn(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator).to(dtype)
+    return torch.randint(-100, 100, (count,), generator=generator).to(dtype)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("world_size", SEVERAL)
+def test_sums_are_in_rank_order(world_size):
+    run_ranks(world_size, _summed)
+
+
+def _ahead(ctx):
+    """Senders run ahead of a receiver until its ring is full; what they send in one call it takes in several."""
+    rank, n, count = ctx.cur_rank, ctx.num_ranks, 40
+    ctx.ccl.init_p2p(64 * rings.MESSAGE_BYTES, torch.uint8)
+    given = [_drawn(1000 * (1 + i % 5), torch.float32, i) for i in range(count)]
+    if rank == 0:
+        for i in range(0, count // 2):  # 120 slots of 64
+            ctx.ccl.send(given[i].to(ctx.device), 1)
+        for i in range(count // 2, count, 5):
+            ctx.ccl.batch_isend_irecv([P2POp("send", each.to(ctx.device), 1) for each in given[i : i + 5]])
+    elif rank == 1:
+        if not ON_GPU:
+            time.sleep(0.5)
+        places = [torch.zeros_like(each, device=ctx.device) for each in given]
+        for i in range(0, count // 2, 4):
+            ctx.ccl.batch_isend_irecv([P2POp("recv", each, 0) for each in places[i : i + 4]])
+        for place in places[count // 2 :]:
+            ctx.ccl.recv(place, 0)
+        for want, got in zip(given, places, strict=True):
+            assert torch.equal(got.cpu(), want)
+    assert n > 1
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", SEVERAL[:1])
+def test_a_sender_goes_on_before_its_receiver_comes(world_size):
+    run_ranks(world_size, _ahead)
+
+
+def _crossed(ctx):
+    """Rank 1 takes from rank 2 before it takes from rank 0, which lists it first; rank 2 needs what 0 lists second."""
+    rank, size = ctx.cur_rank, rings.BORDER // 2
+    ctx.ccl.init_p2p(8 * size, torch.uint8)
+    for turn in range(3):
+        of = [torch.full((size,), 10.0 * turn + r, device=ctx.device) for r in range(3)]
+        one, two = torch.zeros(size, device=ctx.device), torch.zeros(size, device=ctx.device)
+        if rank == 0:
+            ctx.ccl.batch_isend_irecv([P2POp("send", of[0], 1), P2POp("send", of[0], 2), P2POp("recv", one, 2)])
+            assert torch.equal(one, of[2])
+        elif rank == 1:
+            ctx.ccl.recv(two, 2)
+            ctx.ccl.recv(one, 0)
+            assert torch.equal(two, of[2]) and torch.equal(one, of[0])
+        elif rank == 2:
+            ctx.ccl.recv(one, 0)
+            ctx.ccl.send(of[2], 1)
+            ctx.ccl.send(of[2], 0)
+            assert torch.equal(one, of[0])
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", [w for w in WORLDS if w in (3, 4)])
+def test_messages_of_a_call_do_not_wait_for_each_other(world_size):
+    run_ranks(world_size, _crossed)
+
+
+def _crowd(ctx):
+    """More messages to each rank than a launch takes, of all sizes, then exchanges in place."""
+    rank, n = ctx.cur_rank, ctx.num_ranks
+    ctx.ccl.init_p2p(1 << 20, torch.float32)
+    sizes = [0, 1, 5, 4096, 300_000, 3, 7, *range(20, 32)]
+    for turn in range(2):
+        sends, takes, wanted = [], [], []
+        for i, count in enumerate(sizes):
+            for peer in range(n):
+                sends.append(
+                    P2POp("send", _drawn(count, torch.int16, 1000 * turn + 100 * i + rank).to(ctx.device), peer)
+                )
+                takes.append(P2POp("recv", torch.zeros(count, dtype=torch.int16, device=ctx.device), peer))
+                wanted.append(_drawn(count, torch.int16, 1000 * turn + 100 * i + peer))
+        ctx.ccl.batch_isend_irecv([*takes, *sends] if rank % 2 else [*sends, *takes])
+        for op, want in zip(takes, wanted, strict=True):
+            assert torch.equal(op.tensor.cpu(), want)
+    both_ways = torch.arange(10.0, device=ctx.device) + 100 * rank
+    ctx.ccl.sendrecv(both_ways[:8], both_ways[2:], (rank + 1) % n, (rank - 1) % n)
+    before = 100.0 * ((rank - 1) % n)
+    assert both_ways.tolist() == [100.0 * rank, 100.0 * rank + 1, *(before + i for i in range(8))]
+    ctx.barrier()
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_batch_of_very_many_messages(world_size):
+    run_ranks(world_size, _crowd)
+
+
+def _in_pieces(ctx):
+    """Tensors larger than the rings of rooted collectives may become."""
+    rank, n, most = ctx.cur_rank, ctx.num_ranks, rooted.MOST_SLOTS
+    rooted.MOST_SLOTS = 64 * n
+    try:
+        count = 500_000  # of float32: 3.8 rings
+        of = [_drawn(count * n, torch.float32, r) for r in range(n)]
+        x = of[rank].to(ctx.device, copy=True)
+        ctx.ccl.broadcast(x, 1 % n)
+        assert torch.equal(x.cpu(), of[1 % n])
+        whole, part = torch.zeros(n * n * count, device=ctx.device), torch.zeros(count, device=ctx.device)
+        ctx.ccl.gather(whole, of[rank].to(ctx.device), 0)
+        assert torch.equal(whole.cpu(), torch.cat(of) if rank == 0 else torch.zeros(n * n * count))
+        ctx.ccl.scatter(part, of[0].to(ctx.device), 0)
+        assert torch.equal(part.cpu(), of[0].split(count)[rank])
+        ctx.ccl.reduce(x, of[rank].to(ctx.device), n - 1)
+        total = torch.stack(of).sum(0) if n < 3 else None
+        if rank == n - 1 and total is not None:
+            assert torch.equal(x.cpu(), total)
+    finally:
+        rooted.MOST_SLOTS = most
+    ctx.barrier()
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("world_size", SEVERAL[:2])
+def test_tensors_larger_than_a_ring(world_size):
+    run_ranks(world_size, _in_pieces)
+
+
+def _overlapping(ctx):
+    """A gather from a part of its own result, a scatter into its own input."""
+    rank, n = ctx.cur_rank, ctx.num_ranks
+    whole = torch.arange(4.0 * n, device=ctx.device) + 100 * rank
+    ctx.ccl.gather(whole, whole[4 * rank : 4 * rank + 4], 0)
+    if rank == 0:
+        assert whole.tolist() == [100.0 * r + 4 * r + i for r in range(n) for i in range(4)]
+    whole = torch.arange(4.0 * n, device=ctx.device)
+    part = whole[:4]
+    ctx.ccl.scatter(part, whole, n - 1)
+    assert part.tolist() == [4.0 * rank + i for i in range(4)]
+    whole = torch.arange(4.0 * n, device=ctx.device) + 100 * rank
+    ctx.ccl.gather(whole, whole[2:6], 0)  # at the root of neither part
+    if rank == 0:
+        assert whole.tolist() == [100.0 * r + 2 + i for r in range(n) for i in range(4)]
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", SEVERAL[:2])
+def test_tensors_that_overlap(world_size):
+    run_ranks(world_size, _overlapping)
+
+
+def _turns(ctx):
+    """Rings go round many times, by sizes that stand otherwise each time; captured on GPUs."""
+    rank, n = ctx.cur_rank, ctx.num_ranks
+    after, before = (rank + 1) % n, (rank - 1) % n
+    ctx.ccl.init_p2p(5 << 20, torch.uint8)
+    counts = [3, 70_000, 20_000, 1_100_000 if ON_GPU or n == 2 else 150_000, 1]
+    mine = [torch.zeros(count, dtype=torch.int32, device=ctx.device) for count in counts]
+    theirs = [torch.zeros_like(each) for each in mine]
+
+    def calls():
+        for one, other in zip(mine, theirs, strict=True):
+            ctx.ccl.sendrecv(one, other, after, before)
+            ctx.ccl.broadcast(other, 0)
+
+    calls()
+    again = calls
+    ctx.barrier()
+    if ON_GPU:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        again = graph.replay
+    for turn in range(100 if ON_GPU else 4):
+        for one, other in zip(mine, theirs, strict=True):
+            one.copy_(torch.arange(one.numel()) * 7 + 1000 * turn + rank)
+            other.fill_(-5)
+        again()
+        for other in theirs:
+            assert torch.equal(other.cpu(), torch.arange(other.numel(), dtype=torch.int32) * 7 + 1000 * turn + n - 1)
+    ctx.barrier()
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("world_size", SEVERAL)
+def test_rings_go_round(world_size):
+    run_ranks(world_size, _turns)
+
+
+def _known_before(ctx):
+    """Calls with the same tensors are launched again without a look at them; others are not taken for them."""
+    rank, n, launched, repeated = ctx.cur_rank, ctx.num_ranks, [], []
+    after, before = (rank + 1) % n, (rank - 1) % n
+    launch = relaunch.launch
+
+    def watched(*args, **options):
+        launched.append(1)
+        launch(*args, **options)
+
+        def again() -> bool:
+            repeated.append(1)
+            launch(*args, **options)
+            return True
+
+        return relaunch.Launch(again)
+
+    rings.relaunch = SimpleNamespace(launch=watched, ALIGNMENT=relaunch.ALIGNMENT)
+    try:
+        ctx.ccl.init_p2p(1000, torch.float32)
+        mine, theirs, holes = torch.zeros(8), torch.zeros(8), torch.zeros(8, 2)[:, 0]
+
+        def calls(turn: int) -> None:
+            mine.fill_(100 * turn + rank)
+            ctx.ccl.sendrecv(mine, theirs, after, before)
+            assert (theirs == 100 * turn + before).all()
+            ctx.ccl.sendrecv(mine, holes, after, before)  # torch copies it
+            assert (holes == 100 * turn + before).all()
+            ctx.ccl.sendrecv(mine[:4], theirs[:4], before, after)
+            assert theirs.tolist() == [100 * turn + after] * 4 + [100 * turn + before] * 4
+            ctx.ccl.broadcast(mine, turn % n)
+            ctx.ccl.reduce(theirs, mine, 0)
+            assert (mine == 100 * turn + turn % n).all() and (rank or (theirs == n * mine).all())
+
+        calls(0)
+        calls(n)  # anew, for the rings of broadcasts have grown
+        launched.clear()
+        repeated.clear()
+        calls(n)
+        assert (len(launched), len(repeated)) == (1, 4)
+        ctx.ccl.init_p2p(1 << 20, torch.float32)  # into other rings
+        calls(n)
+        assert (len(launched), len(repeated)) == (6, 4)
+        with pytest.raises(ArgumentError, match="dst is 9"):
+            ctx.ccl.sendrecv(mine, theirs, 9, before)
+    finally:
+        rings.relaunch = relaunch
+    ctx.barrier()
+
+
+@pytest.mark.skipif(ON_GPU, reason="counts what stands in for launches there")
+@pytest.mark.parametrize("world_size", SEVERAL[:2])
+def test_known_calls_are_launched_again(world_size):
+    run_ranks(world_size, _known_before)
+
+
+def _lost(rank, world_size, way):
+    with pytest.raises(PeerLostError, match="rank 1 lost rank 0" if rank else "rank 0 lost rank 1") as caught:
+        with iris.iris(1 << 24) as ctx:
+            ctx.ccl.init_p2p(256 * rings.MESSAGE_BYTES if way == "large" else 1, torch.uint8)
+            ctx.ccl.reduce(torch.zeros(4), torch.zeros(4))
+            x = torch.zeros(1000 if way != "large" else 200_000, device=ctx.device)
+            if rank == 0 and way == "full":
+                for _ in range(100):  # nobody takes
+                    ctx.ccl.send(x, 1)
+            elif rank == 1 and way == "large":
+                ctx.ccl.recv(x[: rings.BORDER // 4 + 4], 0)
+            elif rank == 1 and way == "reduce":
+                ctx.ccl.reduce(x, x, 1)
+            elif rank == 1 and way == "small":
+                ctx.ccl.recv(x, 0)
+            else:
+                time.sleep(3.0)
+            ctx.check()
+            ctx.barrier()
+    if (rank, way) in ((0, "full"), (1, "small"), (1, "large"), (1, "reduce")):
+        assert ("reduce" if way == "reduce" else "a message") + " waited" in str(caught.value)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
+@pytest.mark.parametrize("way", ["small", "large", "full", "reduce"])
+def test_a_peer_that_does_not_come_is_named(way):
+    ended = run_fresh(2, _lost, way, env={"IRIS_TIMEOUT": "1"})
+    assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
+
+
+def _too_much(ctx):
+    there = (ctx.cur_rank + 1) % ctx.num_ranks
+    ctx.ccl.init_p2p(1, torch.uint8)
+    for tensors in ([torch.zeros(65)] * 65, [torch.zeros(65 * rings.SLOT.value, dtype=torch.uint8)]):
+        listed = [P2POp("recv", each.to(ctx.device), there) for each in tensors]
+        with pytest.raises(ArgumentError, match="there is room for 262144; call ctx.ccl.init_p2p"):
+            ctx.ccl.batch_isend_irecv(listed)
+    ctx.barrier()
+
+
+def test_no_number_of_a_table_makes_triton_compile_anew():
+    """It does so for a 1 in a tuple, and for a multiple of 16, whatever it is told of the argument."""
+    assert all(transfer.in_table(x) % 16 == 3 and transfer.in_table(x) >> 4 == x for x in (0, 1, 15, 16, 1 << 47))
+
+
+@pytest.mark.parametrize("world_size", SEVERAL[:1])
+def test_more_than_there_is_room_for_is_refused(world_size):
+    run_ranks(world_size, _too_much)
