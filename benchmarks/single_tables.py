@@ -77,12 +77,8 @@ def invariance(folder: str) -> str:
         kinds.setdefault(row["row"].split()[0], []).append(row["us"]["batch"] / row["us"]["None"])
     everything = [cost for costs in kinds.values() for cost in costs]
     rows = [_cost(_KINDS[kind], costs, run) for kind, costs in kinds.items()] + [_cost("all", everything, run)]
-    numbers, differing = len(run["numbers_of_rows"]), run["differing"]
-    text = (
-        f'Time with `invariant="batch"` over the time with `None`, in CUDA graphs. {run["products"]} products were'
-        f" compared at {numbers} numbers of rows each: {differing['None']} numbers had other bits with `None`,"
-        f' {differing["batch"]} with `"batch"`.'
-    )
+    text = 'Time with `invariant="batch"` over the time with `None`, in CUDA graphs. '
+    text += " ".join(map(_compared, [run, *newest("invariance_random_{gpu}_x2")]))
     head = ["call", "rows", "geometric mean", "median", "worst row", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 1)}"
 
@@ -143,6 +139,17 @@ def tiles(folder: str) -> str:
 
 
 _TILES = ("tiles", "tiles, two shots", "tiles, specialised warps")
+
+
+def _compared(run: dict[str, Any]) -> str:
+    """How many products were compared, at ten numbers of rows each, and in how many numbers bits differed."""
+    differing, kind = run["differing"], "random products" if run["benchmark"] == "invariance_random" else "products"
+    beside = run.get("beside", run["products"])  # of which so many with nothing promised, too
+    of_those = "" if beside == run["products"] else f" of {beside} of them"
+    return (
+        f"{run['products']} {kind} were compared at 10 numbers of rows each: {differing['None']} numbers{of_those} had"
+        f' other bits with `None`, {differing["batch"]} with `"batch"`.'
+    )
 
 
 def invariance_ranks(folder: str) -> str:

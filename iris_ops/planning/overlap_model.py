@@ -11,7 +11,7 @@ from __future__ import annotations
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem, owned_part
 from .kernel_names import LAMPORT_TWO_SHOT, keeps_own, kernel_for
-from .machine import Machine
+from .machine import INTERPRETER, Machine
 from .tile_model import tile_us
 from .torch_ways import BARRIER_US, COPY_US
 from .waves import early_tiles, gemm_tiles, programs_of, skew_steps
@@ -21,6 +21,7 @@ _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 # Of the link's rate, what Lamport values get, which are polled, overwritten by the sentinel and stored once more.
 _LAMPORT = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
 _LAMPORT_TWICE = 0.8  # in two shots
+_LEAF_US = 1.75  # until a leaf of a tree has come, from when it is asked for, by measurement of 64 rows
 _KEPT_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
 _ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the values of 64 x 64
 _HIDDEN_BY_MORE = 0.3  # how much of the values' way more than two waves of products hide
@@ -87,7 +88,11 @@ def lamport(problem: Problem, config: FusedConfig, machine: Machine, gemm: float
 
 
 def tree(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total): the roots of a sum in fp32 travel behind the product. Estimated, not measured."""
+    """(link, total): the roots of a sum in fp32 travel behind the product, of which each leaf must have come."""
+    leaves = -(-problem.K // problem.tree.width)
+    waves = -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs))
+    if machine.name != INTERPRETER:
+        gemm = max(gemm, waves * leaves * _LEAF_US / max(1, config.num_stages - 1))
     w, roots = problem.world_size, max(map(len, problem.tree.roots))
     size = 4 * problem.M * problem.N * (w - 1)
     to_owners = problem.op == REDUCE_SCATTER or config.algorithm == "two_shot"

@@ -51,6 +51,8 @@ FP8_TILES: Tiles = {
     (64, 64, 128, 4): (6, 0.58),
     (128, 64, 128, 4): (4, 0.75),
 }
+# Of sums by tree, whose blocks are leaves or parts of leaves: rows, columns; estimated from a few measurements.
+_TREE_SHARES = {(16, 64): 0.22, (32, 64): 0.4, (64, 64): 0.6, (64, 128): 0.5}
 _FP8_RATE = 1.85  # of products in eight bits, over those in 16
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
@@ -148,6 +150,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         shares = moved if config.warp_specialised else GPU_TILES
     unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
+    if not fp32 and problem.by_tree and not config.warp_specialised:
+        share = _TREE_SHARES.get((bm, bn), share)
     if not (problem.whole_vectors(problem.K) or lamport) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
     kind = _FP32_SHARE if fp32 else _FP8_RATE if problem.fp8 else 1.0
