@@ -54,7 +54,8 @@ def moe_variants(target: GPUTarget, machine: Machine, world_size: int) -> Iterat
         )  # fmt: skip
         yield name, moe_matmul_kernel, options, constants
         if name == "moe_down_sorted":
-            yield "moe_down_in_turn", moe_matmul_kernel, options, {**constants, "TURNS": 4}
+            stages = options["num_stages"] - (not cuda)  # turns keep more in shared memory, and AMD has 64 KiB
+            yield "moe_down_in_turn", moe_matmul_kernel, {**options, "num_stages": stages}, {**constants, "TURNS": 4}
         if cuda and name in ("moe_gate_up_few", "moe_down_large"):
             yield f"{name}_pointers", moe_matmul_kernel, options, {**constants, "TMA_B": False}
     for name, (tokens, rows, cols, ranks) in HOPS.items():
