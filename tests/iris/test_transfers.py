@@ -380,6 +380,7 @@ def _lost(rank, world_size, way):
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
 @pytest.mark.parametrize("way", ["small", "large", "full", "reduce"])
+@pytest.mark.some(2)
 def test_a_peer_that_does_not_come_is_named(way):
     ended = run_fresh(2, _lost, way, env={"IRIS_TIMEOUT": "1"})
     assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]

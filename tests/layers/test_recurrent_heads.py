@@ -93,7 +93,7 @@ def split_body(ctx, case: str) -> tuple[torch.Tensor, list[str]]:
 
 @worlds
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.some(12, on_gpus=6)
+@pytest.mark.some(6)
 def test_prompts_and_steps_are_the_unsplit_models(world_size: int, case: str) -> None:
     results, all_norms = zip(*run_ranks(world_size, split_body, case), strict=True)
     judge(results, build(case), build(case))
@@ -135,7 +135,7 @@ def engine_body(ctx, case: str) -> list[steps.Batch]:
 
 @two_ranks
 @pytest.mark.parametrize("case", ["three key heads", "no norm", "one group", "by channel", "six heads, three groups"])
-@pytest.mark.some(2, on_gpus=5)
+@pytest.mark.some(1, on_gpus=5)
 def test_an_engines_steps_are_the_unsplit_models(world_size: int, case: str) -> None:
     steps.judge(run_ranks(world_size, engine_body, case), build(case), build(case))
 
@@ -151,6 +151,7 @@ def loaded_body(ctx, folder: str, case: str) -> torch.Tensor:
 
 @worlds
 @pytest.mark.parametrize("case", ["one group", "no norm", "two heads", "three key heads", "by channel"])
+@pytest.mark.some(3)
 def test_a_checkpoint_is_read_and_written_by_parts(world_size: int, case: str, tmp_path) -> None:
     folder, whole = agreed(tmp_path), build(case)
     once(lambda: whole.save_pretrained(folder))
