@@ -35,8 +35,8 @@ def test_every_contender_from_end_to_end(tmp_path):
 MIXTURES = [name for name in mixtures.SHAPES if name.startswith("tiny-")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.some(1)
 def test_mixtures_from_end_to_end(name: str, tmp_path):
     asked = ["--model", name, "--contenders", "ours,nccl", "--rounds", "1", "--batches", "1,2", "--prompts", "5"]
     printed = run_benchmark("llm", 2, *asked, "--output", "3", "--out", str(tmp_path), "--name", "tiny")

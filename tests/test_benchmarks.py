@@ -290,6 +290,7 @@ def test_what_there_was_no_time_for_is_told(tmp_path):
     assert table.render(report, ["eager"]).endswith(told)
 
 
+@pytest.mark.slow
 def test_other_forms_and_uneven_parts_on_three_cpu_ranks(tmp_path):
     run_benchmark("ops", 3, "--shapes", "tiny-forms", "--dtype", "float16", "--out", str(tmp_path))
     report = json.loads((tmp_path / "ops_float16_cpu_x3.json").read_text())

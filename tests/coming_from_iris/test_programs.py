@@ -31,6 +31,7 @@ def test_there_are_as_many_programs_as_the_page_says() -> None:
     assert len(PROGRAMS) >= 30
 
 
+@pytest.mark.some(40)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("world_size", [w for w in WORLDS if w not in (1, 3)])
 def test_a_program_written_for_iris_runs(world_size: int, program: Callable[[], None]) -> None:
