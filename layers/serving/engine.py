@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-import inspect
 from math import gcd
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,9 +62,9 @@ from .cache import (
 )
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
-from .prompts import common_length, padded_before, padded_behind, stops, tokens_of
+from .prompts import common_length, padded_before, padded_behind, stops, tokens_of, until
 from .sampling import Sampler
-from .served import check_compilable, check_padding, first_call, wants_whole_masks
+from .served import check_compilable, check_padding, first_call, keeps_any_logits, wants_whole_masks
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -149,7 +148,7 @@ class Engine:
         self._seen = self.mask[:, None, None] if own and not self._whole_masks else self.mask
         self._masks_steps = bool(attending(self.cache))  # a state that is masked would be so once for each token
         self._tried: set[tuple[bool, bool]] = set()  # kinds of calls that have run
-        self._keeps_any = "Tensor" in str(_annotation(model, "logits_to_keep"))  # else so many from the end, or all
+        self._keeps_any = keeps_any_logits(model)  # else so many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
         self.steps = Graphs(2 if self.graphs else 0)
         # Prompts are long enough for overlapped ops, whose outputs then lie on the heap as long as the graphs.
@@ -210,7 +209,7 @@ class Engine:
             made += steps
         tokens = self.output[: len(prompts), :made].tolist()
         self.ctx.check()  # a replay asks for no failure
-        return [_until(row, ends) for row in tokens]
+        return [until(row, ends) for row in tokens]
 
     def reset(self) -> None:
         """Forgets the batch."""
@@ -395,14 +394,3 @@ class Engine:
 
     def _ended(self, made: int, ends: set[int], rows: int) -> bool:
         return all(ends.intersection(row) for row in self.output[:rows, :made].tolist())
-
-
-def _annotation(model: nn.Module, name: str) -> object:
-    """What `model` says that it takes by this name; None if nothing."""
-    known = inspect.signature(model.forward).parameters.get(name)
-    return None if known is None or known.annotation is known.empty else known.annotation
-
-
-def _until(row: list[int], ends: set[int]) -> list[int]:
-    at = next((i for i, token in enumerate(row) if token in ends), len(row))
-    return row[: at + 1]

@@ -85,3 +85,9 @@ def padded_behind(
         prompts = F.pad(prompts, (0, more))
         mask = None if mask is None else F.pad(mask, (0, more), value=True)
     return prompts, mask
+
+
+def until(row: list[int], ends: set[int]) -> list[int]:
+    """The tokens of `row` up to the first that ends it, which is the last of them."""
+    at = next((i for i, token in enumerate(row) if token in ends), len(row))
+    return row[: at + 1]

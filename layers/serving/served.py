@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+import inspect
 from typing import Any
 
 from iris.errors import ArgumentError, IrisError
@@ -109,3 +110,9 @@ def _check_filled(model: Any, cache: Any) -> None:
     )
     if not any(kept):
         raise ArgumentError(f"{type(model).__name__} keeps nothing in the cache that it is given: {_INSTEAD}")
+
+
+def keeps_any_logits(model: Any) -> bool:
+    """Whether `model` takes a tensor of the positions whose logits it computes."""
+    known = inspect.signature(model.forward).parameters.get("logits_to_keep")
+    return known is not None and "Tensor" in str(known.annotation)
