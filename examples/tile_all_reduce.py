@@ -28,7 +28,6 @@ def tile_matmul_kernel(
     tiles = iris.tiles.open_tiles(ctx, space)
     kind: tl.constexpr = out.dtype.element_ty
     num_tiles, programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for number in range(tl.program_id(0), num_tiles, programs):
         m, n, owner = place_of(number, M, N, BLOCK_M, BLOCK_N, WORLD_SIZE, SCATTER)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
