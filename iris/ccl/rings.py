@@ -22,8 +22,11 @@ from .workspace import Workspace
 
 # Bytes up to which a message travels as Lamport values, which take twice the bytes but no signal.
 BORDER = 512 << 10
-# Slots of a chunk, and how many chunks a message has at least before its chunks grow.
-_CHUNK, _CHUNKS = 4, 256
+# The same of what is summed as floating-point numbers, whose Lamport values are no wider than they are.
+BORDER_OF_SUMS = 8 << 20
+# Slots of a chunk at most, and how many chunks a message has at least before its chunks grow: the last ones are copied
+# out when all has arrived, so they are to be small.
+_CHUNK, _CHUNKS = 4, 1024
 _LEAST_SLOTS = 64  # of a ring
 MESSAGE_BYTES = SLOT.value // 2  # what a slot holds of a message whose Lamport values take twice the bytes
 _MESSAGES = 16  # of a launch, each way
@@ -54,7 +57,7 @@ class Cut:
 def cut(n: int, size: int = 4, word: int = 8, few: bool | None = None) -> Cut:
     """Of `n` elements of `size` bytes, which as Lamport values have `word`. `few`: whether they travel as these."""
     if few is None:
-        few = n * size <= BORDER and word <= 8
+        few = n * size <= (BORDER if word > size else BORDER_OF_SUMS) and word <= 8
     slots = -(-n * (word if few else size) // SLOT.value)
     if few:
         return Cut(slots, 0, slots)
@@ -168,7 +171,7 @@ class Rings:
 
     def _launch(self, waiter: str, sent: list, taken: list, dtype: torch.dtype | None = None, own: int = 0) -> None:
         ctx, group = self._ctx, self._workspace.group
-        programs = platform.num_programs(ctx.device)
+        programs = platform.num_programs(ctx.device) * (1 if sent and taken else 2)  # two share a multiprocessor
         senders, takers = (min(programs, sum(each[6] for each in table)) for table in (sent, taken))
         size = dtype.itemsize if dtype else 4
         places = [own, *(place for each in (*sent, *taken) for place in (each[0], each[7], each[1] * size))]
