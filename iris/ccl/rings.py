@@ -22,11 +22,6 @@ from .workspace import Workspace
 
 # Bytes up to which a message travels as Lamport values, which take twice the bytes but no signal.
 BORDER = 512 << 10
-# The same of what is summed as floating-point numbers, whose Lamport values are no wider than they are.
-BORDER_OF_SUMS = 8 << 20
-# Slots of a chunk at most, and how many chunks a message has at least before its chunks grow: the last ones are copied
-# out when all has arrived, so they are to be small.
-_CHUNK, _CHUNKS = 4, 1024
 _LEAST_SLOTS = 64  # of a ring
 MESSAGE_BYTES = SLOT.value // 2  # what a slot holds of a message whose Lamport values take twice the bytes
 _MESSAGES = 16  # of a launch, each way
@@ -47,22 +42,16 @@ class Message:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a message lies in a ring: so many `slots`, moved in `items` of `chunk` slots each, or 0 of Lamport values."""
+    """How a message lies in a ring: in so many `slots`, a unit in each, as Lamport values if `few`."""
 
     slots: int
-    chunk: int
-    items: int
+    few: bool
 
 
-def cut(n: int, size: int = 4, word: int = 8, few: bool | None = None) -> Cut:
-    """Of `n` elements of `size` bytes, which as Lamport values have `word`. `few`: whether they travel as these."""
-    if few is None:
-        few = n * size <= (BORDER if word > size else BORDER_OF_SUMS) and word <= 8
-    slots = -(-n * (word if few else size) // SLOT.value)
-    if few:
-        return Cut(slots, 0, slots)
-    chunk = max(1, min(_CHUNK, slots // _CHUNKS))
-    return Cut(slots, chunk, -(-slots // chunk))
+def cut(n: int, size: int = 4, word: int = 8) -> Cut:
+    """Of `n` elements of `size` bytes, which as Lamport values have `word`."""
+    few = word == size or (n * size <= BORDER and word <= 8)
+    return Cut(-(-n * (word if few else size) // SLOT.value), few)
 
 
 def cut_of_sum(n: int, dtype: torch.dtype) -> Cut:
@@ -162,10 +151,10 @@ class Rings:
         """`n` elements of each rank, of which this one's begin at `own`, to rank `dst`, which has the sum at `out`."""
         group, how = self._workspace.group, cut_of_sum(n, dtype)
         if group.rank != dst:
-            self._launch(waiter, [(own, n, dst, 0, how.slots, how.chunk, how.items, 0)], [], dtype)
+            self._launch(waiter, [(own, n, dst, 0, how.slots, how.few, how.slots, 0)], [], dtype)
             return
         first, *others = [rank for rank in range(group.size) if rank != dst]
-        takes = [(out, n, first, 0, how.slots, how.chunk, how.items, 0)]
+        takes: list[tuple] = [(out, n, first, 0, how.slots, how.few, how.slots, 0)]
         takes += [(0, 0, rank, 0, how.slots, 0, 0, 0) for rank in others]  # for the kernel to count
         self._launch(waiter, [], takes, dtype, own)
 
@@ -208,9 +197,12 @@ def _table(messages: list[Message]) -> list[tuple]:
     found = []
     for each in messages:
         n = each.nbytes // 4
-        how, slots = (cut(n, few=False), 0) if each.to else (cut(n), cut(n).slots)
-        found.append((each.address, n, each.peer, used[each.peer], slots, how.chunk, how.items, each.to))
-        used[each.peer] += slots
+        if each.to:
+            found.append((each.address, n, each.peer, 0, 0, False, -(-each.nbytes // SLOT.value), each.to))
+            continue
+        how = cut(n)
+        found.append((each.address, n, each.peer, used[each.peer], how.slots, how.few, how.slots, 0))
+        used[each.peer] += how.slots
     return found
 
 

@@ -112,7 +112,7 @@ def take_found(
 
     Returns (what they mean, whether any had to be waited for).
     """
-    total, missing = unwrapped(found, dtype), _any((found == SENTINEL).to(tl.int32), LANES)
+    total, missing = unwrapped(found, dtype), any_set((found == SENTINEL).to(tl.int32), LANES)
     waited = missing
     if missing:
         total, missing = _poll(ctx, total, values, 0, mask, source, epoch, waiter, dtype, 1, None, 1, LANES)
@@ -138,11 +138,11 @@ def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own,
         values = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
         missing |= (values == SENTINEL).to(tl.int32)
         total += _value(ctx, values, dtype, i, own)
-    return total, _any(missing, LANES)
+    return total, any_set(missing, LANES)
 
 
 @device_function
-def _any(missing, LANES: tl.constexpr):
+def any_set(missing, LANES: tl.constexpr):
     """Whether any of these is not zero; the same answer for all threads."""
     found = tl.max(missing)
     if LANES and missing.numel < _THREADS:

@@ -67,8 +67,7 @@ def _summed(ctx):
     """Of ones whose sum is exact, and of those whose rounding shows the order and the width of the sum."""
     rank, n = ctx.cur_rank, ctx.num_ranks
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int32, torch.int64):
-        border = rings.BORDER_OF_SUMS if dtype is torch.float16 else rings.BORDER
-        for count in (5, 4096, border // dtype.itemsize + 8):
+        for count in (5, 4096, rings.BORDER // dtype.itemsize + 8):
             of = [_drawn(count, dtype, 100 * count + r) for r in range(n)]
             root, out = count % n, torch.zeros(count, dtype=dtype, device=ctx.device)
             ctx.ccl.reduce(out, of[rank].to(ctx.device), root, ReduceOp.SUM)

@@ -13,7 +13,7 @@ COLLECTIVE = [
     Fault(
         "messages of one call to a rank stand in one place",
         "iris/ccl/rings.py",
-        "used[each.peer] += slots",
+        "used[each.peer] += how.slots",
         "used[each.peer] = 0",
         ("tests/iris/test_messages.py::test_many_messages_at_once[2]",),
     ),
@@ -27,15 +27,22 @@ COLLECTIVE = [
     Fault(
         "a slot keeps what was taken from it",
         "iris/ccl/transfer.py",
-        "        tl.store(place + lane, SENTINEL)\n",
-        "        pass\n",
+        "    tl.store(place, SENTINEL, mask=mask)",
+        "    pass",
         ("tests/iris/test_transfers.py",),
     ),
     Fault(
-        "a chunk's flag stays",
+        "nobody tells of a unit in which the sentinel stands",
         "iris/ccl/transfer.py",
-        "    tl.store(flags + tl.cast(source, tl.int64) * slots + (position & (slots - 1)), 0)\n",
-        "    pass\n",
+        "    if any_set((value == SENTINEL).to(tl.int32), True):\n        signal(",
+        "    if lane.numel < 0:\n        signal(",
+        ("tests/iris/test_transfers.py::test_any_size_at_any_address[2]",),
+    ),
+    Fault(
+        "a unit's flag stays",
+        "iris/ccl/transfer.py",
+        "        tl.store(flag, 0)\n",
+        "        pass\n",
         ("tests/iris/test_transfers.py",),
     ),
     Fault(
