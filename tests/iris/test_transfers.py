@@ -215,7 +215,7 @@ def test_tensors_larger_than_a_ring(world_size):
 
 
 def _late(ctx):
-    """Messages with elements like the sentinel, into slots that held such before, of a sender that comes late."""
+    """Units with an element like the sentinel, into slots that held such before, of a sender that comes late."""
     rank, count = ctx.cur_rank, rings.BORDER // 4 + 1000
     ctx.ccl.init_p2p(count, torch.float32)
     for turn in range(6):  # the ring has room for three
