@@ -40,7 +40,7 @@ from ..triton_private import aggregate, base_value
 from . import arch
 from .context import DeviceContext
 from .function import device_function
-from .lamport import load_bases, put, take, unwrapped, without_sentinel
+from .lamport import load_bases, look, put, take, unwrapped, without_sentinel
 from .sync import advance, next_epoch
 from .waits import WAITERS
 
@@ -111,14 +111,27 @@ class Tiles:
             put(self.ctx, place, values, lane >= 0 if owner is None else (lane < 16) | (to == owner), self.bases, to)
 
     @device_function
+    def look(self, number, like, dtype: tl.constexpr = None, kept: tl.constexpr = False):
+        """What has come so far of the tiles that `sum` of these arguments takes: its `found`. Nothing is awaited.
+
+        A program that looks and then does something else, sends its next tile, say, does not wait for loads in `sum`.
+        What had not come by now is looked at again there. `like`: its values mean nothing here.
+        """
+        kind: tl.constexpr = like.dtype if dtype is None else dtype
+        values = without_sentinel(like.to(tl.float32), kind)
+        first, step = self._blocks(values, number)
+        own = unwrapped(values, kind) if kept else None
+        return look(self.ctx, first + lanes(like), step, lanes(like) >= 0, self.ctx.world_size, own)
+
+    @device_function
     def sum(self, number, like, dtype: tl.constexpr = None, owner=None, part: tl.constexpr = 0,
-            parts: tl.constexpr = 1, kept: tl.constexpr = False):  # fmt: skip
+            parts: tl.constexpr = 1, kept: tl.constexpr = False, found=None):  # fmt: skip
         """The second half: waits for all ranks' tiles `number`, and returns their sum, fp32, as `all_reduce` does.
 
         `like`: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile, else its values
         mean nothing. `dtype`: as in `send`, by default that of `like`. `parts`: of so many equal parts of the tile's
         rows the result is number `part`, and `like` has its shape. That takes fewer registers; each part is asked for
-        once.
+        once. `found`: what `look` gave for this tile, without `owner` and `parts`.
         """
         kind: tl.constexpr = like.dtype if dtype is None else dtype
         values = without_sentinel(like.to(tl.float32), kind)
@@ -130,7 +143,7 @@ class Tiles:
         own = unwrapped(values, kind) if kept else None
         total, _ = take(
             self.ctx, first + lane, step, taken, 0, self.epoch, _WAITER, kind, self.ctx.world_size, own,
-            LANES=in_triton,
+            LANES=in_triton, found=found,
         )  # fmt: skip
         return total
 

@@ -81,7 +81,7 @@ def _scatters(ctx, dtype, count, first, owners):
     assert (space[64:] == -1).all(), "a value was left behind"
 
 
-def _halves(ctx, dtype, count, scatter, parts, kept):
+def _halves(ctx, dtype, count, scatter, parts, kept, look):
     space = ctx.ccl.tile_space(count, M * N, dtype)
     out = torch.zeros(count, M, N, device=ctx.device)
     mine = torch.tensor([not scatter or i % ctx.num_ranks == ctx.cur_rank for i in range(count)], device=ctx.device)
@@ -89,7 +89,7 @@ def _halves(ctx, dtype, count, scatter, parts, kept):
         inputs = _of_all(ctx, dtype, call, count, M, N)
         tile_halves_kernel[(min(2, count),)](
             ctx.get_device_context(), space, inputs[ctx.cur_rank], out.fill_(7.0), ctx.cur_rank, count,
-            M=M, N=N, SCATTER=scatter, PARTS=parts, KEPT=kept, WORLD_SIZE=ctx.num_ranks,
+            M=M, N=N, SCATTER=scatter, PARTS=parts, KEPT=kept, LOOK=look, WORLD_SIZE=ctx.num_ranks,
         )  # fmt: skip
         want = torch.where(mine[:, None, None], inputs.double().sum(0), 7.0)
         torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -99,13 +99,16 @@ def _halves(ctx, dtype, count, scatter, parts, kept):
 
 @pytest.mark.some(4)
 @pytest.mark.parametrize(
-    "scatter, parts, kept",
-    [(False, 1, False), (False, 4, False), (True, 1, False), (True, 2, False), (False, 2, True), (True, 4, True)],
-)
+    "scatter, parts, kept, look",
+    [
+        (False, 1, False, False), (False, 4, False, False), (True, 1, False, False), (True, 2, False, False),
+        (False, 2, True, False), (True, 4, True, False), (False, 1, False, True), (False, 2, True, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_sum_in_two_halves(world_size, dtype, scatter, parts, kept):
-    run_ranks(world_size, _halves, dtype, 5, scatter, parts, kept)
+def test_a_sum_in_two_halves(world_size, dtype, scatter, parts, kept, look):
+    run_ranks(world_size, _halves, dtype, 5, scatter, parts, kept, look)
 
 
 @pytest.mark.some(4)
