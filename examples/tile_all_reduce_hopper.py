@@ -37,7 +37,7 @@ STAGES, PLACES = 5, 2  # loads under way; finished tiles that a program has room
 
 @gluon.jit
 def exchange_tiles(ctx, space, shared, order, out, M, N, spread, MOVE: gl.constexpr):
-    """What the mover warps do: send each tile, and take the sum of the one before. It stays in shared memory until then.
+    """What the mover warps do: send each tile, and take the sum of the one before, which stays in shared memory.
 
     A part of a tile, some rows of it, travels as a tile of its own. A tile is sent over `spread` ticks: all programs'
     tiles take the links as long, and stores that queue would hold up the loads of the next product. What has come of

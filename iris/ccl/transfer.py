@@ -45,6 +45,12 @@ def word_type(dtype, REDUCE):
 
 
 @triton.constexpr_function
+def has_words(dtype, REDUCE):
+    """Whether anything can: integers of 64 bits are sent as they are."""
+    return dtype.primitive_bitwidth < 64 or (REDUCE and dtype.is_floating())
+
+
+@triton.constexpr_function
 def in_a_slot(dtype):
     return SLOT.value * 8 // dtype.primitive_bitwidth
 
@@ -122,13 +128,14 @@ def _send(
 ):  # fmt: skip
     """A unit of a message into its slot at the receiver, or, of what is to be copied here, to its place."""
     address, n, peer, first, few, to, unit = _message(table, item)
+    dtype: tl.constexpr = staging.dtype.element_ty
     position = _of(sent, ranks, peer) + first + unit
-    if few != 0:
-        _send_few(ctx, bases, staging, slots, position, peer, address, n, unit, ALIGNED, REDUCE)
-    elif to != 0:
-        _copy(address, to, n, unit, staging.dtype.element_ty, ALIGNED)
-    else:
+    if to != 0:
+        _copy(address, to, n, unit, dtype, ALIGNED)
+    elif few == 0:
         _send_whole(ctx, bases, staging, flags, slots, position, peer, address, n, unit, ALIGNED)
+    elif has_words(dtype, REDUCE):
+        _send_few(ctx, bases, staging, slots, position, peer, address, n, unit, ALIGNED, REDUCE)
 
 
 @device_function
@@ -233,17 +240,15 @@ def _sum(
     """The sum over ranks, in their order, of a unit of which every rank sends its own; `own` begins this rank's."""
     address, n, _, _, few, _, unit = _message(table, item)
     dtype: tl.constexpr = staging.dtype.element_ty
-    if dtype.is_floating():  # always as Lamport values
+    if few == 0:
+        if not dtype.is_floating():  # these always travel as Lamport values
+            _sum_units(
+                ctx, staging, flags, slots, taken + unit, ranks, own, address, n, unit, False, ALIGNED, WORLD_SIZE,
+                WAITER,
+            )  # fmt: skip
+    elif has_words(dtype, True):
         _sum_units(
             ctx, staging, flags, slots, taken + unit, ranks, own, address, n, unit, True, ALIGNED, WORLD_SIZE, WAITER
-        )
-    elif few != 0:
-        _sum_units(
-            ctx, staging, flags, slots, taken + unit, ranks, own, address, n, unit, True, ALIGNED, WORLD_SIZE, WAITER
-        )
-    else:
-        _sum_units(
-            ctx, staging, flags, slots, taken + unit, ranks, own, address, n, unit, False, ALIGNED, WORLD_SIZE, WAITER
         )
 
 
