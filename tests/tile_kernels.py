@@ -83,6 +83,26 @@ def tile_halves_kernel(
 
 
 @triton.jit
+def tile_rows_kernel(
+    ctx_ptr, sync, inp, out, rank, rows, M: tl.constexpr, N: tl.constexpr, HALVES: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """out fp32 [rows, N]: the sum of all ranks' inp [rows, N], a tile of M rows of which the others stay at home."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, sync)
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    tile = tl.load(inp + m * N + n, mask=m < rows, other=1.0)
+    if HALVES:
+        tiles.send(tile, 0, kept=True, mask=m < rows)
+        tiles.close()
+        total = tiles.sum(0, tile, kept=True, mask=m < rows)
+    else:
+        total = tiles.all_reduce(tile, 0, mask=m < rows)
+        tiles.close()
+    tl.store(out + m * N + n, total, mask=m < rows)
+
+
+@triton.jit
 def tile_gather_kernel(ctx_ptr, sync, inp, out, rank, rows, M: tl.constexpr, N: tl.constexpr, WORLD_SIZE: tl.constexpr):
     """out [world * rows, N]: every rank's inp [rows, N], with rows <= M."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
