@@ -127,6 +127,10 @@ class Rings:
         found = area.staging.nbytes // (self.world * SLOT.value) if area else 0
         return 1 << (found.bit_length() - 1) if found else 0
 
+    def most_slots(self) -> int:
+        """To which a ring of collectives with a root may grow."""
+        return MOST_SLOTS // self.world
+
     def reserve(self, slots: int) -> None:
         """Makes room for as many slots in each ring. The same on all ranks of the group, which may meet."""
         slots = 1 << (max(slots, _LEAST_SLOTS) - 1).bit_length()
@@ -147,16 +151,28 @@ class Rings:
         for sent, taken in parts:
             self._launch(waiter, _table(sent), _table(taken))
 
-    def sum(self, waiter: str, dtype: torch.dtype, own: int, n: int, out: int, dst: int) -> None:
-        """`n` elements of each rank, of which this one's begin at `own`, to rank `dst`, which has the sum at `out`."""
-        group, how = self._workspace.group, cut_of_sum(n, dtype)
-        if group.rank != dst:
-            self._launch(waiter, [(own, n, dst, 0, how.slots, how.few, how.slots, 0)], [], dtype)
-            return
-        first, *others = [rank for rank in range(group.size) if rank != dst]
-        takes: list[tuple] = [(out, n, first, 0, how.slots, how.few, how.slots, 0)]
-        takes += [(0, 0, rank, 0, how.slots, 0, 0, 0) for rank in others]  # for the kernel to count
-        self._launch(waiter, [], takes, dtype, own)
+    def sum(
+        self, waiter: str, dtype: torch.dtype, sends: Sequence[Message], own: int = 0, n: int = 0, out: int = 0
+    ) -> None:
+        """Gives elements of `dtype` to ranks that sum them, at most one message to each, in one launch.
+
+        If `n`, also takes as many of each rank, adds its own, which begin at `own`, and stores the sums from `out` on.
+        """
+        group = self._workspace.group
+        sent: list[tuple] = []
+        taken: list[tuple] = []
+        for each in sends:
+            if each.nbytes:
+                count = each.nbytes // dtype.itemsize
+                how = cut_of_sum(count, dtype)
+                sent.append((each.address, count, each.peer, 0, how.slots, how.few, how.slots, 0))
+        if n:
+            how = cut_of_sum(n, dtype)
+            first, *others = [rank for rank in range(group.size) if rank != group.rank]
+            taken = [(out, n, first, 0, how.slots, how.few, how.slots, 0)]
+            taken += [(0, 0, rank, 0, how.slots, 0, 0, 0) for rank in others]  # for the kernel to count
+        if sent or taken:
+            self._launch(waiter, sent, taken, dtype, own)
 
     def _launch(self, waiter: str, sent: list, taken: list, dtype: torch.dtype | None = None, own: int = 0) -> None:
         ctx, group = self._ctx, self._workspace.group

@@ -27,8 +27,8 @@ _KEPT = 4096  # calls that are known from before
 class RootedCalls:
     """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype but where sums are asked.
 
-    Each is one launch, and can be captured once it was called with as large a tensor. They run in the current stream,
-    with `async_op`, which is accepted, too; a `config` decides nothing.
+    Each is one launch, some of large tensors are several; all can be captured once they were called with as large a
+    tensor. They run in the current stream, with `async_op`, which is accepted, too; a `config` decides nothing.
     """
 
     _ctx: Rank

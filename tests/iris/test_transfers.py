@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import iris
-from iris.ccl import P2POp, ReduceOp, rings, rooted
+from iris.ccl import P2POp, ReduceOp, rings
 from iris.errors import PeerLostError
 import pytest
 import torch
@@ -186,8 +186,8 @@ def test_a_batch_of_very_many_messages(world_size):
 
 def _in_pieces(ctx):
     """Tensors larger than the rings of rooted collectives may become."""
-    rank, n, most = ctx.cur_rank, ctx.num_ranks, rooted.MOST_SLOTS
-    rooted.MOST_SLOTS = 64 * n
+    rank, n, most = ctx.cur_rank, ctx.num_ranks, rings.MOST_SLOTS
+    rings.MOST_SLOTS = 64 * n
     try:
         count = 500_000  # of float32: 3.8 rings
         of = [_drawn(count * n, torch.float32, r) for r in range(n)]
@@ -204,7 +204,7 @@ def _in_pieces(ctx):
         if rank == n - 1 and total is not None:
             assert torch.equal(x.cpu(), total)
     finally:
-        rooted.MOST_SLOTS = most
+        rings.MOST_SLOTS = most
     ctx.barrier()
 
 

@@ -46,6 +46,20 @@ COLLECTIVE = [
         ("tests/iris/test_transfers.py::test_elements_like_the_sentinel_are_awaited",),
     ),
     Fault(
+        "in two steps an owner adds its tensor from the beginning",
+        "iris/ccl/two_steps.py",
+        "given(i), own + begin * size, length",
+        "given(i), own, length",
+        ("tests/iris/test_two_steps.py::test_sums_have_the_bits_of_one_step[3-1]",),
+    ),
+    Fault(
+        "in two steps owners pass on another's share",
+        "iris/ccl/two_steps.py",
+        "sends = [message(i - 1, group.rank, other) for other in others]",
+        "sends = [message(i - 1, other, other) for other in others]",
+        ("tests/iris/test_two_steps.py::test_everyone_gets_what_the_root_has[3-1]",),
+    ),
+    Fault(
         "a reduce-scatter by flags has one half",
         "iris/ccl/flags.py",
         "parity = 0 if GATHER else epoch & 1",
