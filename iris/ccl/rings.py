@@ -17,7 +17,7 @@ from .. import platform
 from ..device.waits import WAITERS
 from ..heap import extent
 from ..launch import relaunch
-from .transfer import SLOT, in_table, transfer_kernel
+from .transfer import SENT, SLOT, TAKEN, in_table, transfer_kernel
 from .workspace import Workspace
 
 # Bytes up to which a message travels as Lamport values, which take twice the bytes but no signal.
@@ -140,6 +140,17 @@ class Rings:
         rings = self._workspace.reserve(self._name, self.world * slots, self.world * slots * SLOT.value, fill=255)
         if counts or rings:
             self._ctx.forget_launches()
+
+    def untaken(self) -> list[tuple[int, int, int]]:
+        """(sender, receiver, slots) of messages that nobody took, when all ranks have met and nothing runs."""
+        area = self._workspace.areas.get(f"counts of {self._name}")
+        if area is None:
+            return []
+        counts = [self._ctx.view_at(area.flags, rank).cpu() for rank in self._workspace.group.ranks]
+        used = [each[: 4 * self.world].view(4, self.world) for each in counts]
+        pairs = [(a, b) for a in range(self.world) for b in range(self.world)]
+        found = [(a, b, int(used[a][SENT.value, b] - used[b][TAKEN.value, a])) for a, b in pairs]  # int32, they wrap
+        return [each for each in found if each[2]]
 
     def move(self, waiter: str, sends: Sequence[Message], takes: Sequence[Message]) -> None:
         """Sends and takes messages at once, in one launch; if they are very many, in several, what is sent first."""

@@ -14,6 +14,7 @@ from . import messages, rooted
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .messages import P2POp
 from .rings import Rings
+from .transfer import SLOT
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -94,19 +95,40 @@ class RootedCalls:
         """Makes room for messages of so many elements in all to each rank. Collective; `send` and its kin need it.
 
         `max_numel`: of all messages that one call sends to one rank together, each rounded up to whole 4 KiB; 64 of
-        these fit always. No message may be under way. Takes twice as much of the heap, times the ranks. Raises
-        `ArgumentError` for what is no size and dtype, `HeapExhausted` where it does not fit.
+        these fit always. Takes twice as much of the heap, times the ranks. Raises `ArgumentError` for what is no size
+        and dtype, and on every rank where there must be more room and a message was sent that nobody has received;
+        `HeapExhausted` where it does not fit.
         """
         self._ctx.check()
-        self._message_rings().reserve(messages.slots_for(max_numel, dtype))
+        slots, rings = messages.slots_for(max_numel, dtype), self._message_rings()
+        if not rings.slots:
+            self._ctx.on_close.append(self._tell_of_untaken)
+        elif slots > rings.slots:
+            self._ctx.barrier()  # what comes below moves the rings
+            if lost := rings.untaken():
+                pairs = ", ".join(f"rank {a} to rank {b} ({_at_most(n)})" for a, b, n in lost)
+                raise ArgumentError(
+                    f"init_p2p({max_numel}, {dtype}): there are messages that nobody has received, from {pairs}; "
+                    f"expected none: receive them first, or make enough room at once"
+                )
+        rings.reserve(slots)
+
+    def _tell_of_untaken(self) -> None:
+        """Warns of messages to this rank that it never received: who sent them has gone on, and nothing else tells."""
+        for sender, receiver, slots in self._message_rings().untaken():
+            if receiver == self._ctx.cur_rank:
+                what = f"messages of {_at_most(slots)} that this rank never received"
+                self._ctx.log.warning(f"close: rank {sender} sent {what}")
 
     def send(self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0) -> None:
         """Gives `tensor` to rank `dst`, which calls `recv`. Nobody else takes part.
 
-        In the current stream, which goes on when the message is on its way; it waits there for the receiver while that
-        has not taken earlier messages, of which there is room for as much as two calls may send. So two ranks that both
-        send first may wait in vain; `sendrecv` and `batch_isend_irecv` are for them. Several sends to one rank arrive
-        in their order, whatever their `tag`. Here and below: any shape, dtype and strides, anywhere on the device.
+        In the current stream, which goes on when the message is on its way, unlike NCCL's send: there it waits for the
+        receiver only where that has not taken earlier messages, and the room of `init_p2p` is full. So two ranks that
+        both send first go on if their messages fit; `sendrecv` and `batch_isend_irecv` need no such luck. A receiver
+        that never comes is noticed where a later send waits for room, which raises `PeerLostError` after IRIS_TIMEOUT
+        seconds; by `init_p2p`; or by `close`, which warns. Several sends to one rank arrive in their order, whatever
+        their `tag`. Here and below: any shape, dtype and strides, anywhere on the device.
         Raises `ArgumentError` for bad arguments, and where `init_p2p` made too little room; with IRIS_DEBUG=1 also on
         both ranks where what they send and take differs.
         """
@@ -179,6 +201,10 @@ class RootedCalls:
             if len(self._made) >= _KEPT:
                 self._made.clear()
             self._made[key] = again, workspace
+
+
+def _at_most(slots: int) -> str:
+    return f"at most {slots * SLOT.value >> 10} KiB"
 
 
 def _key(op: str, tensors: Sequence[Any], *rest: Any) -> tuple | None:

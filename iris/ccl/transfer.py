@@ -34,7 +34,7 @@ from .lamport import rounded
 SLOT = tl.constexpr(8192)  # bytes
 # `counts`, int32 [4, world]: slots that were sent to each rank, that it has said to have taken, that were taken of it,
 # that it was told of. They wrap; the slots of a ring are a power of two.
-_SENT, _CREDIT, _TAKEN, _TOLD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+SENT, _CREDIT, TAKEN, _TOLD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.constexpr_function
@@ -349,14 +349,14 @@ def transfer_kernel(
     known = ranks < WORLD_SIZE
     program, programs = tl.program_id(0), tl.num_programs(0)
     if program == 0:
-        taken = tl.load(counts + _TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
+        taken = tl.load(counts + TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
         told = tl.load(counts + _TOLD * WORLD_SIZE + ranks, mask=known, other=0)
         _arrive(sync)
         tl.store(counts + _TOLD * WORLD_SIZE + ranks, taken, mask=known)
         signal_ranks(ctx, counts + _CREDIT * WORLD_SIZE + ctx.rank, taken, ranks, known & (taken != told))
     elif program <= senders:
         bases = load_bases(ctx_ptr, WORLD_SIZE)
-        sent = tl.load(counts + _SENT * WORLD_SIZE + ranks, mask=known, other=0)
+        sent = tl.load(counts + SENT * WORLD_SIZE + ranks, mask=known, other=0)
         _arrive(sync)
         needed = _needed(sends, ranks)
         wanted = sent + needed - slots
@@ -364,7 +364,7 @@ def transfer_kernel(
             for item in range(program - 1, _items(sends), senders):
                 _send(ctx, bases, staging, flags, slots, sent, ranks, sends, item, ALIGNED, REDUCE)
     elif program < programs - 1:
-        taken = tl.load(counts + _TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
+        taken = tl.load(counts + TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
         _arrive(sync)
         for item in range(program - 1 - senders, _items(takes), programs - 2 - senders):
             if REDUCE:
@@ -372,9 +372,9 @@ def transfer_kernel(
             else:
                 _take(ctx, staging, flags, slots, taken, ranks, takes, item, ALIGNED, WAITER)
     else:
-        sent = tl.load(counts + _SENT * WORLD_SIZE + ranks, mask=known, other=0)
-        taken = tl.load(counts + _TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
+        sent = tl.load(counts + SENT * WORLD_SIZE + ranks, mask=known, other=0)
+        taken = tl.load(counts + TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
         if wait(ctx, sync, programs - 1, ctx.rank, WAITER, exact=True):
-            tl.store(counts + _SENT * WORLD_SIZE + ranks, sent + _needed(sends, ranks), mask=known)
-            tl.store(counts + _TAKEN * WORLD_SIZE + ranks, taken + _needed(takes, ranks), mask=known)
+            tl.store(counts + SENT * WORLD_SIZE + ranks, sent + _needed(sends, ranks), mask=known)
+            tl.store(counts + TAKEN * WORLD_SIZE + ranks, taken + _needed(takes, ranks), mask=known)
             tl.store(sync, 0)

@@ -6,7 +6,7 @@ import time
 
 import iris
 from iris.ccl import P2POp, ReduceOp, rings
-from iris.errors import PeerLostError
+from iris.errors import ArgumentError, PeerLostError
 import pytest
 import torch
 
@@ -325,4 +325,30 @@ def _lost(rank, world_size, way):
 @pytest.mark.some(2)
 def test_a_peer_that_does_not_come_is_named(way):
     ended = run_fresh(2, _lost, way, env={"IRIS_TIMEOUT": "1"})
+    assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
+
+
+def _untaken(rank, world_size, log):
+    with iris.iris(1 << 26) as ctx:
+        ctx.ccl.init_p2p(100, torch.float32)
+        x = torch.full((100,), 1.0 + rank, device=ctx.device)
+        if rank == 0:
+            ctx.ccl.send(x, 1)
+        with pytest.raises(ArgumentError, match=r"nobody has received, from rank 0 to rank 1 \(at most 8 KiB\)"):
+            ctx.ccl.init_p2p(1 << 17, torch.float32)
+        if rank == 1:  # it is still there
+            ctx.ccl.recv(x, 0)
+            assert (x == 1).all()
+        ctx.ccl.init_p2p(1 << 17, torch.float32)
+        ctx.ccl.sendrecv(x, x.clone(), (rank + 1) % world_size, (rank - 1) % world_size)
+        if rank == 1:
+            ctx.ccl.send(x, 0)
+        ctx.log.warning = lambda text: (log / str(rank)).write_text(text)
+    told = [(log / str(r)).read_text() if (log / str(r)).exists() else "" for r in range(world_size)]
+    assert (told[rank] == "close: rank 1 sent messages of at most 8 KiB that this rank never received") == (rank == 0)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
+def test_messages_that_nobody_takes_are_told_of(tmp_path):
+    ended = run_fresh(2, _untaken, tmp_path, env={"IRIS_TIMEOUT": "30"})
     assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
