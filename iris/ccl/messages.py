@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from ..errors import ArgumentError
 from .group import Group
 from .rings import MESSAGE_BYTES, Message, Rings, cut, meets
 from .rooted import check, check_rank
+
+if TYPE_CHECKING:
+    from ..context import Iris
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,28 @@ class P2POp:
         if name in ("send", "recv"):
             return name
         raise ArgumentError(f'P2POp: op is {self.op!r}; expected "send" or "recv"')
+
+
+class P2PState:
+    """What `init_p2p` returns. Code written for ROCm/iris hands it on as `p2p_state`; no call looks at it."""
+
+
+class Work:
+    """A message that is on its way in the stream; a stand-in for torch.distributed's."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """True. There is nothing to wait for: what follows in the stream comes behind the message."""
+        return True
+
+
+def isend(ctx: Iris, tensor: torch.Tensor, dst: int, **given: Any) -> Work:
+    """`ctx.ccl.isend`; in a `P2POp` it means "send"."""
+    return ctx.ccl.isend(tensor, dst, **given)
+
+
+def irecv(ctx: Iris, tensor: torch.Tensor, src: int, **given: Any) -> Work:
+    """`ctx.ccl.irecv`; in a `P2POp` it means "recv"."""
+    return ctx.ccl.irecv(tensor, src, **given)
 
 
 def slots_for(max_numel: Any, dtype: Any) -> int:

@@ -81,10 +81,11 @@ def scatter(rings: Rings, group: Group, out: torch.Tensor, inp: torch.Tensor | N
 
 
 def reduce(
-    rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor, dst: int, reduce_op: Any
+    rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor | None, dst: int, reduce_op: Any
 ) -> None:  # fmt: skip
     op = "reduce"
     check(op, "inp", inp, group.ctx)
+    assert inp is not None
     check_rank(op, "dst", dst, group)
     if reduce_op is not None and reduce_op is not ReduceOp.SUM:
         raise ArgumentError(f"{op}: op is {reduce_op!r}; expected None or iris.ccl.ReduceOp.SUM")
