@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from ..errors import ArgumentError
 from .group import Group
 from .rings import MESSAGE_BYTES, Message, Rings, cut, meets
 from .rooted import check, check_rank
-
-if TYPE_CHECKING:
-    from ..context import Iris
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,13 @@ class Work:
         return True
 
 
-def isend(ctx: Iris, tensor: torch.Tensor, dst: int, **given: Any) -> Work:
-    """`ctx.ccl.isend`; in a `P2POp` it means "send"."""
+def isend(ctx: Any, tensor: torch.Tensor, dst: int, **given: Any) -> Work:
+    """`ctx.ccl.isend` of a context; in a `P2POp` it means "send"."""
     return ctx.ccl.isend(tensor, dst, **given)
 
 
-def irecv(ctx: Iris, tensor: torch.Tensor, src: int, **given: Any) -> Work:
-    """`ctx.ccl.irecv`; in a `P2POp` it means "recv"."""
+def irecv(ctx: Any, tensor: torch.Tensor, src: int, **given: Any) -> Work:
+    """`ctx.ccl.irecv` of a context; in a `P2POp` it means "recv"."""
     return ctx.ccl.irecv(tensor, src, **given)
 
 
