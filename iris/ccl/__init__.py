@@ -15,7 +15,8 @@ stores large tensors straight into place and signals. `accumulate.py` and `ring.
 `plan.py` chooses.
 """
 
+from . import p2p
 from .config import Config, ReduceOp
 from .messages import P2POp
 
-__all__ = ["Config", "P2POp", "ReduceOp"]
+__all__ = ["Config", "P2POp", "ReduceOp", "p2p"]
