@@ -20,8 +20,8 @@ from ..launch import relaunch
 from .transfer import SENT, SLOT, TAKEN, in_table, transfer_kernel
 from .workspace import Workspace
 
-# Bytes up to which a message travels as Lamport values, which take twice the bytes but no signal.
-BORDER = 512 << 10
+# Bytes up to which a message travels as Lamport values, which take twice the bytes but never a signal.
+BORDER = 64 << 10
 _LEAST_SLOTS = 64  # of a ring
 MESSAGE_BYTES = SLOT.value // 2  # what a slot holds of a message whose Lamport values take twice the bytes
 _MESSAGES = 16  # of a launch, each way

@@ -99,7 +99,8 @@ def _refused(ctx):
     ctx.ccl.init_p2p(8, torch.float32)
     x, there = torch.zeros(4, device=ctx.device), (ctx.cur_rank + 1) % ctx.num_ranks
     slots = ctx.ccl._message_rings().slots
-    two = torch.zeros(min(slots * rings.MESSAGE_BYTES, rings.BORDER) // 4, device=ctx.device), x[:1]
+    part = torch.zeros(rings.BORDER // 4, device=ctx.device)
+    too_much = [part] * (slots * rings.MESSAGE_BYTES // rings.BORDER) + [x[:1]]
     batch = ctx.ccl.batch_isend_irecv
     calls = [
         ("init_p2p", lambda: ctx.ccl.init_p2p(0)),
@@ -108,7 +109,7 @@ def _refused(ctx):
         ("recv: tensor is list", lambda: ctx.ccl.recv([0.0], there)),
         ("sendrecv: recv_tensor is None", lambda: ctx.ccl.sendrecv(x, None, there, there)),
         ("sendrecv: src is -1", lambda: ctx.ccl.sendrecv(x, x, there, -1)),
-        ("4 bytes, 262144 come before it between the same", lambda: batch([P2POp("send", t, there) for t in two])),
+        ("4 bytes, 262144 come before it between the same", lambda: batch([P2POp("send", t, there) for t in too_much])),
         ("p2p_op_list is 'send'", lambda: batch("send")),
         (r"p2p_op_list\[1\].peer is True", lambda: batch([P2POp("send", x, there), P2POp("recv", x, True)])),
         (r"p2p_op_list\[0\].tensor requires grad", lambda: batch([P2POp("send", x.clone().requires_grad_(), there)])),
