@@ -184,7 +184,7 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
         assert step.count(r"cp\.async\.c[ag]\.shared\.global.*0x10"), "keys and values are under way ahead of products"
     products = re.compile(r"skinny_matmul(_gated)?(_\d+)?(_narrow)?(_norm|_folded)?$")
     products = [kernel for name, kernel in compiled(target).items() if products.match(name)]
-    assert len(products) == 16
+    assert len(products) == (16 if compiled.whole else 6)
     for step in products:
         many = "_64" in step.name
         assert step.count(product), step.name
