@@ -80,7 +80,8 @@ SITE = $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest xdist hypothesis ruff mypy matplotlib
 
 # With a GPU, .venv sees torch and the packages beside it, pip too, through a .pth file: --system-site-packages does not
-# see those of a virtual environment. Only if one is missing is anything installed.
+# see those of a virtual environment. Only if one is missing is anything installed. Elsewhere all cores compile what is
+# installed, for which pip would take one; files that are no Python, as some packages have, are left.
 $(STAMP): pyproject.toml Makefile $(REQUIREMENTS)
 	@set -e; \
 	if gpu_site=$$($(GPU_SITE)); then \
@@ -91,7 +92,9 @@ $(STAMP): pyproject.toml Makefile $(REQUIREMENTS)
 	else \
 	    echo "setting up $(VENV) with $(REQUIREMENTS)"; \
 	    $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); \
-	    $(PIP_INSTALL) -r '$(REQUIREMENTS)' -e '.[hf,demo,dev]'; \
+	    $(PIP_INSTALL) --no-compile -r '$(REQUIREMENTS)' -e '.[hf,demo,dev]'; \
+	    echo "compiling what was installed"; \
+	    $(PY) -m compileall -q -j 0 "$$($(SITE))" >/dev/null || true; \
 	fi; \
 	touch $@
 

@@ -37,7 +37,7 @@ from tests.assembly import (
     unfenced_loads,
     unordered_releases,
 )
-from tests.processes import ROOT, python_path
+from tests.processes import ROOT, patient, python_path
 
 pytestmark = pytest.mark.compile
 
@@ -134,7 +134,7 @@ def test_kernels_for_gpus_before_hopper_neither_wait_nor_lead() -> None:
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
     line = [sys.executable, "-c", compiling]
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(300))
     assert done.stdout.split() == ["1", "0"] * 2, done.stderr[-4000:]
 
 

@@ -11,6 +11,8 @@ import iris
 import pytest
 import torch
 
+from tests.processes import patient
+
 ROOT = Path(__file__).parents[1]
 
 # package, what its modules may not import, and whether a function may do so lazily
@@ -175,7 +177,7 @@ def test_imports_sees_each_form() -> None:
 def run_python(code: str) -> str:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=patient(120)
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
