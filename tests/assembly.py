@@ -74,7 +74,7 @@ class Compilation:
     """
 
     def __init__(self, folder: Path, whole: bool) -> None:
-        self.whole = whole
+        self.whole = whole or ENV_KERNELS in os.environ  # whose pattern says what is wanted
         self._folder = folder
         self._processes: list[subprocess.Popen] = []
         self._pool = ThreadPoolExecutor(os.cpu_count())
@@ -104,7 +104,7 @@ class Compilation:
         if target == UNTRACED:
             name, source = "sm_90", folder / "source"
             copy_untraced(source)
-        pattern = os.environ.get(ENV_KERNELS) or ("" if self.whole else "-")
+        pattern = os.environ.get(ENV_KERNELS, "" if self.whole else "-")
         command = [sys.executable, "-m", "tests.compile_kernels", name, str(folder), pattern]
         # the path is for what `copy_untraced` leaves here
         environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
