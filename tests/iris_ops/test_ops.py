@@ -82,6 +82,14 @@ def test_op_is_right_with_given_blocks(world_size: int, op: str, form: str, algo
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="the test above has them")
+@pytest.mark.parametrize("op, form, algorithm", VARIANTS)
+def test_op_is_right_in_every_dtype(world_size: int, op: str, form: str, algorithm: str) -> None:
+    called = [case for dtype in DTYPES for case in cases(op, form, algorithm, dtype)]
+    assert_same_bits(called, run_ranks(world_size, check_cases, called))
+
+
 @pytest.mark.parametrize("op, form", FORMS)
 def test_op_is_right_as_planned(world_size: int, op: str, form: str) -> None:
     turn = FORMS.index((op, form))
