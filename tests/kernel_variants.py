@@ -55,6 +55,27 @@ WORLD_SIZE = 4
 MACHINES = {90: "NVIDIA H200", 100: "NVIDIA H200", "gfx942": "AMD Instinct MI300X", "gfx950": "AMD Instinct MI350X"}
 # By what follows the product: block_m, block_k, warps.
 LAMPORT = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 4), "gather": (32, 256, 4)}
+# Forms that `make test` leaves to `make test-all`. Another form of the same kernel, which it has, differs in that way.
+RARE = {
+    "": """
+    matmul_all_gather_folded lamport_owners_folded lamport_gather_first_folded all_reduce_hopper_folded tree_pair_folded
+    skinny_matmul_gated_64_folded all_reduce_hopper_128_fp8 reduce_scatter_hopper_256_fp8
+    traced_matmul_all_gather_tma traced_all_gather_matmul_rows_tma traced_lamport_gather_first
+    traced_all_reduce_hopper_256 traced_matmul_all_gather_hopper_128 traced_lamport_fp8_8_3
+    lamport_fp8_8_1 lamport_fp8_16_2 lamport_fp8_16_3 skinny_fp8_8_1 skinny_fp8_16_2 skinny_fp8_16_3
+    fp8_tiles_32_128 fp8_tiles_64_64 fp8_tiles_128_64 fp8_tiles_128_128 lamport_rounded_128
+    skinny_matmul_32 skinny_matmul_32_norm skinny_matmul_64 skinny_matmul_64_norm skinny_matmul_64_narrow
+    skinny_matmul_gated skinny_matmul_gated_norm skinny_matmul_gated_32_norm skinny_matmul_gated_64
+    moe_gate_up_few_pointers moe_gate_up_one moe_gate_up_large moe_down_sorted moe_down_large_pointers
+    moe_lamport_down_one moe_lamport_down_sorted moe_lamport_token moe_lamport_combine_owners
+    example_matmul_two_shot example_matmul_scatter example_ring
+    """,
+    "cuda": "reduce_scatter_pointers matmul_all_gather_pointers all_gather_matmul_rows_pointers",
+    "hip": """
+    ccl_flags_two_shot_bytes ccl_flags_gather_bytes ccl_flags_exchange_bytes ccl_messages_ragged gluon_tiles
+    ccl_lamport_one_shot_of_two ccl_lamport_scatter_of_two tile_reduce_two_shot
+    """,
+}
 TRACED = {
     90: (
         "all_reduce_tma",
@@ -73,6 +94,10 @@ TRACED = {
     "gfx942": ("all_reduce_pointers",),
     "gfx950": ("all_reduce_pointers",),
 }
+
+
+def is_rare(name: str, target: GPUTarget) -> bool:
+    return name in f"{RARE['']} {RARE[target.backend]}".split()
 
 
 def variants(target: GPUTarget):
