@@ -116,7 +116,8 @@ def _multiply_leaves(
             tl.store(_places(sums, leaf, HIGH, WIDE), arch.round_to(total, dtype))
             leaf += 1
             end = _leaf_end(leaf, begin, first_leaf, blocks, leaves, OWN)
-        total = tl.where(ends, 0.0, total)
+        # a select or a branch would have Triton take the sums out of the instruction's hands, or fail on sm_100
+        total = (total.to(tl.int32, bitcast=True) & tl.where(ends, 0, -1)).to(tl.float32, bitcast=True)
     return arch.round_to(total, dtype)
 
 
