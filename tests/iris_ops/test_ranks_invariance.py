@@ -198,5 +198,5 @@ def plan_body(ctx: iris.Iris) -> str:
 
 def test_a_plan_says_what_was_left_out():
     said = run_ranks(2, plan_body)[0]
-    assert "left out lamport_matmul" in said and "4 leaves in a tree" in said
+    assert "left out lamport_matmul" in said and "8 leaves in a tree" in said
     assert "the same bits at every number of rows and ranks cost" in said
