@@ -84,7 +84,8 @@ GATHERS = [(GATHER_MATMUL, "rows"), (GATHER_MATMUL, "k"), (MATMUL_GATHER, "rows"
 ROWS = {ALL_REDUCE: (5, 20), REDUCE_SCATTER: (7,)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# the first of both in all three, for in bfloat16 each sum is rounded
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("op", "form"), SUMS)
 @pytest.mark.some(3)
 def test_a_sum_has_the_same_bits_on_any_number_of_ranks(op, form, dtype):
