@@ -34,9 +34,10 @@ import torch
 import torch.distributed as dist
 import triton
 
-from benchmarks import moe_layer, report
-from benchmarks.moe_layer import CHECKED, Layer
-from benchmarks.moe_rivals import has_vllm, rivals_of, vllm_tiles
+from benchmarks.cases import moe_layer
+from benchmarks.cases.moe_layer import CHECKED, Layer
+from benchmarks.cases.moe_rivals import has_vllm, rivals_of, vllm_tiles
+from benchmarks.measuring import report
 
 TOKENS = [1, 4, 16, 64, 256, 512, 2048, 8192]
 # Beside the planner's, with --tune: block_m, block_n, block_k, warps, stages.

@@ -37,7 +37,7 @@ from iris_ops.with_torch import copy_gather
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
-from benchmarks.rma_kernels import block_words, move_kernel
+from benchmarks.cases.rma_kernels import block_words, move_kernel
 from benchmarks.tiles import move_tiles_kernel
 from examples import (
     expert_mixture,

@@ -25,7 +25,7 @@ from iris_tp import cli
 import pytest
 import yaml
 
-from benchmarks import pages
+from benchmarks.tables import pages
 from tests.harness import run_ranks
 from tests.processes import ROOT, patient
 

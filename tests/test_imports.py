@@ -58,7 +58,7 @@ def test_arrows_point_one_way(package: str, names: tuple[str, ...], lazily_allow
     assert not wrong, "\n".join(wrong)
 
 
-PACKAGES = ("iris", "iris_ops", "layers", "iris_tp")
+PACKAGES = ("iris", "iris_ops", "layers", "iris_tp", "benchmarks")
 
 
 def modules() -> dict[str, Path]:
@@ -101,6 +101,25 @@ def test_no_imports_go_in_a_circle() -> None:
     known = arrows(lazy_and_typing=True)
     circles = {name for name in known if name in reached(list(known[name]), known)}
     assert not circles, {name: sorted(known[name] & circles) for name in sorted(circles)}
+
+
+# Of `benchmarks`, the lowest first; above them all the commands, which nobody imports but each other.
+ROOMS = ("measuring", "rivals", "cases", "tables", "plots")
+
+
+def test_rooms_of_the_benchmarks_import_only_those_below() -> None:
+    folder = ROOT / "benchmarks"
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(ROOMS)
+    below: set[str] = set()
+    wrong = []
+    for room in ROOMS:
+        below.add(room)
+        for path in sorted((folder / room).glob("*.py")):
+            for line, name in imports_of(path, functions=True):
+                _, _, inside = name.partition("benchmarks.")
+                if inside and inside.split(".")[0] not in below:
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_circle_is_seen() -> None:

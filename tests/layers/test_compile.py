@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import engines
+from benchmarks.cases import engines
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
 
