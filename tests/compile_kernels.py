@@ -64,12 +64,11 @@ _POINTEES = {
     ("lamport_stream_kernel", "staging"): "i16",
     ("lamport_gather_matmul_kernel", "staging"): "i16",
     ("lamport_kernel", "staging"): "i16",
-    ("tree_matmul_kernel", "staging"): "i32",
-    ("tree_pair_kernel", "staging"): "i32",
+    ("tree_matmul_kernel", "staging"): "i16",
+    ("tree_matmul_kernel", "sums"): "bf16",
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }
-_INT32 |= {"leaf_table", "root_table"}
 _FLOAT32 = {"parts", "scales", "a_scales", "b_scales", "squares", "stretches", "weights", "most", "total"}
 
 # Kernels whose operands are always descriptors: whether b is one of B transposed.
