@@ -19,7 +19,7 @@ from iris_ops.problem import Problem
 import torch
 
 from benchmarks.measuring.report import RESULTS
-from benchmarks.tables.marks import CHANGED, changed, header, newest, run_of
+from benchmarks.tables.marks import CHANGED, changed, current, header, newest, run_of
 
 KERNEL_PAGES = "docs/kernels"
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,11 +153,14 @@ def _rival(rivals: list[dict[str, Any]], ours: float, named: bool) -> str:
     return f"**{text}**" if us < ours else text
 
 
-def lost() -> str:
-    """Every row of the results in which a rival takes less time than ours, by the reason, the widest lead first."""
+def lost(now: bool) -> str:
+    """Every row in which a rival takes less time than ours, by the reason, the widest lead first.
+
+    Of runs that are current, where `now` is true, else of the earlier ones.
+    """
     rows: dict[str, list[tuple[float, str]]] = {}
-    for path in sorted(RESULTS.glob("*.json")):
-        run = run_of(path.stem)
+    runs = [run_of(path.stem) for path in sorted(RESULTS.glob("*.json"))]
+    for run in (run for run in runs if current(run) == now):
         for row in run.get("rows", ()):
             for called, times, unit in _timed(run, row):
                 ours = times.pop("ours", None)
@@ -172,7 +175,7 @@ def lost() -> str:
         parts += [f"| GPUs, date | op | size | called | ours, µs | the rival, µs | ahead by | {CHANGED} |"]
         parts += ["|---|---|---|---|---:|---:|---:|---|"]
         parts += [line for _, line in sorted(lines, reverse=True)] + [""]
-    return "\n".join(parts[:-1])
+    return "\n".join(parts[:-1]) or "No rival leads a row."
 
 
 def _timed(run: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[str, dict[str, float], str]]:
