@@ -82,6 +82,9 @@ def widened(model: nn.Module, dtype: torch.dtype, convert: Convert = as_it_is) -
 
     handles = []
     for part in _parts(model):
+        if type(part) is nn.Embedding and convert is as_it_is:  # its rows are wide enough; whole it may not fit beside
+            handles.append(part.register_forward_hook(lambda _part, _inputs, rows: rows.to(dtype)))
+            continue
         handles += [part.register_forward_pre_hook(widen), part.register_forward_hook(restore)]
     try:
         yield
