@@ -37,7 +37,7 @@ _GATHERS = "Both have copy engines bring rows; cuBLAS's tiles are some percent a
 _WHOLE = "Both hide the exchange behind the product; cuBLAS's tiles are a percent ahead of ours at these sizes"
 UNEXPLAINED = "Not known yet"
 _POWER = "Not known: the product of 22 ms takes nearly all of the time"
-_HALVES = "The all-reduce's kernel of these rows cannot end with the norm, and some thirteen of torch's followed it"
+_HALVES = "The all-reduce's kernel of these rows cannot end with the norm; some thirteen kernels of torch's followed it"
 _ONE_HOP = "Both send in one hop, the same bytes; within 0.2 µs of each other, of which the cause is not known"
 _HOST = "The host's time of an eager call; in graphs ours is ahead"
 _REASONS = {
@@ -186,6 +186,8 @@ def _timed(run: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[str, dict
         for called in ("graph", "eager"):
             known = [each for each in done if each["kind"] != "gemm" and each.get(f"{called}_us")]
             yield called, {each["name"]: each[f"{called}_us"] for each in known}, ""
+    elif benchmark == "moe":  # of those that reduce over the ranks, whose names say how
+        yield "graph", {name: us for name, us in row["us"].items() if name == "ours" or " + " in name}, ""
     elif benchmark == "rooted":
         names = {"ctx.ccl": "ours", "torch": "NCCL"}
         yield "graph", {names[name]: us for name, us in row["us"].items()}, ""
@@ -213,6 +215,8 @@ def _lost_row(run: dict[str, Any], row: dict[str, Any], called: str, times: tupl
     """The row's line, with a place for the lead."""
     if "batch" in row:
         op, size = run["model"] + (", compiled" if run.get("compiled") else ""), f"{row['batch']} x {row['prompt']}"
+    elif "shape" in row:
+        op, size = "`moe_gate_up`, `moe_down_all_reduce`", f"{row['shape']}, {row['T']} tokens"
     else:
         name = row.get("op", row.get("what"))
         op = "`matmul_all_reduce_norm`" if run["benchmark"] == "norms" else f"`{_OPS.get(name, name)}`"
