@@ -43,7 +43,21 @@ FOUR: list[Wanted] = [
 OPS_TWO = ("ops_{gpu}_x2", "ops_models_{gpu}_x2", "ops_between_{gpu}_x2")
 OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
 MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
-TABLED = ("ops", "norms", "ccl", "rma", "llm", "moe", "rooted", "tiles", "outputs", "invariance", "step", "all_scatter")
+TABLED = (
+    "ops",
+    "norms",
+    "ccl",
+    "rma",
+    "llm",
+    "moe",
+    "rooted",
+    "tiles",
+    "outputs",
+    "invariance",
+    "step",
+    "fp8",
+    "all_scatter",
+)
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
 OPS_TEXT = (
     "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where it"
