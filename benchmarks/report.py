@@ -1,14 +1,19 @@
 """The tables and plots of README and docs, from the result files in `benchmarks/results`.
 
-python -m benchmarks.report                     writes every table where it stands
-python -m benchmarks.report --plots             and draws the plots
-python -m benchmarks.report FILE... [--plots]   prints all rows of these files; with --plots draws them
+    python -m benchmarks.report                     writes every table where it stands
+    python -m benchmarks.report --plots             and draws the plots that pages show
+    python -m benchmarks.report FILE... [--plots]   prints all rows of these files; with --plots draws them
+
+Which table stands where, `tables/pages.py` says. Plots need matplotlib (`pip install -e '.[bench]'`).
 """
 
 import argparse
 import json
 from pathlib import Path
+import re
+import shutil
 import sys
+import tempfile
 
 from benchmarks.measuring.report import RESULTS
 from benchmarks.tables.pages import EVERY_ROW, ROOT, maker_of, pages
@@ -38,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     if not args.files:
         write(args.check)
     if args.plots:
-        draw(args.files or sorted(RESULTS.glob("*.json")), args.out)
+        draw(args.files or sorted(RESULTS.glob("*.json")), args.out, None if args.files else shown())
 
 
 def write(check: bool) -> None:
@@ -52,17 +57,34 @@ def write(check: bool) -> None:
             print(name)
 
 
-def draw(files: list[Path], folder: Path) -> None:
+def shown() -> set[str]:
+    """The names of the plots that stand in README or on a page."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    return {name for page in pages for name in re.findall(r"plots/([\w.-]+\.svg)\)", page.read_text())}
+
+
+def draw(files: list[Path], folder: Path, wanted: set[str] | None) -> None:
+    """Draws the results; of all their plots, `wanted` ones only if it is given."""
     # here, for they import matplotlib, which tables do without
-    from benchmarks.plots import all_scatter_plots, ccl_plots, llm_plots, ops_plots, rma_plots, step_plots
-    from benchmarks.plots import timeline_plots as timelines
+    from benchmarks.plots import (
+        all_scatter_plots,
+        ccl_plots,
+        llm_plots,
+        ops_plots,
+        rma_plots,
+        step_plots,
+        timeline_plots,
+    )
 
     drawers = {"ops": ops_plots.draw, "llm": llm_plots.draw, "rma": rma_plots.draw, "step": step_plots.draw}
-    drawers |= {"ccl": ccl_plots.draw, "all_scatter": all_scatter_plots.draw, "timeline": timelines.draw_all}
+    drawers |= {"ccl": ccl_plots.draw, "all_scatter": all_scatter_plots.draw, "timeline": timeline_plots.draw_all}
+    folder.mkdir(parents=True, exist_ok=True)
     for file in files:
-        if picture := maker_of(json.loads(file.read_text()), drawers):
-            for written in picture(file, folder):
-                print(written)
+        picture = maker_of(json.loads(file.read_text()), drawers)
+        with tempfile.TemporaryDirectory() as drawn:
+            for written in picture(file, Path(drawn)) if picture else []:
+                if wanted is None or written.name in wanted:
+                    print(shutil.copy(written, folder))
 
 
 if __name__ == "__main__":

@@ -31,5 +31,6 @@ def draw(file: Path, folder: Path) -> list[Path]:
         axes.set_xticks(sizes[::2], [size_name(size) for size in sizes[::2]], rotation=45, ha="right")
         axes.set(title=op, ylabel="bus GB/s", ylim=0)
         axes.grid(alpha=0.3)
-    panels[0][0].legend(frameon=False)
+    drawn = panels[0][0].get_legend_handles_labels()
+    figure.legend(*drawn, loc="outside upper center", ncols=len(drawn[0]), frameon=False)
     return [save(sign(figure, report), folder / f"{file.stem}_bus.svg")]

@@ -30,9 +30,10 @@ def bars(report: dict) -> plt.Figure:
             axes.bar_label(drawn, fmt="%.2f", fontsize=7)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(report["rows"])), map(label, report["rows"]))
-        axes.set(ylabel=f"speed in {title}", title=f"{report['model']}, {report['layers']} layers: {title}")
-    panels[0].legend(frameon=False, fontsize=8)
-    return sign(figure, report, f"1: {NAMES[NCCL]}.")
+        axes.set(ylabel="times as fast", title=f"{report['model']}, {report['layers']} layers: {title}")
+        axes.margins(y=0.1)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names), frameon=False)
+    return sign(figure, report, f"1: {NAMES[NCCL]}. batch x prompt.")
 
 
 def speed(row: dict, key: str, fields: tuple[str, ...]) -> float | None:

@@ -1,6 +1,7 @@
 """What all pictures share: how they are saved and signed. Needs matplotlib."""
 
 from pathlib import Path
+import textwrap
 
 import matplotlib
 
@@ -17,8 +18,9 @@ OURS = dict(color="tab:red", zorder=3)
 
 
 def sign(figure: plt.Figure, report: dict, text: str = "") -> plt.Figure:
-    """Says below the picture who measured what, where."""
-    figure.text(0.01, -0.01, f"{headline(report)} {text}".strip(), fontsize=7, va="top")
+    """Says below the picture who measured what, where, in lines as wide as the picture."""
+    told = textwrap.fill(f"{headline(report)} {text}".strip(), int(19 * figure.get_figwidth()))
+    figure.text(0.01, -0.01, told, fontsize=7, va="top")
     return figure
 
 

@@ -19,7 +19,7 @@ from iris_ops.problem import Problem
 import torch
 
 from benchmarks.measuring.report import RESULTS
-from benchmarks.tables.marks import CHANGED, changed, header, newest, run_of
+from benchmarks.tables.marks import CHANGED, changed, current, header, newest, run_of
 
 KERNEL_PAGES = "docs/kernels"
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ _GATHERS = "Both have copy engines bring rows; cuBLAS's tiles are some percent a
 _WHOLE = "Both hide the exchange behind the product; cuBLAS's tiles are a percent ahead of ours at these sizes"
 UNEXPLAINED = "Not known yet"
 _POWER = "Not known: the product of 22 ms takes nearly all of the time"
-_HALVES = "The all-reduce's kernel of these rows cannot end with the norm, and some thirteen of torch's followed it"
+_HALVES = "The all-reduce's kernel of these rows cannot end with the norm; some thirteen kernels of torch's followed it"
 _ONE_HOP = "Both send in one hop, the same bytes; within 0.2 µs of each other, of which the cause is not known"
 _HOST = "The host's time of an eager call; in graphs ours is ahead"
 _REASONS = {
@@ -153,11 +153,14 @@ def _rival(rivals: list[dict[str, Any]], ours: float, named: bool) -> str:
     return f"**{text}**" if us < ours else text
 
 
-def lost() -> str:
-    """Every row of the results in which a rival takes less time than ours, by the reason, the widest lead first."""
+def lost(now: bool) -> str:
+    """Every row in which a rival takes less time than ours, by the reason, the widest lead first.
+
+    Of runs that are current, where `now` is true, else of the earlier ones.
+    """
     rows: dict[str, list[tuple[float, str]]] = {}
-    for path in sorted(RESULTS.glob("*.json")):
-        run = run_of(path.stem)
+    runs = [run_of(path.stem) for path in sorted(RESULTS.glob("*.json"))]
+    for run in (run for run in runs if current(run) == now):
         for row in run.get("rows", ()):
             for called, times, unit in _timed(run, row):
                 ours = times.pop("ours", None)
@@ -172,7 +175,7 @@ def lost() -> str:
         parts += [f"| GPUs, date | op | size | called | ours, µs | the rival, µs | ahead by | {CHANGED} |"]
         parts += ["|---|---|---|---|---:|---:|---:|---|"]
         parts += [line for _, line in sorted(lines, reverse=True)] + [""]
-    return "\n".join(parts[:-1])
+    return "\n".join(parts[:-1]) or "No rival leads a row."
 
 
 def _timed(run: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[str, dict[str, float], str]]:
@@ -183,6 +186,8 @@ def _timed(run: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[str, dict
         for called in ("graph", "eager"):
             known = [each for each in done if each["kind"] != "gemm" and each.get(f"{called}_us")]
             yield called, {each["name"]: each[f"{called}_us"] for each in known}, ""
+    elif benchmark == "moe":  # of those that reduce over the ranks, whose names say how
+        yield "graph", {name: us for name, us in row["us"].items() if name == "ours" or " + " in name}, ""
     elif benchmark == "rooted":
         names = {"ctx.ccl": "ours", "torch": "NCCL"}
         yield "graph", {names[name]: us for name, us in row["us"].items()}, ""
@@ -210,6 +215,8 @@ def _lost_row(run: dict[str, Any], row: dict[str, Any], called: str, times: tupl
     """The row's line, with a place for the lead."""
     if "batch" in row:
         op, size = run["model"] + (", compiled" if run.get("compiled") else ""), f"{row['batch']} x {row['prompt']}"
+    elif "shape" in row:
+        op, size = "`moe_gate_up`, `moe_down_all_reduce`", f"{row['shape']}, {row['T']} tokens"
     else:
         name = row.get("op", row.get("what"))
         op = "`matmul_all_reduce_norm`" if run["benchmark"] == "norms" else f"`{_OPS.get(name, name)}`"

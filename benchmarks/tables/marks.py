@@ -43,6 +43,11 @@ def newest(pattern: str) -> list[dict[str, Any]]:
     return [max(map(run_of, files), key=lambda run: (run["date"], run["file"]))] if files else []
 
 
+def current(run: dict[str, Any]) -> bool:
+    """Whether the run kept digests, so that its rows can say what has changed since; else it is an earlier one."""
+    return bool(run.get("code"))
+
+
 def gpus(run: dict[str, Any]) -> str:
     return f"{run['world']} x {run['gpu'].removeprefix('NVIDIA ').split()[0]}"
 

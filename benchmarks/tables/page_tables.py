@@ -6,7 +6,7 @@ Every table begins with who measured it (`marks.header`) and ends in the column 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-import functools
+import re
 import statistics
 from typing import Any
 
@@ -15,7 +15,7 @@ from iris_tp.bench.rows import CALLS
 from benchmarks.measuring import report
 from benchmarks.measuring.tables import geometric_mean
 from benchmarks.tables.ccl_table import size_name
-from benchmarks.tables.marks import CHANGED, changed, gpus, header, in_short, newest, run_of
+from benchmarks.tables.marks import CHANGED, changed, current, gpus, header, in_short, newest, run_of
 
 Run = dict[str, Any]
 Wanted = tuple[str, int, int, int] | tuple[str, int, int, int, str]
@@ -43,6 +43,21 @@ FOUR: list[Wanted] = [
 OPS_TWO = ("ops_{gpu}_x2", "ops_models_{gpu}_x2", "ops_between_{gpu}_x2")
 OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
 MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
+TABLED = (
+    "ops",
+    "norms",
+    "ccl",
+    "rma",
+    "llm",
+    "moe",
+    "rooted",
+    "tiles",
+    "outputs",
+    "invariance",
+    "step",
+    "fp8",
+    "all_scatter",
+)
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
 OPS_TEXT = (
     "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where it"
@@ -85,16 +100,18 @@ def timed(row: dict[str, Any], mode: str = "graph") -> dict[str, float]:
 
 
 def readme(_folder: str) -> str:
-    """Rows of ops on two GPUs, and a step of each model on two, with vLLM among its rivals where it was measured."""
+    """Rows of ops and steps of models on two GPUs, of current runs only, with vLLM where it was measured."""
     used, rows = _op_rows(OPS_TWO, README_ROWS, floor=False)
-    for model, name in MODELS.items():
-        for run in newest(f"llm_{model}_compiled_{{gpu}}_x2"):
-            row, apart = run["rows"][0], beside_vllm(run)
-            results = _by_key(row)
-            cells = [f"{name}, a step, ms", f"{row['batch']} x {row['prompt']}", figure(_ms(results["ours"], "step"))]
-            vllm = _beside_ms(_of_size(apart, row), "vllm", "step")
-            rows.append([*cells, _beside_ms(results, "nccl", "step"), f"vLLM {vllm}" if vllm else "", changed(run)])
-            used += [run, *apart]
+    runs = [run for model in MODELS for run in newest(f"llm_{model}_compiled_{{gpu}}_x2") if current(run)]
+    for run in runs:
+        apart = [each for each in beside_vllm(run) if current(each)]
+        # the smallest batch of each model; of a single model its three batches, too
+        for row in run["rows"][: 3 if len(runs) == 1 else 1]:
+            results, vllm = _by_key(row), _beside_ms(_of_size(apart, row), "vllm", "step")
+            cells = [f"{MODELS[run['model']]}, a step, ms", f"{row['batch']} x {row['prompt']}"]
+            cells += [figure(_ms(results["ours"], "step")), _beside_ms(results, "nccl", "step")]
+            rows.append([*cells, f"vLLM {vllm}" if vllm else "", changed(run)])
+        used += [run, *apart]
     head = ["op, µs", "M, N, K", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
     text = "In CUDA graphs, median, slowest rank. In brackets: how many times ours, in bold where faster."
     return f"\n{in_short(used, text)}\n\n{lines_of(head, rows, 2)}"
@@ -282,15 +299,11 @@ def means(folder: str) -> str:
     """By file, the geometric means of cuBLAS + NCCL and of the best rival over ours, of each op."""
     runs, rows = [], []
     for pattern, what in FILES.items():
-        for gpu in ("h100", "h200"):
-            file = pattern.format(gpu=gpu)
-            if not _exists(file):
-                continue
-            run = run_of(file)
+        for run in newest(pattern):
             runs.append(run)
             cells = [_mean(run, op) for op in CALLS]
             marks = {changed(run, row) for row in run["rows"]}
-            rows.append([f"[{gpus(run)}]({folder}{file}.md), {what}", *cells, _together(marks)])
+            rows.append([f"[{gpus(run)}]({folder}{run['file']}.md), {what}", *cells, _together(marks)])
     head = ["rows", *(f"`{call}`" for call in CALLS.values()), CHANGED]
     text = (
         "How many times ours cuBLAS + NCCL takes in a CUDA graph, geometric mean of all rows, and behind the stroke the"
@@ -358,15 +371,41 @@ def _mean(run: Run, op: str) -> str:
     return f"{geometric_mean(nccl):.2f} / {geometric_mean(best):.2f}" if nccl and best else ""
 
 
-@functools.cache
 def measured(folder: str) -> str:
-    """Every result file that a table is made of: when it was measured, of which commit, and what has changed."""
+    """The result files that tables are made of and that keep digests: when they were measured, and what has changed."""
     rows = []
-    for path in sorted(report.RESULTS.glob("*.json")):
-        run = run_of(path.stem)
-        if str(run.get("benchmark", "")).partition("_")[0] not in ("ops", "norms", "ccl", "rma", "llm"):
-            continue
-        marks = {changed(run, row) for row in run.get("rows", [])} or {changed(run)}
-        name = f"[{path.stem}]({folder}{path.stem}.md)" if path.with_suffix(".md").exists() else path.stem
-        rows.append([name, gpus(run), run["date"], run.get("commit") or "", run["versions"]["torch"], _together(marks)])
+    for run in _tabled():
+        if current(run):
+            marks = {changed(run, row) for row in run.get("rows", [])} or {changed(run)}
+            rows.append([*_told(run, folder), run["commit"] or "", run["versions"]["torch"], _together(marks)])
     return lines_of(["result", "GPUs", "measured", "commit", "torch", CHANGED], rows, 4)
+
+
+def earlier(folder: str) -> str:
+    """Those without digests, and why they are kept."""
+    rows = []
+    for run in _tabled():
+        if not current(run):
+            newer = [each for each in newest(_pattern(run["file"])) if current(each)]
+            names = [f"of {gpus(run)}; newer, of {gpus(each)}: {_linked(each['file'], folder)}" for each in newer]
+            rows.append([*_told(run, folder), run["versions"]["torch"], *(names or ["nothing newer of these rows"])])
+    return lines_of(["result", "GPUs", "measured", "torch", "why it is kept"], rows, 4)
+
+
+def _tabled() -> list[Run]:
+    runs = [run_of(path.stem) for path in sorted(report.RESULTS.glob("*.json"))]
+    return [run for run in runs if str(run.get("benchmark", "")).startswith(TABLED)]
+
+
+def _pattern(file: str) -> str:
+    return re.sub("h[12]00", "{gpu}", file)
+
+
+def _told(run: Run, folder: str) -> list[str]:
+    return [_linked(run["file"], folder), gpus(run), run["date"]]
+
+
+def _linked(file: str, folder: str) -> str:
+    """The table of all rows, if there is one beside the result file, else the file."""
+    suffix = "md" if (report.RESULTS / f"{file}.md").exists() else "json"
+    return f"[{file}]({folder}{file}.{suffix})"

@@ -38,7 +38,6 @@ def _of_kernel(name: str, folder: str) -> str:
 # name of the table, its page, and what makes it, given the way from the page to the result files
 TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("readme", "README.md", page_tables.readme),
-    ("results", "docs/benchmarks.md", page_tables.measured),
     ("models x4", "docs/benchmarks.md", partial(page_tables.models, 4)),
     ("models x2", "docs/benchmarks.md", partial(page_tables.models, 2)),
     ("ops x4", "docs/benchmarks.md", partial(page_tables.ops, page_tables.OPS_FOUR, page_tables.FOUR)),
@@ -47,6 +46,8 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("means", "docs/benchmarks.md", page_tables.means),
     ("floors", "docs/benchmarks.md", page_tables.floors),
     ("hosts", "docs/benchmarks.md", page_tables.hosts),
+    ("results", "docs/benchmarks.md", page_tables.measured),
+    ("earlier", "docs/benchmarks.md", page_tables.earlier),
     ("models x4", "docs/benchmarks/models.md", partial(page_tables.models, 4)),
     ("models x2", "docs/benchmarks/models.md", partial(page_tables.models, 2)),
     ("mixtures x2", "docs/benchmarks/models.md", partial(page_tables.mixtures, 2)),
@@ -58,7 +59,8 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("outputs", "docs/guides/memory.md", single_tables.outputs),
     ("invariance", "docs/concepts/determinism.md", single_tables.invariance),
     ("invariance ranks", "docs/concepts/determinism.md", single_tables.invariance_ranks),
-    ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost()),
+    ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(now=True)),
+    ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(now=False)),
     *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),
 ]
 

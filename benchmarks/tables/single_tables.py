@@ -13,6 +13,7 @@ from benchmarks.tables.marks import CHANGED, changed, header, in_short, newest
 from benchmarks.tables.page_tables import beside, lines_of, us
 
 _MIXTURES = "moe_{gpu}_x2"
+_MOST = 6  # rows on a kernel's page
 
 
 def mixtures(folder: str) -> str:
@@ -46,6 +47,7 @@ def of_mixture_kernel(name: str, folder: str) -> str:
                 rows.append([*cells, beside(time, row["us"]["ours"], name_of_best), changed(run)])
     if not rows:
         return "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
+    rows = [rows[index * (len(rows) - 1) // (_MOST - 1)] for index in range(_MOST)] if len(rows) > _MOST else rows
     text = "µs of the op alone, and of both ops beside the best rival's, in a CUDA graph, median, slowest rank."
     head = ["model", "tokens", "op", "tile", "alone", "both ops", "best rival", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}"

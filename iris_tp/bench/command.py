@@ -22,7 +22,7 @@ from .inputs import Inputs
 from .rows import CALLS, Row
 from .team import Team, launch
 
-_MEASURED = "ops norms step fp8 chain rma ccl all_scatter llm stress litmus timeline"
+_MEASURED = "ops norms ccl rooted tiles moe llm step fp8 chain rma all_scatter outputs invariance stress litmus timeline"
 IN_CHECKOUT = tuple(_MEASURED.split())
 ALONE = "product alone"
 _SIZES = {"cuda": (2048, 8192, 2048), "cpu": (32, 64, 64)}
