@@ -7,6 +7,7 @@ sees a flag.
 """
 
 import iris
+from iris import platform
 from iris_tp import launch
 import torch
 import triton
@@ -18,31 +19,52 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 def tile_matmul_kernel(
     ctx_ptr, space, a, b, out, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    SCATTER: tl.constexpr = False, TWO_SHOT: tl.constexpr = False,
+    SCATTER: tl.constexpr = False, TWO_SHOT: tl.constexpr = False, ONE_TILE: tl.constexpr = False,
 ):  # fmt: skip
     """out [M,N] = sum over ranks of a [M,K] @ b [K,N]; a and b are tensor descriptors, out is contiguous.
 
     SCATTER: out [M/w,N] is this rank's rows of it; M is a multiple of w * BLOCK_M. TWO_SHOT: the sum takes two hops.
+    ONE_TILE: each program has one tile, which waits for its sum in registers.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, space)
     kind: tl.constexpr = out.dtype.element_ty
     num_tiles, programs = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)
-    for number in range(tl.program_id(0), num_tiles, programs):
-        m, n, owner = place_of(number, M, N, BLOCK_M, BLOCK_N, WORLD_SIZE, SCATTER)
+    if ONE_TILE and not (SCATTER or TWO_SHOT):
+        m, n, _owner = place_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, WORLD_SIZE, SCATTER)
+        acc, there = multiply(a, b, m, n, K, BLOCK_M, BLOCK_N, BLOCK_K), m + tl.arange(0, BLOCK_M)[:, None] < M
+        tiles.send(acc, tl.program_id(0), kind, kept=True, mask=there)
+        tiles.close()
+        store(out, tiles.sum(tl.program_id(0), acc, kind, kept=True, mask=there), m, n, M, N)
+    else:
+        for number in range(tl.program_id(0), num_tiles, programs):
+            m, n, owner = place_of(number, M, N, BLOCK_M, BLOCK_N, WORLD_SIZE, SCATTER)
+            acc = multiply(a, b, m, n, K, BLOCK_M, BLOCK_N, BLOCK_K)
+            if TWO_SHOT:
+                store(out, tiles.all_reduce(acc, number, kind, True), m, n, M, N)
+            else:  # a program takes a tile's sum behind its next product: by then the peers' tiles have come
+                tiles.send(acc, number, kind, owner if SCATTER else None)
+                if number >= programs:
+                    finish(ctx, tiles, out, number - programs, M, N, BLOCK_M, BLOCK_N, SCATTER)
+        tiles.close()
+        if not TWO_SHOT:
+            last = (num_tiles - 1 - tl.program_id(0)) // programs * programs + tl.program_id(0)
+            finish(ctx, tiles, out, last, M, N, BLOCK_M, BLOCK_N, SCATTER)
+
+
+@triton.jit
+def multiply(a, b, m, n, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of the product. Few rows are the columns of a tile of b.T @ a.T: tensor cores take 64 rows at a time."""
+    if BLOCK_M < 128 and BLOCK_N >= 64:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            acc = tl.dot(b.load([k, n]).T, a.load([m, k]).T, acc, input_precision="ieee")
+        return acc.T
+    else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
             acc = tl.dot(a.load([m, k]), b.load([k, n]), acc, input_precision="ieee")
-        if TWO_SHOT:
-            store(out, tiles.all_reduce(acc, number, kind, True), m, n, M, N)
-        else:  # a program takes a tile's sum behind its next product: by then the peers' tiles have come
-            tiles.send(acc, number, kind, owner if SCATTER else None)
-            if number >= programs:
-                finish(ctx, tiles, out, number - programs, M, N, BLOCK_M, BLOCK_N, SCATTER)
-    if not TWO_SHOT:
-        last = (num_tiles - 1 - tl.program_id(0)) // programs * programs + tl.program_id(0)
-        finish(ctx, tiles, out, last, M, N, BLOCK_M, BLOCK_N, SCATTER)
-    tiles.close()
+        return acc
 
 
 @triton.jit
@@ -77,24 +99,29 @@ def store(out, tile, m, n, M, N):
     tl.store(out + rows * N + columns, tile.to(out.dtype.element_ty), (rows < M) & (columns < N))
 
 
-def rank_main(M: int = 100, N: int = 200, K: int = 96) -> None:
+def rank_main() -> None:
     with iris.iris(heap_size=1 << 26) as ctx:
         dtype = torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
-        w, rank, blocks = ctx.num_ranks, ctx.cur_rank, (64, 64, 32)
-        for options in ({}, {"TWO_SHOT": True}, {"SCATTER": True}):
-            rows = 2 * w * blocks[0] if "SCATTER" in options else M
+        K, w, rank, blocks = 96, ctx.num_ranks, ctx.cur_rank, (64, 64, 32)
+        scattered = 2 * w * blocks[0]  # rows: whole tiles for every rank
+        for M, N, options in (
+            (100, 200, {}), (3, 64, {}), (100, 200, {"TWO_SHOT": True}), (scattered, 200, {"SCATTER": True}),
+        ):  # fmt: skip
             generator = torch.Generator().manual_seed(0)
-            A = torch.randn(w, rows, K, generator=generator).to(ctx.device, dtype)
+            A = torch.randn(w, M, K, generator=generator).to(ctx.device, dtype)
             B = torch.randn(w, K, N, generator=generator).to(ctx.device, dtype)
             exact = torch.bmm(A.double(), B.double()).sum(0)
             exact = exact.chunk(w)[rank] if "SCATTER" in options else exact
             out = torch.full(exact.shape, 7.0, dtype=dtype, device=ctx.device)
-            number = triton.cdiv(rows, blocks[0]) * triton.cdiv(N, blocks[1])
+            number = triton.cdiv(M, blocks[0]) * triton.cdiv(N, blocks[1])
             space = ctx.ccl.tile_space(number, blocks[0] * blocks[1], dtype)
             grid = (min(number, ctx.get_cu_count()),)  # all programs of a grid that waits run at once
             a = TensorDescriptor.from_tensor(A[rank], [blocks[0], blocks[2]])
             b = TensorDescriptor.from_tensor(B[rank], [blocks[2], blocks[1]])
-            tile_matmul_kernel[grid](ctx.get_device_context(), space, a, b, out, rows, N, K, *blocks, w, **options)
+            tile_matmul_kernel[grid](
+                ctx.get_device_context(), space, a, b, out, M, N, K, *blocks, w, **options,
+                ONE_TILE=grid[0] == number, **platform.beside(ctx.device),
+            )  # fmt: skip
             error = (out - exact).abs().max() / exact.abs().max()
             ctx.barrier()
             ctx.info(f"{options or 'one shot'}: out {tuple(out.shape)} {dtype}; error {error:.1e} of the largest value")

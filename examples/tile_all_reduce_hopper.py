@@ -37,31 +37,33 @@ STAGES, PLACES = 5, 2  # loads under way; finished tiles that a program has room
 
 @gluon.jit
 def exchange_tiles(ctx, space, shared, order, out, M, N, spread, MOVE: gl.constexpr):
-    """What the mover warps do. A part of a tile, some rows of it, travels as a tile of its own.
+    """What the mover warps do: send each tile, and take the sum of the one before, which stays in shared memory.
 
-    A tile is sent over `spread` ticks: all programs' tiles take the links as long, and stores that queue would hold up
-    the loads of the next product. It stays in shared memory until its sum is taken, one tile later.
+    A part of a tile, some rows of it, travels as a tile of its own. A tile is sent over `spread` ticks: all programs'
+    tiles take the links as long, and stores that queue would hold up the loads of the next product. What has come of
+    the peers' parts is loaded before a part is sent, for loads wait behind stores, and summed afterwards.
     """
     tiles = iris.tiles.open_tiles(ctx, space)
     programs, parts = gl.num_programs(0), shared.PARTS
     count = gl.cdiv(gl.maximum(order.num_m * order.num_n - gl.program_id(0), 0), programs)
+    like = gl.zeros([shared.BLOCK_M // shared.PARTS, shared.BLOCK_N], out.dtype.element_ty, MOVE)
     for i in range(count + 1):
-        number = gl.program_id(0) + i * programs
+        number, before = gl.program_id(0) + i * programs, gl.program_id(0) + gl.maximum(i - 1, 0) * programs
+        row, col, _bias = order.place(before)
         if i < count:
             await_tile(shared, i)
-        if i > 0:  # before the next is sent: loads would wait behind its stores
-            before = number - programs
-            row, col, _bias = order.place(before)
-            for part in range(parts):
-                total = tiles.sum(before * parts + part, rows_of(shared, i - 1, part, MOVE), kept=True)
+        begin = arch.clock()
+        for part in range(parts):
+            pace(begin, gl.where(i + 1 < count, spread, 0), part, parts)  # nothing is loaded behind the last
+            found = tiles.look(before * parts + part, like, kept=True)
+            if i < count:
+                tiles.send(part_of(shared, i, part).load(MOVE), number * parts + part, kept=True)
+            if i > 0:
+                own = rows_of(shared, i - 1, part, MOVE)
+                total = tiles.sum(before * parts + part, own, kept=True, found=found)
                 r, c, _own = places_of(shared, part, row, M, MOVE)
                 target = out + (r.to(gl.int64) * N)[:, None] + (col + c)[None, :]
                 gl.store(target, total.to(out.dtype.element_ty), mask=(r < M)[:, None] & (col + c < N)[None, :])
-        if i < count:
-            begin = arch.clock()
-            for part in range(parts):
-                pace(begin, gl.where(i + 1 < count, spread, 0), part, parts)
-                tiles.send(part_of(shared, i, part).load(MOVE), number * parts + part, kept=True)
     tiles.close()
 
 

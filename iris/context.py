@@ -264,6 +264,8 @@ class Iris(tensors.TensorMethods):
         try:
             if not self._record_view[0] and self.hosts.lost is None:
                 self.barrier()  # no peer may still be writing here
+                for look in self.on_close:
+                    look()
         finally:
             self._end()
 
@@ -274,6 +276,7 @@ class Iris(tensors.TensorMethods):
             self._pool.close()
         self._kept.clear()  # they hold heap memory
         self.on_change.clear()
+        self.on_close.clear()
         self._pool = None
         del self._barrier  # it does, too
         self.agreement = None

@@ -64,6 +64,7 @@ class Rank:
     def __init__(self) -> None:
         self._kept: dict[Callable[..., Any], Any] = {}
         self.on_change: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []  # when all ranks have come, and nothing runs
 
     def once(self, make: Callable[..., T]) -> T:
         """`make(self)`, made at the first call and kept: the rank's collectives, fused ops and tracing."""

@@ -372,5 +372,7 @@ def collectives():
         "messages": dict(REDUCE=False, MESSAGES=2, dtype="i32"),
         "messages_ragged": dict(REDUCE=False, MESSAGES=1, dtype="i32", ALIGNED=False),
         "reduce": dict(REDUCE=True, MESSAGES=4),
+        "reduce_int8": dict(REDUCE=True, MESSAGES=1, dtype="i8"),
+        "reduce_int64": dict(REDUCE=True, MESSAGES=1, dtype="i64"),
     }.items():
         yield f"ccl_{name}", transfer_kernel, dict(num_warps=8), moved | choice

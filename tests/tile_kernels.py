@@ -42,9 +42,12 @@ def tile_scatter_kernel(
 @triton.jit
 def tile_halves_kernel(
     ctx_ptr, sync, inp, out, rank, num_tiles, M: tl.constexpr, N: tl.constexpr, SCATTER: tl.constexpr,
-    PARTS: tl.constexpr, KEPT: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, LOOK: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """out fp32 [num_tiles, M, N]: as the two kernels above, each tile's sum taken behind the next one's sending."""
+    """out fp32 [num_tiles, M, N]: as the two kernels above, each tile's sum taken behind the next one's sending.
+
+    LOOK: what has come of a tile is loaded before the next one is sent; its parts are tiles of their own then.
+    """
     ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, sync)
     rows: tl.constexpr = M // PARTS
@@ -52,11 +55,22 @@ def tile_halves_kernel(
     at = tl.arange(0, rows)[:, None] * N + tl.arange(0, N)[None, :]
     programs = tl.num_programs(0)
     for number in range(tl.program_id(0), num_tiles + programs, programs):
-        if number < num_tiles:
+        before = number - programs
+        if LOOK:
+            for part in tl.static_range(PARTS):
+                looked, like = tl.maximum(before, 0) * PARTS + part, tl.zeros((rows, N), inp.dtype.element_ty)
+                found = tiles.look(looked, like, kept=KEPT)
+                if number < num_tiles:
+                    tile = tl.load(inp + number * M * N + part * rows * N + at)
+                    tiles.send(tile, number * PARTS + part, kept=KEPT)
+                if before >= 0:
+                    like = tl.load(inp + before * M * N + part * rows * N + at)
+                    total = tiles.sum(before * PARTS + part, like, kept=KEPT, found=found)
+                    tl.store(out + before * M * N + part * rows * N + at, total)
+        elif number < num_tiles:
             owner = number % WORLD_SIZE if SCATTER else None
             tiles.send(tl.load(inp + number * M * N + whole), number, owner=owner, kept=KEPT)
-        before = number - programs
-        if before >= 0:
+        if before >= 0 and not LOOK:
             owner = before % WORLD_SIZE if SCATTER else None
             for part in tl.static_range(PARTS):
                 like = tl.zeros((rows, N), inp.dtype.element_ty)
@@ -66,6 +80,26 @@ def tile_halves_kernel(
                 mask = (at >= 0) & (rank == owner) if SCATTER else at >= 0
                 tl.store(out + before * M * N + part * rows * N + at, total, mask=mask)
     tiles.close()
+
+
+@triton.jit
+def tile_rows_kernel(
+    ctx_ptr, sync, inp, out, rank, rows, M: tl.constexpr, N: tl.constexpr, HALVES: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """out fp32 [rows, N]: the sum of all ranks' inp [rows, N], a tile of M rows of which the others stay at home."""
+    ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
+    tiles = iris.tiles.open_tiles(ctx, sync)
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    tile = tl.load(inp + m * N + n, mask=m < rows, other=1.0)
+    if HALVES:
+        tiles.send(tile, 0, kept=True, mask=m < rows)
+        tiles.close()
+        total = tiles.sum(0, tile, kept=True, mask=m < rows)
+    else:
+        total = tiles.all_reduce(tile, 0, mask=m < rows)
+        tiles.close()
+    tl.store(out + m * N + n, total, mask=m < rows)
 
 
 @triton.jit

@@ -40,6 +40,28 @@ class P2POp:
         raise ArgumentError(f'P2POp: op is {self.op!r}; expected "send" or "recv"')
 
 
+class P2PState:
+    """What `init_p2p` returns. Code written for ROCm/iris hands it on as `p2p_state`; no call looks at it."""
+
+
+class Work:
+    """A message that is on its way in the stream; a stand-in for torch.distributed's."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """True. There is nothing to wait for: what follows in the stream comes behind the message."""
+        return True
+
+
+def isend(ctx: Any, tensor: torch.Tensor, dst: int, **given: Any) -> Work:
+    """`ctx.ccl.isend` of a context; in a `P2POp` it means "send"."""
+    return ctx.ccl.isend(tensor, dst, **given)
+
+
+def irecv(ctx: Any, tensor: torch.Tensor, src: int, **given: Any) -> Work:
+    """`ctx.ccl.irecv` of a context; in a `P2POp` it means "recv"."""
+    return ctx.ccl.irecv(tensor, src, **given)
+
+
 def slots_for(max_numel: Any, dtype: Any) -> int:
     """The slots of a ring for messages of so many elements, each rounded up to whole `MESSAGE_BYTES`."""
     if type(max_numel) is not int or not 0 < max_numel < 1 << 40 or not isinstance(dtype, torch.dtype):

@@ -17,13 +17,11 @@ from .. import platform
 from ..device.waits import WAITERS
 from ..heap import extent
 from ..launch import relaunch
-from .transfer import SLOT, in_table, transfer_kernel
+from .transfer import SENT, SLOT, TAKEN, in_table, transfer_kernel
 from .workspace import Workspace
 
 # Bytes up to which a message travels as Lamport values, which take twice the bytes but no signal.
 BORDER = 512 << 10
-# Slots of a chunk, and how many chunks a message has at least before its chunks grow.
-_CHUNK, _CHUNKS = 4, 256
 _LEAST_SLOTS = 64  # of a ring
 MESSAGE_BYTES = SLOT.value // 2  # what a slot holds of a message whose Lamport values take twice the bytes
 _MESSAGES = 16  # of a launch, each way
@@ -44,22 +42,16 @@ class Message:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a message lies in a ring: so many `slots`, moved in `items` of `chunk` slots each, or 0 of Lamport values."""
+    """How a message lies in a ring: in so many `slots`, a unit in each, as Lamport values if `few`."""
 
     slots: int
-    chunk: int
-    items: int
+    few: bool
 
 
-def cut(n: int, size: int = 4, word: int = 8, few: bool | None = None) -> Cut:
-    """Of `n` elements of `size` bytes, which as Lamport values have `word`. `few`: whether they travel as these."""
-    if few is None:
-        few = n * size <= BORDER and word <= 8
-    slots = -(-n * (word if few else size) // SLOT.value)
-    if few:
-        return Cut(slots, 0, slots)
-    chunk = max(1, min(_CHUNK, slots // _CHUNKS))
-    return Cut(slots, chunk, -(-slots // chunk))
+def cut(n: int, size: int = 4, word: int = 8) -> Cut:
+    """Of `n` elements of `size` bytes, which as Lamport values have `word`."""
+    few = word == size or (n * size <= BORDER and word <= 8)
+    return Cut(-(-n * (word if few else size) // SLOT.value), few)
 
 
 def cut_of_sum(n: int, dtype: torch.dtype) -> Cut:
@@ -135,6 +127,10 @@ class Rings:
         found = area.staging.nbytes // (self.world * SLOT.value) if area else 0
         return 1 << (found.bit_length() - 1) if found else 0
 
+    def most_slots(self) -> int:
+        """To which a ring of collectives with a root may grow."""
+        return MOST_SLOTS // self.world
+
     def reserve(self, slots: int) -> None:
         """Makes room for as many slots in each ring. The same on all ranks of the group, which may meet."""
         slots = 1 << (max(slots, _LEAST_SLOTS) - 1).bit_length()
@@ -144,6 +140,17 @@ class Rings:
         rings = self._workspace.reserve(self._name, self.world * slots, self.world * slots * SLOT.value, fill=255)
         if counts or rings:
             self._ctx.forget_launches()
+
+    def untaken(self) -> list[tuple[int, int, int]]:
+        """(sender, receiver, slots) of messages that nobody took, when all ranks have met and nothing runs."""
+        area = self._workspace.areas.get(f"counts of {self._name}")
+        if area is None:
+            return []
+        counts = [self._ctx.view_at(area.flags, rank).cpu() for rank in self._workspace.group.ranks]
+        used = [each[: 4 * self.world].view(4, self.world) for each in counts]
+        pairs = [(a, b) for a in range(self.world) for b in range(self.world)]
+        found = [(a, b, int(used[a][SENT.value, b] - used[b][TAKEN.value, a])) for a, b in pairs]  # int32, they wrap
+        return [each for each in found if each[2]]
 
     def move(self, waiter: str, sends: Sequence[Message], takes: Sequence[Message]) -> None:
         """Sends and takes messages at once, in one launch; if they are very many, in several, what is sent first."""
@@ -155,20 +162,32 @@ class Rings:
         for sent, taken in parts:
             self._launch(waiter, _table(sent), _table(taken))
 
-    def sum(self, waiter: str, dtype: torch.dtype, own: int, n: int, out: int, dst: int) -> None:
-        """`n` elements of each rank, of which this one's begin at `own`, to rank `dst`, which has the sum at `out`."""
-        group, how = self._workspace.group, cut_of_sum(n, dtype)
-        if group.rank != dst:
-            self._launch(waiter, [(own, n, dst, 0, how.slots, how.chunk, how.items, 0)], [], dtype)
-            return
-        first, *others = [rank for rank in range(group.size) if rank != dst]
-        takes = [(out, n, first, 0, how.slots, how.chunk, how.items, 0)]
-        takes += [(0, 0, rank, 0, how.slots, 0, 0, 0) for rank in others]  # for the kernel to count
-        self._launch(waiter, [], takes, dtype, own)
+    def sum(
+        self, waiter: str, dtype: torch.dtype, sends: Sequence[Message], own: int = 0, n: int = 0, out: int = 0
+    ) -> None:
+        """Gives elements of `dtype` to ranks that sum them, at most one message to each, in one launch.
+
+        If `n`, also takes as many of each rank, adds its own, which begin at `own`, and stores the sums from `out` on.
+        """
+        group = self._workspace.group
+        sent: list[tuple] = []
+        taken: list[tuple] = []
+        for each in sends:
+            if each.nbytes:
+                count = each.nbytes // dtype.itemsize
+                how = cut_of_sum(count, dtype)
+                sent.append((each.address, count, each.peer, 0, how.slots, how.few, how.slots, 0))
+        if n:
+            how = cut_of_sum(n, dtype)
+            first, *others = [rank for rank in range(group.size) if rank != group.rank]
+            taken = [(out, n, first, 0, how.slots, how.few, how.slots, 0)]
+            taken += [(0, 0, rank, 0, how.slots, 0, 0, 0) for rank in others]  # for the kernel to count
+        if sent or taken:
+            self._launch(waiter, sent, taken, dtype, own)
 
     def _launch(self, waiter: str, sent: list, taken: list, dtype: torch.dtype | None = None, own: int = 0) -> None:
         ctx, group = self._ctx, self._workspace.group
-        programs = platform.num_programs(ctx.device)
+        programs = platform.num_programs(ctx.device) * (1 if sent and taken else 2)  # two share a multiprocessor
         senders, takers = (min(programs, sum(each[6] for each in table)) for table in (sent, taken))
         size = dtype.itemsize if dtype else 4
         places = [own, *(place for each in (*sent, *taken) for place in (each[0], each[7], each[1] * size))]
@@ -205,9 +224,12 @@ def _table(messages: list[Message]) -> list[tuple]:
     found = []
     for each in messages:
         n = each.nbytes // 4
-        how, slots = (cut(n, few=False), 0) if each.to else (cut(n), cut(n).slots)
-        found.append((each.address, n, each.peer, used[each.peer], slots, how.chunk, how.items, each.to))
-        used[each.peer] += slots
+        if each.to:
+            found.append((each.address, n, each.peer, 0, 0, False, -(-each.nbytes // SLOT.value), each.to))
+            continue
+        how = cut(n)
+        found.append((each.address, n, each.peer, used[each.peer], how.slots, how.few, how.slots, 0))
+        used[each.peer] += how.slots
     return found
 
 

@@ -2,7 +2,8 @@
 
 They are messages of a group (`transfer.py`), in rings of their own that grow to the largest call: from the root to
 every other rank, or to the root from every other rank, which sums them for a reduce. Each is one launch, but for
-tensors that are larger than a ring may become. No rank waits for more than it takes: a root that sends goes on.
+tensors that are larger than a ring may become, and for those that go in two steps (`two_steps.py`). No rank waits for
+more than it takes: a root that sends goes on.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from ..device.tiles import HEADER
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_tensor
+from . import two_steps
 from .config import ReduceOp
 from .problem import SUMMED, bits
-from .rings import MOST_SLOTS, Message, Rings, Words, cut, cut_of_sum, meets
+from .rings import Message, Rings, Words, cut, cut_of_sum, meets
 from .transfer import SLOT
 
 if TYPE_CHECKING:
@@ -31,7 +33,11 @@ def broadcast(rings: Rings, group: Group, tensor: torch.Tensor, src: int) -> Non
     check_rank(op, "src", src, group)
     _agree(group, tensor.shape, tensor.dtype)
     words = rings.words(tensor)
-    if group.rank == src:
+    if count := two_steps.pieces(op, words.nbytes, group.size):
+        two_steps.broadcast(rings, group, words.fill() if group.rank == src else words, src, count)
+        if group.rank != src:
+            words.empty()
+    elif group.rank == src:
         _move(rings, op, words.nbytes, [(words.fill(), rank) for rank in _others(group)], [])
     else:
         _move(rings, op, words.nbytes, [], [(words, src)])
@@ -75,10 +81,11 @@ def scatter(rings: Rings, group: Group, out: torch.Tensor, inp: torch.Tensor | N
 
 
 def reduce(
-    rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor, dst: int, reduce_op: Any
+    rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor | None, dst: int, reduce_op: Any
 ) -> None:  # fmt: skip
     op = "reduce"
     check(op, "inp", inp, group.ctx)
+    assert inp is not None
     check_rank(op, "dst", dst, group)
     if reduce_op is not None and reduce_op is not ReduceOp.SUM:
         raise ArgumentError(f"{op}: op is {reduce_op!r}; expected None or iris.ccl.ReduceOp.SUM")
@@ -99,10 +106,16 @@ def reduce(
         if out is not None:
             out.copy_(inp)
         return
-    step = _reserved(rings, cut_of_sum(n, dtype).slots) // size
-    for begin in range(0, n, step):
-        at = begin * size
-        rings.sum(op, dtype, own.address + at, min(step, n - begin), total.address + at, dst)
+    if count := two_steps.pieces(op, n * size, group.size):
+        two_steps.reduce(rings, group, dtype, own.address, n, total.address, dst, count)
+    else:
+        step = _reserved(rings, cut_of_sum(n, dtype).slots) // size
+        for begin in range(0, n, step):
+            first, length = own.address + begin * size, min(step, n - begin)
+            if group.rank == dst:
+                rings.sum(op, dtype, [], first, length, total.address + begin * size)
+            else:
+                rings.sum(op, dtype, [Message(first, length * size, dst)])
     if total is not own:
         total.empty()
 
@@ -135,7 +148,7 @@ def _others(group: Group) -> Iterator[int]:
 
 def _reserved(rings: Rings, slots: int) -> int:
     """Rings for messages of so many slots, as far as they may grow; the bytes that may go in one launch."""
-    rings.reserve(min(slots, MOST_SLOTS // rings.world))
+    rings.reserve(min(slots, rings.most_slots()))
     return (rings.slots if slots <= rings.slots else rings.slots // 2) * SLOT.value
 
 

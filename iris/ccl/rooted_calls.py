@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..aliases import keywords
 from ..errors import ArgumentError
 from ..launch.streams import check_async
 from . import messages, rooted
 from .config import KEYWORDS, Config, ReduceOp, check_options
-from .messages import P2POp
+from .messages import P2POp, P2PState, Work
 from .rings import Rings
+from .transfer import SLOT
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ _KEPT = 4096  # calls that are known from before
 class RootedCalls:
     """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype but where sums are asked.
 
-    Each is one launch, and can be captured once it was called with as large a tensor. They run in the current stream,
-    with `async_op`, which is accepted, too; a `config` decides nothing.
+    Each is one launch, some of large tensors are several; all can be captured once they were called with as large a
+    tensor. They run in the current stream, with `async_op`, which is accepted, too; a `config` decides nothing.
     """
 
     _ctx: Rank
@@ -71,12 +73,16 @@ class RootedCalls:
         act = partial(rooted.scatter, out=out, inp=inp, src=src)
         return self._rooted("scatter", (out, inp), src, None, group, async_op, config, act)
 
-    @KEYWORDS
+    @keywords(output_tensor="out", input_tensor="inp", tensor="out", root="dst")
     def reduce(
-        self, out: torch.Tensor | None, inp: torch.Tensor, dst: int = 0, op: ReduceOp | None = None,
+        self, out: torch.Tensor | None, inp: torch.Tensor | None = None, dst: int = 0, op: ReduceOp | None = None,
         group: Members = None, async_op: bool = False, config: Config | None = None,
     ) -> Workspace:  # fmt: skip
-        """Rank `dst`'s `out`: the sum over ranks of `inp`, kept in fp32 and rounded once. The others' `out` is left."""
+        """Rank `dst`'s `out`: the sum over ranks of `inp`, kept in fp32 and rounded once. The others' `out` is left.
+
+        Without `inp`, `out` is what is summed, too.
+        """
+        inp = out if inp is None else inp
         act = partial(rooted.reduce, out=out, inp=inp, dst=dst, reduce_op=op)
         return self._rooted("reduce", (out, inp), dst, op, group, async_op, config, act)
 
@@ -90,51 +96,97 @@ class RootedCalls:
         self._ctx.check()
         return rooted.tile_space(self._ctx, tiles, elements, dtype)
 
-    def init_p2p(self, max_numel: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -> None:
+    def init_p2p(self, max_numel: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -> P2PState:
         """Makes room for messages of so many elements in all to each rank. Collective; `send` and its kin need it.
 
         `max_numel`: of all messages that one call sends to one rank together, each rounded up to whole 4 KiB; 64 of
-        these fit always. No message may be under way. Takes twice as much of the heap, times the ranks. Raises
-        `ArgumentError` for what is no size and dtype, `HeapExhausted` where it does not fit.
+        these fit always. Takes twice as much of the heap, times the ranks. Raises `ArgumentError` for what is no size
+        and dtype, and on every rank where there must be more room and a message was sent that nobody has received;
+        `HeapExhausted` where it does not fit.
         """
         self._ctx.check()
-        self._message_rings().reserve(messages.slots_for(max_numel, dtype))
+        slots, rings = messages.slots_for(max_numel, dtype), self._message_rings()
+        if not rings.slots:
+            self._ctx.on_close.append(self._tell_of_untaken)
+        elif slots > rings.slots:
+            self._ctx.barrier()  # what comes below moves the rings
+            if lost := rings.untaken():
+                pairs = ", ".join(f"rank {a} to rank {b} ({_at_most(n)})" for a, b, n in lost)
+                raise ArgumentError(
+                    f"init_p2p({max_numel}, {dtype}): there are messages that nobody has received, from {pairs}; "
+                    f"expected none: receive them first, or make enough room at once"
+                )
+        rings.reserve(slots)
+        return P2PState()
 
-    def send(self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0) -> None:
+    def _tell_of_untaken(self) -> None:
+        """Warns of messages to this rank that it never received: who sent them has gone on, and nothing else tells."""
+        for sender, receiver, slots in self._message_rings().untaken():
+            if receiver == self._ctx.cur_rank:
+                what = f"messages of {_at_most(slots)} that this rank never received"
+                self._ctx.log.warning(f"close: rank {sender} sent {what}")
+
+    def send(
+        self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None,
+        config: Config | None = None,
+    ) -> None:  # fmt: skip
         """Gives `tensor` to rank `dst`, which calls `recv`. Nobody else takes part.
 
-        In the current stream, which goes on when the message is on its way; it waits there for the receiver while that
-        has not taken earlier messages, of which there is room for as much as two calls may send. So two ranks that both
-        send first may wait in vain; `sendrecv` and `batch_isend_irecv` are for them. Several sends to one rank arrive
-        in their order, whatever their `tag`. Here and below: any shape, dtype and strides, anywhere on the device.
-        Raises `ArgumentError` for bad arguments, and where `init_p2p` made too little room; with IRIS_DEBUG=1 also on
-        both ranks where what they send and take differs.
+        In the current stream, which goes on when the message is on its way, unlike NCCL's send: there it waits for the
+        receiver only where that has not taken earlier messages, and the room of `init_p2p` is full. So two ranks that
+        both send first go on if their messages fit; `sendrecv` and `batch_isend_irecv` need no such luck. A receiver
+        that never comes is noticed where a later send waits for room, which raises `PeerLostError` after IRIS_TIMEOUT
+        seconds; by `init_p2p`; or by `close`, which warns. Several sends to one rank arrive in their order, whatever
+        their `tag`; no call looks at `p2p_state` and `config`. Here and below: any shape, dtype and strides, anywhere
+        on the device. Raises `ArgumentError` for bad arguments, and where `init_p2p` made too little room; with
+        IRIS_DEBUG=1 also on both ranks where what they send and take differs.
         """
         self._exchange("send", group, [P2POp("send", tensor, dst)], [("tensor", "dst")])
 
-    def recv(self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0) -> None:
+    def recv(
+        self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None,
+        config: Config | None = None,
+    ) -> None:  # fmt: skip
         """Takes `tensor` from rank `src`, which calls `send` with as many elements of the same dtype."""
         self._exchange("recv", group, [P2POp("recv", tensor, src)], [("tensor", "src")])
 
     def sendrecv(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, src: int, group: Members = None,
-        tag: int = 0,
+        tag: int = 0, p2p_state: P2PState | None = None, config: Config | None = None,
     ) -> None:  # fmt: skip
         """`send` to `dst` and `recv` from `src` at once: a ring's step, say, in which every rank calls this."""
         both = [P2POp("send", send_tensor, dst), P2POp("recv", recv_tensor, src)]
         self._exchange("sendrecv", group, both, [("send_tensor", "dst"), ("recv_tensor", "src")])
 
-    def batch_isend_irecv(self, p2p_op_list: Sequence[P2POp], group: Members = None) -> None:
+    def isend(
+        self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None
+    ) -> Work:
+        """`send`, and a `Work` whose `wait` has nothing to wait for."""
+        self.send(tensor, dst, group, tag)
+        return Work()
+
+    def irecv(
+        self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None
+    ) -> Work:
+        """`recv`, in the current stream, and a `Work` as of `isend`."""
+        self.recv(tensor, src, group, tag)
+        return Work()
+
+    def batch_isend_irecv(
+        self, p2p_op_list: Sequence[P2POp], group: Members | P2PState = None, p2p_state: P2PState | None = None
+    ) -> list[Work]:
         """All messages of the list at once, as of torch's call: each rank lists what it sends and takes, in any order.
 
         Messages from one rank to another match in the order in which the two ranks list them, in as many calls as each
-        likes. What is sent is read before anything is stored. In the current stream: there is nothing to wait for.
-        Raises as `send` does.
+        likes. What is sent is read before anything is stored. In the current stream: the `Work` of each message has
+        nothing to wait for. Raises as `send` does.
         """
         if not isinstance(p2p_op_list, (list, tuple)) or not all(isinstance(each, P2POp) for each in p2p_op_list):
             raise ArgumentError(f"batch_isend_irecv: p2p_op_list is {p2p_op_list!r}; expected a list of iris.ccl.P2POp")
         names = [(f"p2p_op_list[{i}].tensor", f"p2p_op_list[{i}].peer") for i in range(len(p2p_op_list))]
-        self._exchange("batch_isend_irecv", group, p2p_op_list, names)
+        members = None if isinstance(group, P2PState) else group  # in its place where ROCm/iris has it
+        self._exchange("batch_isend_irecv", members, p2p_op_list, names)
+        return [Work() for _ in p2p_op_list]
 
     def _rooted(
         self, op: str, tensors: tuple[Any, ...], root: int, reduce_op: Any, group: Members, async_op: bool,
@@ -179,6 +231,10 @@ class RootedCalls:
             if len(self._made) >= _KEPT:
                 self._made.clear()
             self._made[key] = again, workspace
+
+
+def _at_most(slots: int) -> str:
+    return f"at most {slots * SLOT.value >> 10} KiB"
 
 
 def _key(op: str, tensors: Sequence[Any], *rest: Any) -> tuple | None:

@@ -5,8 +5,9 @@ of its ring at the receiver, which copies it out, or sums it. Who sends and who 
 the sender goes on as soon as its message is on its way. Both count the slots that they have used. So each finds the
 next slot by itself, whatever calls the other one makes, and a call can be captured and replayed.
 
-    small messages   travel as Lamport values (`iris/device/lamport.py`), a unit in each slot: one hop, no flag
-    large ones       travel as they are, in chunks of several slots; a flag says that a chunk has arrived
+    small messages, sums   travel as Lamport values (`iris/device/lamport.py`), a unit in each slot: one hop, no flag
+    large messages         travel as they are. Where none of a unit's elements happens to be the sentinel, they are as
+                           good as Lamport values. Else a flag follows the unit, and says that all of it has arrived.
 
 A slot is free when its values are the sentinel and its flag is 0; whoever takes a message leaves its slots so. At the
 beginning of a rank's next call, one program tells each sender how many slots were taken before: its *credit*. No
@@ -22,16 +23,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..device import arch
 from ..device.context import DeviceContext
 from ..device.function import device_function
-from ..device.lamport import SENTINEL, load_bases, put, sum_type, take, widen, without_sentinel
+from ..device.lamport import SENTINEL, any_set, load_bases, put, sum_type, take, widen, without_sentinel
 from ..device.sync import signal, signal_ranks, wait, wait_ranks
+from ..device.waits import anyone_gone, deadline, is_late, keeps_waiting, report
 from .lamport import rounded
 
 SLOT = tl.constexpr(8192)  # bytes
 # `counts`, int32 [4, world]: slots that were sent to each rank, that it has said to have taken, that were taken of it,
 # that it was told of. They wrap; the slots of a ring are a power of two.
-_SENT, _CREDIT, _TAKEN, _TOLD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+SENT, _CREDIT, TAKEN, _TOLD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.constexpr_function
@@ -39,6 +42,12 @@ def word_type(dtype, REDUCE):
     """What carries a Lamport value of this type."""
     bits = dtype.primitive_bitwidth
     return tl.core.get_int_dtype(bits if REDUCE and dtype.is_floating() else 2 * bits, True)
+
+
+@triton.constexpr_function
+def has_words(dtype, REDUCE):
+    """Whether anything can: integers of 64 bits are sent as they are."""
+    return dtype.primitive_bitwidth < 64 or (REDUCE and dtype.is_floating())
 
 
 @triton.constexpr_function
@@ -82,20 +91,20 @@ def _items(table):
 
 @device_function
 def _message(table, item):
-    """The message that an item belongs to, without counts; at last, which of its items it is."""
+    """The message that an item belongs to, without counts; at last, which of its units it is."""
     address, n, peer, first = _field(table, 0, 0), _field(table, 0, 1), _field(table, 0, 2), _field(table, 0, 3)
-    chunk, end, to, index = _field(table, 0, 5), _field(table, 0, 6), _field(table, 0, 7), item
+    few, end, to, unit = _field(table, 0, 5), _field(table, 0, 6), _field(table, 0, 7), item
     for i in tl.static_range(1, len(table)):
         here = item >= end
         address = tl.where(here, _field(table, i, 0), address)
         n = tl.where(here, _field(table, i, 1), n)
         peer = tl.where(here, _field(table, i, 2), peer)
         first = tl.where(here, _field(table, i, 3), first)
-        chunk = tl.where(here, _field(table, i, 5), chunk)
+        few = tl.where(here, _field(table, i, 5), few)
         to = tl.where(here, _field(table, i, 7), to)
-        index = tl.where(here, item - end, index)
+        unit = tl.where(here, item - end, unit)
         end += _field(table, i, 6)
-    return address, n, peer, first, chunk, to, index
+    return address, n, peer, first, few, to, unit
 
 
 @device_function
@@ -117,15 +126,16 @@ def _send(
     ctx, bases, staging, flags, slots, sent, ranks, table, item,
     ALIGNED: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """An item of a message into its slots at the receiver, or, of what is to be copied here, to its place."""
-    address, n, peer, first, chunk, to, index = _message(table, item)
-    position = _of(sent, ranks, peer) + first + index * tl.maximum(chunk, 1)
-    if chunk == 0:
-        _send_few(ctx, bases, staging, slots, position, peer, address, n, index, ALIGNED, REDUCE)
-    else:
-        _send_many(ctx, bases, staging, slots, position, peer, address, n, index * chunk, chunk, to, ALIGNED)
-        if to == 0:
-            signal(ctx, flags + tl.cast(ctx.rank, tl.int64) * slots + (position & (slots - 1)), 1, peer)
+    """A unit of a message into its slot at the receiver, or, of what is to be copied here, to its place."""
+    address, n, peer, first, few, to, unit = _message(table, item)
+    dtype: tl.constexpr = staging.dtype.element_ty
+    position = _of(sent, ranks, peer) + first + unit
+    if to != 0:
+        _copy(address, to, n, unit, dtype, ALIGNED)
+    elif few == 0:
+        _send_whole(ctx, bases, staging, flags, slots, position, peer, address, n, unit, ALIGNED)
+    elif has_words(dtype, REDUCE):
+        _send_few(ctx, bases, staging, slots, position, peer, address, n, unit, ALIGNED, REDUCE)
 
 
 @device_function
@@ -133,7 +143,7 @@ def _send_few(
     ctx, bases, staging, slots, position, peer, address, n, unit,
     ALIGNED: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """A unit as Lamport values."""
+    """As Lamport values."""
     dtype: tl.constexpr = staging.dtype.element_ty
     word: tl.constexpr = word_type(dtype, REDUCE)
     BLOCK: tl.constexpr = in_a_slot(word)
@@ -145,30 +155,26 @@ def _send_few(
 
 
 @device_function
-def _send_many(
-    ctx, bases, staging, slots, position, peer, address, n, unit, count, to, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """So many units as they are."""
+def _send_whole(ctx, bases, staging, flags, slots, position, peer, address, n, unit, ALIGNED: tl.constexpr):
+    """As it is."""
     dtype: tl.constexpr = staging.dtype.element_ty
     BLOCK: tl.constexpr = in_a_slot(dtype)
-    distance = _base(bases, peer) - _base(bases, ctx.rank)
-    for i in range(count):
-        begin = (unit + i) * BLOCK
-        place = _slot(staging, ctx.rank, position + i, slots) + distance
-        if to != 0:
-            place = tl.cast(to, tl.int64) + tl.cast(begin, tl.int64) * (SLOT // BLOCK)
-        _copy(_at(address, begin, dtype, ALIGNED), _at(place, 0, dtype, ALIGNED), n - begin, BLOCK, ALIGNED)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
+    value = tl.load(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, mask=mask, other=0)
+    place = _at(_slot(staging, ctx.rank, position, slots), 0, dtype, True)
+    put(ctx, place + lane, value, mask, bases, peer)
+    if any_set((value == SENTINEL).to(tl.int32), True):
+        signal(ctx, flags + tl.cast(ctx.rank, tl.int64) * slots + (position & (slots - 1)), 1, peer)
 
 
 @device_function
-def _copy(source, target, n, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The first `n` elements, at most BLOCK."""
+def _copy(address, to, n, unit, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    BLOCK: tl.constexpr = in_a_slot(dtype)
     lane = tl.arange(0, BLOCK)
-    if n >= BLOCK:
-        tl.store(target + lane, tl.load(source + lane, cache_modifier=".cg"))
-    else:
-        mask = lane < _left(n, 0, source.dtype.element_ty, ALIGNED)
-        tl.store(target + lane, tl.load(source + lane, mask=mask, cache_modifier=".cg"), mask=mask)
+    mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
+    value = tl.load(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, mask=mask)
+    tl.store(_at(to, unit * BLOCK, dtype, ALIGNED) + lane, value, mask=mask)
 
 
 @device_function
@@ -178,14 +184,6 @@ def _left(n, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr):
         vector: tl.constexpr = 128 // dtype.primitive_bitwidth
         n = n // vector * vector
     return n - begin
-
-
-@device_function
-def _base(bases, rank):
-    base = bases[0]
-    for i in tl.static_range(1, len(bases)):
-        base = tl.where(rank == i, bases[i], base)
-    return base
 
 
 @device_function
@@ -201,19 +199,13 @@ def _take(
     ctx, staging, flags, slots, taken, ranks, table, item,
     ALIGNED: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """An item of a message out of its slots, which are free then."""
-    address, n, peer, first, chunk, _, index = _message(table, item)
-    position = _of(taken, ranks, peer) + first + index * tl.maximum(chunk, 1)
-    if chunk == 0:
-        _take_few(ctx, staging, slots, position, peer, address, n, index, ALIGNED, WAITER)
-    elif _arrived(ctx, flags, slots, position, peer, WAITER):
-        dtype: tl.constexpr = staging.dtype.element_ty
-        BLOCK: tl.constexpr = in_a_slot(dtype)
-        for i in range(chunk):
-            begin = (index * chunk + i) * BLOCK
-            source = _at(_slot(staging, peer, position + i, slots), 0, dtype, True)
-            _copy(source, _at(address, begin, dtype, ALIGNED), n - begin, BLOCK, ALIGNED)
-        _free(flags, staging, slots, position, peer, chunk)
+    """A unit of a message out of its slot, which is free then."""
+    address, n, peer, first, few, _, unit = _message(table, item)
+    position = _of(taken, ranks, peer) + first + unit
+    if few != 0:
+        _take_few(ctx, staging, slots, position, peer, address, n, unit, ALIGNED, WAITER)
+    else:
+        _take_whole(ctx, staging, flags, slots, position, peer, address, n, unit, ALIGNED, WAITER)
 
 
 @device_function
@@ -224,8 +216,20 @@ def _take_few(
     BLOCK: tl.constexpr = in_a_slot(word_type(dtype, False))
     lane = tl.arange(0, BLOCK)
     mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
-    value = _values(ctx, staging, slots, position, peer, lane, mask, False, WAITER)
+    value = _few(ctx, staging, slots, position, peer, lane, mask, False, WAITER)
     tl.store(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, value.to(dtype), mask=mask)
+
+
+@device_function
+def _take_whole(
+    ctx, staging, flags, slots, position, peer, address, n, unit, ALIGNED: tl.constexpr, WAITER: tl.constexpr
+):  # fmt: skip
+    dtype: tl.constexpr = staging.dtype.element_ty
+    BLOCK: tl.constexpr = in_a_slot(dtype)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
+    value = _whole(ctx, staging, flags, slots, position, peer, lane, mask, WAITER)
+    tl.store(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, value, mask=mask)
 
 
 @device_function
@@ -233,33 +237,28 @@ def _sum(
     ctx, staging, flags, slots, taken, ranks, own, table, item,
     ALIGNED: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks, in their order, of an item of which every rank sends its own; `own` begins this rank's."""
-    address, n, _, _, chunk, _, index = _message(table, item)
-    ahead = index * tl.maximum(chunk, 1)
-    if chunk == 0:
-        _sum_few(ctx, staging, slots, taken + ahead, ranks, own, address, n, index, ALIGNED, WORLD_SIZE, WAITER)
-    else:
-        came = True
-        for rank in tl.static_range(WORLD_SIZE):
-            if came & (rank != ctx.rank):
-                came = _arrived(ctx, flags, slots, _of(taken, ranks, rank) + ahead, rank, WAITER)
-        if came:
-            for i in range(chunk):
-                _sum_many(
-                    ctx, staging, slots, taken + ahead + i, ranks, own, address, n, ahead + i, ALIGNED, WORLD_SIZE
-                )
-            for rank in tl.static_range(WORLD_SIZE):
-                if rank != ctx.rank:
-                    _free(flags, staging, slots, _of(taken, ranks, rank) + ahead, rank, chunk)
+    """The sum over ranks, in their order, of a unit of which every rank sends its own; `own` begins this rank's."""
+    address, n, _, _, few, _, unit = _message(table, item)
+    dtype: tl.constexpr = staging.dtype.element_ty
+    if few == 0:
+        if not dtype.is_floating():  # these always travel as Lamport values
+            _sum_units(
+                ctx, staging, flags, slots, taken + unit, ranks, own, address, n, unit, False, ALIGNED, WORLD_SIZE,
+                WAITER,
+            )  # fmt: skip
+    elif has_words(dtype, True):
+        _sum_units(
+            ctx, staging, flags, slots, taken + unit, ranks, own, address, n, unit, True, ALIGNED, WORLD_SIZE, WAITER
+        )
 
 
 @device_function
-def _sum_few(
-    ctx, staging, slots, positions, ranks, own, address, n, unit,
+def _sum_units(
+    ctx, staging, flags, slots, positions, ranks, own, address, n, unit, FEW: tl.constexpr,
     ALIGNED: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = staging.dtype.element_ty
-    BLOCK: tl.constexpr = in_a_slot(word_type(dtype, True))
+    BLOCK: tl.constexpr = in_a_slot(word_type(dtype, True) if FEW else dtype)
     lane = tl.arange(0, BLOCK)
     mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
     mine = tl.load(_at(own, unit * BLOCK, dtype, ALIGNED) + lane, mask=mask, other=0).to(sum_type(dtype))
@@ -267,31 +266,17 @@ def _sum_few(
     for rank in tl.static_range(WORLD_SIZE):
         part = mine
         if rank != ctx.rank:
-            part = _values(ctx, staging, slots, _of(positions, ranks, rank), rank, lane, mask, True, WAITER)
+            position = _of(positions, ranks, rank)
+            if FEW:
+                part = _few(ctx, staging, slots, position, rank, lane, mask, True, WAITER)
+            else:
+                part = _whole(ctx, staging, flags, slots, position, rank, lane, mask, WAITER).to(sum_type(dtype))
         total = part if rank == 0 else total + part  # to begin with 0 would make 0 of -0
     tl.store(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, rounded(total, dtype), mask=mask)
 
 
 @device_function
-def _sum_many(
-    ctx, staging, slots, positions, ranks, own, address, n, unit, ALIGNED: tl.constexpr, WORLD_SIZE: tl.constexpr
-):  # fmt: skip
-    dtype: tl.constexpr = staging.dtype.element_ty
-    BLOCK: tl.constexpr = in_a_slot(dtype)
-    lane = tl.arange(0, BLOCK)
-    mask = lane < _left(n, unit * BLOCK, dtype, ALIGNED)
-    mine = tl.load(_at(own, unit * BLOCK, dtype, ALIGNED) + lane, mask=mask, other=0).to(sum_type(dtype))
-    total = mine
-    for rank in tl.static_range(WORLD_SIZE):
-        source = _at(_slot(staging, rank, _of(positions, ranks, rank), slots), 0, dtype, True) + lane
-        value = tl.load(source, mask=mask & (rank != ctx.rank), other=0, cache_modifier=".cg").to(mine.dtype)
-        part = tl.where(rank == ctx.rank, mine, value)
-        total = part if rank == 0 else total + part
-    tl.store(_at(address, unit * BLOCK, dtype, ALIGNED) + lane, rounded(total, dtype), mask=mask)
-
-
-@device_function
-def _values(ctx, staging, slots, position, source, lane, mask, REDUCE: tl.constexpr, WAITER: tl.constexpr):
+def _few(ctx, staging, slots, position, source, lane, mask, REDUCE: tl.constexpr, WAITER: tl.constexpr):
     """What the Lamport values of a slot mean, once they are here."""
     dtype: tl.constexpr = staging.dtype.element_ty
     place = _at(_slot(staging, source, position, slots), 0, word_type(dtype, REDUCE), True)
@@ -300,20 +285,36 @@ def _values(ctx, staging, slots, position, source, lane, mask, REDUCE: tl.conste
 
 
 @device_function
-def _arrived(ctx, flags, slots, position, source, WAITER: tl.constexpr):
+def _whole(ctx, staging, flags, slots, position, source, lane, mask, WAITER: tl.constexpr):
+    """What stands in a slot, once it is here: no element is the sentinel, or else the flag is set."""
+    place = _at(_slot(staging, source, position, slots), 0, staging.dtype.element_ty, True) + lane
     flag = flags + tl.cast(source, tl.int64) * slots + (position & (slots - 1))
-    return wait(ctx, flag, 1, source, WAITER, exact=True)
+    value = arch.load_fresh(place, mask)
+    if any_set((value == SENTINEL).to(tl.int32), True):
+        value = _awaited(ctx, place, flag, value, mask, source, WAITER)
+    tl.store(place, SENTINEL, mask=mask)  # no thread still looks, for the look ends with a barrier
+    return value
 
 
 @device_function
-def _free(flags, staging, slots, position, source, chunk):
-    """Puts the sentinel and no flag into the slots of a chunk that was read."""
-    lane = tl.arange(0, SLOT // 4)
-    tl.debug_barrier()  # no thread still reads
-    for i in range(chunk):
-        place = _at(_slot(staging, source, position + i, slots), 0, tl.int32, True)
-        tl.store(place + lane, SENTINEL)
-    tl.store(flags + tl.cast(source, tl.int64) * slots + (position & (slots - 1)), 0)
+def _awaited(ctx, place, flag, value, mask, source, WAITER: tl.constexpr):
+    end = deadline(ctx)
+    polls = 0
+    told = 0
+    missing = True
+    waiting = True
+    while waiting:
+        late = is_late(end, polls) | anyone_gone(ctx)
+        told = tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # before the look, which then sees all
+        value = arch.load_fresh(place, mask)
+        missing = any_set((value == SENTINEL).to(tl.int32), True) & (told == 0)
+        polls += 1
+        waiting = keeps_waiting(ctx, missing, late, polls)
+    if missing:
+        report(ctx, WAITER, 1, source, 0)
+    if told != 0:
+        tl.store(flag, 0)
+    return value
 
 
 @device_function
@@ -341,22 +342,21 @@ def transfer_kernel(
     WAITER: tl.constexpr,
 ):
     # staging: [source, slot, SLOT bytes]; flags: [source, slot]; sync: [programs that have read the counts].
-    # sends, takes: messages (address, elements, peer, first slot behind the counts, slots, slots of an item or 0 of
-    # Lamport values, items, address to copy to or 0), each number `in_table`. own: of a sum, the address of what this
-    # rank adds.
+    # sends, takes: messages (address, elements, peer, first slot behind the counts, slots, whether as Lamport values,
+    # units, address to copy to or 0), each number `in_table`. own: of a sum, the address of what this rank adds.
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     ranks = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     known = ranks < WORLD_SIZE
     program, programs = tl.program_id(0), tl.num_programs(0)
     if program == 0:
-        taken = tl.load(counts + _TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
+        taken = tl.load(counts + TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
         told = tl.load(counts + _TOLD * WORLD_SIZE + ranks, mask=known, other=0)
         _arrive(sync)
         tl.store(counts + _TOLD * WORLD_SIZE + ranks, taken, mask=known)
         signal_ranks(ctx, counts + _CREDIT * WORLD_SIZE + ctx.rank, taken, ranks, known & (taken != told))
     elif program <= senders:
         bases = load_bases(ctx_ptr, WORLD_SIZE)
-        sent = tl.load(counts + _SENT * WORLD_SIZE + ranks, mask=known, other=0)
+        sent = tl.load(counts + SENT * WORLD_SIZE + ranks, mask=known, other=0)
         _arrive(sync)
         needed = _needed(sends, ranks)
         wanted = sent + needed - slots
@@ -364,7 +364,7 @@ def transfer_kernel(
             for item in range(program - 1, _items(sends), senders):
                 _send(ctx, bases, staging, flags, slots, sent, ranks, sends, item, ALIGNED, REDUCE)
     elif program < programs - 1:
-        taken = tl.load(counts + _TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
+        taken = tl.load(counts + TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
         _arrive(sync)
         for item in range(program - 1 - senders, _items(takes), programs - 2 - senders):
             if REDUCE:
@@ -372,9 +372,9 @@ def transfer_kernel(
             else:
                 _take(ctx, staging, flags, slots, taken, ranks, takes, item, ALIGNED, WAITER)
     else:
-        sent = tl.load(counts + _SENT * WORLD_SIZE + ranks, mask=known, other=0)
-        taken = tl.load(counts + _TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
+        sent = tl.load(counts + SENT * WORLD_SIZE + ranks, mask=known, other=0)
+        taken = tl.load(counts + TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
         if wait(ctx, sync, programs - 1, ctx.rank, WAITER, exact=True):
-            tl.store(counts + _SENT * WORLD_SIZE + ranks, sent + _needed(sends, ranks), mask=known)
-            tl.store(counts + _TAKEN * WORLD_SIZE + ranks, taken + _needed(takes, ranks), mask=known)
+            tl.store(counts + SENT * WORLD_SIZE + ranks, sent + _needed(sends, ranks), mask=known)
+            tl.store(counts + TAKEN * WORLD_SIZE + ranks, taken + _needed(takes, ranks), mask=known)
             tl.store(sync, 0)

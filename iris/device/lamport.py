@@ -77,28 +77,30 @@ def take(
     own=None,
     patience: tl.constexpr = 1,
     LANES: tl.constexpr = True,
+    found=None,
 ):
     """Waits for COUNT blocks of Lamport values of `dtype`, and leaves the sentinel in their places.
 
     The pointers `first` are those of the first block; the blocks stand `step` values apart. `source`: which rank each
     value of the first block comes from; those of block i come from the i-th rank after it. `own`: what stands for block
     number `ctx.rank`, which this rank does not send itself. `patience`: as in `deadline`. `LANES` is off in Gluon, as
-    in `sync`; there, blocks must have no fewer values than threads. Returns (the blocks' sum in `sum_type(dtype)`, in
-    order; whether all came in time).
+    in `sync`; there, blocks must have no fewer values than threads. `found`: what `look` gave for these blocks before.
+    Returns (the blocks' sum in `sum_type(dtype)`, in order; whether all came in time).
     """
     if own is not None and COUNT == 2:  # then only the peer's is looked at: two add up to the same in either order
         peer = 1 - ctx.rank
         theirs, came = take(
-            ctx, first + peer * step, 0, mask, source + peer, epoch, waiter, dtype, 1, None, patience, LANES
+            ctx, first + peer * step, 0, mask, source + peer, epoch, waiter, dtype, 1, None, patience, LANES, found
         )
         return own + theirs, came
     else:
-        total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
+        blocks = look(ctx, first, step, mask, COUNT, own) if found is None else found
+        total, missing = _added(ctx, blocks, dtype, own, LANES)
         if missing:
             total, missing = _poll(
                 ctx, total, first, step, mask, source, epoch, waiter, dtype, COUNT, own, patience, LANES
             )
-        # `_look` ends with a barrier: no thread still looks
+        # `_added` ends with a barrier: no thread still looks
         for i in tl.static_range(COUNT):
             tl.store(first + i * step, SENTINEL, mask=_sent(ctx, mask, i, own))
         return total, not missing
@@ -112,7 +114,7 @@ def take_found(
 
     Returns (what they mean, whether any had to be waited for).
     """
-    total, missing = unwrapped(found, dtype), _any((found == SENTINEL).to(tl.int32), LANES)
+    total, missing = unwrapped(found, dtype), any_set((found == SENTINEL).to(tl.int32), LANES)
     waited = missing
     if missing:
         total, missing = _poll(ctx, total, values, 0, mask, source, epoch, waiter, dtype, 1, None, 1, LANES)
@@ -130,19 +132,30 @@ def _sent(ctx, mask, i, own):
 
 
 @device_function
-def _look(ctx, first, step, mask, dtype: tl.constexpr, COUNT: tl.constexpr, own, LANES: tl.constexpr):
-    values = arch.load_fresh(first, _sent(ctx, mask, 0, own))
-    missing = (values == SENTINEL).to(tl.int32)
-    total = _value(ctx, values, dtype, 0, own)
-    for i in tl.static_range(1, COUNT):
-        values = arch.load_fresh(first + i * step, _sent(ctx, mask, i, own))
-        missing |= (values == SENTINEL).to(tl.int32)
-        total += _value(ctx, values, dtype, i, own)
-    return total, _any(missing, LANES)
+def look(ctx, first, step, mask, COUNT: tl.constexpr, own=None):
+    """What stands now in the places that `take` of these arguments would wait for: a tuple of its blocks."""
+    if own is not None and COUNT == 2:
+        return (arch.load_fresh(first + (1 - ctx.rank) * step, mask),)
+    else:
+        blocks = (arch.load_fresh(first, _sent(ctx, mask, 0, own)),)
+        for i in tl.static_range(1, COUNT):
+            blocks += (arch.load_fresh(first + i * step, _sent(ctx, mask, i, own)),)
+        return blocks
 
 
 @device_function
-def _any(missing, LANES: tl.constexpr):
+def _added(ctx, blocks, dtype: tl.constexpr, own, LANES: tl.constexpr):
+    """(the sum of the blocks that `look` gave, whether any of their values has not come)."""
+    missing = (blocks[0] == SENTINEL).to(tl.int32)
+    total = _value(ctx, blocks[0], dtype, 0, own)
+    for i in tl.static_range(1, len(blocks)):
+        missing |= (blocks[i] == SENTINEL).to(tl.int32)
+        total += _value(ctx, blocks[i], dtype, i, own)
+    return total, any_set(missing, LANES)
+
+
+@device_function
+def any_set(missing, LANES: tl.constexpr):
     """Whether any of these is not zero; the same answer for all threads."""
     found = tl.max(missing)
     if LANES and missing.numel < _THREADS:
@@ -185,7 +198,7 @@ def _poll(
         late = is_late(end, polls)
         if LANES:
             late = late | anyone_gone(ctx)
-        total, missing = _look(ctx, first, step, mask, dtype, COUNT, own, LANES)
+        total, missing = _added(ctx, look(ctx, first, step, mask, COUNT, own), dtype, own, LANES)
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)
     if missing:

@@ -117,7 +117,13 @@ def next_epoch(sync):
     Never 0, which is what flags hold at first; odd and even ones take turns for ever. All programs of a call get the
     same, for the epoch is advanced by the last of them only.
     """
-    epoch = tl.load(sync) + 1
+    return epoch_behind(tl.load(sync))
+
+
+@device_function
+def epoch_behind(last):
+    """The epoch of the call that follows that of epoch `last`."""
+    epoch = last + 1
     return epoch + 2 * (epoch == 0).to(tl.int32)
 
 

@@ -40,8 +40,8 @@ from ..triton_private import aggregate, base_value
 from . import arch
 from .context import DeviceContext
 from .function import device_function
-from .lamport import load_bases, put, take, unwrapped, without_sentinel
-from .sync import advance, next_epoch
+from .lamport import load_bases, look, put, settled, take, unwrapped, without_sentinel
+from .sync import advance, epoch_behind
 from .waits import WAITERS
 
 # int32 words before the values: [epoch, programs that finished, bytes of a half / 256, 0 ...].
@@ -51,35 +51,49 @@ _WAITER = tl.constexpr(WAITERS.index("a kernel"))
 
 @aggregate
 class Tiles:
-    """The tiles of one call, as one program sees them. Make it with `open_tiles`."""
+    """The tiles of one call, as one program sees them. Make it with `open_tiles`.
+
+    What it holds was loaded there, and nothing looks at it before a tile is sent or taken (`_here`). So a program does
+    not wait for these loads before its product.
+    """
 
     ctx: DeviceContext
     bases: tl.tuple
     space: base_value
-    half: base_value
-    half_bytes: base_value
-    epoch: base_value
+    last: base_value  # the epoch of the call before
+    size: base_value  # of a half of the space, in 256 bytes
 
     @triton.constexpr_function
-    def __init__(self, ctx, bases, space, half, half_bytes, epoch):
+    def __init__(self, ctx, bases, space, last, size):
         self.ctx, self.bases, self.space = ctx, tl.tuple(bases), space
-        self.half, self.half_bytes, self.epoch = half, half_bytes, epoch
+        self.last, self.size = last, size
 
     @device_function
-    def all_reduce(self, tile, number, dtype: tl.constexpr = None, two_shot: tl.constexpr = False):
+    def _here(self):
+        """The same, for the compiler to look at from here on."""
+        rank, last, size = settled((self.ctx.rank, self.last, self.size))
+        ctx = DeviceContext(rank, self.ctx.world_size, self.ctx.ctx_ptr, self.ctx.tracing)
+        return Tiles(ctx, settled(self.bases), self.space, last, size)
+
+    @device_function
+    def all_reduce(self, tile, number, dtype: tl.constexpr = None, two_shot: tl.constexpr = False, mask=None):
         """The sum over ranks of `tile`, fp32, in rank order: the same bits on every rank and in each run.
 
         `tile`: a block of one or two dimensions, floating point, the same shape on every rank. `dtype`: what it is
         rounded to before it travels, by default its own dtype; the space is one of that dtype. `two_shot`: each rank
         sums a part of the tile, and sends the sum, rounded once more, to the others. That takes two hops, and
         2 (w - 1) / w of the tile over each link where one shot takes w - 1; so it is for large tiles on many ranks.
+        `mask`: which elements one shot sends and sums, the same on every rank and some of every tile, or the tile's
+        rows of which it does so, [M, 1]; the others' sums mean nothing.
         """
+        here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
         values = without_sentinel(tile.to(tl.float32), kind)
-        if two_shot and self.ctx.world_size > 1:
-            return self._in_two_shots(values, number, kind)
+        if two_shot and here.ctx.world_size > 1:
+            return here._in_two_shots(values, number, kind)
         else:
-            return self._sum(values, number, lanes(tile) >= 0, lanes(tile) >= 0, kind)
+            there = _there(values, mask)
+            return here._sum(values, number, there, there, kind)
 
     @device_function
     def reduce_scatter(self, tile, number, owner, dtype: tl.constexpr = None):
@@ -89,49 +103,64 @@ class Tiles:
         number to number: `number % w`, say. The tile travels to its owner. A rank that does not own it waits for 16
         elements of every peer, so that no rank gets a call ahead of a late one.
         """
+        here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
         values = without_sentinel(tile.to(tl.float32), kind)
         few = lanes(tile) < 16  # a whole vector of each thread, or accesses would be of single elements
-        return self._sum(values, number, few | (self.ctx.rank == owner), few, kind, owner)
+        return here._sum(values, number, few | (here.ctx.rank == owner), few, kind, owner)
 
     @device_function
-    def send(self, tile, number, dtype: tl.constexpr = None, owner=None, kept: tl.constexpr = False):
+    def send(self, tile, number, dtype: tl.constexpr = None, owner=None, kept: tl.constexpr = False, mask=None):
         """The first half of `all_reduce` or, with an `owner`, of `reduce_scatter`: `tile` goes out; nothing is awaited.
 
-        Arguments as of those. `sum` with the same `number`, `owner` and `kept` ends it, in the same call of the kernel.
-        `kept`: the caller keeps the tile until then; else this rank's own memory holds it, too.
+        Arguments as of those. `sum` with the same `number`, `owner`, `kept` and `mask` ends it, in the same call of the
+        kernel. `kept`: the caller keeps the tile until then; else this rank's own memory holds it, too.
         """
+        here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
         values = without_sentinel(tile.to(tl.float32), kind)
-        lane = lanes(tile)
-        first, step = self._blocks(values, number)
-        place = first + self.ctx.rank * step + lane
-        for i in tl.static_range(1, self.ctx.world_size if kept else self.ctx.world_size + 1):
-            to = (self.ctx.rank + i) % self.ctx.world_size
-            put(self.ctx, place, values, lane >= 0 if owner is None else (lane < 16) | (to == owner), self.bases, to)
+        there, few = _there(values, mask), lanes(tile) < 16
+        first, step = here._blocks(values, number)
+        place = first + here.ctx.rank * step + lanes(tile)
+        for i in tl.static_range(1, here.ctx.world_size if kept else here.ctx.world_size + 1):
+            to = (here.ctx.rank + i) % here.ctx.world_size
+            put(here.ctx, place, values, there if owner is None else few | (there & (to == owner)), here.bases, to)
+
+    @device_function
+    def look(self, number, like, dtype: tl.constexpr = None, kept: tl.constexpr = False, mask=None):
+        """What has come so far of the tiles that `sum` of these arguments takes: its `found`. Nothing is awaited.
+
+        A program that looks and then does something else, sends its next tile, say, does not wait for loads in `sum`.
+        What had not come by now is looked at again there. `like`: its values mean nothing here.
+        """
+        here = self._here()
+        kind: tl.constexpr = like.dtype if dtype is None else dtype
+        values = without_sentinel(like.to(tl.float32), kind)
+        first, step = here._blocks(values, number)
+        own = unwrapped(values, kind) if kept else None
+        return look(here.ctx, first + lanes(like), step, _there(values, mask), here.ctx.world_size, own)
 
     @device_function
     def sum(self, number, like, dtype: tl.constexpr = None, owner=None, part: tl.constexpr = 0,
-            parts: tl.constexpr = 1, kept: tl.constexpr = False):  # fmt: skip
+            parts: tl.constexpr = 1, kept: tl.constexpr = False, mask=None, found=None):  # fmt: skip
         """The second half: waits for all ranks' tiles `number`, and returns their sum, fp32, as `all_reduce` does.
 
         `like`: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile, else its values
         mean nothing. `dtype`: as in `send`, by default that of `like`. `parts`: of so many equal parts of the tile's
-        rows the result is number `part`, and `like` has its shape. That takes fewer registers; each part is asked for
-        once.
+        rows the result is number `part`, and `like` and `mask` have its shape. That takes fewer registers; each part is
+        asked for once. `found`: what `look` gave for this tile, without `owner` and `parts`.
         """
+        here = self._here()
         kind: tl.constexpr = like.dtype if dtype is None else dtype
         values = without_sentinel(like.to(tl.float32), kind)
         lane = lanes(like)
         # what every rank sends to all of them lies in the first part
-        taken = lane >= 0 if owner is None else (lane < (16 if part == 0 else 0)) | (self.ctx.rank == owner)
-        first, step = self._blocks(values, number * parts + part)
+        there, few = _there(values, mask), lane < (16 if part == 0 else 0)
+        taken = there if owner is None else few | (there & (here.ctx.rank == owner))
+        first, step = here._blocks(values, number * parts + part)
         in_triton: tl.constexpr = layout_of(like.type) is None
         own = unwrapped(values, kind) if kept else None
-        total, _ = take(
-            self.ctx, first + lane, step, taken, 0, self.epoch, _WAITER, kind, self.ctx.world_size, own,
-            LANES=in_triton,
-        )  # fmt: skip
+        total, _ = here._take(first + lane, step, taken, 0, kind, here.ctx.world_size, in_triton, own, found=found)
         return total
 
     @device_function
@@ -141,13 +170,14 @@ class Tiles:
         `tile`, `dtype`: as of `all_reduce`. `pointers`: a block of the tile's shape, into any memory. `stride`: in
         elements; an integer. `mask`: which elements are stored.
         """
+        here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
         values = without_sentinel(tile.to(tl.float32), kind)
-        first, step = self._blocks(values, number)
-        place = first + self.ctx.rank * step + lanes(tile)
-        for i in tl.static_range(1, self.ctx.world_size):
-            put(self.ctx, place, values, lanes(tile) >= 0, self.bases, (self.ctx.rank + i) % self.ctx.world_size)
-        self._store(values, first, step, pointers, stride, mask, kind)
+        first, step = here._blocks(values, number)
+        place = first + here.ctx.rank * step + lanes(tile)
+        for i in tl.static_range(1, here.ctx.world_size):
+            put(here.ctx, place, values, lanes(tile) >= 0, here.bases, (here.ctx.rank + i) % here.ctx.world_size)
+        here._store(values, first, step, pointers, stride, mask, kind)
 
     @device_function
     def all_to_all(self, source, source_stride, number, pointers, stride, mask=None, dtype: tl.constexpr = None):
@@ -157,29 +187,40 @@ class Tiles:
         the two must not overlap. Strides are in elements. `mask`: which elements are loaded and stored, on every rank
         the same. `dtype`: what values are rounded to before they travel, by default the source's dtype; floating point.
         """
+        here = self._here()
         kind: tl.constexpr = source.dtype.element_ty if dtype is None else dtype
-        own = self._tile_for(self.ctx.rank, source, source_stride, mask, kind)
-        first, step = self._blocks(own, number)
-        place = first + self.ctx.rank * step + lanes(own)
-        for i in tl.static_range(1, self.ctx.world_size):
-            to = (self.ctx.rank + i) % self.ctx.world_size
-            values = self._tile_for(to, source, source_stride, mask, kind)
-            put(self.ctx, place, values, lanes(own) >= 0, self.bases, to)
-        self._store(own, first, step, pointers, stride, mask, kind)
+        own = here._tile_for(here.ctx.rank, source, source_stride, mask, kind)
+        first, step = here._blocks(own, number)
+        place = first + here.ctx.rank * step + lanes(own)
+        for i in tl.static_range(1, here.ctx.world_size):
+            to = (here.ctx.rank + i) % here.ctx.world_size
+            values = here._tile_for(to, source, source_stride, mask, kind)
+            put(here.ctx, place, values, lanes(own) >= 0, here.bases, to)
+        here._store(own, first, step, pointers, stride, mask, kind)
 
     @device_function
     def close(self):
-        """Ends the call; every program of the grid does so, behind its last tile."""
-        advance(self.space, self.epoch)
+        """Ends the call; every program of the grid does so, once it has sent its last tile. Sums may still follow."""
+        advance(self.space, epoch_behind(self.last))
 
     @device_function
     def _blocks(self, values, number):
         """(where the tile `number` of rank 0 stands, how far it is from one rank's to the next)."""
         size: tl.constexpr = values.numel
         nbytes: tl.constexpr = values.dtype.primitive_bitwidth // 8
-        step = tl.multiple_of(self.half_bytes // (nbytes * self.ctx.world_size), 16)
-        first = self.half.to(tl.pointer_type(values.dtype), bitcast=True)
+        half_bytes = tl.multiple_of(self.size.to(tl.int64) * 256, 256)
+        half = self.space + HEADER + (epoch_behind(self.last) & 1).to(tl.int64) * (half_bytes // 4)
+        step = tl.multiple_of(half_bytes // (nbytes * self.ctx.world_size), 16)
+        first = half.to(tl.pointer_type(values.dtype), bitcast=True)
         return first + tl.cast(number, tl.int64) * size, step
+
+    @device_function
+    def _take(self, first, step, mask, source, kind: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, own=None,
+              patience: tl.constexpr = 1, found=None):  # fmt: skip
+        """`lamport.take`; from now on, the stream's next kernel may be launched, if that is one which follows."""
+        arch.lead()
+        epoch = epoch_behind(self.last)
+        return take(self.ctx, first, step, mask, source, epoch, _WAITER, kind, COUNT, own, patience, LANES, found)
 
     @device_function
     def _sum(self, values, number, taken, sent, kind: tl.constexpr, owner=None):
@@ -191,10 +232,8 @@ class Tiles:
             to = (self.ctx.rank + i) % self.ctx.world_size
             put(self.ctx, place, values, sent if owner is None else sent | (to == owner), self.bases, to)
         in_triton: tl.constexpr = layout_of(values.type) is None
-        total, _ = take(
-            self.ctx, first + lane, step, taken, 0, self.epoch, _WAITER, kind, self.ctx.world_size,
-            unwrapped(values, kind), LANES=in_triton,
-        )  # fmt: skip
+        own = unwrapped(values, kind)
+        total, _ = self._take(first + lane, step, taken, 0, kind, self.ctx.world_size, in_triton, own)
         return total
 
     @device_function
@@ -210,19 +249,14 @@ class Tiles:
             put(self.ctx, place + lane - owner * part, values, lane // part == owner, self.bases, owner)
         flat = tl.arange(0, triton.next_power_of_2(part)) if in_triton else lane
         mine = (flat < part) & (self.ctx.rank * part + flat < values.numel)
-        total, came = take(
-            self.ctx, first + flat, step, mine, 0, self.epoch, _WAITER, kind, self.ctx.world_size, LANES=in_triton
-        )
+        total, came = self._take(first + flat, step, mine, 0, kind, self.ctx.world_size, in_triton)
         summed = without_sentinel(total, kind)
         for i in tl.static_range(1, self.ctx.world_size + 1):
             to = (self.ctx.rank + i) % self.ctx.world_size
             put(self.ctx, place + part + flat, summed, mine & came, self.bases, to)
         owner = lane // part
-        sums, _ = take(
-            self.ctx, first + owner * step + part + lane % part, 0, lane >= 0, owner, self.epoch, _WAITER, kind, 1,
-            patience=2, LANES=in_triton,
-        )  # fmt: skip
-        return sums
+        place = first + owner * step + part + lane % part
+        return self._take(place, 0, lane >= 0, owner, kind, 1, in_triton, patience=2)[0]
 
     @device_function
     def _tile_for(self, to, source, stride, mask, kind: tl.constexpr):
@@ -242,19 +276,28 @@ class Tiles:
         tl.store(pointers + tl.cast(self.ctx.rank, tl.int64) * stride, own, mask=mask)
         for i in tl.static_range(1, self.ctx.world_size):
             peer = (self.ctx.rank + i) % self.ctx.world_size
-            theirs, _ = take(
-                self.ctx, first + peer * step + lane, 0, lane >= 0, peer, self.epoch, _WAITER, kind, 1, LANES=in_triton
-            )
+            theirs, _ = self._take(first + peer * step + lane, 0, lane >= 0, peer, kind, 1, in_triton)
             tl.store(pointers + tl.cast(peer, tl.int64) * stride, arch.round_to(theirs, kind), mask=mask)
 
 
 @device_function
 def open_tiles(ctx, space):
-    """Begins a call. `space`: int32, from `ctx.ccl.tile_space`."""
-    epoch = next_epoch(space)
-    half_bytes = tl.multiple_of(tl.load(space + 2).to(tl.int64) * 256, 256)
-    half = space + HEADER + tl.cast(epoch & 1, tl.int64) * (half_bytes // 4)
-    return Tiles(ctx, load_bases(ctx.ctx_ptr, ctx.world_size), space, half, half_bytes, epoch)
+    """Begins a call. `space`: int32, from `ctx.ccl.tile_space`.
+
+    A kernel that begins by this may be launched with `**iris.platform.beside(ctx.device)`, on the host: then a Hopper
+    GPU prepares it while the kernel before still runs, and it waits here for the end of that one.
+    """
+    arch.follow()
+    return Tiles(ctx, load_bases(ctx.ctx_ptr, ctx.world_size), space, tl.load(space), tl.load(space + 2))
+
+
+@device_function
+def _there(values, mask):
+    """Of a block, the mask that is given, or one of everything."""
+    if mask is None:
+        return lanes(values) >= 0
+    else:
+        return mask
 
 
 @device_function

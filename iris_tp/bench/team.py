@@ -4,8 +4,9 @@
 its `Team`: where it stands, a barrier, the slowest rank's figures, and `attempt`, which runs a step on every rank and
 tells all of them whether it failed anywhere. So a rival that raises drops out on all ranks and the run goes on.
 
-Nothing waits for ever: collectives time out with the process group, and a rank that has made no step for a while
-prints where it stands and ends, upon which the parent ends the others.
+Nothing waits for ever: kernels of ours give up first, so that an error names the one that waited in vain; then
+collectives time out with the process group; and a rank that has made no step for a while prints where it stands and
+ends, upon which the parent ends the others.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import time
 from typing import TypeVar
 
+from iris import platform
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -27,6 +29,7 @@ from ..launch import started
 
 T = TypeVar("T")
 STEP_SECONDS = 90
+KERNEL_SECONDS = 20  # on a GPU; the wait of one of our kernels
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ def _run(worker: Callable, args: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(STEP_SECONDS + 60, exit=True)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.device == "cuda":
+        os.environ.setdefault(platform.ENV_TIMEOUT, str(KERNEL_SECONDS))
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=timedelta(seconds=STEP_SECONDS), device_id=device)

@@ -8,11 +8,22 @@ import pytest
 
 from tests.harness import WORLDS, both, run_ranks
 
-from . import collective_programs, context_programs, fused_programs, host_programs, rma_programs
+from . import (
+    collective_programs,
+    context_programs,
+    fused_programs,
+    host_programs,
+    kernel_programs,
+    message_programs,
+    rma_programs,
+)
 
 pytestmark = both
 
-MODULES = (rma_programs, context_programs, host_programs, collective_programs, fused_programs)
+MODULES = (
+    rma_programs, context_programs, kernel_programs, host_programs, collective_programs, message_programs,
+    fused_programs,
+)  # fmt: skip
 PROGRAMS = [
     program
     for module in MODULES
@@ -28,7 +39,7 @@ def _run(ctx, program: Callable[[], None]) -> None:
 
 
 def test_there_are_as_many_programs_as_the_page_says() -> None:
-    assert len(PROGRAMS) >= 30
+    assert len(PROGRAMS) >= 40
 
 
 @pytest.mark.some(40)

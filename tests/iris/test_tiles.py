@@ -13,6 +13,7 @@ from tests.tile_kernels import (
     tile_gather_kernel,
     tile_halves_kernel,
     tile_reduce_kernel,
+    tile_rows_kernel,
     tile_scatter_kernel,
 )
 
@@ -81,7 +82,7 @@ def _scatters(ctx, dtype, count, first, owners):
     assert (space[64:] == -1).all(), "a value was left behind"
 
 
-def _halves(ctx, dtype, count, scatter, parts, kept):
+def _halves(ctx, dtype, count, scatter, parts, kept, look):
     space = ctx.ccl.tile_space(count, M * N, dtype)
     out = torch.zeros(count, M, N, device=ctx.device)
     mine = torch.tensor([not scatter or i % ctx.num_ranks == ctx.cur_rank for i in range(count)], device=ctx.device)
@@ -89,7 +90,7 @@ def _halves(ctx, dtype, count, scatter, parts, kept):
         inputs = _of_all(ctx, dtype, call, count, M, N)
         tile_halves_kernel[(min(2, count),)](
             ctx.get_device_context(), space, inputs[ctx.cur_rank], out.fill_(7.0), ctx.cur_rank, count,
-            M=M, N=N, SCATTER=scatter, PARTS=parts, KEPT=kept, WORLD_SIZE=ctx.num_ranks,
+            M=M, N=N, SCATTER=scatter, PARTS=parts, KEPT=kept, LOOK=look, WORLD_SIZE=ctx.num_ranks,
         )  # fmt: skip
         want = torch.where(mine[:, None, None], inputs.double().sum(0), 7.0)
         torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -99,13 +100,16 @@ def _halves(ctx, dtype, count, scatter, parts, kept):
 
 @pytest.mark.some(4)
 @pytest.mark.parametrize(
-    "scatter, parts, kept",
-    [(False, 1, False), (False, 4, False), (True, 1, False), (True, 2, False), (False, 2, True), (True, 4, True)],
-)
+    "scatter, parts, kept, look",
+    [
+        (False, 1, False, False), (False, 4, False, False), (True, 1, False, False), (True, 2, False, False),
+        (False, 2, True, False), (True, 4, True, False), (False, 1, False, True), (False, 2, True, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_sum_in_two_halves(world_size, dtype, scatter, parts, kept):
-    run_ranks(world_size, _halves, dtype, 5, scatter, parts, kept)
+def test_a_sum_in_two_halves(world_size, dtype, scatter, parts, kept, look):
+    run_ranks(world_size, _halves, dtype, 5, scatter, parts, kept, look)
 
 
 @pytest.mark.some(4)
@@ -115,6 +119,28 @@ def test_a_sum_in_two_halves(world_size, dtype, scatter, parts, kept):
 def test_a_tiles_sum_comes_to_its_owner_alone(world_size, owned, dtype):
     owners = (0, world_size) if owned == "in turn" else (world_size - 1, 1)
     run_ranks(world_size, _scatters, dtype, 5, *owners)
+
+
+def _rows(ctx, rows, halves):
+    """Of a tile whose other rows stay where they are: nothing is sent for them, so nothing of a peer stays behind."""
+    space = ctx.ccl.tile_space(1, M * N, BF16)
+    for call in range(5):
+        inputs = _of_all(ctx, BF16, call, rows, N)
+        out = torch.full((rows + 1, N), 7.0, device=ctx.device)
+        tile_rows_kernel[(1,)](
+            ctx.get_device_context(), space, inputs[ctx.cur_rank], out, ctx.cur_rank, rows, M=M, N=N, HALVES=halves,
+            WORLD_SIZE=ctx.num_ranks,
+        )  # fmt: skip
+        torch.testing.assert_close(out[:-1].double(), inputs.double().sum(0), rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert (out[-1] == 7).all()
+    ctx.barrier()
+    assert (space[64:] == -1).all(), "a value was left behind"
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["at once", "in halves"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_rows_of_a_tile_are_summed(world_size, halves):
+    run_ranks(world_size, _rows, 5, halves)
 
 
 def _gathers(ctx, rows):

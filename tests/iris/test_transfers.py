@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import iris
-from iris.ccl import P2POp, ReduceOp, rings, rooted
-from iris.errors import PeerLostError
+from iris.ccl import P2POp, ReduceOp, rings
+from iris.errors import ArgumentError, PeerLostError
 import pytest
 import torch
 
@@ -186,8 +186,8 @@ def test_a_batch_of_very_many_messages(world_size):
 
 def _in_pieces(ctx):
     """Tensors larger than the rings of rooted collectives may become."""
-    rank, n, most = ctx.cur_rank, ctx.num_ranks, rooted.MOST_SLOTS
-    rooted.MOST_SLOTS = 64 * n
+    rank, n, most = ctx.cur_rank, ctx.num_ranks, rings.MOST_SLOTS
+    rings.MOST_SLOTS = 64 * n
     try:
         count = 500_000  # of float32: 3.8 rings
         of = [_drawn(count * n, torch.float32, r) for r in range(n)]
@@ -204,7 +204,7 @@ def _in_pieces(ctx):
         if rank == n - 1 and total is not None:
             assert torch.equal(x.cpu(), total)
     finally:
-        rooted.MOST_SLOTS = most
+        rings.MOST_SLOTS = most
     ctx.barrier()
 
 
@@ -215,7 +215,7 @@ def test_tensors_larger_than_a_ring(world_size):
 
 
 def _late(ctx):
-    """Messages with elements like the sentinel, into slots that held such before, of a sender that comes late."""
+    """Units with an element like the sentinel, into slots that held such before, of a sender that comes late."""
     rank, count = ctx.cur_rank, rings.BORDER // 4 + 1000
     ctx.ccl.init_p2p(count, torch.float32)
     for turn in range(6):  # the ring has room for three
@@ -325,4 +325,30 @@ def _lost(rank, world_size, way):
 @pytest.mark.some(2)
 def test_a_peer_that_does_not_come_is_named(way):
     ended = run_fresh(2, _lost, way, env={"IRIS_TIMEOUT": "1"})
+    assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
+
+
+def _untaken(rank, world_size, log):
+    with iris.iris(1 << 26) as ctx:
+        ctx.ccl.init_p2p(100, torch.float32)
+        x = torch.full((100,), 1.0 + rank, device=ctx.device)
+        if rank == 0:
+            ctx.ccl.send(x, 1)
+        with pytest.raises(ArgumentError, match=r"nobody has received, from rank 0 to rank 1 \(at most 8 KiB\)"):
+            ctx.ccl.init_p2p(1 << 17, torch.float32)
+        if rank == 1:  # it is still there
+            ctx.ccl.recv(x, 0)
+            assert (x == 1).all()
+        ctx.ccl.init_p2p(1 << 17, torch.float32)
+        ctx.ccl.sendrecv(x, x.clone(), (rank + 1) % world_size, (rank - 1) % world_size)
+        if rank == 1:
+            ctx.ccl.send(x, 0)
+        ctx.log.warning = lambda text: (log / str(rank)).write_text(text)
+    told = [(log / str(r)).read_text() if (log / str(r)).exists() else "" for r in range(world_size)]
+    assert (told[rank] == "close: rank 1 sent messages of at most 8 KiB that this rank never received") == (rank == 0)
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
+def test_messages_that_nobody_takes_are_told_of(tmp_path):
+    ended = run_fresh(2, _untaken, tmp_path, env={"IRIS_TIMEOUT": "30"})
     assert [end.exitcode for end in ended] == [0, 0], [end.traceback for end in ended]
