@@ -31,9 +31,9 @@ FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul
 # Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
 REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_owners_norm", "lamport_scatter")
 KEPT = ("lamport_all", "lamport_all_norm")  # reductions whose own part stays in registers
-OF_TWO = "lamport_narrow_of_two"
-TREES = ("tree_all", "tree_owners", "tree_scatter")  # in which a loop takes what ranks sent
-EXCHANGES = (*REDUCTIONS, *TREES, *KEPT, OF_TWO, "lamport_gather", "lamport_gather_first")
+OF_TWO = ("lamport_narrow_of_two", "tree_all", "tree_narrow")
+TREES = ("tree_owners", "tree_scatter", "tree_high")  # which take one root after the other
+EXCHANGES = (*REDUCTIONS, *TREES, *KEPT, *OF_TWO, "lamport_gather", "lamport_gather_first")
 WORLD_SIZE = 4  # of kernel_variants.py
 _PROCESSES = {"sm_90": 2}  # which has as many kernels as two others
 _LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 300.0, 20.0  # of one kernel's compilation
