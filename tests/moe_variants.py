@@ -26,6 +26,7 @@ PRODUCTS = {
     "moe_gate_up_turns": (8, 16, 128, "turns", False),
     "moe_gate_up_sorted": (4096, 64, 128, "halves", True),
     "moe_gate_up_large": (4096, 128, 256, "turns", False),
+    "moe_gate_up_halves": (4096, 128, 256, "halves", True),
     "moe_down_sorted": (4096, 32, 128, None, True),
     "moe_down_large": (4096, 128, 256, None, False),
 }
@@ -88,7 +89,7 @@ def _product(
     constants = dict(
         SORTED=tokens > 8, SEARCHED=128 if tokens > 8 else 64 if tokens > 1 else 1, HAS_BIAS=gate != "halves",
         TMA_B=cuda,
-        TURNS=1, TOGETHER=gate == "halves" and rows < 64 and cols < 128,
+        TURNS=1, TOGETHER=gate == "halves" and (cols < 128 if rows < 64 else transposed and cuda),
         B_TRANSPOSED=transposed, BLOCK_M=rows, BLOCK_N=cols,
         BLOCK_K=config.block_k, stride_ak=1, stride_on=1,
         WORLD_SIZE=2, WAITER=14,

@@ -33,7 +33,7 @@ from .grouped import (
     two_products,
     ungated,
 )
-from .weights import weights_operand
+from .weights import can_be_described, is_transposed, weights_operand
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -210,8 +210,9 @@ def arguments(
     blocks = problem.blocks(config.block_m) if by_sorting else problem.pairs
     gate = None if not problem.gated else "turns" if interleaved else "halves"
     width = 2 * block_n if gate == "turns" else block_n
-    together = gate == "halves" and config.block_m < 64 and block_n < 64  # fewer than the tensor cores have rows
-    b, tma, transposed = weights_operand(B, width, config.block_k, problem.N if gate == "halves" else 0, together)
+    halves = problem.N if gate == "halves" else 0
+    together = bool(halves) and _together(config.block_m, block_n, B, halves)
+    b, tma, transposed = weights_operand(B, width, config.block_k, halves, together)
     if by_sorting:
         searched = max(16, triton.next_power_of_2(problem.experts))
     elif problem.tokens == 1:
@@ -234,6 +235,17 @@ def arguments(
         GROUP_M=config.group_m, WORLD_SIZE=ctx.num_ranks, WAITER=WAITERS.index(problem.op),
     )  # fmt: skip
     return (blocks * triton.cdiv(problem.N, block_n * turns), 1, 1), args
+
+
+def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
+    """Whether gate and up, in halves of B, are multiplied by one instruction.
+
+    Of few rows so that columns fill the tensor cores' rows, of many so that these are read once for both. Only a
+    descriptor of a transposed weight reads both halves as they are to lie for the latter.
+    """
+    if block_m < 64:
+        return block_n < 64
+    return is_transposed(B) and can_be_described(B, n_step)
 
 
 def launch(steps: Steps, problem: MoeProblem, config: FusedConfig, *tensors: object) -> None:
