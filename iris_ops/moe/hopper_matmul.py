@@ -244,7 +244,7 @@ def hopper_moe_matmul_kernel(
     GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, LOAD: gl.constexpr, ROWS: gl.constexpr,
-    MOVER_WARPS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, B_TRANSPOSED: gl.constexpr = True,
+    MOVER_WARPS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """out [pairs, N] = the activation of inp [pairs // divisor, K] @ an expert's weight, for each pair.
 
@@ -282,7 +282,7 @@ def layouts(block_m: int, block_n: int, block_k: int, gated: bool, warps: int) -
     of_tile = {key: operands.layouts(block_m, width, warps=warps)[key] for key in ("MOVE", "ROWS")}
     across = min(32, block_k // 8)
     load = gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
-    return of_product | of_tile | dict(LOAD=load)
+    return of_product | of_tile | dict(LOAD=load, B_TRANSPOSED=True)
 
 
 def supports(

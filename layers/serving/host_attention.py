@@ -16,14 +16,15 @@ _KEYS = 64
 def host_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """[B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D], where mask [B, 1, T, L] is true.
+    """[B, T, H, V] of queries q [B, H, T, D] over k [B, KV, L, D] and v [B, KV, L, V], where mask [B, 1, T, L] is true.
 
     Without a mask token t sees the first t + 1 keys. A token that sees nothing gets zeros.
     """
     batch, heads, tokens, dim = q.shape
     groups = heads // k.shape[1]
     queries, keys, values = (each.detach().float().numpy() for each in (q, k, v))
-    out = np.zeros((batch, heads, tokens, dim), np.float32)
+    width = v.shape[3]  # latent attention has other values than keys
+    out = np.zeros((batch, heads, tokens, width), np.float32)
     causal = np.tri(tokens, k.shape[2], dtype=bool)
     for b in range(batch):
         seen = causal if mask is None else mask[b, 0].numpy()
@@ -36,7 +37,7 @@ def host_attention(
             own = slice(head * groups, (head + 1) * groups)
             rows = queries[b, own].reshape(groups * tokens, dim)
             found = _attend(rows, keys[b, head, first:end], values[b, head, first:end], shown, scale)
-            out[b, own] = found.reshape(groups, tokens, dim)
+            out[b, own] = found.reshape(groups, tokens, width)
     return torch.from_numpy(out).to(q.dtype).transpose(1, 2).contiguous()
 
 
