@@ -36,10 +36,11 @@ def attend(
     padded = prefill_attention.is_places(attention_mask)
     wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     plain = not wants_gradient and all(options.get(name) is None for name in _UNSERVED)
-    if plain and invariant and query.device.type == "cpu" and here is None:
+    if plain and invariant and query.device.type == "cpu":
         seen = prefill_attention.mask_of_places(attention_mask) if padded else attention_mask
         width = key.shape[2] if seen is None else seen.shape[3]
-        return host_attention(query, key[:, :, :width], value[:, :, :width], scale, seen), None
+        call = here.host_attention if here else host_attention
+        return call(query, key[:, :, :width], value[:, :, :width], scale, seen), None
     if plain:
         if padded or prefill_attention.serves(module, query, key, value, attention_mask, options):
             call = here.prefill_attention if here else prefill_attention.prefill_attention
