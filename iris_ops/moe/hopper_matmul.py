@@ -168,48 +168,88 @@ def _bias_of(value, bias, expert, col, N, stride_bias):
 
 
 @gluon.jit
+def _pairs(tiles, first, end, part, ROWS: gl.constexpr, MOVE: gl.constexpr):
+    """(the pairs of a part of a tile, which of these there are)."""
+    i = first + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
+    return gl.load(tiles.order + i, mask=i < end, other=0), i < end
+
+
+@gluon.jit
+def _store(shared, tiles, out, pair, own, col, done, part, N, stride_om, MOVE: gl.constexpr):
+    """Stores a part of the finished tile number `done`."""
+    await_tile(shared, done)
+    values = rows_of(shared, done, part, MOVE)
+    c = col + gl.arange(0, tiles.WIDTH, layout=gl.SliceLayout(0, MOVE))
+    gl.store(out + (pair.to(gl.int64) * stride_om)[:, None] + c[None, :], values, mask=own[:, None] & (c < N)[None, :])
+
+
+@gluon.jit
+def _move(
+    rows, b, out, shared, empty, tiles, divisor, N, K, stride_am, stride_om, BLOCK_K: gl.constexpr,
+    HALVES: gl.constexpr, LOAD: gl.constexpr, MOVE: gl.constexpr,
+):  # fmt: skip
+    """What the mover warps do: load each step as soon as there is room, and between steps store the tile before.
+
+    A step that finds room STAGES after a tile's first says that this has been read, so the tile before is finished.
+    """
+    PARTS: gl.constexpr = shared.PARTS
+    ROWS: gl.constexpr = shared.BLOCK_M // PARTS
+    programs, count = gl.num_programs(0), tiles.count()
+    stage, phase, done = 0, 1, -1
+    part, before, before_end, before_col = PARTS, 0, 0, 0  # of the tile before, what is to be stored
+    expert, col, r = _begin(tiles, gl.program_id(0), divisor, LOAD)
+    for t in range(gl.program_id(0), count, programs):
+        next_expert, next_col, next_r = _begin(tiles, t + programs, divisor, LOAD)
+        for k in range(0, K, BLOCK_K):
+            mbarrier.wait(empty.index(stage), phase)
+            stores = (k >= shared.STAGES * BLOCK_K) & (part < PARTS)
+            pair, own = _pairs(tiles, before, gl.where(stores, before_end, 0), part, ROWS, MOVE)
+            _load(rows, b, shared, stage, r, expert, col, k, K, stride_am, BLOCK_K, HALVES, LOAD)
+            if stores:
+                _store(shared, tiles, out, pair, own, before_col, done, part, N, stride_om, MOVE)
+                part += 1
+            last = stage == shared.STAGES - 1
+            stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+        for rest in range(part, PARTS):  # where K is short
+            pair, own = _pairs(tiles, before, before_end, rest, ROWS, MOVE)
+            _store(shared, tiles, out, pair, own, before_col, done, rest, N, stride_om, MOVE)
+        _expert, before, before_end, before_col = tiles.at(t)
+        expert, col, r = next_expert, next_col, next_r
+        part = 0
+        done += 1
+    for rest in range(part, PARTS):
+        pair, own = _pairs(tiles, before, before_end, rest, ROWS, MOVE)
+        _store(shared, tiles, out, pair, own, before_col, done, rest, N, stride_om, MOVE)
+
+
+@gluon.jit
 def _multiply(
-    rows, b, bias, mma, shared, tiles, divisor, N, K, stride_am, stride_bias, KIND: gl.constexpr, GATED: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr, HAS_BIAS: gl.constexpr, LOAD: gl.constexpr,
+    bias, mma, shared, empty, tiles, N, K, stride_bias, KIND: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, SHIFT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """What the MMA warps do."""
     STAGES: gl.constexpr = shared.STAGES
-    BLOCK_K: gl.constexpr = mma.BLOCK_K
     finished = reinterpret(
         shared.product, shared.product.dtype, [1, shared.BLOCK_M, shared.BLOCK_N], shared.product.layout
     )
-    HALVES: gl.constexpr = 2 if GATED else 1
-    programs, count, steps = gl.num_programs(0), tiles.count(), gl.cdiv(K, BLOCK_K)
-    # what is loaded next
-    tile, k = gl.program_id(0), 0
-    expert, col, r = _begin(tiles, tile, divisor, LOAD)
-    for i in gl.static_range(STAGES - 1):
-        if tile < count:
-            _load(rows, b, shared, i, r, expert, col, k, K, stride_am, BLOCK_K, HALVES, LOAD)
-            k += BLOCK_K
-            if k >= K:
-                tile, k = tile + programs, 0
-                expert, col, r = _begin(tiles, tile, divisor, LOAD)
+    programs, steps = gl.num_programs(0), gl.cdiv(K, mma.BLOCK_K)
     stage, phase, done = 0, 0, 0
-    for t in range(gl.program_id(0), count, programs):
+    for t in range(gl.program_id(0), tiles.count(), programs):
+        own_expert, _first, _end, own_col = tiles.at(t)
         acc = mma.begin(mma.zeros())
-        for _i in range(steps):
+        for i in range(steps):
             mbarrier.wait(shared.loaded.index(stage), phase)
             fence_async_shared()  # rows were copied by threads, and the product reads them as the hardware loads
             acc = mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc)
             acc = mma.await_last_but_one(acc)
-            if tile < count:
-                program_barrier()  # all warps have multiplied the step before, whose place is free now
-                free = gl.where(stage == 0, STAGES - 1, stage - 1)
-                _load(rows, b, shared, free, r, expert, col, k, K, stride_am, BLOCK_K, HALVES, LOAD)
-                k += BLOCK_K
-                if k >= K:
-                    tile, k = tile + programs, 0
-                    expert, col, r = _begin(tiles, tile, divisor, LOAD)
+            if i > 0:
+                program_barrier()  # all warps have multiplied the step before
+                mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
             last = stage == STAGES - 1
             stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
         product = mma.result(acc)
-        own_expert, _first, _end, own_col = tiles.at(t)
+        program_barrier()
+        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
         value = _finished(
             product, bias, own_expert, own_col, N, stride_bias, KIND, GATED, ALPHA, LIMIT, SHIFT, HAS_BIAS
         )  # fmt: skip
@@ -217,24 +257,6 @@ def _multiply(
         finished.index(0).store(arch.round_to(value, finished.dtype))
         program_barrier()
         mbarrier.arrive(shared.ready.index(0), count=1)
-        done += 1
-
-
-@gluon.jit
-def _store(shared, tiles, out, N, stride_om, MOVE: gl.constexpr):
-    """What the mover warps do."""
-    ROWS: gl.constexpr = shared.BLOCK_M // shared.PARTS
-    programs, done = gl.num_programs(0), 0
-    for t in range(gl.program_id(0), tiles.count(), programs):
-        _expert, first, end, col = tiles.at(t)
-        c = col + gl.arange(0, tiles.WIDTH, layout=gl.SliceLayout(0, MOVE))
-        await_tile(shared, done)
-        for part in range(shared.PARTS):
-            i = first + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
-            pair = gl.load(tiles.order + i, mask=i < end, other=0)
-            values = rows_of(shared, done, part, MOVE)
-            places = out + (pair.to(gl.int64) * stride_om)[:, None] + c[None, :]
-            gl.store(places, values, mask=(i < end)[:, None] & (c < N)[None, :])
         done += 1
 
 
@@ -257,18 +279,26 @@ def hopper_moe_matmul_kernel(
     tiles = _Blocks(lines, order, gl.load(lines + bound * _LINE), gl.cdiv(N, WIDTH), BLOCK_M, WIDTH, GROUP_M)
     mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     shared = allocate(
-        a, b, out.dtype.element_ty, STAGES, BLOCK_M, WIDTH, ROWS, PRODUCT, LOADERS=32 * gl.num_warps()
+        a, b, out.dtype.element_ty, STAGES, BLOCK_M, WIDTH, ROWS, PRODUCT, LOADERS=32 * MOVER_WARPS
     )  # fmt: skip
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    inp, b, bias, mma, shared, tiles, divisor, N, K, stride_am, stride_bias, KIND, GATED, ALPHA, LIMIT,
-                    SHIFT, HAS_BIAS, LOAD,
+                    bias, mma, shared, empty, tiles, N, K, stride_bias, KIND, GATED, ALPHA, LIMIT, SHIFT, HAS_BIAS,
                 ),
             ),
-            (_store, (shared, tiles, out, N, stride_om, MOVE)),
+            (
+                _move,
+                (
+                    inp, b, out, shared, empty, tiles, divisor, N, K, stride_am, stride_om, BLOCK_K,
+                    2 if GATED else 1, LOAD, MOVE,
+                ),
+            ),
         ],
         [MOVER_WARPS],
         [MOVER_REGISTERS],
@@ -281,7 +311,7 @@ def layouts(block_m: int, block_n: int, block_k: int, gated: bool, warps: int) -
     of_product, width = operands.layouts(block_m, block_n, warps=warps), block_n // 2 if gated else block_n
     of_tile = {key: operands.layouts(block_m, width, warps=warps)[key] for key in ("MOVE", "ROWS")}
     across = min(32, block_k // 8)
-    load = gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+    load = gl.BlockedLayout([1, 8], [32 // across, across], [operands.MOVER_WARPS, 1], [1, 0])
     return of_product | of_tile | dict(LOAD=load, B_TRANSPOSED=True)
 
 
