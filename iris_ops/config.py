@@ -123,9 +123,8 @@ class FusedConfig:
                 f"{' or '.join(map(str, warps))} warps, 2 stages or more"
             )
         ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
-        # of finished tiles: `lamport_pair.py`, and gated ones of half the columns (`moe/hopper_matmul.py`)
-        places = {"one_shot": 2, "sequential": 0.5}.get(self.algorithm, 1)
-        nbytes = int(2 * (ring + places * self.block_m * self.block_n))
+        places = 2 if self.algorithm == "one_shot" else 1  # of finished tiles (`lamport_pair.py`)
+        nbytes = 2 * (ring + places * self.block_m * self.block_n)
         if self.warp_specialised and nbytes > _SHARED_BYTES:
             raise ArgumentError(
                 f"FusedConfig.warp_specialised is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} "

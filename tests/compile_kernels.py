@@ -43,7 +43,7 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 _INT32 = {"flags", "passed", "sync", "members", "sent", "arrived", "count", "left", "order", "offsets", "counts"}
-_INT32 |= {"space", "calls", "lines"}
+_INT32 |= {"space", "calls"}
 _INT64 = {"ctx_ptr", "words", "heap_bases", "sums", "times", "step", "results", "digests", "chosen"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _DATA |= {"residual", "weight", "scaled", "both", "products", "shared"}
@@ -159,8 +159,6 @@ def _block(name: str, constants: dict, folded: bool, in_gluon) -> str:
     block = ([n, k] if constants["B_TRANSPOSED"] else [k, n]) if name == "b" else [m, k]
     if name == "b" and in_gluon and constants.get("GATED"):
         block = [2, n // 2, k]
-    elif name == "b" and "LOAD" in constants:  # of one expert
-        block = [1, n, k]
     if name == "b" and "SEARCHED" in constants:  # of one expert, gate and up in turn or not
         n *= 2 if constants.get("GATE") == "turns" else 1
         n = [2, n] if constants.get("TOGETHER") else [n]

@@ -8,7 +8,6 @@ from typing import Any
 from iris_ops.moe.activation import GPT_OSS, Activation
 from iris_ops.moe.combine import moe_combine_kernel
 from iris_ops.moe.grouped_matmul import moe_matmul_kernel
-from iris_ops.moe.hopper_matmul import hopper_moe_matmul_kernel, layouts, moe_blocks_kernel
 from iris_ops.moe.lamport_combine import moe_lamport_combine_kernel
 from iris_ops.moe.lamport_down import moe_lamport_down_kernel
 from iris_ops.moe.lamport_token import moe_lamport_token_kernel
@@ -76,27 +75,8 @@ def moe_variants(target: GPUTarget, machine: Machine, world_size: int) -> Iterat
     for exchange, ranks in (("all", 2), ("owners", 4), ("scatter", 4)):
         known = constants | dict(EXCHANGE=exchange, WORLD_SIZE=ranks)
         yield f"moe_lamport_combine_{exchange}", moe_lamport_combine_kernel, dict(num_warps=4, num_stages=1), known
-    yield "moe_blocks", moe_blocks_kernel, dict(num_warps=4, num_stages=1), dict(BLOCK_M=128, EXPERTS=256, BLOCK=32)
-    if target.arch == 90:
-        yield from _specialised()
     constants = dict(TOP_K=8, HAS_SHARED=True, BLOCK_M=4, BLOCK_N=512, stride_on=1, stride_sn=1)
     yield "moe_combine", moe_combine_kernel, dict(num_warps=4, num_stages=1), constants
-
-
-def _specialised() -> Iterator[tuple[str, Any, dict, dict]]:
-    """Products warp-specialised: of gate and up, of the way back, and of experts without a gate."""
-    for name, n, stages, gated, function, bias in (
-        ("gate_up", 256, 3, True, Activation(), False),
-        ("gate_up_128", 128, 5, True, GPT_OSS, True),
-        ("down", 256, 3, False, None, False),
-        ("up_128", 128, 5, False, Activation("relu2"), True),
-    ):
-        constants = dict(
-            KIND=function and function.kind, GATED=gated, ALPHA=function.alpha if function else 1.0,
-            LIMIT=function and function.limit, SHIFT=function.shift if function else 0.0, HAS_BIAS=bias, BLOCK_M=128,
-            BLOCK_N=n, BLOCK_K=64, GROUP_M=8, STAGES=stages, **layouts(128, n, 64, gated, 8),
-        )  # fmt: skip
-        yield f"hopper_moe_{name}", hopper_moe_matmul_kernel, dict(num_warps=8), constants
 
 
 def _product(

@@ -18,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..planning.moe_ways import SPECIALISED
-from . import hopper_matmul
 from .grouped import (
     LEAST_PAIRS,
     Experts,
@@ -250,16 +248,7 @@ def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
     return is_transposed(B) and can_be_described(B, n_step)
 
 
-def launch(
-    steps: Steps, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
-    routing: Routing | torch.Tensor, bias: torch.Tensor | None, activation: Activation | None, interleaved: bool,
-) -> None:  # fmt: skip
-    """Launches the product; tensors as in `arguments`. The portable kernel stands in for `hopper_matmul.py`."""
-    if config.warp_specialised:
-        reason = hopper_matmul.supports(problem, config, out, A, B, routing, interleaved)
-        if reason is None:
-            hopper_matmul.launch(steps, problem, config, out, A, B, routing, bias, activation)  # type: ignore[arg-type]
-            return
-        steps.say_once(f"{problem.op}: moe.grouped_matmul runs in place of {SPECIALISED}: {reason}")
-    grid, args = arguments(steps.ctx, problem, config, out, A, B, routing, bias, activation, interleaved)
+def launch(steps: Steps, problem: MoeProblem, config: FusedConfig, *tensors: object) -> None:
+    """Launches `moe_matmul_kernel`; tensors as in `arguments`."""
+    grid, args = arguments(steps.ctx, problem, config, *tensors)  # type: ignore[arg-type]
     steps.launch(moe_matmul_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)

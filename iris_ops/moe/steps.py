@@ -30,19 +30,12 @@ class Steps:
         self._known: dict[tuple, list[Callable[[], object]]] = {}
         self._now: list[Callable[[], object]] | None = None
         self._rooms: list[torch.Tensor] = []
-        self._said: set[str] = set()
 
     def again(self, key: tuple | None) -> bool:
         """Makes a call that was kept once more. Returns whether it was."""
         known = self._known.get(key) if key is not None and self.ctx.agreement is None else None
         # a launch refuses, of its own accord, while somebody listens: then the first of them does
         return known is not None and all(step() for step in known)
-
-    def say_once(self, text: str) -> None:
-        """Logs what is true of many calls."""
-        if text not in self._said:
-            self._said.add(text)
-            self.ctx.log.info(text)
 
     def forget(self) -> None:
         """Calls are launched anew: memory that they use has changed, on all ranks."""

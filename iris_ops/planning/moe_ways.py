@@ -21,7 +21,7 @@ from .moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProbl
 from .workspace_size import exchange_ld
 
 GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
-TOKEN, COMBINE, SPECIALISED = "moe.lamport_token", "moe.lamport_combine", "moe.hopper_matmul"
+TOKEN, COMBINE = "moe.lamport_token", "moe.lamport_combine"
 FEW_PAIRS = 256  # that a program looks through by itself
 MOST_TOKENS = 128  # of which one program adds up what their experts give, for some columns
 # block_m, block_n, block_k, warps, stages; what part of the chip's rate its products reach, and the depth along K that

@@ -84,12 +84,12 @@ class Shared:
 @gluon.jit
 def allocate(
     a, b, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
-    PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1, WAITING: gl.constexpr = 0, LOADERS: gl.constexpr = 0,
+    PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1, WAITING: gl.constexpr = 0,
 ):  # fmt: skip
     """The shared memory of one program, whose operands have the descriptors a and b.
 
     A finished tile, in `dtype`, lies in parts of ROWS rows. Where `a` has three dimensions its rows are folded
-    (`tiles.first_row`). LOADERS: threads that say of a stage that they have loaded their part of it.
+    (`tiles.first_row`).
     """
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
@@ -98,7 +98,7 @@ def allocate(
     ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(i), count=1 + LOADERS)
+        mbarrier.init(loaded.index(i), count=1)
     for i in gl.static_range(PLACES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
