@@ -140,7 +140,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
             report.write(measured, args)
     team.say("\n" + render(measured))
     for contender in found:
-        if contender.key == engines.BATCH:
+        if contender.key in engines.PROMISING:
             contender.context.close()
     ctx.close()
 
@@ -174,7 +174,7 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
             contender.prepare()
             own = contender.key != engines.TRANSFORMERS and not args.torch_attention  # theirs stays as it is
             options = {"step_attention": own and team.cuda, "compile": compile}
-            served_by = contender.context if contender.key == engines.BATCH else ctx
+            served_by = contender.context if contender.key in engines.PROMISING else ctx
             engine = Engine(contender.model, served_by, batch, length, cache=cache, **options)
             return engine, check(engine, tokens)
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import json
 import math
 from pathlib import Path
-import subprocess
 import sys
 from xml.etree import ElementTree
 
@@ -256,10 +255,8 @@ def test_contenders_take_turns_in_every_order(alone):
 
 
 def test_end_to_end_on_two_cpu_ranks(tmp_path):
-    line = [sys.executable, "-m", "benchmarks.ops", "--device", "cpu", "--ranks", "2", "--rows", "16,48,32"]
-    line += ["--vary", "block_m=16,48;num_programs=1"]
-    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--rows", "16,48,32", "--vary", "block_m=16,48;num_programs=1", "--out", str(tmp_path)]
+    printed = run_benchmark("ops", 2, *options)
     report = json.loads((tmp_path / "ops_cpu_x2.json").read_text())
     assert [row["op"] for row in report["rows"]] == list(shapes.CALLS)
     for row in report["rows"]:
@@ -271,7 +268,7 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
         assert changed["eager_us"] > 0 and changed["plan"]["block_m"] == changed["plan"]["num_programs"] << 4
         assert refused["status"] == "n/a" and "block_m is 48; expected a power of two" in refused["notes"][0]
     assert str(tmp_path) not in json.dumps(report)
-    assert ops_table.render(report, ["eager"]) in done.stdout.replace("\r", "")
+    assert ops_table.render(report, ["eager"]) in printed.replace("\r", "")
 
 
 def test_what_there_was_no_time_for_is_told(tmp_path):

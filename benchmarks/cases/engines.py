@@ -2,6 +2,8 @@
 
     ours            the layers as they are: fused ops, long prompts sequence parallel
     ours-unshared   those with `sequence_parallel=False`
+    ours-batch      our layers by a context with `invariant="batch"`
+    ours-ranks      those by one with "ranks", which are not sequence parallel
     ours-fp8        our layers with weights in fp8, column- and row-parallel (`iris_ops/fp8/`), not sequence parallel
     fp8-shared      those with sequence parallelism
     nccl            the layers of ours-unshared, their ops exchanged for torch's product and NCCL's collective
@@ -53,7 +55,8 @@ SHAPES: dict[str, tuple[str, dict]] = {
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
 UNSHARED, SEQUENCE_NCCL = "ours-unshared", "sequence-nccl"
-BATCH = "ours-batch"
+# our layers by contexts of their own, which promise the same bits
+PROMISING = BATCH, RANKS = "ours-batch", "ours-ranks"
 # vLLM, which runs apart: as it is, and with bits that do not depend on the batch
 APART = VLLM, VLLM_BATCH = "vllm", "vllm-batch"
 FP8, FP8_SHARED = IN_FP8 = "ours-fp8", "fp8-shared"
@@ -61,6 +64,7 @@ NAMES = {
     OURS: "ours",
     UNSHARED: "ours, tokens not shared",
     BATCH: 'ours, invariant="batch"',
+    RANKS: 'ours, invariant="ranks"',
     FP8: "ours, fp8",
     FP8_SHARED: "ours, fp8, sequence parallel",
     NCCL: "cuBLAS + NCCL",
@@ -157,7 +161,8 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
         UNSHARED: lambda: Contender(UNSHARED, model, lambda: serve(model, ctx), ctx, lambda: sum(ctx.heap.used)),
         SEQUENCE_NCCL: lambda: Contender(SEQUENCE_NCCL, shared(), lambda: serve(shared(), nccl), nccl),
         ASYNC_TP: lambda: Contender(ASYNC_TP, on_gpus(shared, ctx), lambda: serve(shared(), async_tp), async_tp),
-        BATCH: lambda: invariant(model, ctx),
+        BATCH: lambda: invariant(model, ctx, BATCH, "batch"),
+        RANKS: lambda: invariant(model, ctx, RANKS, "ranks"),
         FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: sum(ctx.heap.used)),
         FP8_SHARED: lambda: Contender(
             FP8_SHARED, in_fp8(model, ctx, shared=True), lambda: None, ctx, lambda: sum(ctx.heap.used)
@@ -175,12 +180,20 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
     return built, failed
 
 
-def invariant(model: nn.Module, ctx) -> Contender:
-    """The model split by a context of its own, of whose results a row has the same bits in every batch."""
+def invariant(model: nn.Module, ctx, key: str, level: str) -> Contender:
+    """The model split by a context of its own, whose results have the same bits in every batch or on all ranks.
+
+    Raises `ValueError` where it is split otherwise than `model`, whose weights it shares.
+    """
     import iris
 
-    own = iris.iris(ctx.heap_size, invariant="batch")
-    return Contender(BATCH, with_shared_tokens(model, own), lambda: None, own, lambda: sum(own.heap.used))
+    own = iris.iris(ctx.heap_size, invariant=level)
+    try:
+        parted = with_shared_tokens(model, own)
+    except ValueError:
+        own.close()
+        raise
+    return Contender(key, parted, lambda: None, own, lambda: sum(own.heap.used))
 
 
 def on_gpus(model: Callable[[], nn.Module], ctx) -> nn.Module:
@@ -223,15 +236,23 @@ _FEW = 4  # tokens from which on ranks share them on CPUs, where prompts are sho
 
 
 def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
-    """The same model split as it is by default; it shares its weights with `split`."""
+    """The same model split as `ctx` splits it by default; it shares its weights with `split`.
+
+    Raises `ValueError` where ranks have other parts of them.
+    """
     import layers
     from layers.checkpoint.load import _compute_buffers
     from layers.hf import sequence
 
     model = empty_model(copy.deepcopy(split.config), split.dtype)
-    known = model.config.model_type in sequence.KNOWN
+    known = model.config.model_type in sequence.KNOWN and ctx.invariant != "ranks"
     layers.parallelize(model, ctx, sequence_parallel=_FEW if ctx.device.type == "cpu" and known else "auto")
-    for name, _ in list(model.named_parameters(remove_duplicate=False)):
+    for name, own in list(model.named_parameters(remove_duplicate=False)):
+        given = split.get_parameter(name)
+        if own.shape != given.shape:
+            raise ValueError(
+                f"{name}: this rank has {tuple(own.shape)} by one context, {tuple(given.shape)} by another"
+            )
         parent, _, key = name.rpartition(".")
         setattr(model.get_submodule(parent), key, split.get_parameter(name))
     share_buffers(model, split)

@@ -61,22 +61,22 @@ ALIKE = [
     Fault(
         "roots are joined in the order of ranks, not in the tree's",
         "iris_ops/kernels/tree_matmul.py",
-        "        total, waiting = steps.add(step, root, waiting)\n        ok = ok & came",
-        "        total = total + root\n        ok = ok & came",
+        "waiting = _joined(arch.round_to(value, dtype), waiting, _number(JOINS, i))",
+        "waiting = _joined(arch.round_to(value, dtype), waiting, 1 if i > 0 else 0)",
         SUMS,
     ),
     Fault(
-        "a root is rounded before it is sent",
+        "a sum is rounded only where another rank adds to it",
         "iris_ops/kernels/tree_matmul.py",
-        "values = without_sentinel(total.T, tl.float32)",
-        "values = without_sentinel(arch.round_to(total.T, tl.float16).to(tl.float32), tl.float32)",
+        "value = arch.round_to(waiting[0].to(tl.float32) + value.to(tl.float32), value.dtype)",
+        "value = waiting[0].to(tl.float32) + value.to(tl.float32)",
         SUMS,
     ),
     Fault(
         "a leaf is summed on top of the one before it",
         "iris_ops/kernels/tree_matmul.py",
-        "            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)\n            for block",
-        "            total = waiting[0] if LEAF_PLACES else waiting\n            for block",
+        "& tl.where(ends, 0, -1)",
+        "& tl.where(ends, -1, -1)",
         SUMS,
     ),
     Fault(
@@ -103,7 +103,7 @@ ALIKE = [
     Fault(
         "a share may cut a leaf",
         "iris_ops/sum_tree.py",
-        "if any(end % width and end != K for end in ends):",
+        "if not all(end in borders for end in ends):",
         "if False:",
         REFUSED,
     ),
