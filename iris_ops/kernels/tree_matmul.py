@@ -22,7 +22,6 @@ memory at each leaf's end. So the loop over K is one, whose loads never pause, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from iris import platform
@@ -42,6 +41,7 @@ from .lamport_steps import Exchange, part_at
 from .launching import exchange_memory, grid_of, product_arguments, shared_arguments
 from .tile_orders import by_columns
 from .tiles import Matrix, add_bias, first_row, rows_from, start_in_turn
+from .tree_steps import joined, length, list_at, multiply_leaves, num_lists, number_at, root_of, tree_constants
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -52,99 +52,6 @@ if TYPE_CHECKING:
     from .launching import Launch
 
 _EXCHANGES = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter"}
-_BLOCK = tl.constexpr(sum_tree.BLOCK)
-
-
-# What is known of the tree when a kernel is compiled: lists as "0,1,0,2" of how many sums each is added to as it comes.
-
-
-@triton.constexpr_function
-def _count(text):
-    """How many numbers a list has."""
-    text = getattr(text, "value", text)
-    return text.count(",") + 1 if text else 0
-
-
-@triton.constexpr_function
-def _number(text, i):
-    return int(getattr(text, "value", text).split(",")[getattr(i, "value", i)])
-
-
-@triton.constexpr_function
-def _lists(text):
-    """How many lists there are, one for each root of a rank, as "0,1;0"."""
-    text = getattr(text, "value", text)
-    return text.count(";") + 1 if text else 0
-
-
-@triton.constexpr_function
-def _list(text, i):
-    return getattr(text, "value", text).split(";")[getattr(i, "value", i)]
-
-
-@device_function
-def _joined(value, waiting, JOINS: tl.constexpr):
-    """What waits once `value` has come, the last one first: it is added to JOINS of those that wait, each rounded."""
-    for _ in tl.static_range(JOINS):
-        value = arch.round_to(waiting[0].to(tl.float32) + value.to(tl.float32), value.dtype)
-        waiting = waiting[1:]
-    return (value,) + waiting
-
-
-@device_function
-def _multiply_leaves(
-    A, B, sums, row, col, first_leaf, blocks, leaves, OWN: tl.constexpr, dtype: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The sum of this rank's last leaf, rounded. Those of the OWN - 1 before it go to `sums`, one tile after the other.
-
-    As [BLOCK_N, BLOCK_M]: the tensor cores' rows are full however few rows A has. Columns that do not fill them are not
-    their rows (`tiles.multiply_transposed`): then as [BLOCK_M, BLOCK_N].
-    """
-    ACROSS: tl.constexpr = BLOCK_N >= 64
-    HIGH: tl.constexpr = BLOCK_N if ACROSS else BLOCK_M
-    WIDE: tl.constexpr = BLOCK_M if ACROSS else BLOCK_N
-    begin = first_leaf * blocks // leaves
-    leaf, end = 0, _leaf_end(0, begin, first_leaf, blocks, leaves, OWN)
-    total = tl.zeros((HIGH, WIDE), dtype=tl.float32)
-    for k in range(0, A.cols, BLOCK_K):
-        x = A.load(row, k, BLOCK_M, BLOCK_K)
-        y = B.load(k, col, BLOCK_K, BLOCK_N)
-        total = arch.dot(y.T, x.T, total) if ACROSS else arch.dot(x, y, total)
-        ends = k + BLOCK_K == end
-        if ends:
-            tl.store(_places(sums, leaf, HIGH, WIDE), arch.round_to(total, dtype))
-            leaf += 1
-            end = _leaf_end(leaf, begin, first_leaf, blocks, leaves, OWN)
-        # a select or a branch would have Triton take the sums out of the instruction's hands, or fail on sm_100
-        total = (total.to(tl.int32, bitcast=True) & tl.where(ends, 0, -1)).to(tl.float32, bitcast=True)
-    return arch.round_to(total, dtype)
-
-
-@device_function
-def _leaf_end(leaf, begin, first_leaf, blocks, leaves, OWN: tl.constexpr):
-    """Where along this rank's K its leaf number `leaf` ends: nowhere if it is the last one (`sum_tree.border`)."""
-    end = ((first_leaf + leaf + 1) * blocks // leaves - begin) * _BLOCK
-    return tl.where(leaf < OWN - 1, end, -1)
-
-
-@device_function
-def _places(sums, leaf, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """Where the sum of a leaf stands."""
-    return sums + leaf * (HIGH * WIDE) + tl.arange(0, HIGH)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-
-
-@device_function
-def _root(sums, last, before, JOINS: tl.constexpr, IS_LAST: tl.constexpr, ACROSS: tl.constexpr):
-    """A root, [BLOCK_M, BLOCK_N], of leaves from number `before` on. `last`: the sum of this rank's last leaf."""
-    waiting = ()
-    for i in tl.static_range(_count(JOINS)):
-        if IS_LAST and i == _count(JOINS) - 1:
-            value = last
-        else:
-            value = tl.load(_places(sums, before + i, last.shape[0], last.shape[1]))
-        waiting = _joined(value, waiting, _number(JOINS, i))
-    return waiting[0].T if ACROSS else waiting[0]
 
 
 @device_function
@@ -169,12 +76,12 @@ def _join(
         total = arch.round_to(total, dtype)
     else:
         waiting, ok = (), True
-        for i in tl.static_range(_count(JOINS)):
+        for i in tl.static_range(length(JOINS)):
             value, came = take(
-                exchange.ctx, exchange.buffer + i * exchange.step + place, 0, mask, _number(SOURCES, i), exchange.epoch,
-                exchange.WAITER, dtype, 1,
+                exchange.ctx, exchange.buffer + i * exchange.step + place, 0, mask, number_at(SOURCES, i),
+                exchange.epoch, exchange.WAITER, dtype, 1,
             )  # fmt: skip
-            waiting = _joined(arch.round_to(value, dtype), waiting, _number(JOINS, i))
+            waiting = joined(arch.round_to(value, dtype), waiting, number_at(JOINS, i))
             ok = ok & came
         total = waiting[0]
     return total.to(tl.float32), ok
@@ -299,7 +206,7 @@ def tree_matmul_kernel(
     B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
     C = Matrix(out, M, N, stride_om, stride_on, False)
     dtype: tl.constexpr = out.dtype.element_ty
-    NUM_ROOTS: tl.constexpr = _count(JOINS)
+    NUM_ROOTS: tl.constexpr = length(JOINS)
     own, all_bases = (tl.load(ctx_ptr), tl.load(sync)), load_bases(ctx_ptr, WORLD_SIZE)  # while a tile is multiplied
     kept = tl.zeros((BLOCK_M, BLOCK_N), staging.dtype.element_ty) if KEEPS_OWN else None
     rank, epoch, bases = 0, 0, all_bases  # every program has a tile and learns them there
@@ -314,7 +221,7 @@ def tree_matmul_kernel(
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         span = tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
         first = first_row(row, M, BLOCK_M)
-        last = _multiply_leaves(
+        last = multiply_leaves(
             A, B, own_sums, first, col, first_leaf, blocks, leaves, OWN, dtype, BLOCK_M, BLOCK_N, BLOCK_K
         )
         r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
@@ -326,12 +233,12 @@ def tree_matmul_kernel(
         if OWN > 1:
             tl.debug_barrier()  # all threads have put by what they had
         before = 0
-        for i in tl.static_range(_lists(OWN_ROOTS)):
+        for i in tl.static_range(num_lists(OWN_ROOTS)):
             exchange = _root_exchange(
                 ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, first_root + i, NUM_ROOTS, WAITER
             )
-            root = _root(own_sums, last, before, _list(OWN_ROOTS, i), i == _lists(OWN_ROOTS) - 1, BLOCK_N >= 64)
-            before += _count(_list(OWN_ROOTS, i))
+            root = root_of(own_sums, last, before, list_at(OWN_ROOTS, i), i == num_lists(OWN_ROOTS) - 1, BLOCK_N >= 64)
+            before += length(list_at(OWN_ROOTS, i))
             values = without_sentinel(root.to(tl.float32), dtype)
             if KEEPS_OWN:
                 kept = values
@@ -365,28 +272,6 @@ def tree_matmul_kernel(
             )  # fmt: skip
     if MEETS:
         exchange.hear_from_peers(dtype)
-
-
-def tree_constants(tree: sum_tree.Tree, rank: int) -> dict:
-    """What a kernel knows of the tree: OWN leaves and roots of a rank, and how all ranks' roots are joined."""
-    first, last = tree.spans[rank]
-    alone = [sum_tree.joins(size, tuple((i, i + 1) for i in range(size))) for size in _sizes(tree.roots[rank])]
-    nodes = tuple(root for found in tree.roots for root in found)
-    return dict(
-        OWN=last - first,
-        OWN_ROOTS=";".join(_text(each) for each in alone),
-        JOINS=_text(sum_tree.joins(tree.leaves, nodes)),
-        SOURCES=_text(source for source, found in enumerate(tree.roots) for _ in found),
-        PAIR=len(tree.spans) <= 2 and all(len(found) == 1 for found in tree.roots),
-    )
-
-
-def _sizes(roots: tuple[sum_tree.Span, ...]) -> list[int]:
-    return [last - first for first, last in roots]
-
-
-def _text(numbers: Iterable[int]) -> str:
-    return ",".join(map(str, numbers))
 
 
 def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
