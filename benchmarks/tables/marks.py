@@ -37,10 +37,16 @@ def run_of(file: str) -> dict[str, Any]:
     return json.loads((report.RESULTS / f"{file}.json").read_text()) | {"file": file}
 
 
-def newest(pattern: str) -> list[dict[str, Any]]:
-    """The latest run of those whose names are `pattern` with a GPU for "{gpu}"; none where there is none."""
+def by_age(pattern: str) -> list[dict[str, Any]]:
+    """The runs whose names are `pattern` with a GPU for "{gpu}", the latest first, of a day those of newer code."""
     files = [path.stem for gpu in ("h100", "h200") for path in report.RESULTS.glob(pattern.format(gpu=gpu) + ".json")]
-    return [max(map(run_of, files), key=lambda run: (run["date"], run["file"]))] if files else []
+    runs = list(map(run_of, files))
+    return sorted(runs, key=lambda run: (run["date"], -len(_changes(run["file"])), run["file"]), reverse=True)
+
+
+def newest(pattern: str) -> list[dict[str, Any]]:
+    """The latest of those; none where there is none."""
+    return by_age(pattern)[:1]
 
 
 def current(run: dict[str, Any]) -> bool:

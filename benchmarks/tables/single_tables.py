@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.measuring.tables import geometric_mean
 from benchmarks.tables.ccl_table import size_name
-from benchmarks.tables.marks import CHANGED, changed, header, in_short, newest
+from benchmarks.tables.marks import CHANGED, by_age, changed, gpus, header, in_short, newest
 from benchmarks.tables.page_tables import beside, lines_of, us
 
 _MIXTURES = "moe_{gpu}_x2"
@@ -18,39 +18,54 @@ _MOST = 6  # rows on a kernel's page
 
 def mixtures(folder: str) -> str:
     """The two ops of a mixture's layer beside the best grouped product with an all-reduce."""
-    (run,) = newest(_MIXTURES)
+    measured = _mixtures()
     rows = []
-    for row in run["rows"]:
+    for run, row in measured:
         ours, best = row["us"]["ours"], _best_rival(row)
         floor = f"{us(row['floor_us'])} ({ours / row['floor_us']:.2f})"
-        size = [row["shape"], str(row["T"]), f"{row['touched']:.0f}"]
+        size = [gpus(run), row["shape"], str(row["T"]), f"{row['touched']:.0f}"]
         rows.append([*size, us(ours), floor, beside(best[1], ours, best[0]), changed(run)])
     text = (
-        f"µs of `moe_gate_up` and `moe_down_all_reduce` in a CUDA graph, median, slowest rank. The floor is the bytes"
-        f" of the experts that tokens go to over a copy's {run['copy_gbs']:.0f} GB/s; in brackets how many times that"
-        " ours takes."
+        "µs of `moe_gate_up` and `moe_down_all_reduce` in a CUDA graph, median, slowest rank. The floor is the bytes"
+        " of the experts that tokens go to over a copy's rate; in brackets how many times that ours takes."
     )
-    head = ["model", "tokens", "experts", "ours", "floor", "best rival", CHANGED]
-    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 1)}"
+    head = ["GPUs", "model", "tokens", "experts", "ours", "floor", "best rival", CHANGED]
+    return f"{_header_of(measured, folder, text)}\n\n{lines_of(head, rows, 2)}"
+
+
+def _mixtures() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(run, row) of each model's latest run that has it, on all tokens."""
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for run in by_age(_MIXTURES):
+        had = {row["shape"] for _, row in found}
+        found += [(run, row) for row in run["rows"] if row["shape"] not in had]
+    return found
+
+
+def _header_of(measured: list[tuple[dict[str, Any], dict[str, Any]]], folder: str, text: str) -> str:
+    runs = {run["file"]: run for run, _ in measured}
+    links = ", ".join(f"[{gpus(run)}]({folder}{file}.json)" for file, run in runs.items())
+    return in_short(runs.values(), f"{text} All figures: {links}.")
 
 
 def of_mixture_kernel(name: str, folder: str) -> str:
     """The rows whose plan names this kernel: what the op took that runs it, and both ops beside the best rival."""
-    (run,) = newest(_MIXTURES)
+    measured = _mixtures()
     rows = []
-    for row in run["rows"]:
+    for run, row in measured:
         for part, plan in zip(("ours gate_up", "ours down"), row["plans"], strict=True):
             if plan.split()[1] == name:
                 op = f"`moe_{part.split()[1]}`".replace("down", "down_all_reduce")
-                cells = [row["shape"], str(row["T"]), op, plan.split()[2], us(row["us"][part]), us(row["us"]["ours"])]
+                size = [gpus(run), row["shape"], str(row["T"])]
+                cells = [*size, op, plan.split()[2], us(row["us"][part]), us(row["us"]["ours"])]
                 name_of_best, time = _best_rival(row)
                 rows.append([*cells, beside(time, row["us"]["ours"], name_of_best), changed(run)])
     if not rows:
         return "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
     rows = [rows[index * (len(rows) - 1) // (_MOST - 1)] for index in range(_MOST)] if len(rows) > _MOST else rows
     text = "µs of the op alone, and of both ops beside the best rival's, in a CUDA graph, median, slowest rank."
-    head = ["model", "tokens", "op", "tile", "alone", "both ops", "best rival", CHANGED]
-    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}"
+    head = ["GPUs", "model", "tokens", "op", "tile", "alone", "both ops", "best rival", CHANGED]
+    return f"{_header_of(measured, folder, text)}\n\n{lines_of(head, rows, 4)}"
 
 
 def _best_rival(row: dict[str, Any]) -> tuple[str, float]:
@@ -168,8 +183,23 @@ def invariance_ranks(folder: str) -> str:
         f' row the result with `"ranks"` on two ranks was compared with that of one rank alone: {differing} numbers had'
         " other bits."
     )
+    text += "".join(map(_whole_models, newest("invariance_models_{gpu}_x2")))
     head = ["layer", "rows", "kernel", "None", "batch", "ranks", "ranks / None", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}"
+
+
+def _whole_models(run: dict[str, Any]) -> str:
+    """What comparing whole models' logits found, at each level."""
+    told = []
+    for model, layers, level in dict.fromkeys((row["model"], row["layers"], row["level"]) for row in run["rows"]):
+        rows = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
+        differing = sum(row["differing"] for row in rows)
+        batches = ", ".join(map(str, sorted({row["batch"] for row in rows})))
+        told.append(f'{model}, {layers} layers, `"{level}"`, batches of {batches}: {differing}')
+    return (
+        f" Of whole models with random weights the logits behind a prompt and of {run['steps']} steps, eagerly and from"
+        f" CUDA graphs ({run['date']}, commit {run['commit']}); numbers that had other bits: {'; '.join(told)}."
+    )
 
 
 _KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",
