@@ -1,6 +1,7 @@
 # make demo [RANKS=n]   a real language model on several ranks, compared with the unsplit one
-# make test [JOBS=n]    lint, then the tests that need no GPU, but for slow ones, in n processes; 2 fill two cores
-# make test-all         lint, then every test that needs no GPU
+# make test [JOBS=n]    style, then the tests that need no GPU, but for slow ones, in n processes; 2 fill two cores
+# make test-all         style, then every test that needs no GPU
+# make lint             style, and types, which are a test, too
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too, but for slow ones
 # make test-gpu-all [RANKS=n]   every test that runs on GPUs
 # make coverage         the library's lines and branches that make test runs, in half an hour
@@ -27,16 +28,16 @@ BESIDE = -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
-.PHONY: demo test test-all test-gpu test-gpu-all coverage test-matrix soak lint bench docs clean distclean
+.PHONY: demo test test-all test-gpu test-gpu-all coverage test-matrix soak style lint bench docs clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) $(MODEL_STAMP)
 	$(PY) -m examples.demo $(if $(RANKS),--ranks $(RANKS))
 
-test: lint $(MODEL_STAMP)
+test: style $(MODEL_STAMP)
 	$(PY) -m pytest -m "not gpu and not slow" $(BESIDE) $(PYTEST_ARGS)
 
-test-all: lint $(MODEL_STAMP)
+test-all: style $(MODEL_STAMP)
 	$(PY) -m pytest -m "not gpu" $(BESIDE) $(PYTEST_ARGS)
 
 test-gpu: $(MODEL_STAMP)
@@ -55,9 +56,11 @@ test-matrix: $(STAMP)
 soak: $(STAMP)
 	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(RANKS),--ranks $(RANKS))
 
-lint: $(STAMP)
+style: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+lint: style
 	$(PY) -m mypy
 
 bench: $(STAMP)
@@ -77,7 +80,8 @@ SITE = $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NEEDED = torch triton safetensors numpy transformers accelerate gguf pytest xdist hypothesis ruff mypy matplotlib
 
 # With a GPU, .venv sees torch and the packages beside it, pip too, through a .pth file: --system-site-packages does not
-# see those of a virtual environment. Only if one is missing is anything installed.
+# see those of a virtual environment. Only if one is missing is anything installed. Elsewhere all cores compile what is
+# installed, for which pip would take one; files that are no Python, as some packages have, are left.
 $(STAMP): pyproject.toml Makefile $(REQUIREMENTS)
 	@set -e; \
 	if gpu_site=$$($(GPU_SITE)); then \
@@ -88,7 +92,9 @@ $(STAMP): pyproject.toml Makefile $(REQUIREMENTS)
 	else \
 	    echo "setting up $(VENV) with $(REQUIREMENTS)"; \
 	    $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); \
-	    $(PIP_INSTALL) -r '$(REQUIREMENTS)' -e '.[hf,demo,dev]'; \
+	    $(PIP_INSTALL) --no-compile -r '$(REQUIREMENTS)' -e '.[hf,demo,dev]'; \
+	    echo "compiling what was installed"; \
+	    $(PY) -m compileall -q -j 0 "$$($(SITE))" >/dev/null || true; \
 	fi; \
 	touch $@
 

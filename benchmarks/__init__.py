@@ -1,19 +1,22 @@
 """What the library costs on a machine, beside what its users run otherwise.
 
-    python -m benchmarks.ops                 the four fused ops against cuBLAS + NCCL and torch's own overlapped ops
-    python -m benchmarks.table FILE...       the same tables from the JSON of an earlier run
-    python -m benchmarks.norms               all-reduces that end in an RMSNorm, beside FlashInfer's
-    python -m benchmarks.again               all that the tables of the docs show, anew, within a budget of seconds
-    python -m benchmarks.report              the tables of README and docs from the results, with marks of their age
-    python -m benchmarks.all_scatter         the ways of overlapping GEMM + all-scatter of examples/all_scatter
-    python -m benchmarks.litmus              whether ranks see each other's accesses in the order that is promised
-    python -m benchmarks.rma                 remote memory access by operation, size, programs and pair of ranks
+Each module of this folder is a command, `python -m benchmarks.NAME`; `--help` says what it asks for. Among them:
 
-    shapes.py    rows as data: an op and its M, N, K
-    rivals.py    contenders as a list: us, the rivals, and the product alone, which gives the floor
-    table.py     results as Markdown
+    ops       the four fused ops beside cuBLAS + NCCL and torch's own overlapped ops
+    ccl       the collectives of a context
+    llm       whole models, tokens per second
+    litmus    whether ranks see each other's accesses in the order that is promised
+    again     all that the tables of the docs show, anew, within a budget of seconds
+    report    the tables and plots of README and docs from the results, with marks of their age
 
-Ranks, inputs, the check and the timer are those of `iris-tp bench`, in `iris_tp/bench`.
+What is no command stands in a package, and each package imports only those above it:
 
-A new row is a line in shapes.py, a new rival an entry in rivals.py.
+    measuring   rows as data, kernels compiled ahead, what a run writes down of itself and of the code that it ran
+    rivals      who is measured in a fused op: ours, the rivals, the product alone, which gives the floor
+    cases       what one benchmark measures: its contenders on one rank, its kernels, its models
+    tables      results as Markdown, and which table stands on which page
+    plots       results as pictures
+
+A new row is a line in measuring/shapes.py, a new rival a module in rivals/ and its name in rivals/everyone.py. Ranks,
+inputs, the check and the timer are those of `iris-tp bench`, in `iris_tp/bench`.
 """

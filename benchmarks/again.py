@@ -20,7 +20,7 @@ import time
 
 import torch
 
-from benchmarks import report
+from benchmarks.measuring import report
 
 SPARE_S = 15.0  # of the budget, for starting and ending
 PROBE_S = 110.0

@@ -5,7 +5,7 @@ variant; `ctx.ops.matmul_all_gather`; torch's product, NCCL's all-gather and the
 columns. Each result is checked, into poisoned output, before it is timed, and a graph's once more by a replay. Beside
 them what bounds them: the product alone (torch's and the variants' own), and the bytes over the link.
 
-Prints the table and writes `all_scatter_<gpu>_x<ranks>.json`; `python -m benchmarks.all_scatter_plots` draws the bars.
+Prints the table and writes `all_scatter_<gpu>_x<ranks>.json`; `benchmarks.report` draws the bars.
 """
 
 import argparse
@@ -23,13 +23,12 @@ from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
 
-from benchmarks import report
-from benchmarks.table import markdown
+from benchmarks.measuring import report
+from benchmarks.tables.all_scatter_table import ALONE, render, us
 from examples.all_scatter.common import SMALL, Blocks, Case
 
 VARIANTS = ("bulk_synchronous", "producer_consumer", "fused_sequential", "fused_specialized")
 SHAPES = ((8192, 8192, 7168), (8192, 8192, 2048), (4096, 4096, 3584), (2048, 8192, 7168), (512, 8192, 7168))
-ALONE = "alone"  # the product without the scatter
 
 
 @dataclass(frozen=True)
@@ -218,31 +217,6 @@ def right(team: Team, inputs: Inputs, contender: Contender, act: Callable[[], ob
         return False
     result["error"] = worst
     return True
-
-
-def us(result: dict) -> float | None:
-    """In a CUDA graph, else eager."""
-    return result.get("graph_us") or result.get("eager_us")
-
-
-def render(measured: dict) -> str:
-    parts = [f"{report.headline(measured)} µs per call: median, slowest rank. `{measured['command']}`"]
-    for mode, title in (("graph", "CUDA graph"), ("eager", "eager")):
-        rows = [row for row in measured["rows"] if any(f"{mode}_us" in result for result in row["results"])]
-        if not rows:
-            continue
-        names = [result["name"] for result in rows[0]["results"]]
-        lines = []
-        for row in rows:
-            results = {result["name"]: result for result in row["results"]}
-            line = [f"{row['M']}, {row['N']}, {row['K']}", f"{row['link_us']:.0f}"]
-            for name in names:
-                value = results[name].get(f"{mode}_us")
-                ratio = f" ({value / row['floor_us']:.2f})" if value and results[name]["kind"] != ALONE else ""
-                line.append(f"{value:.0f}{ratio}" if value else results[name]["status"])
-            lines.append(line)
-        parts += [f"#### {title}; in brackets, over the floor", markdown(["M, N, K", "link", *names], lines)]
-    return "\n\n".join(parts)
 
 
 def main() -> None:

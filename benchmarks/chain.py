@@ -14,8 +14,9 @@ from iris_tp.bench.rows import Row
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import models, report, rivals
-from benchmarks.table import markdown
+from benchmarks.measuring import models, report
+from benchmarks.measuring.tables import markdown
+from benchmarks.rivals import everyone
 
 ROUNDS = 9
 
@@ -35,7 +36,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     dtype = getattr(torch, args.dtype)
     sizes = models.LLAMA_70B.row_linears(team.world) if team.cuda else [(64, 32), (64, 48)]
-    heap = rivals.Heap(team, [Row("ar", max(args.rows), *size) for size in sizes], dtype, int(args.heap_gib * 2**30))
+    heap = everyone.Heap(team, [Row("ar", max(args.rows), *size) for size in sizes], dtype, int(args.heap_gib * 2**30))
     written = {**report.describe_run(team, args), "layers": args.layers, "rows": []}
     for M in args.rows:
         written["rows"].append(run_row([Row("ar", M, *size) for size in sizes], team, heap, dtype, args.layers))
@@ -45,7 +46,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     heap.close()
 
 
-def run_row(rows: list[Row], team: Team, heap: rivals.Heap, dtype: torch.dtype, layers: int) -> dict:
+def run_row(rows: list[Row], team: Team, heap: everyone.Heap, dtype: torch.dtype, layers: int) -> dict:
     """Times one M; raises where a result is wrong."""
     calls = []
     for row in rows:

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from benchmarks import report
-from benchmarks.rivals_torch import symmetric_memory
+from benchmarks.measuring import report
+from benchmarks.rivals.of_torch import symmetric_memory
 
 SHAPES = {  # name: (outputs on one of four ranks, inputs)
     "8B qkv": (1536, 4096),

@@ -31,9 +31,9 @@ from iris_tp.bench.timing import QUICK, graph_batch, interleave
 import torch
 from torch.nn import functional as F
 
-from benchmarks import models, report, shapes
-from benchmarks.ahead import compile_ahead
-from benchmarks.invariance_case import SIZES, Product, random_row
+from benchmarks.cases.invariance_case import SIZES, Product, random_row
+from benchmarks.measuring import models, report, shapes
+from benchmarks.measuring.ahead import compile_ahead
 
 LEVELS = (None, "batch")
 NUMBERS = (1, 3, 16, 17, 64, 100, 128, 200, 512, 1000)

@@ -21,8 +21,9 @@ from iris_tp.bench.team import Team, launch
 import torch
 from torch import distributed, nn
 
-from benchmarks import engines, report
-from benchmarks.ahead import compile_ahead
+from benchmarks.cases import engines
+from benchmarks.measuring import report
+from benchmarks.measuring.ahead import compile_ahead
 
 BATCHES = {"cuda": (7, 64, 200), "cpu": (3, 7)}
 LENGTH, STEPS = 12, 3

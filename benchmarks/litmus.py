@@ -26,8 +26,7 @@ from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import Captured
 import torch
 
-from benchmarks import report
-from benchmarks.litmus_kernels import (
+from benchmarks.cases.litmus_kernels import (
     ACQ_REL,
     INVALID,
     LANES,
@@ -41,7 +40,8 @@ from benchmarks.litmus_kernels import (
     stamp_kernel,
     threads_kernel,
 )
-from benchmarks.table import markdown
+from benchmarks.measuring import report
+from benchmarks.measuring.tables import markdown
 
 BELOW_2_31, BELOW_2_32 = 2**31 - 1000, 2**32 - 1000
 LARGEST = 64 << 10  # bytes of a message

@@ -6,7 +6,7 @@ replayed from a CUDA graph, where the engine keeps one, and eager. Times are of 
 slowest rank counted, and medians over the rounds. A contender that raises or is wrong is named and not timed.
 
 Rows: every `--batches` at the first of `--prompts`, and the first batch at every prompt. Prints the table and writes
-`llm_<model>_<gpu>_x<ranks>.json` after every row. `python -m benchmarks.plot_llm FILE` draws it.
+`llm_<model>_<gpu>_x<ranks>.json` after every row. `python -m benchmarks.report FILE --plots` draws it.
 """
 
 import argparse
@@ -20,8 +20,9 @@ import time
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import engines, mixtures, report, truth, vllm_engine
-from benchmarks.llm_table import render, summary
+from benchmarks.cases import engines, mixtures, truth, vllm_engine
+from benchmarks.measuring import report
+from benchmarks.tables.llm_table import render, summary
 
 EAGER_STEPS = 4
 WARM_S, MOST_WARM = 1.0, 8  # of prompts before the one that is timed, beside a first one: after a change a chip hunts
@@ -139,7 +140,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
             report.write(measured, args)
     team.say("\n" + render(measured))
     for contender in found:
-        if contender.key == engines.BATCH:
+        if contender.key in engines.PROMISING:
             contender.context.close()
     ctx.close()
 
@@ -173,7 +174,7 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
             contender.prepare()
             own = contender.key != engines.TRANSFORMERS and not args.torch_attention  # theirs stays as it is
             options = {"step_attention": own and team.cuda, "compile": compile}
-            served_by = contender.context if contender.key == engines.BATCH else ctx
+            served_by = contender.context if contender.key in engines.PROMISING else ctx
             engine = Engine(contender.model, served_by, batch, length, cache=cache, **options)
             return engine, check(engine, tokens)
 

@@ -34,9 +34,10 @@ import torch
 import torch.distributed as dist
 import triton
 
-from benchmarks import moe_layer, report
-from benchmarks.moe_layer import CHECKED, Layer
-from benchmarks.moe_rivals import has_vllm, rivals_of, vllm_tiles
+from benchmarks.cases import moe_layer
+from benchmarks.cases.moe_layer import CHECKED, Layer
+from benchmarks.cases.moe_rivals import has_vllm, rivals_of, vllm_tiles
+from benchmarks.measuring import report
 
 TOKENS = [1, 4, 16, 64, 256, 512, 2048, 8192]
 # Beside the planner's, with --tune: block_m, block_n, block_k, warps, stages.
@@ -46,7 +47,7 @@ TILES = [
     (32, 256, 64, 8, 4), (64, 128, 64, 4, 3), (64, 128, 128, 8, 3), (64, 256, 64, 4, 3), (64, 256, 64, 8, 4),
     (128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 4),
 ]  # fmt: skip
-_TILE = re.compile(r"(?:(up|down)?(\d+)?:)?(\d+)x(\d+)x(\d+)s(\d+)w(\d+)(?:t(\d+))?")
+_TILE = re.compile(r"(?:(up|down)?(\d+)?:)?(\d+)x(\d+)x(\d+)s(\d+)w(\d+)")
 ALLOWED = 0.02  # relative, of the checked tokens together
 
 
@@ -233,25 +234,21 @@ def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple
         known_ways = known = [c for c in known if c.block_m <= max(16, 4 * mean) and 8 * c.block_m >= mean]
     found = {named(c): c for c in known}
     ways = {c.algorithm: c for c in known_ways}
-    for m, n, k, warps, stages, *turns in tiles:
+    for m, n, k, warps, stages in tiles:
         if machine.stages((m + n) * k * 2) >= stages:
-            # several tiles of a program come before sums only
-            of_these = [c for c in known if c.algorithm == "overlapped"] if turns and turns[0] > 1 else ways.values()
-            for like in of_these:
-                changed = dict(block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
-                each = replace(like, **changed, tiles_in_turn=turns[0] if turns else 1)
+            for like in ways.values():
+                each = replace(like, block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
                 found[named(each)] = each
     return list(found.values())
 
 
 def named(config: FusedConfig) -> str:
-    turns = f" x{config.tiles_in_turn}" if config.tiles_in_turn > 1 else ""
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
-    return f"{tile}{turns} s{config.num_stages} w{config.num_warps} {config.algorithm}"
+    return f"{tile} s{config.num_stages} w{config.num_warps} {config.algorithm}"
 
 
 def tile(text: str) -> tuple:
-    """(op, tokens, block_m, block_n, block_k, warps, stages, tiles in turn) of `down16:16x64x128s5w4t2`.
+    """(op, tokens, block_m, block_n, block_k, warps, stages) of `down16:16x64x128s5w4`.
 
     The first two are None where they are left out.
 
@@ -260,8 +257,8 @@ def tile(text: str) -> tuple:
     found = _TILE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r}; expected a tile like 16x64x128s5w4, or up:, 16: or down16: before it")
-    m, n, k, stages, warps, turns = (int(each or 1) for each in found.groups()[2:])
-    return found[1], found[2], m, n, k, warps, stages, turns
+    m, n, k, stages, warps = (int(each) for each in found.groups()[2:])
+    return found[1], found[2], m, n, k, warps, stages
 
 
 def compare_error(team: Team, call: Callable[[int], torch.Tensor], exact: torch.Tensor) -> float:

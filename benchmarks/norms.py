@@ -24,8 +24,11 @@ from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
 
-from benchmarks import models, ops, report, rivals, rivals_flashinfer, rivals_nccl, rivals_vllm, table
-from benchmarks.rivals import OURS, RIVAL, Contender
+from benchmarks import ops
+from benchmarks.measuring import models, report
+from benchmarks.rivals import everyone, of_flashinfer, of_nccl, of_vllm
+from benchmarks.rivals.contender import OURS, RIVAL, Contender
+from benchmarks.tables import ops_table
 
 EPS = 1e-5
 ROWS = (1, 6, 16, 64, 128, 256, 512)
@@ -79,7 +82,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     dtype = getattr(torch, args.dtype)
     rows = [Row("ar", M, *size) for size in dict.fromkeys(sizes(team)) for M in args.rows]
-    heaps = rivals.heaps(team, rows, dtype, args.heap_gib)
+    heaps = everyone.heaps(team, rows, dtype, args.heap_gib)
     found = contenders(team, rows, dtype, *heaps)
     measured = {**report.describe_run(team, args), "rows": []}
     begin = time.monotonic()
@@ -94,39 +97,39 @@ def run(team: Team, args: argparse.Namespace) -> None:
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {shown}")
         if team.rank == 0:
             report.write(measured, args)
-    team.say("\n" + table.render(report.rounded(measured), args.modes))
+    team.say("\n" + ops_table.render(report.rounded(measured), args.modes))
     for heap in heaps:
         heap.close()
 
 
 def contenders(
-    team: Team, rows: list[Row], dtype: torch.dtype, heap: rivals.Heap, alone: rivals.Heap
+    team: Team, rows: list[Row], dtype: torch.dtype, heap: everyone.Heap, alone: everyone.Heap
 ) -> list[Contender]:
     blas = "cuBLAS" if team.cuda else "torch"
     found = [Contender("ours", OURS, {"ar": partial(_ours, heap)}, plan=partial(_plan, heap))]
     found.append(Contender(f"{blas} + {'NCCL' if team.cuda else 'gloo'}, norm", RIVAL, {"ar": _with_torch}))
     if team.cuda:
-        windows = rivals_nccl.Windows(team, rows, dtype)
+        windows = of_nccl.Windows(team, rows, dtype)
         found.append(Contender("cuBLAS + NCCL symmetric, norm", RIVAL, {"ar": partial(_symmetric, windows)}))
-        if rivals_vllm.installed(team):
-            capture = partial(rivals_vllm.capturing, team.device)
-            found.append(Contender(f"cuBLAS + {rivals_vllm.NAME}, norm", RIVAL, {"ar": _vllm}, _small, capture=capture))
-        if rivals_flashinfer.installed(team):
-            for one_shot, name in rivals_flashinfer.NAMES.items():
-                served = rivals_flashinfer.served(one_shot)
+        if of_vllm.installed(team):
+            capture = partial(of_vllm.capturing, team.device)
+            found.append(Contender(f"cuBLAS + {of_vllm.NAME}, norm", RIVAL, {"ar": _vllm}, _small, capture=capture))
+        if of_flashinfer.installed(team):
+            for one_shot, name in of_flashinfer.NAMES.items():
+                served = of_flashinfer.served(one_shot)
                 found.append(
                     Contender(f"cuBLAS + {name} with norm", RIVAL, {"ar": partial(_flashinfer, one_shot)}, served)
                 )
-    found += [each for each in rivals.contenders(team, rows, dtype, heap, alone) if each.alone]
+    found += [each for each in everyone.contenders(team, rows, dtype, heap, alone) if each.alone]
     return found
 
 
-def _plan(heap: rivals.Heap, row: Row) -> dict:
+def _plan(heap: everyone.Heap, row: Row) -> dict:
     planned = asdict(heap.ctx.ops.plan("matmul_all_reduce_norm", row.M, row.N, row.K, heap.dtype))
     return {name: value for name, value in planned.items() if name != "reasons"}
 
 
-def _ours(heap: rivals.Heap, inputs: Inputs) -> Call:
+def _ours(heap: everyone.Heap, inputs: Inputs) -> Call:
     assert isinstance(inputs, NormInputs)
     from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 
@@ -195,7 +198,7 @@ def _with_torch(inputs: Inputs) -> Call:
     return _ended(inputs, total, reduce)
 
 
-def _symmetric(windows: rivals_nccl.Windows, inputs: Inputs) -> Call:
+def _symmetric(windows: of_nccl.Windows, inputs: Inputs) -> Call:
     total = windows.place("sent", *inputs.out_shape)
 
     def reduce() -> torch.Tensor:
@@ -207,11 +210,11 @@ def _symmetric(windows: rivals_nccl.Windows, inputs: Inputs) -> Call:
 
 def _vllm(inputs: Inputs) -> Call:
     partial_sums, total = inputs.new(*inputs.out_shape), inputs.new(*inputs.out_shape)
-    return _ended(inputs, partial_sums, lambda: rivals_vllm.reduced(inputs.team.device, partial_sums, total))
+    return _ended(inputs, partial_sums, lambda: of_vllm.reduced(inputs.team.device, partial_sums, total))
 
 
 def _small(row: Row, world: int, dtype: torch.dtype) -> bool:
-    return rivals_vllm.serves(row.M * row.N * dtype.itemsize, world, dtype)
+    return of_vllm.serves(row.M * row.N * dtype.itemsize, world, dtype)
 
 
 def _flashinfer(one_shot: bool, inputs: Inputs) -> Call:
@@ -221,7 +224,7 @@ def _flashinfer(one_shot: bool, inputs: Inputs) -> Call:
 
     def call(i: int) -> torch.Tensor:
         torch.matmul(inputs.A[i], inputs.B[i], out=partial_sums)
-        rivals_flashinfer.reduced(inputs.team, one_shot, partial_sums, **ends, rms_eps=EPS)
+        of_flashinfer.reduced(inputs.team, one_shot, partial_sums, **ends, rms_eps=EPS)
         return pair
 
     return call

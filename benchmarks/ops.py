@@ -26,7 +26,10 @@ from iris_tp.bench.rows import LINK_GB_S, Row
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import report, rivals, shapes, table
+from benchmarks.measuring import report, shapes
+from benchmarks.rivals import everyone
+from benchmarks.rivals.contender import GEMM, Contender
+from benchmarks.tables import ops_table
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -63,7 +66,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def names_of_contenders(args: argparse.Namespace, rows: list[Row]) -> list[str]:
     """All that serve one of `rows`; none of them is made ready."""
     team, dtype = Team(1, args.ranks, torch.device(args.device)), getattr(torch, args.dtype)  # rank 1 prints nothing
-    found = rivals.contenders(team, rows, dtype, *rivals.heaps(team, rows, dtype, args.heap_gib))
+    found = everyone.contenders(team, rows, dtype, *everyone.heaps(team, rows, dtype, args.heap_gib))
     return list(dict.fromkeys(each.name for each in found if any(each.takes(row, team.world, dtype) for row in rows)))
 
 
@@ -103,10 +106,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False  # the reference is float32 proper
     dtype = getattr(torch, args.dtype)
     rows = shapes.select(args.shapes, args.ops, team.world, args.rows)
-    heaps = rivals.heaps(team, rows, dtype, args.heap_gib)
-    found = rivals.contenders(team, rows, dtype, *heaps)
+    heaps = everyone.heaps(team, rows, dtype, args.heap_gib)
+    found = everyone.contenders(team, rows, dtype, *heaps)
     found = [contender for contender in found if any(word in contender.name for word in args.only)]
-    found += [rivals.varied(heaps[0], changes) for changes in args.vary]
+    found += [everyone.varied(heaps[0], changes) for changes in args.vary]
     measured = {**report.describe_run(team, args), "link_gb_s": LINK_GB_S, "rows": []}
     begin = time.monotonic()
     for number, row in enumerate(rows, 1):
@@ -122,7 +125,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {' | '.join(shown)}")
         if team.rank == 0:
             report.write(measured, args)
-    team.say("\n" + table.render(report.rounded(measured), args.modes))
+    team.say("\n" + ops_table.render(report.rounded(measured), args.modes))
     for heap in heaps:
         heap.close()
 
@@ -130,7 +133,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 def run_row(
     row: Row,
     team: Team,
-    found: list[rivals.Contender],
+    found: list[Contender],
     dtype: torch.dtype,
     args: argparse.Namespace,
     make: type[Inputs] = Inputs,
@@ -164,7 +167,7 @@ def run_row(
             estimates[name] = team.slowest([local])[0]
     for mode in sorted(args.modes):  # eager first: a capture that fails may leave a rival unusable
         time_mode(mode, inputs, {c.name: c for c in found if c.name in calls}, calls, estimates, results, budget)
-    gemms = [r.get("graph_us") or r.get("eager_us") for r in results.values() if r["kind"] == rivals.GEMM]
+    gemms = [r.get("graph_us") or r.get("eager_us") for r in results.values() if r["kind"] == GEMM]
     gemm_us = min((us for us in gemms if us), default=None)
     itemsize = dtype.itemsize
     return {
@@ -176,7 +179,7 @@ def run_row(
     }
 
 
-def get_ready(contender: rivals.Contender, inputs: Inputs, result: dict) -> Call | None:
+def get_ready(contender: Contender, inputs: Inputs, result: dict) -> Call | None:
     """The contender's call if it runs and is right on every rank; else its result says why not."""
     team = inputs.team
     call, reason = team.attempt(lambda: contender.prepare[inputs.row.op](inputs))
@@ -195,7 +198,7 @@ def get_ready(contender: rivals.Contender, inputs: Inputs, result: dict) -> Call
 def time_mode(
     mode: str,
     inputs: Inputs,
-    found: dict[str, rivals.Contender],
+    found: dict[str, Contender],
     calls: dict[str, Call],
     estimates: dict[str, float],
     results: dict[str, dict],

@@ -21,8 +21,8 @@ import layers
 import torch
 import torch.distributed as dist
 
-from benchmarks import report
-from benchmarks.table import markdown
+from benchmarks.measuring import report
+from benchmarks.measuring.tables import markdown
 
 SIZES = [*((M, 8192, K) for K in (2048, 7168) for M in (512, 1024, 2048, 8192)), (4096, 4096, 3584)]
 SMALL = [(48, 64, 32), (96, 64, 32)]

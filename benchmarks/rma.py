@@ -5,7 +5,7 @@ number of programs; atomics as operations a second; a signal and its answer betw
 it runs once into poisoned memory, and the receiver compares every word and what lies behind the last.
 
 Timed are CUDA graphs of launches, so that small sizes show what a kernel costs that does nothing else. Prints tables,
-the link's known rates beside them, and writes `rma_<gpu>_x<ranks>.json`; `python -m benchmarks.rma_plots` draws it.
+the link's known rates beside them, and writes `rma_<gpu>_x<ranks>.json`; `benchmarks.report` draws it.
 """
 
 import argparse
@@ -20,8 +20,7 @@ from iris_tp.bench import timing
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import report, rma_table
-from benchmarks.rma_kernels import (
+from benchmarks.cases.rma_kernels import (
     ATOMICS,
     RANK_STEP,
     STEP,
@@ -31,6 +30,8 @@ from benchmarks.rma_kernels import (
     options,
     round_trip_kernel,
 )
+from benchmarks.measuring import report
+from benchmarks.tables import rma_table
 
 POISON = -0x35014542
 GUARD = 4096  # words behind the last that must stay poisoned

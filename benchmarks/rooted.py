@@ -18,8 +18,9 @@ from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
 
-from benchmarks import contenders, report
-from benchmarks.contenders import Contender
+from benchmarks.cases import contenders
+from benchmarks.cases.contenders import Contender
+from benchmarks.measuring import report
 
 OPS = ("broadcast", "gather", "scatter", "reduce", "send", "sendrecv", "batch")
 NAMES = ("ctx.ccl", "torch")

@@ -21,8 +21,9 @@ from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import Captured
 import torch
 
-from benchmarks import report, rivals, shapes
-from benchmarks.stress_case import COLLECTIVES, VARIANTS, Case, Placed, of_collective, of_row
+from benchmarks.cases.stress_case import COLLECTIVES, VARIANTS, Case, Placed, of_collective, of_row
+from benchmarks.measuring import report, shapes
+from benchmarks.rivals import everyone
 
 LONGEST_DELAY_S = 0.010
 PAUSE_S = 200e-6  # inside a graph, once on each rank
@@ -121,7 +122,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     dtype = getattr(torch, args.dtype)
     rows = shapes.select(args.shapes, args.ops, team.world)
-    heap = rivals.Heap(team, rows, dtype, int(args.heap_gib * 2**30))
+    heap = everyone.Heap(team, rows, dtype, int(args.heap_gib * 2**30))
     cases = record(team, rows, args.bytes, dtype, heap.ctx)
     team.say(f"{len(cases)} cases recorded, up to {VARIANTS} inputs each")
     written = Record(team, args, cases)

@@ -26,8 +26,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from benchmarks import contenders, report
-from benchmarks.contenders import Contender
+from benchmarks.cases import contenders
+from benchmarks.cases.contenders import Contender
+from benchmarks.measuring import report
 from examples import tile_all_reduce_hopper
 from examples.tile_all_reduce import tile_matmul_kernel
 

@@ -3,7 +3,7 @@
 The op is checked, timed as it is and timed while it records itself, so that the picture says what the recording costs.
 Then the ranks meet on the device, and one call is recorded. timeline_<gpu>_x<ranks>.json has each rank's share of time
 in products, pushes, waits, and .trace.json.gz beside it the events of all rows and ranks, all rows from time 0: for
-ui.perfetto.dev as it is, and for `benchmarks.timeline_plot`. Both are written after every row.
+ui.perfetto.dev as it is, and for `benchmarks.report`. Both are written after every row.
 """
 
 import argparse
@@ -24,7 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import report, rivals, shapes
+from benchmarks.measuring import report, shapes
+from benchmarks.rivals import everyone
 
 ROWS = {"cuda": [(2048, 8192, 7168), (16, 8192, 2048)], "cpu": [(48, 64, 32)]}
 
@@ -50,7 +51,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False  # the reference is float32 proper
     dtype = getattr(torch, args.dtype)
     rows = shapes.select("given", args.op, team.world, args.rows)
-    heap, _ = rivals.heaps(team, rows, dtype, args.heap_gib)
+    heap, _ = everyone.heaps(team, rows, dtype, args.heap_gib)
     measured = {**report.describe_run(team, args), "rows": [], "left_out": []}
     trace: dict = {"traceEvents": []}
     for row in rows:
@@ -78,7 +79,7 @@ def is_recorded(config: FusedConfig) -> bool:
     return config.warp_specialised or config.algorithm not in TORCH_WAYS
 
 
-def record(row: Row, team: Team, heap: rivals.Heap, dtype: torch.dtype, max_events: int) -> tuple[dict, list[dict]]:
+def record(row: Row, team: Team, heap: everyone.Heap, dtype: torch.dtype, max_events: int) -> tuple[dict, list[dict]]:
     """One call's figures, and on rank 0 the events of all ranks in Chrome's trace format."""
     inputs, ctx = Inputs(row, team, dtype), heap.ctx
     out = heap.out(*inputs.out_shape)
@@ -144,20 +145,6 @@ def in_trace(events: list[dict], row: Row, number: int, world: int) -> list[dict
         if event["name"] == "process_name":
             event["args"] = {"name": f"{row}: {event['args']['name']}"}
     return placed
-
-
-def events_in(trace: dict, number: int, world: int, kinds: dict[str, int]) -> list[np.ndarray]:
-    """The way back: each rank's events of row `number`, with what pictures show of them; times in ns."""
-    found: list[list[tuple]] = [[] for _ in range(world)]
-    for event in trace["traceEvents"]:
-        rank = event["pid"] - number * world
-        if event["ph"] == "X" and 0 <= rank < world:
-            begin, lasted = round(1e3 * event["ts"]), round(1e3 * event["dur"])
-            told = event["args"]["target_rank"], event["args"]["bytes"]
-            found[rank].append((begin, begin + lasted, kinds[event["name"]], *divmod(event["tid"], 64), *told))
-    names = ("begin", "end", "event", "multiprocessor", "thread", "target_rank", "bytes")
-    fields = [(name, "<i8") for name in names]
-    return [np.array(events, dtype=fields) for events in found]
 
 
 def own_time(events: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-WIDE = ("kernels/", "benchmarks/lose", "benchmarks.md", "benchmarks/planner")
+WIDE = ("kernels/", "benchmarks")  # pages whose tables need the room of the table of contents
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 sys.path.insert(0, str(DOCS))  # for the module beside this one
 import timeline  # noqa: E402

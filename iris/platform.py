@@ -5,13 +5,17 @@ imported, so `prepare_triton()` must run before; `iris/__init__.py` calls it fir
 cutting the addresses of peers' memory to 32 bits.
 """
 
+from collections.abc import Callable
 import functools
 import os
 import sys
+from typing import Any, TypeVar
 
 import torch
 
 from .errors import PlatformError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 ENV_INTERPRET = "TRITON_INTERPRET"
 ENV_TIMEOUT = "IRIS_TIMEOUT"
@@ -205,3 +209,12 @@ def synchronize(dev: torch.device, stream: torch.cuda.Stream | None = None) -> N
     """Waits on the host until the device, or one stream of it, is idle."""
     if dev.type == "cuda":
         (stream or torch.cuda).synchronize()
+
+
+def constant(function: Function) -> Function:
+    """Has torch's compiler call `function` once and keep its result.
+
+    As `torch.compiler.assume_constant_result`, which imports the compiler: a second, even where nothing is compiled.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -53,7 +53,6 @@ class FusedConfig:
         comm_programs               all_gather_matmul: how many programs move data before they multiply
         stagger_us                  over how many microseconds programs start, so that they do not all push at once
         splits                      into how many parts along K a tile is cut that does not fill a wave of programs
-        tiles_in_turn               moe_down_*: how many tiles, side by side, a program multiplies one after the other
         ranks_together              "copy_gather": how many other ranks' rows torch multiplies together, at least
         warp_specialised            whether some warps of a program multiply while others move finished tiles
         algorithm                   how the product and the transfer are arranged, see below
@@ -82,7 +81,6 @@ class FusedConfig:
     comm_programs: int = 16
     stagger_us: int = 0
     splits: int = 1
-    tiles_in_turn: int = 1
     ranks_together: int = 1
     warp_specialised: bool = False
     algorithm: str = "overlapped"

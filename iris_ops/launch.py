@@ -41,7 +41,7 @@ from .kernels.tree_matmul import tree_matmul_kernel
 from .operands import Operands
 from .planning import kernel_names as names
 from .planning.candidates import tree_stand_in
-from .planning.kernel_names import STAND_INS, kernel_for
+from .planning.kernel_names import STAND_INS, kernel_for, stand_in
 from .planning.machine import machine_of
 from .planning.workspace_size import most_rows
 from .problem import ALL_REDUCE, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, part_of
@@ -58,7 +58,6 @@ LAUNCHERS: dict[str, Callable[..., Launch]] = {
     names.LAMPORT_GATHER: lamport_gather_matmul.launcher,
     names.LAMPORT_FP8: lamport_stream.launcher,
     names.TREE: tree_matmul.launcher,
-    names.TREE_PAIR: hopper.tree_pair.launcher,
     names.LAMPORT_TWO_SHOT: hopper.lamport_two_shot.launcher,
     names.LAMPORT_PAIR: hopper.lamport_pair.launcher,
     names.LAMPORT_PAIR_SCATTER: hopper.lamport_pair.scatter_launcher,
@@ -95,7 +94,7 @@ def kernel_of(problem: Problem, config: FusedConfig, rank: int, tensors: Operand
     Ranks may differ in this.
     """
     planned = kernel_for(problem, config)
-    return planned if supports(planned, problem, config, rank, tensors) is None else STAND_INS[planned]
+    return planned if supports(planned, problem, config, rank, tensors) is None else stand_in(problem, planned)
 
 
 def supports(kernel: str, problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
@@ -184,7 +183,7 @@ def launch(
         kernel = _said_kernel(rank, problem, config, tensors)
     if config.kernel != kernel:
         config = replace(config, kernel=kernel)
-    if kernel == names.TREE and config.warp_specialised:  # whose tiles it has no registers for
+    if kernel == names.TREE and config.warp_specialised:  # whose tiles it does not know
         config = replace(tree_stand_in(problem, machine_of(rank.device)), kernel=kernel)
     if kernel in PREPARERS:
         prepare = PREPARERS[kernel]
@@ -230,7 +229,7 @@ def _said_kernel(rank: Rank, problem: Problem, config: FusedConfig, tensors: Ope
     reason = supports(planned, problem, config, rank.cur_rank, tensors)
     if reason is None:
         return planned
-    taken, said = STAND_INS[planned], rank.once(_Said).planned
+    taken, said = stand_in(problem, planned), rank.once(_Said).planned
     if planned not in said:
         said.add(planned)
         rank.log.info(f"{problem.asked}: {taken} runs in place of {planned}: {reason}")

@@ -102,6 +102,11 @@ class Problem:
         return sum_tree.tree_of(self.asked, self.depths)
 
     @property
+    def by_halves(self) -> bool:
+        """Whether a sum `by_tree` is that of two ranks, each of which has half of the leaves."""
+        return self.by_tree and [last - first for first, last in self.tree.spans] == [sum_tree.LEAVES // 2] * 2
+
+    @property
     def part_rows(self) -> int:
         """Rows of the largest part that one rank contributes or owns."""
         return part_size(self.M, self.world_size) if self.form == "rows" else self.M

@@ -1,22 +1,20 @@
 """In which order the products along K are added with `invariant="ranks"`: a tree that depends on K alone.
 
-K is cut into *leaves* of one width, a multiple of 64 up to 256: the widest of which an eighth of K is a multiple and
-there are at least 24. Where those are more than 64, an eighth may cut a leaf. The last leaf may be shorter. A leaf is
-summed from its first product to its last by one instruction. The leaves' sums are added in fp32. The leaves are halved
-three times, the first half the larger one, and each eighth adds its own from the first to the last:
+K is cut into eight *leaves*, each a multiple of 64 as even as they come. Where K is below 2048 and no multiple of 512 a
+leaf is 64 products instead, so that heads of any number end where leaves do. The last leaf may be shorter. One
+instruction sums a leaf from its first product to its last, in fp32. Leaves are halved until each half is one leaf, the
+first half the larger one, and the sums of two halves are added in fp32. Every sum is rounded to the tensors' dtype, a
+leaf's and that of two halves alike:
 
-    leaves   0   1   2   3   4   5   6   7   8   9 ...      32 leaves, 2 ranks: rank 0 has 16, rank 1 has 16
-             '-+-'   |   |   '-+-'   |   |   '-+-'
-               '--+--'   |     '--+--'   |     '--
-                  '---+--'        '---+--'
-                      '-------+-------'                     rank 0 sends one sum, rank 1 sends one
+    leaves   0   1   2   3   4   5   6   7      2 ranks: leaves 0 to 3 and 4 to 7; each sends one sum
+             '-+-'   '-+-'   '-+-'   '-+-'      3 ranks: leaves 0 to 2, 3 to 4 and 5 to 7; each sends two
+               '---+---'       '---+---'
+                   '-------+-------'
 
 A rank has a range of leaves, its *share*. It adds up what it can: the *roots* of the largest subtrees that lie in its
-share. That is one where a power of two of ranks share K evenly. Where a share begins within an eighth, its leaves there
-are roots each. All ranks' roots, joined in the tree's order, give the sum that one rank alone would have found. So bits
-do not depend on the ranks.
-
-Few sums wait for others so, and those of a tile that wait need registers: of a whole K four at most, of a half three.
+share. That is one where two, four or eight ranks share K evenly. All ranks' roots, joined in the tree's order, give the
+sum that one rank alone would have found. So bits do not depend on the ranks, and a root has no more bytes than what
+ranks send each other anyway.
 
 Shares end where leaves end. `share` says how layers cut K; `checked_shares` refuses what cuts a leaf.
 """
@@ -26,38 +24,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from math import gcd
 
 from iris.errors import ShapeError
 
-_WIDTHS = 256, 192, 128, 64  # of a leaf, all of whose blocks are on their way to a kernel at a time
-_FEWEST, _MOST = 24, 64  # leaves, where an eighth of K is a whole number of them
-_MOST_AT_ALL = 256
-_HALVES = 3  # how often leaves are halved
-# What torch computes on CPUs between two products comes in whole vectors, of up to 64 elements: none is one of a vector
-# on one number of ranks and alone, by other code, on another.
-_NARROWEST = 64
+LEAVES = 8
+# Products that a leaf is a multiple of. What torch computes on CPUs between two products comes in whole vectors, of up
+# to 64 elements: none is one of a vector on one number of ranks and alone, by other code, on another.
+BLOCK = 64
+_SMALL = 32  # blocks, below which each is a leaf where eight leaves would not be of one width
 Span = tuple[int, int]  # leaves from the first to before the second
-
-
-class Step(NamedTuple):
-    """What becomes of a sum behind which `waiting` others wait, as a stack.
-
-    Those from number `place` on are added before it, the last one first, each as the left one of two. What comes out
-    `ends` as a root, or waits at `place` for the sum to its right.
-    """
-
-    waiting: int
-    place: int
-    ends: bool
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A sum along K: `width` products a leaf, so many `leaves`, and the `spans` of them that ranks have."""
+    """A sum along K in so many `leaves`, and the `spans` of them that ranks have."""
 
-    width: int
+    K: int
     leaves: int
     spans: tuple[Span, ...]
 
@@ -70,27 +54,33 @@ class Tree:
     def num_roots(self) -> int:
         return sum(map(len, self.roots))
 
+    @property
+    def depth(self) -> int:
+        """What all leaves but a last one are multiples of: how deep a kernel's blocks may be."""
+        return gcd(*(border(self.K, leaf) for leaf in range(1, self.leaves))) or max(1, blocks_of(self.K)) * BLOCK
+
 
 @lru_cache(maxsize=4096)
 def tree_of(what: str, depths: tuple[int, ...]) -> Tree:
     """The tree of ranks that have so many products along K. Raises `ShapeError` where a leaf would be cut."""
     K = sum(depths)
-    return Tree(leaf_width(K), leaves_of(K), checked_shares(what, depths))
+    return Tree(K, leaves_of(K), checked_shares(what, depths))
 
 
-@lru_cache(maxsize=4096)
-def leaf_width(K: int) -> int:
-    """How many products a leaf has."""
-    for width in _WIDTHS:
-        if K % (8 * width) == 0 and _FEWEST * width <= K <= _MOST * width:
-            return width
-    width = next((each for each in _WIDTHS if _FEWEST * each <= K), _WIDTHS[-1])
-    return max(width, -(-K // (_NARROWEST * _MOST_AT_ALL)) * _NARROWEST)
+def blocks_of(K: int) -> int:
+    """How many blocks of 64 products there are, the last one maybe short."""
+    return -(-K // BLOCK)
 
 
 def leaves_of(K: int) -> int:
     """How many leaves there are."""
-    return -(-K // leaf_width(K))
+    blocks = blocks_of(K)
+    return LEAVES if blocks >= _SMALL or blocks and blocks % LEAVES == 0 else blocks
+
+
+def border(K: int, leaf: int) -> int:
+    """Where leaf number `leaf` begins, and the one before it ends."""
+    return min(K, leaf * blocks_of(K) // max(1, leaves_of(K)) * BLOCK)
 
 
 def share(K: int, world_size: int, rank: int) -> Span:
@@ -106,8 +96,7 @@ def share(K: int, world_size: int, rank: int) -> Span:
             last, ranks = middle, left
         else:
             first, begin, ranks = middle, begin + left, ranks - left
-    width = leaf_width(K)
-    return min(K, first * width), min(K, last * width)
+    return border(K, first), border(K, last)
 
 
 def shares(K: int, world_size: int) -> tuple[int, ...]:
@@ -118,15 +107,15 @@ def shares(K: int, world_size: int) -> tuple[int, ...]:
 def checked_shares(what: str, depths: Sequence[int]) -> tuple[Span, ...]:
     """The leaves of each rank that has so many products along K. Raises `ShapeError` where a leaf would be cut."""
     K = sum(depths)
-    width = leaf_width(K)
+    borders = {border(K, leaf): leaf for leaf in range(leaves_of(K) + 1)}
     ends = [0, *accumulate(depths)]
-    if any(end % width and end != K for end in ends):
+    if not all(end in borders for end in ends):
         raise ShapeError(
             f"{what}: ranks have {', '.join(map(str, depths))} of K = {K}, which cuts a leaf; with invariant='ranks' "
-            f"expected parts that end at multiples of {width}, such as {', '.join(map(str, shares(K, len(depths))))}"
+            f"expected parts that end at {', '.join(map(str, sorted(borders)[1:-1])) or 'all of K'}, such as "
+            f"{', '.join(map(str, shares(K, len(depths))))}"
         )
-    borders = [-(-end // width) for end in ends]
-    return tuple(zip(borders[:-1], borders[1:], strict=True))
+    return tuple(pairwise(borders[end] for end in ends))
 
 
 @lru_cache(maxsize=4096)
@@ -134,51 +123,37 @@ def roots(leaves: int, span: Span) -> tuple[Span, ...]:
     """The largest subtrees that lie in `span`, from the first leaf on."""
     found: list[Span] = []
 
-    def visit(node: Span, depth: int) -> None:
+    def visit(node: Span) -> None:
         if node[1] <= span[0] or span[1] <= node[0]:
             return
         if span[0] <= node[0] and node[1] <= span[1]:
             found.append(node)
         else:
-            middle = _middle(node, depth)
-            visit((node[0], middle), depth + 1)
-            visit((middle, node[1]), depth + 1)
+            middle = _middle(node)
+            visit((node[0], middle))
+            visit((middle, node[1]))
 
     if leaves:
-        visit((0, leaves), 0)
+        visit((0, leaves))
     return tuple(found)
 
 
 @lru_cache(maxsize=4096)
-def leaf_steps(leaves: int, span: Span) -> tuple[Step, ...]:
-    """What becomes of each leaf of a share: its roots end."""
-    return _steps(leaves, tuple((i, i + 1) for i in range(*span)), span)
+def joins(leaves: int, parts: tuple[Span, ...]) -> tuple[int, ...]:
+    """How many of those before it each of `parts` is added to, the last one first, as the right one of two.
 
-
-@lru_cache(maxsize=4096)
-def root_steps(leaves: int, spans: tuple[Span, ...]) -> tuple[Step, ...]:
-    """What becomes of each root of the ranks that have these shares, in order: the last one's end is the sum."""
-    nodes = tuple(root for span in spans for root in roots(leaves, span))
-    return _steps(leaves, nodes, (0, leaves))
-
-
-def places(steps: Sequence[Step]) -> int:
-    """How many sums wait at most."""
-    return max((step.place + 1 for step in steps if not step.ends), default=0)
-
-
-def _steps(leaves: int, nodes: tuple[Span, ...], span: Span) -> tuple[Step, ...]:
+    `parts`: subtrees that follow each other, of a tree of so many leaves, all of them. What is not added to anything
+    yet waits, as a stack; the last part leaves one sum.
+    """
     found, waiting = [], 0
-    for node in nodes:
-        path = _path(leaves, node)
-        depth = until = len(path) - 1
-        while until and path[until][1] == path[until - 1][1] and span[0] <= path[until - 1][0]:
-            until -= 1
-        parent = path[until - 1]
-        ends = not until or parent[0] < span[0] or span[1] < parent[1]
-        place = waiting - (depth - until)
-        found.append(Step(waiting, place, ends))
-        waiting = place + (not ends)
+    for part in parts:
+        path = _path(leaves, part)
+        count = 0
+        while path[-1 - count] != (0, leaves) and path[-1 - count][1] == path[-2 - count][1]:
+            count += 1
+        assert count <= waiting, "parts follow each other from the first leaf on"
+        found.append(count)
+        waiting += 1 - count
     return tuple(found)
 
 
@@ -187,13 +162,11 @@ def _path(leaves: int, node: Span) -> list[Span]:
     path = [(0, leaves)]
     while path[-1] != node:
         first, last = path[-1]
-        middle = _middle(path[-1], len(path) - 1)
+        middle = _middle(path[-1])
         path.append((first, middle) if node[1] <= middle else (middle, last))
     return path
 
 
-def _middle(node: Span, depth: int) -> int:
-    """Where the second of a node's two sums begins. An eighth's is its last leaf."""
-    if depth >= _HALVES:
-        return node[1] - 1
+def _middle(node: Span) -> int:
+    """Where the second of a node's two halves begins: a node of so many leaves is halved alike wherever it is."""
     return node[0] + (node[1] - node[0] + 1) // 2

@@ -1,6 +1,6 @@
 """What the compilers make of every kernel, and checks that read it: each returns what is wrong with the assembly.
 
-`tests/compile_kernels.py` compiles in a process of its own, a target once, from the first test on: with low
+`tests/compile_kernels.py` compiles in processes of its own, a target once, from the first test on: with a lower
 priority, while ranks of other tests wait for each other. Kernels that are broken on purpose (`tests/rma_kernels.py`)
 show that each check can fail.
 """
@@ -31,10 +31,11 @@ FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul
 # Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
 REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_owners_norm", "lamport_scatter")
 KEPT = ("lamport_all", "lamport_all_norm")  # reductions whose own part stays in registers
-OF_TWO = "lamport_narrow_of_two"
-TREES = ("tree_all", "tree_owners", "tree_scatter")  # in which a loop takes what ranks sent
-EXCHANGES = (*REDUCTIONS, *TREES, *KEPT, OF_TWO, "lamport_gather", "lamport_gather_first")
+OF_TWO = ("lamport_narrow_of_two", "tree_all", "tree_narrow")
+TREES = ("tree_owners", "tree_scatter", "tree_high")  # which take one root after the other
+EXCHANGES = (*REDUCTIONS, *TREES, *KEPT, *OF_TWO, "lamport_gather", "lamport_gather_first")
 WORLD_SIZE = 4  # of kernel_variants.py
+_PROCESSES = {"sm_90": 2}  # which has as many kernels as two others
 _LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 300.0, 20.0  # of one kernel's compilation
 
 
@@ -65,13 +66,15 @@ Kernels = dict[str, Kernel]
 class Compilation:
     """Of a target's name, its kernels by name; those of `UNTRACED` are without any call that records events.
 
-    Only those whose names match the environment's `IRIS_TEST_KERNELS`, where it is set: for tests of these.
+    Without those that are rare, unless `whole`; only those whose names match the environment's `IRIS_TEST_KERNELS`,
+    where it is set: for tests of these.
 
     Test processes that share `folder` compile for a target once. Triton's cache keeps what was compiled before, by the
     hashes of its sources and of triton.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, whole: bool) -> None:
+        self.whole = whole or ENV_KERNELS in os.environ  # whose pattern says what is wanted
         self._folder = folder
         self._processes: list[subprocess.Popen] = []
         self._pool = ThreadPoolExecutor(os.cpu_count())
@@ -101,18 +104,23 @@ class Compilation:
         if target == UNTRACED:
             name, source = "sm_90", folder / "source"
             copy_untraced(source)
-        command = [sys.executable, "-m", "tests.compile_kernels", name, str(folder), os.environ.get(ENV_KERNELS, "")]
+        pattern = os.environ.get(ENV_KERNELS, "" if self.whole else "-")
+        command = [sys.executable, "-m", "tests.compile_kernels", name, str(folder), pattern]
         # the path is for what `copy_untraced` leaves here
         environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
+        for begun in folder.glob("*.begun"):  # by processes that were ended
+            begun.unlink()
         errors = folder / "errors"
         with errors.open("w") as said:
-            process = subprocess.Popen(
-                command, cwd=source, env=environment, stdout=subprocess.PIPE, stderr=said, text=True
-            )
-            self._processes.append(process)
-            stuck = _followed(process)
-        assert not stuck, f"{target}: {stuck}"
-        assert process.returncode == 0, errors.read_text()[-4000:]
+            started = [
+                subprocess.Popen(command, cwd=source, env=environment, stdout=subprocess.PIPE, stderr=said, text=True)
+                for _ in range(_PROCESSES.get(name, 1))
+            ]
+            self._processes += started
+            with ThreadPoolExecutor(len(started)) as following:
+                stuck = list(following.map(_followed, started))
+        assert not any(stuck), f"{target}: {', '.join(stuck)}"
+        assert not any(process.returncode for process in started), errors.read_text()[-4000:]
 
     def close(self) -> None:
         """Ends what nobody waited for."""

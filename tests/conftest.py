@@ -9,7 +9,7 @@ marked `slow`, `make test-all` and `make test-gpu-all` nothing. These are marked
   rank, but for the first of a test's cases; kernels for a vendor's second architecture.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import os
 
 import pytest
@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         _mark_worlds_and_targets(items)
     _mark_all_but_some(items)
     yield  # `-m` takes what it wants
+    items.sort(key=_turn)
     if "IRIS_TEST_SHARE" in os.environ:  # "2/4": of four shares the second; see on_gpus.py
         share, cut = map(int, os.environ["IRIS_TEST_SHARE"].split("/"))
         items[:] = items[share - 1 :: cut]
@@ -49,6 +50,11 @@ def _mark_worlds_and_targets(items: list[pytest.Item]) -> None:
         seen.add(case)
         if given.get("target") in _SECOND_TARGETS:
             item.add_marker(pytest.mark.slow)
+
+
+def _turn(item: pytest.Item) -> int:
+    """The first are tests that keep one core busy for long; the last wait for kernels, which are compiled meanwhile."""
+    return -1 if item.path.name == "test_types.py" else "compiled" in item.fixturenames
 
 
 def _mark_all_but_some(items: list[pytest.Item]) -> None:
@@ -83,11 +89,14 @@ def _workers_end():
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], assembly.Kernels]]:
-    """Of a target's name, its kernels by name."""
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[assembly.Compilation]:
+    """Of a target's name, its kernels by name: in rare forms too where slow tests look at them."""
     folder = tmp_path_factory.getbasetemp()
     beside = "PYTEST_XDIST_WORKER" in os.environ  # whose folders stand in one
-    compilation = assembly.Compilation((folder.parent if beside else folder) / "compiled")
+    whole = any("compiled" in item.fixturenames and item.get_closest_marker("slow") for item in request.session.items)
+    compilation = assembly.Compilation((folder.parent if beside else folder) / "compiled", whole)
     yield compilation
     compilation.close()
 

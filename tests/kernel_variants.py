@@ -16,7 +16,7 @@ from iris.tracing import clock_offset_kernel
 from iris_ops.fp8 import lamport_stream, skinny_stream, tile_matmul, weight_stream
 from iris_ops.fp8.scaled_matmul import round_rows_kernel
 from iris_ops.kernels.gather_matmul import gather_matmul_kernel
-from iris_ops.kernels.hopper import lamport_pair, lamport_two_shot, tree_pair
+from iris_ops.kernels.hopper import lamport_pair, lamport_two_shot
 from iris_ops.kernels.hopper.gather_matmul import hopper_gather_matmul_kernel
 from iris_ops.kernels.hopper.matmul_gather import hopper_matmul_gather_kernel
 from iris_ops.kernels.hopper.matmul_reduce import hopper_matmul_reduce_kernel
@@ -30,14 +30,14 @@ from iris_ops.kernels.rmsnorm_epilogue import first_half_kernel
 from iris_ops.kernels.tree_matmul import tree_matmul_kernel
 from iris_ops.local import gating, skinny_matmul
 from iris_ops.local.decode_attention import pipeline_of, stretch_kernel, weigh_kernel
-from iris_ops.planning.candidates import fitting, tree_stages
+from iris_ops.planning.candidates import fitting, tree_tiles
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.tile_model import FP8_TILES
 from iris_ops.with_torch import copy_gather
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
-from benchmarks.rma_kernels import block_words, move_kernel
+from benchmarks.cases.rma_kernels import block_words, move_kernel
 from benchmarks.tiles import move_tiles_kernel
 from examples import (
     expert_mixture,
@@ -55,6 +55,27 @@ WORLD_SIZE = 4
 MACHINES = {90: "NVIDIA H200", 100: "NVIDIA H200", "gfx942": "AMD Instinct MI300X", "gfx950": "AMD Instinct MI350X"}
 # By what follows the product: block_m, block_k, warps.
 LAMPORT = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 4), "gather": (32, 256, 4)}
+# Forms that `make test` leaves to `make test-all`. Another form of the same kernel, which it has, differs in that way.
+RARE = {
+    "": """
+    matmul_all_gather_folded lamport_owners_folded lamport_gather_first_folded all_reduce_hopper_folded tree_pair_folded
+    skinny_matmul_gated_64_folded all_reduce_hopper_128_fp8 reduce_scatter_hopper_256_fp8
+    traced_matmul_all_gather_tma traced_all_gather_matmul_rows_tma traced_lamport_gather_first
+    traced_all_reduce_hopper_256 traced_matmul_all_gather_hopper_128 traced_lamport_fp8_8_3
+    lamport_fp8_8_1 lamport_fp8_16_2 lamport_fp8_16_3 skinny_fp8_8_1 skinny_fp8_16_2 skinny_fp8_16_3
+    fp8_tiles_32_128 fp8_tiles_64_64 fp8_tiles_128_64 fp8_tiles_128_128 lamport_rounded_128
+    skinny_matmul_32 skinny_matmul_32_norm skinny_matmul_64 skinny_matmul_64_norm skinny_matmul_64_narrow
+    skinny_matmul_gated skinny_matmul_gated_norm skinny_matmul_gated_32_norm skinny_matmul_gated_64
+    moe_gate_up_few_pointers moe_gate_up_one moe_gate_up_large moe_down_sorted moe_down_large_pointers
+    moe_lamport_down_one moe_lamport_down_sorted moe_lamport_token moe_lamport_combine_owners
+    example_matmul_two_shot example_matmul_scatter example_ring
+    """,
+    "cuda": "reduce_scatter_pointers matmul_all_gather_pointers all_gather_matmul_rows_pointers",
+    "hip": """
+    ccl_flags_two_shot_bytes ccl_flags_gather_bytes ccl_flags_exchange_bytes ccl_messages_ragged gluon_tiles
+    ccl_lamport_one_shot_of_two ccl_lamport_scatter_of_two tile_reduce_two_shot
+    """,
+}
 TRACED = {
     90: (
         "all_reduce_tma",
@@ -73,6 +94,10 @@ TRACED = {
     "gfx942": ("all_reduce_pointers",),
     "gfx950": ("all_reduce_pointers",),
 }
+
+
+def is_rare(name: str, target: GPUTarget) -> bool:
+    return name in f"{RARE['']} {RARE[target.backend]}".split()
 
 
 def variants(target: GPUTarget):
@@ -119,15 +144,22 @@ def variants(target: GPUTarget):
     options = dict(num_warps=4, num_stages=few_stages.get((64, 32, 128, 4), 2))
     of_two = {**few, **narrow, **no_scales, **no_norm, "WORLD_SIZE": 2}
     yield "lamport_narrow_of_two", lamport_matmul_kernel, options, of_two
-    tree = {name: value for name, value in few.items() if name != "BLOCK_K"} | dict(BY_COLS=False, BLOCK_K=128)
-    for exchange, m, n, warps in (("all", 16, 64, 4), ("owners", 64, 128, 8), ("scatter", 64, 64, 4)):
-        constants = dict(
-            BLOCK_M=m, BLOCK_N=n, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter", PAIR=exchange == "all"
-        )
-        blocks = 1 + (cuda and exchange == "owners")
-        constants |= dict(LEAF_BLOCKS=blocks, LEAF_PLACES=3, ROOT_PLACES=2)  # of two ranks' halves of K
-        stages = tree_stages(machine, m, n, 128 * 2 * blocks)
-        yield f"tree_{exchange}", tree_matmul_kernel, dict(num_warps=warps, num_stages=stages), tree | constants
+    # of sums that are the same on any number of ranks: of two ranks, and of three
+    two = dict(OWN=4, OWN_ROOTS="0,1,0,2", JOINS="0,1", SOURCES="0,1", PAIR=True, WORLD_SIZE=2)
+    three = dict(OWN=3, OWN_ROOTS="0,1;0", JOINS="0,0,1,0,1,2", SOURCES="0,0,1,1,2,2", PAIR=False)
+    tree_stages = {tuple(tile): stages for *tile, stages in tree_tiles(256, 2, machine)}
+    for name, exchange, tile, ranks in (
+        ("all", "all", (16, 64, 256, 4), two),
+        ("narrow", "all", (64, 32, 128, 4), two),
+        ("owners", "owners", (64, 64, 128, 4), three),
+        ("scatter", "scatter", (64, 64, 128, 8), three),
+        ("high", "all", (128, 128, 64, 8), three),
+    ):
+        m, n, k, warps = tile
+        constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter")
+        constants |= dict(BY_COLS=False, ONE_TILE=exchange == "all" and m < 128, **ranks)
+        options = dict(num_warps=warps, num_stages=tree_stages.get(tile, 2))
+        yield f"tree_{name}", tree_matmul_kernel, options, few | constants
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
     gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
     yield "lamport_gather_first", lamport_gather_matmul_kernel, gathering, {**few, **flags}
@@ -250,7 +282,7 @@ def hopper_variants():
         yield f"all_gather_matmul_hopper_{n}", hopper_gather_matmul_kernel, options, known | choice
         choice = dict(HAS_BIAS=n == 128, SHARED=n == 256)
         yield f"matmul_all_gather_hopper_{n}", hopper_matmul_gather_kernel, options, known | choice
-    swapped = known | dict(WORLD_SIZE=2, PLACES=lamport_pair.PLACES, HAS_BIAS=True)
+    swapped = known | dict(WORLD_SIZE=2, PLACES=lamport_pair.PLACES, HAS_BIAS=True, first_leaf=None, blocks=None)
     yield "lamport_pair_128", lamport_pair.lamport_pair_kernel, options, swapped | no_scales
     yield "lamport_pair_folded", lamport_pair.lamport_pair_kernel, options, swapped | no_scales | dict(FOLDED=True)
     eight = swapped | dict(BLOCK_K=128, B_TRANSPOSED=True, **layouts(128, 128, 1))
@@ -268,14 +300,16 @@ def hopper_variants():
     )
     scattered = {key: value for key, value in swapped.items() if key != "GROUP_M"} | no_scales
     yield "lamport_pair_scatter_128", lamport_pair.lamport_pair_scatter_kernel, options, scattered
+    for name, kernel, warps, constants in (  # of sums that are the same on any number of ranks
+        ("128", lamport_pair.lamport_pair_kernel, MMA_WARPS, swapped | no_scales),
+        ("64", lamport_pair.lamport_pair_kernel, 4, one_group),
+        ("scatter_128", lamport_pair.lamport_pair_scatter_kernel, MMA_WARPS, scattered),
+    ):
+        leaves = {key: value for key, value in constants.items() if key not in ("first_leaf", "blocks")}
+        yield f"lamport_pair_leaves_{name}", kernel, dict(num_warps=warps), leaves | dict(LEAVES=4)
     example = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, WORLD_SIZE=WORLD_SIZE, **layouts(128, 128))
     example |= dict(STAGES=tile_all_reduce_hopper.STAGES, PLACES=tile_all_reduce_hopper.PLACES)
     yield "example_matmul_hopper", tile_all_reduce_hopper.tile_matmul_hopper_kernel, options, example
-    sums = {key: value for key, value in swapped.items() if key != "PLACES"} | dict(STAGES=3, LEAF_STEPS=4)
-    yield "tree_pair_128", tree_pair.tree_pair_kernel, options, sums
-    yield "tree_pair_folded", tree_pair.tree_pair_kernel, options, sums | dict(FOLDED=True, B_TRANSPOSED=True)
-    low = sums | dict(BLOCK_M=64, STAGES=6, **layouts(64, 128, warps=4))
-    yield "tree_pair_64", tree_pair.tree_pair_kernel, dict(num_warps=4), low
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
     words |= lamport_two_shot.layouts(128, 128, WORLD_SIZE)
     yield "lamport_two_shot", lamport_two_shot.lamport_two_shot_kernel, options, words | no_scales

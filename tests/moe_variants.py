@@ -26,14 +26,15 @@ PRODUCTS = {
     "moe_gate_up_turns": (8, 16, 128, "turns", False),
     "moe_gate_up_sorted": (4096, 64, 128, "halves", True),
     "moe_gate_up_large": (4096, 128, 256, "turns", False),
-    "moe_down_sorted": (4096, 32, 128, None, True),
+    "moe_gate_up_halves": (4096, 128, 256, "halves", True),
+    "moe_down_sorted": (4096, 64, 128, None, True),
     "moe_down_large": (4096, 128, 256, None, False),
 }
 # name: tokens, rows and columns of a tile, ranks.
 HOPS = {
     "moe_lamport_down_one": (1, 16, 64, 2),
     "moe_lamport_down_few": (8, 16, 64, 2),
-    "moe_lamport_down_sorted": (64, 32, 128, 4),
+    "moe_lamport_down_sorted": (64, 64, 128, 4),
 }
 
 
@@ -53,14 +54,11 @@ def moe_variants(target: GPUTarget, machine: Machine, world_size: int) -> Iterat
             BLOCK_N=cols // 2 if gate else cols,
         )  # fmt: skip
         yield name, moe_matmul_kernel, options, constants
-        if name == "moe_down_sorted":
-            stages = options["num_stages"] - (not cuda)  # turns keep more in shared memory, and AMD has 64 KiB
-            yield "moe_down_in_turn", moe_matmul_kernel, {**options, "num_stages": stages}, {**constants, "TURNS": 4}
         if cuda and name in ("moe_gate_up_few", "moe_down_large"):
             yield f"{name}_pointers", moe_matmul_kernel, options, {**constants, "TMA_B": False}
     for name, (tokens, rows, cols, ranks) in HOPS.items():
         options, constants = _product(machine, tokens, rows, cols, None, True, cuda)
-        constants.pop("TOGETHER"), constants.pop("TURNS")
+        constants.pop("TOGETHER")
         constants |= dict(WORLD_SIZE=ranks, TOP_K=8, HAS_SHARED=True, ONE_TILE=ranks == 2, BLOCK_T=16, stride_sn=1)
         yield name, moe_lamport_down_kernel, options, constants
     for name, transposed, choices, cols, depth in (("", True, 8, 16, 64), ("_columns", False, 4, 32, 64)):
@@ -88,7 +86,7 @@ def _product(
     constants = dict(
         SORTED=tokens > 8, SEARCHED=128 if tokens > 8 else 64 if tokens > 1 else 1, HAS_BIAS=gate != "halves",
         TMA_B=cuda,
-        TURNS=1, TOGETHER=gate == "halves" and rows < 64 and cols < 128,
+        TOGETHER=gate == "halves" and (cols < 128 if rows < 64 else transposed and cuda),
         B_TRANSPOSED=transposed, BLOCK_M=rows, BLOCK_N=cols,
         BLOCK_K=config.block_k, stride_ak=1, stride_on=1,
         WORLD_SIZE=2, WAITER=14,

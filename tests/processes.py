@@ -40,9 +40,8 @@ def forkserver() -> Any:
     context = mp.get_context(os.environ.get(ENV_START, "forkserver"))
     if context.get_start_method() != "forkserver":
         return context
-    models = ["transformers.models.llama.modeling_llama"] if "tests.layers" in sys.modules else []  # takes seconds
-    # `torch.testing` asks of all that it compares whether it is a DTensor
-    context.set_forkserver_preload(["tests.harness", "iris.device", "torch.distributed.tensor", *models])
+    models = ["tests.layers.preloaded"] if "tests.layers" in sys.modules else []  # takes seconds
+    context.set_forkserver_preload(["tests.preloaded", *models])
     return context
 
 

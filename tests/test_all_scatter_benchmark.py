@@ -12,7 +12,8 @@ sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are 
 
 from iris_tp.bench.team import Team  # noqa: E402
 
-from benchmarks import all_scatter, all_scatter_plots  # noqa: E402
+from benchmarks import all_scatter  # noqa: E402
+from benchmarks.plots import all_scatter_plots  # noqa: E402
 from tests.harness import run_ranks  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 

@@ -8,7 +8,9 @@ from layers.serving.engine import Engine
 import pytest
 import torch
 
-from benchmarks import engines, llm, mixtures, plot_llm, truth  # noqa: E402
+from benchmarks import llm  # noqa: E402
+from benchmarks.cases import engines, mixtures, truth  # noqa: E402
+from benchmarks.plots import llm_plots  # noqa: E402
 from tests.processes import run_benchmark
 from tests.test_benchmarks import alone  # noqa: F401  (a fixture)
 
@@ -28,7 +30,7 @@ def test_every_contender_from_end_to_end(tmp_path):
         assert result["errors"].keys() == {"prompt, eager", "step, eager"}
         assert 0 < max(result["errors"].values()) <= row["limit"] < 1e-5
     assert "| 2 x 3" in printed and "left out" not in printed
-    picture = plot_llm.draw(tmp_path / "tiny.json", tmp_path)[0].read_text()
+    picture = llm_plots.draw(tmp_path / "tiny.json", tmp_path)[0].read_text()
     assert "transformers" in picture and "first token" in picture
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import json
 import math
 from pathlib import Path
-import subprocess
 import sys
 from xml.etree import ElementTree
 
@@ -21,19 +20,13 @@ from iris_tp.bench.inputs import Inputs  # noqa: E402
 from iris_tp.bench.rows import Row  # noqa: E402
 from iris_tp.bench.team import Team, describe  # noqa: E402
 
-from benchmarks import (  # noqa: E402
-    ccl,
-    ccl_case,
-    ccl_rivals,
-    ops,
-    plots,
-    rivals,
-    shapes,
-    step,
-    step_plot,
-    table,
-)
-from benchmarks.report import command  # noqa: E402
+from benchmarks import ccl, ops  # noqa: E402
+from benchmarks.cases import ccl_case, ccl_rivals  # noqa: E402
+from benchmarks.measuring import shapes  # noqa: E402
+from benchmarks.measuring.report import command  # noqa: E402
+from benchmarks.plots import ops_plots, step_plots  # noqa: E402
+from benchmarks.rivals.contender import GEMM, OURS, RIVAL, Contender  # noqa: E402
+from benchmarks.tables import ops_table, step_table  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 
 # Four H200s: product alone, then the floor with its collective, µs.
@@ -143,7 +136,7 @@ def report() -> dict:
 
 
 def test_table_shows_ratios_failures_and_means():
-    text = table.render(report(), ["graph", "eager"])
+    text = ops_table.render(report(), ["graph", "eager"])
     assert "4 x GPU, bfloat16, 2026-01-01; torch 2" in text
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert cells[0] == ["M, N, K", "GEMM", "floor", "ours", "ours / floor", "rival"]
@@ -201,7 +194,7 @@ def test_check_accepts_the_product_and_refuses_less(alone):
 
 def test_wrong_and_failing_contenders_are_named_and_not_timed(alone):
     prepared = {"right": right, "wrong": lacks_a_block_of_k, "absent": raises}
-    found = [rivals.Contender(name, rivals.RIVAL, {"ar": prepare}) for name, prepare in prepared.items()]
+    found = [Contender(name, RIVAL, {"ar": prepare}) for name, prepare in prepared.items()]
     args = argparse.Namespace(modes=["eager"], quick=True)
     measured = ops.run_row(Row("ar", 32, 32, 512), alone, found, torch.bfloat16, args)
     results = {result["name"]: result for result in measured["results"]}
@@ -217,8 +210,8 @@ def leaves_a_replay_undone(call, calls, inputs):
 
 def test_a_wrong_replay_leaves_no_figure_anywhere(alone, monkeypatch):
     monkeypatch.setattr(timing, "graph_batch", leaves_a_replay_undone)
-    kinds = {"ours": rivals.OURS, "rival": rivals.RIVAL, "alone": rivals.GEMM}
-    found = [rivals.Contender(name, kind, {"ar": right}) for name, kind in kinds.items()]
+    kinds = {"ours": OURS, "rival": RIVAL, "alone": GEMM}
+    found = [Contender(name, kind, {"ar": right}) for name, kind in kinds.items()]
     args = argparse.Namespace(modes=["eager", "graph"], quick=True)
     measured = ops.run_row(Row("ar", 32, 32, 512), alone, found, torch.bfloat16, args)
     assert measured["gemm_us"] is measured["floor_us"] is None
@@ -240,9 +233,7 @@ def refuses(call, calls, inputs):
 def test_where_nothing_can_be_captured_that_is_told(alone, monkeypatch):
     monkeypatch.setattr(timing, "graph_batch", refuses)
     args = argparse.Namespace(modes=["graph"], quick=True)
-    measured = ops.run_row(
-        Row("ar", 32, 32, 512), alone, [rivals.Contender("a", rivals.RIVAL, {"ar": right})], torch.bfloat16, args
-    )
+    measured = ops.run_row(Row("ar", 32, 32, 512), alone, [Contender("a", RIVAL, {"ar": right})], torch.bfloat16, args)
     row = {"results": []}
     case = ccl_case.Case("all_gather", 2048, alone, torch.float32)
     ccl.measure(case, [ccl_rivals.torch_distributed(alone)], row, args)
@@ -264,10 +255,8 @@ def test_contenders_take_turns_in_every_order(alone):
 
 
 def test_end_to_end_on_two_cpu_ranks(tmp_path):
-    line = [sys.executable, "-m", "benchmarks.ops", "--device", "cpu", "--ranks", "2", "--rows", "16,48,32"]
-    line += ["--vary", "block_m=16,48;num_programs=1"]
-    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--rows", "16,48,32", "--vary", "block_m=16,48;num_programs=1", "--out", str(tmp_path)]
+    printed = run_benchmark("ops", 2, *options)
     report = json.loads((tmp_path / "ops_cpu_x2.json").read_text())
     assert [row["op"] for row in report["rows"]] == list(shapes.CALLS)
     for row in report["rows"]:
@@ -279,7 +268,7 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
         assert changed["eager_us"] > 0 and changed["plan"]["block_m"] == changed["plan"]["num_programs"] << 4
         assert refused["status"] == "n/a" and "block_m is 48; expected a power of two" in refused["notes"][0]
     assert str(tmp_path) not in json.dumps(report)
-    assert table.render(report, ["eager"]) in done.stdout.replace("\r", "")
+    assert ops_table.render(report, ["eager"]) in printed.replace("\r", "")
 
 
 def test_what_there_was_no_time_for_is_told(tmp_path):
@@ -287,7 +276,7 @@ def test_what_there_was_no_time_for_is_told(tmp_path):
     report = json.loads((tmp_path / "ops_cpu_x1.json").read_text())
     assert [row["op"] for row in report["rows"]] == ["ar"]
     told = "Left out for want of time: rs 16, 48, 32; ag 16, 48, 32; ga 16, 48, 32."
-    assert table.render(report, ["eager"]).endswith(told)
+    assert ops_table.render(report, ["eager"]).endswith(told)
 
 
 @pytest.mark.slow
@@ -322,16 +311,16 @@ def test_the_kernels_of_a_step_beside_torch_s(tmp_path):
     for row in written["rows"]:
         assert {"ours", "torch"} <= row["us"].keys() and not row["failed"] and not row["wrong"]
         assert 0 < max(row["errors"].values()) < 0.01 and row["moved_bytes"] > 0
-    assert "torch, filled part" in printed and step.render(written) in printed
-    (picture,) = step_plot.draw(tmp_path / "step_cpu_x1.json", tmp_path)
+    assert "torch, filled part" in printed and step_table.render(written) in printed
+    (picture,) = step_plots.draw(tmp_path / "step_cpu_x1.json", tmp_path)
     assert "torch, filled part" in picture.read_text()
 
 
 def test_pictures_show_every_contender_and_stay_the_same(tmp_path):
     measured = ROOT / "benchmarks" / "results" / "ops_h200_x4.json"
-    written = plots.draw(measured, tmp_path / "one")
+    written = ops_plots.draw(measured, tmp_path / "one")
     assert [path.stem.rpartition("_")[2] for path in written] == [*shapes.CALLS, "rows"]
-    again = plots.draw(measured, tmp_path / "two")
+    again = ops_plots.draw(measured, tmp_path / "two")
     report = json.loads(measured.read_text())
     for path, other in zip(written, again, strict=True):
         assert path.read_bytes() == other.read_bytes()
@@ -348,7 +337,7 @@ def test_pictures_of_what_was_not_measured_are_left_out(tmp_path):
     report = json.loads((ROOT / "benchmarks" / "results" / "ops_h200_x4.json").read_text())
     report["rows"] = [row for row in report["rows"] if row["op"] == "rs"]
     (tmp_path / "some.json").write_text(json.dumps(report))
-    assert [path.name for path in plots.draw(tmp_path / "some.json", tmp_path)] == ["some_rs.svg"]
+    assert [path.name for path in ops_plots.draw(tmp_path / "some.json", tmp_path)] == ["some_rs.svg"]
 
 
 def test_a_chain_of_ops_on_two_cpu_ranks(tmp_path):

@@ -22,7 +22,7 @@ from iris_tp.bench.team import launch
 import pytest
 import torch
 
-from tests.processes import ROOT, python_path, run_fresh
+from tests.processes import ROOT, patient, python_path, run_fresh
 
 
 def run(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
@@ -30,7 +30,7 @@ def run(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
     env["PYTHONPATH"] = python_path()
     return subprocess.run(
         [sys.executable, "-m", "iris_tp", *arguments],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        cwd=folder, env=env, capture_output=True, text=True, timeout=patient(120), stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from tests.assembly import (
     unfenced_loads,
     unordered_releases,
 )
-from tests.processes import ROOT, python_path
+from tests.processes import ROOT, patient, python_path
 
 pytestmark = pytest.mark.compile
 
@@ -84,7 +84,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         kernel
         for kernel in compiled(target).values()
         if re.search(
-            "^(traced_)?lamport_(?!pair|two_shot)|^tree_(?!pair)|step_|skinny_|fp8_tiles|^gate$|^first_half$|^round_rows$|^moe_",
+            "^(traced_)?lamport_(?!pair|two_shot)|^tree_|step_|skinny_|fp8_tiles|^gate$|^first_half$|^round_rows$|^moe_",
             kernel.name,
         )
     ]
@@ -134,7 +134,7 @@ def test_kernels_for_gpus_before_hopper_neither_wait_nor_lead() -> None:
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
     line = [sys.executable, "-c", compiling]
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(300))
     assert done.stdout.split() == ["1", "0"] * 2, done.stderr[-4000:]
 
 
@@ -184,7 +184,7 @@ def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
         assert step.count(r"cp\.async\.c[ag]\.shared\.global.*0x10"), "keys and values are under way ahead of products"
     products = re.compile(r"skinny_matmul(_gated)?(_\d+)?(_narrow)?(_norm|_folded)?$")
     products = [kernel for name, kernel in compiled(target).items() if products.match(name)]
-    assert len(products) == 16
+    assert len(products) == (16 if compiled.whole else 6)
     for step in products:
         many = "_64" in step.name
         assert step.count(product), step.name
@@ -208,7 +208,7 @@ def test_ptx_exchanges_lamport_values_without_fence_or_flag(compiled, target: st
     """Lamport values go out written through and are read as volatile, 16 bytes at a time; no release to a peer."""
     for name in EXCHANGES:
         kernel = compiled(target)[name]
-        others = 1 if name == OF_TWO else WORLD_SIZE - 1
+        others = 1 if name in OF_TWO else WORLD_SIZE - 1
         peers = (
             WORLD_SIZE if name in REDUCTIONS + TREES else others
         )  # where all sum the same, its own words too, or kept

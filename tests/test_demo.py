@@ -12,6 +12,8 @@ from iris_tp import demo, smollm2
 import pytest
 import torch
 
+from tests.processes import patient
+
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[1]
@@ -123,7 +125,7 @@ def test_demo_matches_the_unsplit_model(cache: Path) -> None:
         env={**os.environ, "XDG_CACHE_HOME": str(cache.parent)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patient(300),
     )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()

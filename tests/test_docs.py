@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import io
 import itertools
+import json
 from pathlib import Path
 import re
 import runpy
@@ -25,7 +26,9 @@ from iris_tp import cli
 import pytest
 import yaml
 
-from benchmarks import pages
+from benchmarks import report
+from benchmarks.measuring.report import RESULTS, headline
+from benchmarks.tables import pages
 from tests.harness import run_ranks
 from tests.processes import ROOT, patient
 
@@ -180,6 +183,22 @@ def test_tables_are_those_of_the_results() -> None:
     assert len(found) > len(KERNELS)
     for path, page, new in found:
         assert page == new, f"{path}: run `python -m benchmarks.report` and commit it"
+
+
+def test_plots_are_of_the_results_as_they_stand() -> None:
+    """Each is signed with date, commit and versions of its result; and none lies there that no page shows."""
+    plots = {path.name: path for path in (DOCS / "plots").glob("*.svg")}
+    assert plots.keys() == report.shown()
+    results = {path.stem: path for path in RESULTS.glob("*.json")}
+    signed = 0
+    for name, path in plots.items():
+        of = max((stem for stem in results if name.startswith(stem)), key=len, default=None)
+        if of is not None:  # timelines are named by their rows
+            line = headline(json.loads(results[of].read_text()))
+            drawn = html.unescape(" ".join(re.sub(r"<[^>]*>", " ", path.read_text()).split()))
+            assert line in drawn, f"{name}: run `python -m benchmarks.report --plots` and commit it"
+            signed += 1
+    assert signed >= 10
 
 
 # --- built -----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,12 @@ EXAMPLES = sorted(p.stem for p in (ROOT / "examples").glob("[a-z]*.py") if p.ste
 
 def run(*command: str, timeout: float = 240) -> str:
     result = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patient(timeout),
+        stdin=subprocess.DEVNULL,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr
@@ -110,7 +115,7 @@ def test_device_mesh_over_two_hosts() -> None:
         for host in range(2)
     ]
     try:
-        printed = [host.communicate(timeout=120)[0] for host in hosts]
+        printed = [host.communicate(timeout=patient(120))[0] for host in hosts]
     finally:
         for host in hosts:
             host.kill()

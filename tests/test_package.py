@@ -58,7 +58,10 @@ def test_wheel_and_sdist_pass_the_index_s_checks(dist: Path) -> None:
     files = sorted(map(str, dist.iterdir()))
     assert len(files) == 2
     checked = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "twine", "check", "--strict", *files],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 

@@ -11,7 +11,10 @@ from iris_ops.problem import problem_asked
 import pytest
 import torch
 
-from benchmarks import again, ccl, docs_tables, freshness, llm, marks, norms, ops, pages, report, rma
+from benchmarks import again, ccl, llm, norms, ops, rma
+from benchmarks.measuring import freshness, report
+from benchmarks.report import main
+from benchmarks.tables import docs_tables, marks, pages
 
 KERNELS = "iris_ops/kernels"
 
@@ -116,7 +119,7 @@ def test_a_table_without_a_place_is_told() -> None:
 
 def test_a_rival_that_is_newly_ahead_is_in_the_table_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docs_tables, "_REASONS", {})
-    assert docs_tables.UNEXPLAINED in docs_tables.lost()
+    assert docs_tables.UNEXPLAINED in docs_tables.lost(now=True)
 
 
 @pytest.mark.parametrize("step", again.STEPS, ids=lambda step: step.key)
@@ -128,3 +131,9 @@ def test_every_step_of_measuring_anew_is_a_command(step: again.Step, tmp_path: P
         options[options.index("--modes") + 1] = "eager"  # for CPUs have no graphs
     args = parsers[line[2].partition(".")[2]].parse(options)
     assert args.ranks == 2 and args.out == tmp_path and args.name.endswith("h100_x2")
+
+
+def test_what_has_no_table_is_told(tmp_path: Path) -> None:
+    (tmp_path / "soak.json").write_text('{"benchmark": "soak"}')
+    with pytest.raises(SystemExit, match="benchmark is soak; expected one of ops, "):
+        main([str(tmp_path / "soak.json")])

@@ -14,28 +14,17 @@ from iris_tp.bench.team import Team
 import pytest
 import torch
 
-from benchmarks import (
-    again,
-    ccl,
-    ccl_case,
-    ccl_installed,
-    ccl_rivals,
-    norms,
-    ops,
-    rivals,
-    rivals_flashinfer,
-    rivals_kraken,
-    rivals_nccl,
-    rivals_vllm,
-    vllm_engine,
-)
+from benchmarks import again, ccl, norms, ops
+from benchmarks.cases import ccl_case, ccl_installed, ccl_rivals, vllm_engine
+from benchmarks.rivals import of_flashinfer, of_kraken, of_nccl, of_vllm
+from benchmarks.rivals.contender import RIVAL, Contender, installed
 from tests.test_benchmarks import alone  # noqa: F401  (a fixture)
 
 ROWS = [Row("ar", 16, 64, 32), Row("ag", 16, 64, 32)]
 GPUS = Team(1, 2, torch.device("cuda"))  # nothing of it is touched until a contender gets ready
 
 
-@pytest.mark.parametrize("others", [rivals_vllm, rivals_flashinfer, rivals_kraken])
+@pytest.mark.parametrize("others", [of_vllm, of_flashinfer, of_kraken])
 def test_what_is_not_installed_is_no_contender_and_told(others, capsys: pytest.CaptureFixture) -> None:
     first = replace(GPUS, rank=0)
     assert others.contenders(first, ROWS, torch.bfloat16) == []
@@ -44,28 +33,28 @@ def test_what_is_not_installed_is_no_contender_and_told(others, capsys: pytest.C
 
 def test_what_the_environment_names_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     first = replace(GPUS, rank=0)
-    assert rivals.installed(first, "torch", "Torch")
+    assert installed(first, "torch", "Torch")
     monkeypatch.setenv("IRIS_WITHOUT", "vllm,torch")
-    assert not rivals.installed(first, "torch", "Torch")
+    assert not installed(first, "torch", "Torch")
     assert "without Torch: IRIS_WITHOUT names it" in capsys.readouterr().out
 
 
 def test_rows_are_those_that_a_rival_would_take_itself() -> None:
     bf16, mib = torch.bfloat16, 1 << 20
-    assert rivals_vllm.serves(8 * mib - 16, 2, bf16) and not rivals_vllm.serves(8 * mib, 2, bf16)
-    assert not rivals_vllm.serves(1024, 3, bf16) and not rivals_vllm.serves(1000, 2, bf16)
-    assert rivals_flashinfer.serves(True, 1, 8192, 2, bf16) and not rivals_flashinfer.serves(False, 2, 8192, 2, bf16)
-    assert not rivals_flashinfer.serves(True, 2048, 8192, 2, bf16)  # 32 MiB
-    assert rivals_flashinfer.serves(False, 4096, 8192, 2, bf16)
-    assert not rivals_flashinfer.serves(True, 1, 8192, 2, torch.float32)
-    (symmetric,) = rivals_nccl.contenders(GPUS, ROWS, bf16)
+    assert of_vllm.serves(8 * mib - 16, 2, bf16) and not of_vllm.serves(8 * mib, 2, bf16)
+    assert not of_vllm.serves(1024, 3, bf16) and not of_vllm.serves(1000, 2, bf16)
+    assert of_flashinfer.serves(True, 1, 8192, 2, bf16) and not of_flashinfer.serves(False, 2, 8192, 2, bf16)
+    assert not of_flashinfer.serves(True, 2048, 8192, 2, bf16)  # 32 MiB
+    assert of_flashinfer.serves(False, 4096, 8192, 2, bf16)
+    assert not of_flashinfer.serves(True, 1, 8192, 2, torch.float32)
+    (symmetric,) = of_nccl.contenders(GPUS, ROWS, bf16)
     assert symmetric.takes(Row("rs", 16, 64, 32), 2, bf16) and not symmetric.takes(Row("rs", 15, 64, 32), 2, bf16)
 
 
 @pytest.mark.parametrize("elements, world", [(1024, 2), (1 << 20, 4), (12 << 10, 2), (128 << 20, 2)])
 def test_a_message_is_a_matrix_with_more_rows_than_ranks(elements: int, world: int) -> None:
     rows, columns = ccl_installed.as_matrix(elements, world)
-    assert rows * columns == elements and rows > world and columns % 8 == 0 and columns <= rivals_flashinfer.HIDDEN
+    assert rows * columns == elements and rows > world and columns % 8 == 0 and columns <= of_flashinfer.HIDDEN
 
 
 def test_a_graph_is_made_in_the_contender_s_own_context(alone, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -87,7 +76,7 @@ def test_a_graph_is_made_in_the_contender_s_own_context(alone, monkeypatch: pyte
 
     monkeypatch.setattr(timing, "graph_batch", captured)
     args = argparse.Namespace(modes=["graph"], quick=True)
-    found = [rivals.Contender("a", rivals.RIVAL, {"ar": right}, capture=capturing)]
+    found = [Contender("a", RIVAL, {"ar": right}, capture=capturing)]
     measured = ops.run_row(Row("ar", 8, 32, 64), alone, found, torch.bfloat16, args)
     row: dict = {"results": []}
     contender = replace(ccl_rivals.torch_distributed(alone), capture=capturing)
@@ -127,7 +116,7 @@ def leaves_the_residual(inputs):
 
 def test_norms_that_are_wrong_are_named_and_not_timed(alone) -> None:  # noqa: F811
     prepared = {"right": norms._with_torch, "a": without_residual, "b": without_weight, "c": leaves_the_residual}
-    found = [rivals.Contender(name, rivals.RIVAL, {"ar": prepare}) for name, prepare in prepared.items()]
+    found = [Contender(name, RIVAL, {"ar": prepare}) for name, prepare in prepared.items()]
     args = argparse.Namespace(modes=["eager"], quick=True)
     measured = ops.run_row(Row("ar", 5, 128, 64), alone, found, torch.bfloat16, args, norms.NormInputs)
     status = {result["name"]: result["status"] for result in measured["results"]}

@@ -11,8 +11,10 @@ sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are 
 
 from iris_tp.bench.team import Team  # noqa: E402
 
-from benchmarks import rma, rma_plots, rma_table  # noqa: E402
+from benchmarks import rma  # noqa: E402
+from benchmarks.plots import rma_plots  # noqa: E402
 from benchmarks.rma import Case  # noqa: E402
+from benchmarks.tables import rma_table  # noqa: E402
 from tests.harness import run_ranks  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 

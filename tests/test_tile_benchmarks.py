@@ -9,7 +9,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks are run from the checkout
 
-from benchmarks import contenders, rooted, tiles  # noqa: E402
+from benchmarks import rooted, tiles  # noqa: E402
+from benchmarks.cases import contenders  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 
 ALONE = SimpleNamespace(call_us=5.0)

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
-from benchmarks import timeline, timeline_plot  # noqa: E402
+from benchmarks import timeline  # noqa: E402
+from benchmarks.plots import timeline_plots  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 
 NAMES = {6: "wait", 7: "product", 8: "push", 9: "sum"}
@@ -54,7 +55,7 @@ def test_the_picture_shows_ranks_shares_and_the_link(tmp_path):
     report = {"world": 2, "gpu": "GPU", "dtype": "bfloat16", "date": "2026-01-01", "versions": {"torch": "2"}}
     files = [tmp_path / "one.svg", tmp_path / "two.svg"]
     for file in files:
-        timeline_plot.draw(report, row, ranks, file)
+        timeline_plots.draw(report, row, ranks, file)
     assert files[0].read_bytes() == files[1].read_bytes()
     shown = "".join(ElementTree.parse(files[0]).getroot().itertext())
     for text in (
@@ -81,13 +82,13 @@ def test_end_to_end_on_two_cpu_ranks(tmp_path):
     for number, row in enumerate(rows):
         assert row["dropped"] == 0 and row["events"] > 4 and row["plain_us"] > 0 < row["traced_us"]
         kinds = {name: int(kind) for kind, name in row["names"].items()}
-        ranks = timeline.events_in(trace, number, 2, kinds)
+        ranks = timeline_plots.events_in(trace, number, 2, kinds)
         assert sum(map(len, ranks)) == row["events"]
         span = max(events["end"].max() for events in ranks) - min(events["begin"].min() for events in ranks)
         assert span / 1e3 == pytest.approx(row["span_us"], rel=0.01)
         for found in row["shares"]:
             assert sum(found.values()) == pytest.approx(1, abs=0.01) and found["product"] > 0 < found["push"]
-    pictures = timeline_plot.draw_all(tmp_path / "timeline_cpu_x2.json", tmp_path)
+    pictures = timeline_plots.draw_all(tmp_path / "timeline_cpu_x2.json", tmp_path)
     assert [picture.name for picture in pictures] == [f"timeline_{op}_32x32x32_cpu_x2.svg" for op in ("rs", "ga")]
     assert "rank 1" in pictures[0].read_text()
 

@@ -8,7 +8,8 @@ import textwrap
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.processes import ROOT, patient
+
 PACKAGES = ("iris", "iris_ops", "iris_tp", "layers")
 # Triton reads annotations of what it compiles as its own, and what stands in for parts of its interpreter is called by
 # it alone.
@@ -101,21 +102,34 @@ WRONG = """
 """
 
 
+def mypy(*arguments: str) -> subprocess.CompletedProcess:
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(300))
+
+
+@pytest.fixture(scope="module")
+def of_packages() -> subprocess.CompletedProcess:
+    """What mypy says of the packages, which it then knows when it is asked about a program that uses them."""
+    return mypy()
+
+
+def test_the_packages_are_right(of_packages):
+    """A test, so that `make test` need not wait for it."""
+    assert of_packages.returncode == 0, of_packages.stdout + of_packages.stderr
+
+
 def reported(source: str, folder: Path) -> dict[int, str]:
     """What mypy says of a program, by line."""
-    pytest.importorskip("mypy")
     path = folder / "program.py"
     path.write_text(source)
-    result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", str(path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    result = mypy("--no-error-summary", "--hide-error-context", str(path))
     assert result.returncode in (0, 1), result.stdout + result.stderr
     lines = [line.split(":", 3) for line in result.stdout.splitlines()]
     return {int(number): said for _, number, kind, said in lines if kind == " error"}
 
 
-def test_a_users_program_is_checked(tmp_path):
+def test_a_users_program_is_checked(of_packages, tmp_path):
     assert reported(textwrap.dedent(RIGHT), tmp_path) == {}
     wrong = textwrap.dedent(WRONG)
     lines = [i for i, line in enumerate(wrong.splitlines(), 1) if line.endswith("# wrong")]

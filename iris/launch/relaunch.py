@@ -196,7 +196,9 @@ def _kind(value: Any, inside: bool = False) -> object:
 def _specialization(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT == 0
-    return "descriptor" if isinstance(value, _DESCRIPTORS) else value
+    if isinstance(value, _DESCRIPTORS):  # a kernel is compiled for tiles of one shape, which has two or three sizes
+        return value.base.dtype, tuple(value.block_shape), getattr(value, "layout", None)
+    return value
 
 
 @dataclass(frozen=True)

@@ -169,12 +169,12 @@ def tile_of(rows: int, outputs: int, gated: bool, room: int) -> tuple[int, int]:
     return (64, NARROW_N) if narrow else (block, BLOCK_N)
 
 
-@torch.compiler.assume_constant_result
+@platform.constant
 def _multiprocessors(device: torch.device) -> int:
     return platform.num_programs(device)
 
 
-@torch.compiler.assume_constant_result
+@platform.constant
 def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
     """Whether the ring of blocks that was measured fits into shared memory."""
     return depth(platform.shared_bytes(device), gated, rows) == RINGS[rows, BLOCK_N, gated]

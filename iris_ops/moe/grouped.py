@@ -172,12 +172,19 @@ def halves_product(
     a, r, own, stride_am, stride_ak, B, expert, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) of columns from `col` on, fewer than fill the tensor cores' rows, for few rows: together they do."""
-    acc = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for k in range(0, B.K, BLOCK_K):
-        x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
-        acc = arch.dot(B.halves(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
+    """(gate, up) of columns from `col` on, both of which one instruction multiplies."""
+    if BLOCK_M < 64:
+        acc = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for k in range(0, B.K, BLOCK_K):
+            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            acc = arch.dot(B.halves(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
+    else:
+        acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
+        for k in range(0, B.K, BLOCK_K):
+            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            acc = arch.dot(x, B.halves(expert, k, col, BLOCK_K, BLOCK_N), acc)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     return gate, up
 
 

@@ -27,13 +27,12 @@ from .grouped import (
     halves_product,
     pair_block,
     product,
-    rows_of,
     same_expert,
     sorted_block,
     two_products,
     ungated,
 )
-from .weights import weights_operand
+from .weights import can_be_described, is_transposed, weights_operand
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -43,15 +42,6 @@ if TYPE_CHECKING:
     from .activation import Activation
     from .routing import Routing
     from .steps import Steps
-
-
-@triton.constexpr_function
-def _has_tensor_memory():
-    """Whether the code is compiled for a GPU whose tensor cores add up in a memory of their own, as from Blackwell on.
-
-    Triton, 3.6 to 3.9, has no loop there in which such a sum begins anew.
-    """
-    return not arch.INTERPRET and tl.target_info.cuda_capability_geq(10, 0)
 
 
 @device_function
@@ -88,71 +78,8 @@ def _tile(
             value += bias_of(bias, expert, stride_bias, c, N)[None, :]
         if KIND is not None:
             value = ungated(value, KIND, ALPHA, LIMIT)
-    _store(value, out, pair, own, c, N, stride_om, stride_on)
-
-
-@device_function
-def _store(value, out, pair, own, c, N, stride_om, stride_on):
     places = out + (pair.to(tl.int64) * stride_om)[:, None] + (c.to(tl.int64) * stride_on)[None, :]
     tl.store(places, arch.round_to(value, out.dtype.element_ty), mask=own[:, None] & (c < N)[None, :])
-
-
-@device_function
-def _tiles_in_turn(
-    a, B, bias, out, expert, pair, own, first_col, divisor, N, stride_am, stride_ak, stride_bias, stride_om, stride_on,
-    HAS_BIAS: tl.constexpr, TURNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """As `_tile` without an activation, TURNS tiles side by side in one loop: the next one's operands load meanwhile.
-
-    Where K is short, most of a tile's time is the wait for its first operands.
-    """
-    r, steps = pair // divisor, tl.maximum(tl.cdiv(B.K, BLOCK_K), 1)
-    FEW: tl.constexpr = BLOCK_M < 64 and BLOCK_N >= 64  # as in `grouped.product`
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if FEW else (BLOCK_M, BLOCK_N), dtype=tl.float32)
-    turns = tl.minimum(TURNS, tl.cdiv(N - first_col, BLOCK_N))
-    for i in range(0, turns * steps):
-        turn = i // steps
-        k, col = (i - turn * steps) * BLOCK_K, first_col + turn * BLOCK_N
-        x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
-        y = B.load(expert, k, col, BLOCK_K, BLOCK_N)
-        acc = tl.where(k == 0, 0.0, acc)
-        if FEW:
-            acc = arch.dot(y.T, x.T, acc)
-            value = acc.T
-        else:
-            acc = arch.dot(x, y, acc)
-            value = acc
-        if k + BLOCK_K >= B.K:
-            c = col + tl.arange(0, BLOCK_N)
-            if HAS_BIAS:
-                value += bias_of(bias, expert, stride_bias, c, N)[None, :]
-            _store(value, out, pair, own, c, N, stride_om, stride_on)
-
-
-@device_function
-def _block(
-    a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om, stride_on,
-    KIND: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, TURNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    if TURNS > 1 and _has_tensor_memory():
-        for turn in range(tl.minimum(TURNS, tl.cdiv(N - col, BLOCK_N))):
-            _tile(
-                a, B, bias, out, expert, pair, own, col + turn * BLOCK_N, divisor, N, stride_am, stride_ak, stride_bias,
-                stride_om, stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-    elif TURNS > 1:
-        tl.static_assert(KIND is None and GATE is None)
-        _tiles_in_turn(
-            a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
-            stride_on, HAS_BIAS, TURNS, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    else:
-        _tile(
-            a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
-            stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "divisor", "blocks"])
@@ -160,40 +87,40 @@ def moe_matmul_kernel(
     a, b, bias, chosen, order, offsets, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, stride_am, stride_ak,
     stride_be, stride_bk, stride_bn, stride_bias, stride_om, stride_on, KIND: tl.constexpr, GATE: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, SORTED: tl.constexpr, SEARCHED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, TURNS: tl.constexpr, TMA_B: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, TMA_B: tl.constexpr,
     B_TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, N] = the activation of a [pairs // divisor, K] @ b [experts, K, N or 2 N] + bias, for each pair.
 
     SORTED: by order and offsets (`routing.py`), as many `blocks` at most; else by chosen [pairs]. SEARCHED: experts or
-    pairs, as a power of two. GATE: "halves", "turns" or None; KIND: None for no activation. TOGETHER: a
-    tile's columns of gate and of up, in halves, are loaded as one. TURNS: tiles of a program.
+    pairs, as a power of two. GATE: "halves", "turns" or None; KIND: None for no activation. TOGETHER: a tile's columns
+    of gate and of up, in halves, are loaded as one.
     """
     arch.follow()
     wide = 2 * N if GATE is not None else N
     B = Experts(b, K, wide, stride_be, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
-    across = tl.cdiv(N, BLOCK_N * TURNS)
+    across = tl.cdiv(N, BLOCK_N)
     if SORTED:
         # neighbours share columns of the weight, GROUP_M blocks of rows at a time
         group = tl.program_id(0) // (GROUP_M * across)
         high = tl.minimum(blocks - group * GROUP_M, GROUP_M)
         within = tl.program_id(0) % (GROUP_M * across)
-        block, col = group * GROUP_M + within % high, within // high * (BLOCK_N * TURNS)
+        block, col = group * GROUP_M + within % high, within // high * BLOCK_N
         expert, pair, own = sorted_block(order, offsets, block, experts, BLOCK_M, SEARCHED)
         if expert < experts:
-            _block(
+            _tile(
                 a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
-                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, TURNS, BLOCK_M, BLOCK_N, BLOCK_K,
+                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
-        which, col = tl.program_id(0) // across, tl.program_id(0) % across * (BLOCK_N * TURNS)
+        which, col = tl.program_id(0) // across, tl.program_id(0) % across * BLOCK_N
         expert, count, same = same_expert(chosen, which, pairs, experts, SEARCHED)
         for first in range(0, count, BLOCK_M):
             pair, own = pair_block(same, which, first, BLOCK_M, SEARCHED)
-            _block(
+            _tile(
                 a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
-                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, TURNS, BLOCK_M, BLOCK_N, BLOCK_K,
+                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         check_pairs(ctx_ptr, chosen, pairs, experts, SEARCHED, WORLD_SIZE, WAITER)
     arch.lead()
@@ -210,15 +137,15 @@ def arguments(
     blocks = problem.blocks(config.block_m) if by_sorting else problem.pairs
     gate = None if not problem.gated else "turns" if interleaved else "halves"
     width = 2 * block_n if gate == "turns" else block_n
-    together = gate == "halves" and config.block_m < 64 and block_n < 64  # fewer than the tensor cores have rows
-    b, tma, transposed = weights_operand(B, width, config.block_k, problem.N if gate == "halves" else 0, together)
+    halves = problem.N if gate == "halves" else 0
+    together = bool(halves) and _together(config.block_m, block_n, B, halves)
+    b, tma, transposed = weights_operand(B, width, config.block_k, halves, together)
     if by_sorting:
         searched = max(16, triton.next_power_of_2(problem.experts))
     elif problem.tokens == 1:
         searched = 1
     else:
         searched = max(LEAST_PAIRS.value, triton.next_power_of_2(problem.pairs))
-    turns = config.tiles_in_turn if problem.reduces else 1
     args = dict(
         a=A, b=b, bias=bias, chosen=chosen, out=out, ctx_ptr=ctx.get_device_context(),
         order=chosen if isinstance(routing, torch.Tensor) else routing.rows,
@@ -229,11 +156,22 @@ def arguments(
         stride_om=out.stride(0), stride_on=out.stride(1), KIND=activation and activation.kind, GATE=gate,
         ALPHA=activation.alpha if activation else 1.0, LIMIT=activation and activation.limit,
         SHIFT=activation.shift if activation else 0.0, SORTED=by_sorting,
-        SEARCHED=searched, HAS_BIAS=bias is not None, TOGETHER=together, TURNS=turns, TMA_B=tma,
+        SEARCHED=searched, HAS_BIAS=bias is not None, TOGETHER=together, TMA_B=tma,
         B_TRANSPOSED=transposed, BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k,
         GROUP_M=config.group_m, WORLD_SIZE=ctx.num_ranks, WAITER=WAITERS.index(problem.op),
     )  # fmt: skip
-    return (blocks * triton.cdiv(problem.N, block_n * turns), 1, 1), args
+    return (blocks * triton.cdiv(problem.N, block_n), 1, 1), args
+
+
+def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
+    """Whether gate and up, in halves of B, are multiplied by one instruction.
+
+    Of few rows so that columns fill the tensor cores' rows, of many so that these are read once for both. Only a
+    descriptor of a transposed weight reads both halves as they are to lie for the latter.
+    """
+    if block_m < 64:
+        return block_n < 64
+    return is_transposed(B) and can_be_described(B, n_step)
 
 
 def launch(steps: Steps, problem: MoeProblem, config: FusedConfig, *tensors: object) -> None:

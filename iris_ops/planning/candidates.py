@@ -14,6 +14,7 @@ from math import gcd
 
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
+from ..sum_tree import BLOCK
 from . import tritonblas
 from .machine import INTERPRETER, Machine
 from .tile_model import (
@@ -27,9 +28,6 @@ from .tile_model import (
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 
 _MOST_INTERPRETED = 1 << 19  # elements of a block
-# Rows, columns and warps of sums by tree: what waits for its other half stays in registers.
-_TREE_TILES = (16, 64, 4), (32, 64, 4), (64, 64, 4), (64, 128, 8)
-_DEEPEST_OF_TREE = 128  # of a block along K
 # Into how many parts a tile is cut at most that programs share.
 _SHARES = 4
 # Row blocks, of all owners together, that a wave of 132 programs works on: then it reads least of A and B together.
@@ -101,26 +99,18 @@ def brought(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
 
 
 def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-    """Tiles whose blocks are leaves or parts of leaves; columns of B are the tensor cores' rows, and fill them."""
-    depth = gcd(problem.tree.width, _DEEPEST_OF_TREE)
-    blocks = problem.tree.width // depth  # all of a leaf's are loaded ahead
+    """The tiles of few rows, of blocks of which leaves are multiples; less deep ones where they must be."""
     if machine.name == INTERPRETER:
+        depth = next(each for each in (128, BLOCK) if problem.tree.depth % each == 0)  # of which its bits depend
         sides = product(_powers(problem.M), _powers(problem.N))
         tiles = tuple((m, n, depth, 4, 1) for m, n in sides if m * n <= _MOST_INTERPRETED)
     else:
-        row = depth * blocks * problem.dtype.itemsize  # or a column
-        known = _TREE_TILES[:2] if problem.dtype.itemsize == 4 else _TREE_TILES  # without tensor cores
-        fits = [(m, n, depth, warps, tree_stages(machine, m, n, row)) for m, n, warps in known]
-        tiles = tuple(tile for tile in fits if tile[-1] > 1) or tuple((*tile[:4], 1) for tile in fits)
+        tiles = tree_tiles(problem.tree.depth, problem.dtype.itemsize, machine)
+        tiles = tuple(tile for tile in tiles if tile[1] >= 64 or _narrow(problem, *tile[:2], machine))
     one_shot = _tiled(tiles, ("one_shot",), FusedConfig.comm_programs)
     # each rank owns some rows then, and sends sums to all
     twice = problem.op == ALL_REDUCE and problem.world_size > 1 and problem.M >= problem.world_size**2
     return (*one_shot, *_tiled(tiles, ("two_shot",), FusedConfig.comm_programs)) if twice else one_shot
-
-
-def specialised_tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-    """Tiles of sums by tree that specialised warps send, between two ranks."""
-    return _specialised(machine.architecture, "tree", False)
 
 
 def tree_stand_in(problem: Problem, machine: Machine) -> FusedConfig:
@@ -128,10 +118,20 @@ def tree_stand_in(problem: Problem, machine: Machine) -> FusedConfig:
     return min(tree(problem, machine), key=lambda each: (abs(each.block_m - 64), each.block_n))
 
 
-def tree_stages(machine: Machine, rows: int, cols: int, nbytes: int) -> int:
-    """Stages of blocks with so many bytes a row and a column, beside a sum on its way: it is sent while blocks come."""
-    beside = replace(machine, shared_bytes=machine.shared_bytes - 4 * rows * cols)
-    return min(8, beside.stages((rows + cols) * nbytes))
+@lru_cache(maxsize=256)
+def tree_tiles(depth: int, itemsize: int, machine: Machine) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Tiles of few rows of whose blocks along K `depth` is a multiple, less deep than others where they must be.
+
+    Beside the operands on their way, shared memory has room for the sum of a leaf, which is stored meanwhile.
+    """
+    found: dict[tuple[int, int, int, int], int] = {}
+    for m, n, k, warps, stages in fitting(itemsize, machine, few=True):
+        shallow = gcd(k, depth)
+        beside = replace(machine, shared_bytes=machine.shared_bytes - itemsize * m * n)
+        fits = min(8, stages * k // shallow, beside.stages((m + n) * shallow * itemsize))
+        if fits > 1:
+            found.setdefault((m, n, shallow, warps), fits)
+    return tuple((*tile, stages) for tile, stages in found.items())
 
 
 def streamed(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
@@ -193,11 +193,9 @@ def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
 def _specialised(architecture: str, kind: str, fp8: bool) -> tuple[FusedConfig, ...]:
     known = specialised_tiles(architecture)
     tables = {"one_shot": known.of_pair(fp8), "two_shot": known.two_shot, "copy_gather": known.copy_gather}
-    tiles = (tables | {"tree": known.tree})[kind]
-    algorithm = "one_shot" if kind == "tree" else kind
     return tuple(
-        FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm=algorithm)
-        for (m, n, k, w), (s, _) in tiles.items()
+        FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm=kind)
+        for (m, n, k, w), (s, _) in tables[kind].items()
     )
 
 

@@ -18,7 +18,7 @@ LAMPORT, LAMPORT_GATHER, LAMPORT_FP8 = "lamport_matmul", "lamport_gather_matmul"
 LAMPORT_TWO_SHOT, LAMPORT_PAIR = "hopper.lamport_two_shot", "hopper.lamport_pair"
 LAMPORT_PAIR_SCATTER = "hopper.lamport_pair_scatter"
 # Sums that are the same on any number of ranks.
-TREE, TREE_PAIR = "tree_matmul", "hopper.tree_pair"
+TREE = "tree_matmul"
 # Many rows: tiles travel while others are multiplied.
 REDUCE, GATHER, GATHER_FIRST = "matmul_reduce", "matmul_gather", "gather_matmul"
 HOPPER_REDUCE, HOPPER_GATHER, HOPPER_GATHER_FIRST = (
@@ -46,15 +46,14 @@ STAND_INS = {
     LAMPORT_PAIR: LAMPORT,
     LAMPORT_PAIR_SCATTER: LAMPORT,
     LAMPORT_FP8: LAMPORT,
-    TREE_PAIR: TREE,
 }
 SPECIALISED_LAMPORT = (LAMPORT_TWO_SHOT, LAMPORT_PAIR, LAMPORT_PAIR_SCATTER)
 
 
 def kernel_for(problem: Problem, config: FusedConfig) -> str:
     """The kernel that `config` stands for, on tensors whose rows all begin at whole vectors."""
-    if problem.by_tree and config.lamport:
-        return TREE_PAIR if config.warp_specialised else TREE
+    if problem.by_tree and config.lamport and not (config.warp_specialised and problem.by_halves):
+        return TREE
     if config.algorithm in WITH_TORCH:
         brought = config.algorithm == "copy_gather" and config.warp_specialised
         return HOPPER_GATHER_FIRST if brought else WITH_TORCH[config.algorithm]
@@ -73,6 +72,11 @@ def kernel_for(problem: Problem, config: FusedConfig) -> str:
         if problem.op == REDUCE_SCATTER and problem.form == "rows" and not problem.fp8:
             return LAMPORT_PAIR_SCATTER
     return LAMPORT
+
+
+def stand_in(problem: Problem, kernel: str) -> str:
+    """What runs in place of `kernel` where it cannot run on tensors: itself, if there is nothing else."""
+    return TREE if problem.by_tree else STAND_INS.get(kernel, kernel)
 
 
 def keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:

@@ -26,16 +26,21 @@ FEW_PAIRS = 256  # that a program looks through by itself
 MOST_TOKENS = 128  # of which one program adds up what their experts give, for some columns
 # block_m, block_n, block_k, warps, stages; what part of the chip's rate its products reach, and the depth along K that
 # would take as long as its beginning and end: less where two programs share a multiprocessor.
-_FEW_TILES = ((16, 32, 256, 4, 4, 0.08, 128), (16, 64, 128, 4, 5, 0.12, 128), (16, 128, 64, 4, 5, 0.15, 128))
+_FEW_TILES = ((16, 32, 256, 4, 4, 0.08, 128), (16, 64, 128, 4, 5, 0.12, 128), (16, 128, 64, 4, 3, 0.15, 128))
 _TILES = (
-    *_FEW_TILES, (32, 128, 64, 4, 5, 0.25, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
-    (128, 256, 64, 8, 3, 0.75, 512),
+    *_FEW_TILES, (32, 128, 64, 4, 3, 0.26, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
+    (128, 256, 64, 8, 4, 0.75, 512),
 )  # fmt: skip
+# Of gate and up the depth of a step, in tiles of few rows and so many columns or more: the fastest that was measured.
+# The way back has little depth, so there three stages, and more programs to a multiprocessor, are faster.
+_DEEP, _DEEP_COLUMNS = 128, 128
+_NOT_BACK = 32  # rows of a tile that was never the fastest on the way back: 16 or 64 were
 # Of `lamport_token.py`: columns of a tile, and its elements in all, which four warps keep in registers; stages, where a
 # program has a multiprocessor to itself, and where two share one.
 _TOKEN_COLUMNS, _TOKEN_ELEMENTS, _TOKEN_STAGES = (16, 32, 64), 8192, (8, 5)
 _DRAW_ALL = 0.8  # of the multiprocessors draw all that the memory gives
 _SORT_US, _ROWS_US = 3.0, 2.0  # a kernel that sorts, one that goes over a token's rows
+_ONE_PROGRAM_GBS = 25.0  # at which one program reads what others have left for it to add up
 _MOST_TO_ALL = 1 << 17  # sums that more than two ranks send each other in one shot
 _MOST_EXCHANGED = 1 << 27  # bytes of the heap, for what the ranks send each other at a time
 
@@ -146,7 +151,8 @@ def _sums_us(problem: MoeProblem, machine: Machine) -> float:
 
 
 def _hop_us(problem: MoeProblem, machine: Machine) -> float:
-    sums = problem.tokens * problem.N * (problem.top_k + 1) * problem.dtype.itemsize / (machine.hbm_gbs * 1e3)
+    block_n = max(n for _, n, *_ in _FEW_TILES)
+    sums = (problem.pairs + problem.tokens) * block_n * problem.dtype.itemsize / (_ONE_PROGRAM_GBS * 1e3)
     copies = problem.world_size - 1
     link = copies * problem.tokens * problem.N * problem.dtype.itemsize / (machine.link_gbs * 1e3)
     sort = _SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
@@ -282,6 +288,10 @@ def _configs(way: MoeWay, problem: MoeProblem, machine: Machine) -> Sequence[Fus
         return [_token_config(problem, machine)]
     found = []
     for m, n, k, warps, stages, *_ in _tiles(problem, machine):
+        if problem.invariant is None and problem.reduces and m == _NOT_BACK:
+            continue
+        if problem.invariant is None and not problem.reduces and problem.tokens > 1 and m < 64 and n >= _DEEP_COLUMNS:
+            k = _DEEP
         if way.kernel == LAMPORT and waits_too_wide(problem, n, machine):
             continue
         fit = machine.stages((m + n) * k * problem.dtype.itemsize)

@@ -5,7 +5,7 @@ A sum of rounded numbers depends on its order. Here is what differs between the 
     instruction   what multiplies, and how many products along K it adds at once: by the tile's sides and the machine
     part          where along K sums are kept apart, and then added: where ranks' parts of A do not end with a step
     eight_bits    whether the rows of A are rounded to eight bits before they are multiplied
-    leaf          of a sum that is the same on any number of ranks, how much of K is summed apart (`sum_tree.py`)
+    leaves        of a sum that is the same on any number of ranks, into how many K is cut (`sum_tree.py`)
 
 And what does not, in no kernel: along K a tile is summed from 0 on in fp32; each rank's sum is rounded to the tensors'
 dtype, its own too; the ranks' are added in fp32 from rank 0 on; a bias comes behind that, and then it is rounded once.
@@ -53,21 +53,21 @@ class Order:
     step: int
     part: int = 0
     eight_bits: bool = False
-    leaf: int = 0
+    leaves: int = 0
 
     def __str__(self) -> str:
         said = f"{self.instruction} of {self.step} along K"
         said += f", parts of {self.part}" if self.part else ""
-        said += f", leaves of {self.leaf} in a tree" if self.leaf else ""
+        said += f", {self.leaves} leaves in a tree" if self.leaves else ""
         return said + (", rows in eight bits" if self.eight_bits else "")
 
 
 def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
-    """Of kernels that sum a tile from the first to the last step along K; None where programs share tiles."""
+    """Of kernels that sum a tile, or each leaf, from the first step along K on; None where programs share tiles."""
     if config.splits > 1:
         return None
-    rounded = problem.fp8
-    order = Order(*_instruction(problem, config, machine), eight_bits=rounded)
+    leaves = problem.tree.leaves if problem.by_tree else 0
+    order = Order(*_instruction(problem, config, machine), eight_bits=problem.fp8, leaves=leaves)
     if problem.op == GATHER_MATMUL and problem.form == "k" and config.algorithm == "overlapped":
         part = -(-problem.K // problem.world_size)
         if part % order.step and part < problem.K:
@@ -75,11 +75,6 @@ def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order |
                 return None
             order = replace(order, part=part)
     return order
-
-
-def of_tree(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
-    """Of `kernels/tree_matmul.py`, in whatever tiles."""
-    return Order(*_instruction(problem, config, machine), leaf=problem.tree.width)
 
 
 def of_stream(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:

@@ -21,7 +21,9 @@ _HOPS = {ALL_REDUCE: 2, REDUCE_SCATTER: 2, GATHER_MATMUL: 2, MATMUL_GATHER: 1}
 # Of the link's rate, what Lamport values get, which are polled, overwritten by the sentinel and stored once more.
 _LAMPORT = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
 _LAMPORT_TWICE = 0.8  # in two shots
-_LEAF_US = 1.75  # until a leaf of a tree has come, from when it is asked for, by measurement of 64 rows
+# Of sums by tree: what the end of a leaf takes of a program's time, 64 x 128 of it; until a portable kernel's programs
+# have taken back the leaves' sums that they had put by. Estimated.
+_LEAF_US, _BACK_US = 0.1, 0.6
 _KEPT_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
 _ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the values of 64 x 64
 _HIDDEN_BY_MORE = 0.3  # how much of the values' way more than two waves of products hide
@@ -88,13 +90,12 @@ def lamport(problem: Problem, config: FusedConfig, machine: Machine, gemm: float
 
 
 def tree(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total): the roots of a sum in fp32 travel behind the product, of which each leaf must have come."""
-    leaves = -(-problem.K // problem.tree.width)
+    """(link, total): the roots of a sum travel behind the product, each as `lamport`'s values do."""
     waves = -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs))
     if machine.name != INTERPRETER:
-        gemm = max(gemm, waves * leaves * _LEAF_US / max(1, config.num_stages - 1))
+        gemm += waves * (_BACK_US + _leaf_ends(problem, config))
     w, roots = problem.world_size, max(map(len, problem.tree.roots))
-    size = 4 * problem.M * problem.N * (w - 1)
+    size = problem.dtype.itemsize * problem.M * problem.N * (w - 1)
     to_owners = problem.op == REDUCE_SCATTER or config.algorithm == "two_shot"
     nbytes = size * roots / w if to_owners else size * roots
     if config.algorithm == "two_shot":
@@ -121,6 +122,7 @@ def lamport_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm: 
     """(link, total): a tile's values travel while the next is multiplied; those of the last wave behind it."""
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     waves = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
+    gemm += waves * _leaf_ends(problem, config)
     if not problem.fp8:
         gemm *= 1 + _PAIR_DRIFT * max(0, waves - _PAIR_WAVES)
     full = tile_us(problem, config, machine) + link / _PAIR
@@ -130,13 +132,12 @@ def lamport_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm: 
     return link, max(gemm + link / waves, full) + area * _PAIR_LAST_US + alone
 
 
-def tree_pair(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-    """(link, total): as `lamport_pair`, of sums in fp32. Estimated, not measured."""
-    link = 4 * problem.M * problem.N / (machine.link_gbs * 1e3)
-    waves = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
-    full = tile_us(problem, config, machine) + link / _PAIR
-    area = config.block_m * config.block_n / (64 * 128)
-    return link, max(gemm + link / waves, full) + area * _PAIR_LAST_US
+def _leaf_ends(problem: Problem, config: FusedConfig) -> float:
+    """What the ends of leaves take of a program's time for a tile."""
+    if not problem.by_tree:
+        return 0.0
+    leaves = max(last - first for first, last in problem.tree.spans)
+    return leaves * _LEAF_US * config.block_m * config.block_n / (64 * 128)
 
 
 def lamport_pair_scatter(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -144,6 +145,7 @@ def lamport_pair_scatter(problem: Problem, config: FusedConfig, machine: Machine
     link = problem.link_bytes / (machine.link_gbs * 1e3)
     tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
     waves = max(1, -(-tiles // programs))
+    gemm += waves * _leaf_ends(problem, config)
     sending = max(1, -(-tiles // 2 // programs))
     area = config.block_m * config.block_n / (64 * 128)
     sent = gemm * sending / waves + link / _PAIR / sending
@@ -225,7 +227,7 @@ def _hops(problem: Problem, hops: float = 1) -> float:
 
 
 def _tile_bytes(problem: Problem, config: FusedConfig) -> int:
-    return config.block_m * config.block_n * (4 if problem.by_tree else problem.dtype.itemsize)
+    return config.block_m * config.block_n * problem.dtype.itemsize
 
 
 def push_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:

@@ -19,7 +19,7 @@ from ..config import FusedConfig, Prediction
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from . import orders, tritonblas
 from .fp8_model import MULTIPLE
-from .kernel_names import LAMPORT_PAIR, STAND_INS, TREE, TREE_PAIR, kernel_for
+from .kernel_names import LAMPORT_PAIR, TREE, kernel_for, stand_in
 from .machine import INTERPRETER, Machine
 from .orders import Order
 from .overlap_model import push_us
@@ -95,8 +95,13 @@ def check_order(problem: Problem, config: FusedConfig, machine: Machine) -> None
     wanted = orders.chosen(replace(problem, M=0), machine, _offers)
     kernel = kernel_for(problem, config)
     (way,) = (way for way in WAYS if way.kernel == kernel)
-    order = way.order(problem, config, machine)
-    cut = kernel in (TREE, TREE_PAIR) and problem.tree.width % config.block_k
+    order = way.order(way.asked(problem), config, machine)
+    cut = problem.by_tree and problem.tree.depth % config.block_k
+    if kernel == TREE and config.warp_specialised:
+        raise ArgumentError(
+            f"{problem.asked}: config.warp_specialised is True; with invariant='ranks' expected False, but for two"
+            " ranks of which each has half of the leaves of K"
+        )
     if kernel == TREE and config.algorithm == "two_shot" and problem.M < problem.world_size**2:
         raise ArgumentError(
             f"{problem.asked}: config.algorithm is 'two_shot' for {problem.M} rows; with invariant='ranks' expected"
@@ -121,10 +126,9 @@ class _Candidate(NamedTuple):
 def _candidates(problem: Problem, machine: Machine, rejected: list[tuple[str, str]]) -> list[_Candidate]:
     """All that serve the problem, the fastest first; and why others do not, to `rejected`."""
     found: list[_Candidate] = []
-    promising, free = problem, replace(problem, invariant=None, depths=())
+    promising = problem
     for way in (way for way in WAYS if problem.op in way.ops):
-        # what knows nothing of the tree is weighed for what it would take, and left out
-        problem = promising if way.kernel in (TREE, TREE_PAIR) or not promising.by_tree else free
+        problem = way.asked(promising)  # what knows nothing of the tree is weighed for what it would take, and left out
         unhidden = "" if hides(way, problem) else "nothing would hide the exchange of so large a result"
         if reason := way.supports(problem, machine) or unhidden:
             rejected.append((way.kernel, reason))
@@ -169,7 +173,7 @@ def _of_what(problem: Problem) -> str:
 
 def unaligned(problem: Problem, config: FusedConfig) -> FusedConfig:
     """The same for tensors whose rows do not all begin at multiples of 16 bytes: some kernels have a stand-in then."""
-    kernel = STAND_INS.get(kernel_for(problem, config), kernel_for(problem, config))
+    kernel = stand_in(problem, kernel_for(problem, config))
     if kernel == config.kernel:
         return config
     said = f"{kernel} runs in its place, for rows that do not begin at multiples of 16 bytes"

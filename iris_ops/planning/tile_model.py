@@ -14,7 +14,7 @@ import torch
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from .hopper_tiles import HOPPER
-from .kernel_names import LAMPORT_PAIR, LAMPORT_PAIR_SCATTER, LAMPORT_TWO_SHOT, TREE_PAIR, kernel_for
+from .kernel_names import LAMPORT_PAIR, LAMPORT_PAIR_SCATTER, LAMPORT_TWO_SHOT, kernel_for
 from .machine import INTERPRETER, Machine
 from .tiles import SpecialisedTiles, Tiles
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
@@ -51,8 +51,6 @@ FP8_TILES: Tiles = {
     (64, 64, 128, 4): (6, 0.58),
     (128, 64, 128, 4): (4, 0.75),
 }
-# Of sums by tree, whose blocks are leaves or parts of leaves: rows, columns; estimated from a few measurements.
-_TREE_SHARES = {(16, 64): 0.22, (32, 64): 0.4, (64, 64): 0.6, (64, 128): 0.5}
 _FP8_RATE = 1.85  # of products in eight bits, over those in 16
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
@@ -142,7 +140,7 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if fp32:
         shares = FP32_TILES
     elif lamport:
-        tables = {LAMPORT_TWO_SHOT: specialised.two_shot, TREE_PAIR: specialised.tree}
+        tables = {LAMPORT_TWO_SHOT: specialised.two_shot}
         exchanged = tables.get(kernel_for(problem, config)) or specialised.of_pair(problem.fp8)
         shares = exchanged if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
     else:
@@ -150,8 +148,6 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         shares = moved if config.warp_specialised else GPU_TILES
     unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
-    if not fp32 and problem.by_tree and not config.warp_specialised:
-        share = _TREE_SHARES.get((bm, bn), share)
     if not (problem.whole_vectors(problem.K) or lamport) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
     kind = _FP32_SHARE if fp32 else _FP8_RATE if problem.fp8 else 1.0

@@ -23,8 +23,6 @@ class SpecialisedTiles:
     """They exchange Lamport values with the one peer: `lamport_pair`."""
     pair_fp8: Tiles
     """The same with operands in eight bits."""
-    tree: Tiles
-    """They exchange sums in fp32 with the one peer, beside which others wait: `tree_pair`."""
 
     def of_pair(self, fp8: bool) -> Tiles:
         return self.pair_fp8 if fp8 else self.pair

@@ -8,7 +8,7 @@ configuration, by the row's function of `overlap_model.py`. `workspace_size.py` 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from . import kernel_names as names
 from . import overlap_model as model
 from .fp8_model import MOST_ROWS, MULTIPLE, fits, rounding_us, stream_us
 from .machine import Machine
-from .orders import Order, of_library, of_stream, of_tiles, of_tree
+from .orders import Order, of_library, of_stream, of_tiles
 from .tile_model import gemm_us
 from .torch_model import gate_us
 from .torch_ways import TORCH_WAYS
@@ -36,7 +36,7 @@ class Way:
 
     Where torch multiplies it is None, for `TORCH_WAYS` knows. `most`: elements of the largest result whose exchange it
     hides; None: any. `order`: in which a configuration adds up a row's products; None where that depends on how many
-    rows there are.
+    rows there are. `by_tree`: whether it knows sums that are the same on any number of ranks.
     """
 
     kernel: str
@@ -46,6 +46,11 @@ class Way:
     together: Callable[[Problem, FusedConfig, Machine, float], tuple[float, float]] | None = None
     most: Callable[[Problem], int] | None = None
     order: Callable[[Problem, FusedConfig, Machine], Order | None] = of_tiles
+    by_tree: bool = False
+
+    def asked(self, problem: Problem) -> Problem:
+        """`problem` as this way would serve it: what knows nothing of the tree, without its promise."""
+        return problem if self.by_tree or not problem.by_tree else replace(problem, invariant=None, depths=())
 
 
 def _any(problem: Problem, machine: Machine) -> str | None:
@@ -92,6 +97,8 @@ def _two_shot(problem: Problem, machine: Machine) -> str | None:
 def _pair(problem: Problem, machine: Machine) -> str | None:
     if problem.world_size != 2 or problem.M <= 64:
         return "it is for 65 rows and more, between two ranks"
+    if problem.by_tree and not problem.by_halves:
+        return "not each of the ranks has half of the leaves of K"
     return _specialised(problem, machine)
 
 
@@ -137,12 +144,6 @@ def _by_tree(problem: Problem, machine: Machine) -> str | None:
     return None if problem.by_tree else "it is for sums that are the same on any number of ranks"
 
 
-def _by_tree_of_two(problem: Problem, machine: Machine) -> str | None:
-    if not problem.by_tree or any(len(roots) != 1 for roots in problem.tree.roots):
-        return "it is for sums that are the same on any number of ranks, of which each rank has one part"
-    return _pair(problem, machine)
-
-
 def _unhidden(problem: Problem) -> int:
     return _MOST_ROUNDED if problem.fp8 else _MOST_UNHIDDEN
 
@@ -150,10 +151,7 @@ def _unhidden(problem: Problem) -> int:
 WAYS = (
     Way(names.LAMPORT, (*SUMS, MATMUL_GATHER), _rounded, candidates.lamport, model.lamport, _unhidden),
     Way(names.LAMPORT_GATHER, (GATHER_MATMUL,), _of_16_bits, candidates.lamport, model.lamport, _unhidden),
-    Way(names.TREE, SUMS, _by_tree, candidates.tree, model.tree, order=of_tree),
-    Way(
-        names.TREE_PAIR, (ALL_REDUCE,), _by_tree_of_two, candidates.specialised_tree, model.tree_pair, order=of_tree
-    ),
+    Way(names.TREE, SUMS, _by_tree, candidates.tree, model.tree, by_tree=True),
     Way(names.LAMPORT_FP8, (ALL_REDUCE,), _stream, candidates.streamed, model.lamport, _unhidden, of_stream),
     Way(names.REDUCE, SUMS, _of_16_bits, candidates.overlapped, model.reduced),
     Way(names.GATHER, (MATMUL_GATHER,), _of_16_bits, candidates.overlapped, model.gathered),
@@ -166,11 +164,11 @@ WAYS = (
     ),
     Way(
         names.LAMPORT_PAIR, (ALL_REDUCE,), _pair, candidates.specialised_lamport, model.lamport_pair,
-        lambda problem: 1 << 24,
+        lambda problem: 1 << 24, by_tree=True,
     ),
     Way(
         names.LAMPORT_PAIR_SCATTER, (REDUCE_SCATTER,), _pair_scatter, candidates.specialised_lamport,
-        model.lamport_pair_scatter, lambda problem: 1 << 23,
+        model.lamport_pair_scatter, lambda problem: 1 << 23, by_tree=True,
     ),
     Way(names.HOPPER_GATHER_FIRST, (GATHER_MATMUL,), _brought, candidates.brought, model.copy_gathered),
     Way(names.SEQUENTIAL, OPS, _torch("sequential"), candidates.sequential, order=of_library),
@@ -180,9 +178,9 @@ _BY_KERNEL = {way.kernel: way for way in WAYS}
 
 
 def hides(way: Way, problem: Problem) -> bool:
-    """Whether the product hides enough of the exchange."""
+    """Whether the product hides enough of the exchange; a sum by tree has no other way."""
     travels = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
-    return way.most is None or travels <= way.most(problem)
+    return way.most is None or problem.by_tree or travels <= way.most(problem)
 
 
 def predict(problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:

@@ -11,8 +11,8 @@ from .waves import loose_tiles
 
 # Elements of the exchange area: a row has a multiple of so many.
 _EXCHANGE_GRANULE = 16
-# What a launch of an all-reduce by tree stages, in fp32, of each of two buffers.
-_TREE_ELEMENTS = 1 << 25
+# What a launch of an all-reduce by tree stages of each of two buffers.
+_TREE_ELEMENTS = 1 << 26
 # What a mover of all_gather_matmul pushes before it signals: long against the signal, short against a tile's product.
 _PIECE_BYTES = 1 << 19
 
@@ -27,7 +27,7 @@ def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tupl
         rows, cols = exchanged_part(problem, config)
         behind = rows * w if config.algorithm == "two_shot" else 1  # sums, or what ranks tell each other
         ld = exchange_ld(max(cols, w))
-        return 0, 0, 2 * (problem.tree.num_roots * rows + behind) * ld * 4
+        return 0, 0, 2 * (problem.tree.num_roots * rows + behind) * ld * itemsize
     if config.algorithm in TORCH_WAYS:
         return 0, TORCH_WAYS[config.algorithm].elements(problem) * itemsize, 0
     if config.algorithm != "overlapped":
@@ -46,7 +46,7 @@ def workspace_size(problem: Problem, config: FusedConfig, programs: int) -> tupl
 def most_rows(problem: Problem, config: FusedConfig) -> int:
     """How many rows one launch takes. More are multiplied one launch after the other, which makes no other bits.
 
-    An all-reduce by tree stages each root of its result in fp32; rows of a reduce-scatter would be dealt out anew.
+    An all-reduce by tree stages each root of its result; rows of a reduce-scatter would be dealt out anew.
     """
     if not problem.by_tree or problem.op != ALL_REDUCE:
         return max(1, problem.M)

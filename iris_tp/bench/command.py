@@ -22,8 +22,9 @@ from .inputs import Inputs
 from .rows import CALLS, Row
 from .team import Team, launch
 
-_MEASURED = "ops norms step fp8 chain rma ccl all_scatter llm stress litmus timeline"
-IN_CHECKOUT = tuple(_MEASURED.split())
+_OPS = "ops norms ccl rooted tiles moe all_scatter chain rma"
+_OTHERS = "llm step fp8 outputs invariance stress litmus timeline"
+IN_CHECKOUT = (*_OPS.split(), *_OTHERS.split())
 ALONE = "product alone"
 _SIZES = {"cuda": (2048, 8192, 2048), "cpu": (32, 64, 64)}
 _LIMIT_S = 600.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 import inspect
+import sys
 from typing import Any
 
 from iris_ops.local import decode_attention
@@ -18,7 +19,7 @@ from torch import nn
 from . import prefill_attention
 from .host_attention import host_attention
 
-NAME, INVARIANT = "iris_step", "iris_step_invariant"
+NAME, INVARIANT, EAGER = "iris_step", "iris_step_invariant", "iris_eager"
 _UNSERVED = ("softcap", "s_aux", "position_bias", "cache")  # options of some models
 
 
@@ -35,10 +36,11 @@ def attend(
     padded = prefill_attention.is_places(attention_mask)
     wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     plain = not wants_gradient and all(options.get(name) is None for name in _UNSERVED)
-    if plain and invariant and query.device.type == "cpu" and here is None:
+    if plain and invariant and query.device.type == "cpu":
         seen = prefill_attention.mask_of_places(attention_mask) if padded else attention_mask
         width = key.shape[2] if seen is None else seen.shape[3]
-        return host_attention(query, key[:, :, :width], value[:, :, :width], scale, seen), None
+        call = here.host_attention if here else host_attention
+        return call(query, key[:, :, :width], value[:, :, :width], scale, seen), None
     if plain:
         if padded or prefill_attention.serves(module, query, key, value, attention_mask, options):
             call = here.prefill_attention if here else prefill_attention.prefill_attention
@@ -103,11 +105,37 @@ def use(model: Any, invariant: bool = False) -> bool:
     return model.config._attn_implementation == name
 
 
-def _asks_by_name(model: Any) -> bool:
-    """Whether the forward of one of its attentions compares with the name "sdpa"."""
+def use_own_masks(model: Any) -> bool:
+    """Makes masks of a model that attends eagerly, as one with sinks does, such as a CUDA graph can capture.
+
+    Those of transformers before 5.24 copy a number from the host. The attention stays the model's own. False, and
+    nothing changes, if the model does not attend so.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    places = (sys.modules[type(each).__module__] for each in model.modules() if "Attention" in type(each).__name__)
+    functions = {each.eager_attention_forward for each in places if hasattr(each, "eager_attention_forward")}
+    name, now = f"{EAGER}_{model.config.model_type}", model.config._attn_implementation
+    if now == "eager" and len(functions) == 1 and not _asks_by_name(model, "eager"):
+        AttentionInterface.register(name, functions.pop())
+        AttentionMaskInterface.register(name, eager_mask_of)
+        model.set_attn_implementation(name)
+    return model.config._attn_implementation == name
+
+
+def eager_mask_of(dtype: torch.dtype = torch.float32, **asked: Any) -> torch.Tensor | None:
+    """A mask that eager attention adds to its scores, as transformers asks for it."""
+    from transformers.masking_utils import sdpa_mask
+
+    seen = sdpa_mask(**{**asked, "allow_is_causal_skip": False})
+    return None if seen is None else torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def _asks_by_name(model: Any, name: str = "sdpa") -> bool:
+    """Whether the forward of one of its attentions compares with the name."""
     kinds = {type(module) for module in model.modules() if "attention" in type(module).__name__.lower()}
     forwards = (inspect.unwrap(kind.forward) for kind in kinds)
-    return any(_has_word("sdpa", getattr(getattr(forward, "__code__", None), "co_consts", ())) for forward in forwards)
+    return any(_has_word(name, getattr(getattr(forward, "__code__", None), "co_consts", ())) for forward in forwards)
 
 
 def _has_word(word: str, constants: Any) -> bool:

@@ -128,7 +128,8 @@ class Engine:
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
         wanted = device.type == "cuda" or bool(ctx.invariant) if step_attention is None else step_attention
         # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
-        capturable = wanted and attention.use(model, bool(ctx.invariant)) and self.graphs
+        ours = wanted and attention.use(model, bool(ctx.invariant))
+        capturable = self.graphs and (ours or attention.use_own_masks(model))
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
         self._recurrent = bool(recurrent(self.cache))  # a state takes in what stands behind a prompt, so nothing may

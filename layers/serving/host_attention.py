@@ -14,16 +14,17 @@ _KEYS = 64
 
 
 def host_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D], where mask [B, 1, T, L] is true.
+    """[B, T, H, V] of queries q [B, H, T, D] over k [B, KV, L, D] and v [B, KV, L, V], where mask [B, 1, T, L] is true.
 
     Without a mask token t sees the first t + 1 keys. A token that sees nothing gets zeros.
     """
     batch, heads, tokens, dim = q.shape
     groups = heads // k.shape[1]
     queries, keys, values = (each.detach().float().numpy() for each in (q, k, v))
-    out = np.zeros((batch, heads, tokens, dim), np.float32)
+    width = v.shape[3]  # latent attention has other values than keys
+    out = np.zeros((batch, heads, tokens, width), np.float32)
     causal = np.tri(tokens, k.shape[2], dtype=bool)
     for b in range(batch):
         seen = causal if mask is None else mask[b, 0].numpy()
@@ -36,7 +37,7 @@ def host_attention(
             own = slice(head * groups, (head + 1) * groups)
             rows = queries[b, own].reshape(groups * tokens, dim)
             found = _attend(rows, keys[b, head, first:end], values[b, head, first:end], shown, scale)
-            out[b, own] = found.reshape(groups, tokens, dim)
+            out[b, own] = found.reshape(groups, tokens, width)
     return torch.from_numpy(out).to(q.dtype).transpose(1, 2).contiguous()
 
 
@@ -55,3 +56,14 @@ def _attend(rows: np.ndarray, keys: np.ndarray, values: np.ndarray, shown: np.nd
         total += block.sum(1, keepdims=True)
         sums += fixed_order.product(block, known)
     return sums / np.where(total == 0, np.float32(1), total)
+
+
+# One opaque operator for compilers, which know nothing of numpy.
+_library = torch.library.Library("iris_ops", "FRAGMENT")
+_library.define("host_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? mask=None) -> Tensor")
+_library.impl("host_attention", host_attention, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "iris_ops::host_attention",
+    lambda q, k, v, *_: q.new_empty(*q.transpose(1, 2).shape[:3], v.shape[3]),
+    lib=_library,
+)

@@ -117,7 +117,7 @@ def serves(
     )
 
 
-@torch.compiler.assume_constant_result
+@platform.constant
 def _has_plans(device: torch.device) -> bool:
     known = platform.compute_capability(device) in (platform.HOPPER, platform.BLACKWELL)
     return known and (torch.backends.cudnn.version() or 0) > _CUDNN

@@ -183,7 +183,7 @@ def _python(code: str, **env: str) -> subprocess.CompletedProcess:
         env=inherited | {"PYTHONPATH": python_path()} | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
 
 

@@ -13,8 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks are run from the checkout
 
 from benchmarks import litmus  # noqa: E402
+from benchmarks.cases.litmus_kernels import ACQ_REL, ORDERS, RELAXED, RELEASE_ACQUIRE  # noqa: E402
 from benchmarks.litmus import BELOW_2_31, BELOW_2_32, Barrier, Bench, Message, Result, Threads  # noqa: E402
-from benchmarks.litmus_kernels import ACQ_REL, ORDERS, RELAXED, RELEASE_ACQUIRE  # noqa: E402
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 

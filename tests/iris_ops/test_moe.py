@@ -44,8 +44,6 @@ class Mixture:
     """All tokens choose among three experts, and one of them twice."""
     algorithm: str | None = None
     """Of both ops, in place of the plan's."""
-    turns: int = 1
-    """Tiles that a program multiplies one after the other, where there is an `algorithm`."""
     seed: int = 0
 
 
@@ -87,7 +85,7 @@ def configs_of(case: Mixture) -> tuple[FusedConfig | None, FusedConfig | None]:
     """Those of the case's algorithm, or None: a plan's."""
     if case.algorithm is None:
         return None, None
-    config = FusedConfig(16, 32, 32, num_warps=4, num_stages=2, tiles_in_turn=case.turns, algorithm=case.algorithm)
+    config = FusedConfig(16, 32, 32, num_warps=4, num_stages=2, algorithm=case.algorithm)
     return replace(config, algorithm="sequential"), config
 
 
@@ -163,9 +161,6 @@ CASES = {
     "crowded": replace(FEW, tokens=20, k=3, experts=9, crowded=True),
     "few_sums": replace(FEW, algorithm="overlapped", shared=True, bias=True, tokens=7),
     "few_sums_scattered": replace(FEW, algorithm="overlapped", scatter=True),
-    "few_tiles_in_turn": replace(FEW, algorithm="overlapped", turns=2, bias=True, tokens=3),
-    "tiles_in_turn": replace(MANY, algorithm="overlapped", turns=4, hidden=200, shared=True),
-    "narrow_in_turn": replace(FEW, algorithm="sequential", turns=2, width=1, hidden=100, bias=True),
     "few_in_turn": replace(FEW, algorithm="sequential", bias=True),
     "many_one_hop": replace(MANY, algorithm="one_shot", shared=True, bias=True),
     "many_in_turn": replace(MANY, algorithm="sequential"),

@@ -71,9 +71,8 @@ def joined(results: list[torch.Tensor]) -> torch.Tensor:
 
 def draw_depths(K: int, world_size: int, rng: random.Random) -> tuple[int, ...]:
     """Any whole leaves, none for some ranks."""
-    width, leaves = sum_tree.leaf_width(K), sum_tree.leaves_of(K)
-    cuts = sorted(rng.randint(0, leaves) for _ in range(world_size - 1))
-    ends = [0, *(min(K, cut * width) for cut in cuts), K]
+    cuts = sorted(rng.randint(0, sum_tree.leaves_of(K)) for _ in range(world_size - 1))
+    ends = [0, *(sum_tree.border(K, cut) for cut in cuts), K]
     return tuple(b - a for a, b in pairwise(ends))
 
 
@@ -85,7 +84,8 @@ GATHERS = [(GATHER_MATMUL, "rows"), (GATHER_MATMUL, "k"), (MATMUL_GATHER, "rows"
 ROWS = {ALL_REDUCE: (5, 20), REDUCE_SCATTER: (7,)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# the first of both in all three, for in bfloat16 each sum is rounded
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("op", "form"), SUMS)
 @pytest.mark.some(3)
 def test_a_sum_has_the_same_bits_on_any_number_of_ranks(op, form, dtype):
@@ -189,7 +189,7 @@ def test_what_cannot_be_kept_is_refused_on_every_rank():
     for said in run_ranks(3, refusals_body):
         kinds = [each.split(": ")[1] for each in said]
         assert kinds == ["ShapeError"] * 3 + ["ArgumentError"] * 7, said
-        assert "such as 128, 128, 44" in said[0] or "multiples of 64" in said[0], said[0]
+        assert "such as 128, 64, 108" in said[0], said[0]
 
 
 def plan_body(ctx: iris.Iris) -> str:
@@ -199,5 +199,5 @@ def plan_body(ctx: iris.Iris) -> str:
 
 def test_a_plan_says_what_was_left_out():
     said = run_ranks(2, plan_body)[0]
-    assert "left out lamport_matmul" in said and "leaves of 64 in a tree" in said
+    assert "left out lamport_matmul" in said and "8 leaves in a tree" in said
     assert "the same bits at every number of rows and ranks cost" in said

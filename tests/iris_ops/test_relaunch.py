@@ -8,6 +8,7 @@ import gc
 import iris
 from iris.errors import ArgumentError, HeapExhausted
 from iris.launch import relaunch
+from iris.triton_private import TensorDescriptor
 from iris_ops import FusedConfig, ops
 from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
@@ -197,3 +198,14 @@ def served(case: Case, world_size: int) -> bool:
     problem = Problem(case.op, case.form, case.M, case.N, case.K, world_size, case.dtype)
     kind = case.config and TORCH_WAYS.get(case.config.algorithm)
     return not (kind and kind.supports(problem))
+
+
+def test_kernels_of_other_tiles_are_others() -> None:
+    """A kernel is compiled for the sizes of the tiles that a descriptor has, and for its dtype."""
+    A = torch.zeros(32, 64, dtype=torch.bfloat16)
+    flat = TensorDescriptor(A, [32, 64], [64, 1], [32, 64])
+    folded = TensorDescriptor(A, [2, 32, 64], [0, 64, 1], [2, 16, 64])
+    half = TensorDescriptor(A.half(), [32, 64], [64, 1], [32, 64])
+    again = TensorDescriptor(A.clone(), [32, 64], [64, 1], [32, 64])
+    kinds = [relaunch._specialization(each) for each in (flat, folded, half, again)]
+    assert len(set(kinds)) == 3 and kinds[0] == kinds[3]

@@ -9,21 +9,24 @@ from iris.errors import ShapeError
 from iris_ops import sum_tree
 import pytest
 
+SIZES = 1, 63, 64, 576, 896, 960, 1536, 2880, 4095, 4096, 5120, 8192, 11008, 14336, 18944, 25600, 28672, 53248
 
-def run(values: list, steps: tuple[sum_tree.Step, ...]) -> list:
-    """What ends, of sums written as pairs, by steps as a kernel takes them."""
-    waiting, ended = [], []
-    for value, step in zip(values, steps, strict=True):
-        assert step.waiting == len(waiting)
-        while len(waiting) > step.place:
+
+def run(values: list, leaves: int, parts: tuple[sum_tree.Span, ...]):
+    """The sum of parts of a tree, written as pairs, as a kernel adds them."""
+    waiting: list = []
+    for value, count in zip(values, sum_tree.joins(leaves, parts), strict=True):
+        for _ in range(count):
             value = waiting.pop(), value
-        if step.ends:
-            ended.append(value)
-        else:
-            waiting.append(value)
-        assert len(waiting) <= sum_tree.places(steps)
-    assert not waiting
-    return ended
+        waiting.append(value)
+    (total,) = waiting
+    return total
+
+
+def alone(first: int, last: int):
+    """What a subtree of leaves `first` to before `last` is, as pairs."""
+    singles = tuple((i, i + 1) for i in range(last - first))
+    return run([*range(first, last)], last - first, singles)
 
 
 def spans_of(leaves: int, ranks: int, rng: random.Random) -> tuple[sum_tree.Span, ...]:
@@ -34,36 +37,38 @@ def spans_of(leaves: int, ranks: int, rng: random.Random) -> tuple[sum_tree.Span
 def test_any_shares_of_any_ranks_are_joined_to_one_sum():
     rng = random.Random()
     for _ in range(500):
-        leaves, ranks = rng.randint(1, 127), rng.randint(1, 8)
-        (alone,) = run([*range(leaves)], sum_tree.leaf_steps(leaves, (0, leaves)))
+        leaves, ranks = rng.randint(1, 31), rng.randint(1, 8)
         spans = spans_of(leaves, ranks, rng)
-        roots = [root for span in spans for root in run([*range(*span)], sum_tree.leaf_steps(leaves, span))]
-        assert run(roots, sum_tree.root_steps(leaves, spans)) == [alone], (leaves, spans)
-        assert all(len(sum_tree.roots(leaves, span)) <= 5 + -(-leaves // 8) for span in spans)
+        roots = tuple(root for span in spans for root in sum_tree.roots(leaves, span))
+        assert [leaf for first, last in roots for leaf in range(first, last)] == [*range(leaves)]
+        assert run([alone(*root) for root in roots], leaves, roots) == alone(0, leaves), (leaves, spans)
 
 
-def test_the_sum_halves_three_times_and_adds_eighths_leaf_by_leaf():
-    def halved(first: int, last: int, depth: int = 0):
-        middle = last - 1 if depth == 3 else first + (last - first + 1) // 2
-        below = min(depth + 1, 3)
-        return first if last - first == 1 else (halved(first, middle, below), halved(middle, last, below))
+def test_leaves_are_halved_to_the_last():
+    def halved(first: int, last: int):
+        middle = first + (last - first + 1) // 2
+        return first if last - first == 1 else (halved(first, middle), halved(middle, last))
 
-    for leaves in (1, 2, 3, 7, 24, 29, 32, 48, 112, 208):
-        steps = sum_tree.leaf_steps(leaves, (0, leaves))
-        assert run([*range(leaves)], steps) == [halved(0, leaves)]
-        assert sum_tree.places(steps) <= 4 and sum_tree.places(sum_tree.leaf_steps(leaves, (0, leaves // 2))) <= 3
+    for leaves in range(1, 32):
+        assert alone(0, leaves) == halved(0, leaves)
+    assert sum_tree.joins(8, tuple((i, i + 1) for i in range(8))) == (0, 1, 0, 2, 0, 1, 0, 3)
 
 
-def test_leaves_depend_on_the_whole_depth_alone_and_are_few():
-    for K in (1, 63, 64, 576, 1536, 4095, 4096, 5120, 8192, 11008, 14336, 18944, 25600, 28672, 53248):
-        width, leaves = sum_tree.leaf_width(K), sum_tree.leaves_of(K)
-        assert width % 64 == 0 and leaves <= 256 and (leaves - 1) * width < K <= leaves * width
-        for ranks in range(1, 9):
-            shares = sum_tree.shares(K, ranks)
-            tree = sum_tree.tree_of("a test", shares)
-            assert sum(shares) == K and tree.leaves == leaves
-            held = [last - first for first, last in tree.spans]
-            assert max(held) <= -(-leaves // ranks) + 1, f"{K} on {ranks} ranks: {held}"
+@pytest.mark.parametrize("K", SIZES)
+def test_leaves_depend_on_the_whole_depth_alone_are_even_and_few(K):
+    leaves = sum_tree.leaves_of(K)
+    borders = [sum_tree.border(K, leaf) for leaf in range(leaves + 1)]
+    widths = [after - before for before, after in pairwise(borders)]
+    assert borders[0] == 0 and borders[-1] == K and min(widths) > 0
+    assert leaves == 8 or (leaves < 32 and max(widths) <= 64)
+    assert all(edge % 64 == 0 for edge in borders[:-1]) and max(widths[:-1] or [0]) - min(widths[:-1] or [0]) <= 64
+    for ranks in range(1, 9):
+        shares = sum_tree.shares(K, ranks)
+        tree = sum_tree.tree_of("a test", shares)
+        assert sum(shares) == K and tree.leaves == leaves
+        held = [last - first for first, last in tree.spans]
+        assert max(held) <= -(-leaves // ranks) + 1, f"{K} on {ranks} ranks: {held}"
+        assert all(edge % tree.depth == 0 for edge in borders[:-1])
 
 
 @pytest.mark.parametrize("K", [4096, 5120, 8192, 11008, 14336, 18944, 25600, 28672])
@@ -71,9 +76,23 @@ def test_leaves_depend_on_the_whole_depth_alone_and_are_few():
 def test_ranks_that_halve_as_the_tree_does_have_one_root_each(K, ranks):
     tree = sum_tree.tree_of("a test", sum_tree.shares(K, ranks))
     assert [len(each) for each in tree.roots] == [1] * ranks
+    assert [last - first for first, last in tree.spans] == [8 // ranks] * ranks
+
+
+# query heads, heads of keys, a head's width: Llama-3, Qwen, SmolLM2
+HEADS = [(32, 8, 128), (64, 8, 128), (32, 8, 64), (28, 4, 128), (14, 2, 64), (9, 3, 64), (15, 5, 64), (40, 8, 128)]
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), HEADS)
+def test_whole_heads_end_where_leaves_do(heads, groups, width):
+    from layers.shard import split_heads
+
+    for ranks in (1, 2, 3, 4):
+        counts = split_heads(heads, groups, ranks, 0).counts
+        sum_tree.checked_shares(f"{heads} heads on {ranks} ranks", [count * width for count in counts])
 
 
 def test_a_share_that_cuts_a_leaf_is_refused_with_those_that_do_not():
-    with pytest.raises(ShapeError, match=r"a test: ranks have 100, 156 of K = 256.*multiples of 64, such as 128, 128"):
+    with pytest.raises(ShapeError, match=r"a test: ranks have 100, 156 of K = 256.*end at 64, 128, 192, such as 128, "):
         sum_tree.checked_shares("a test", (100, 156))
     assert sum_tree.checked_shares("a test", (0, 192, 8)) == ((0, 0), (0, 3), (3, 4))

@@ -8,6 +8,7 @@ from typing import Any
 
 from iris.errors import ArgumentError
 import layers
+from layers.serving import attention
 import pytest
 import torch
 
@@ -41,6 +42,20 @@ ONE_LENGTH = {
 def test_the_engine_gives_the_unsplit_models_logits(model_type: str) -> None:
     outcomes = run_ranks(2, engine.served_body, model_type, timeout=400)
     assert engine.judge(model_type, outcomes) == "yes"
+
+
+def test_masks_of_eager_attention_are_those_of_transformers() -> None:
+    """What an engine has a model make in a CUDA graph."""
+    model: Any = tiny.build("gpt_oss")
+    tokens = torch.randint(1, 20, (2, 13), generator=torch.Generator().manual_seed(0))
+    seen = torch.ones_like(tokens)
+    seen[0, :3] = 0
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=seen).logits
+        assert model.config._attn_implementation == "eager" and attention.use_own_masks(model)
+        assert model.config._attn_implementation == "iris_eager_gpt_oss"
+        assert torch.equal(model(tokens, attention_mask=seen).logits, expected)
+    assert not attention.use_own_masks(tiny.build("mixtral"))
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

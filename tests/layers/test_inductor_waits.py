@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch._inductor.config as config
 
-from tests.processes import ROOT, python_path
+from tests.processes import ROOT, patient, python_path
 
 WAIT = "tl.extra.cuda.gdc_wait()"
 
@@ -25,7 +25,7 @@ def generated() -> dict[str, list[str]]:
     """Of a graph's name, its code as inductor would have it, and as we do."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "tests.inductor_code"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(300))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

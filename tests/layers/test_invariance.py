@@ -11,6 +11,7 @@ from iris_ops.local import decode_attention, matmul
 from iris_tp import verify
 import layers
 from layers.hf import whole_products
+from layers.serving.host_attention import host_attention
 import pytest
 import torch
 
@@ -145,7 +146,21 @@ def test_an_engine_gives_a_prompt_the_same_bits_in_any_batch(world_size, name):
         assert len(found) == 6 and not any(each.differing for each in found), verify.table(found)
 
 
-def mixture_body(ctx: iris.Iris, name: str) -> tuple[list, set[tuple[int, ...]]]:
+@pytest.mark.skipif(ON_GPU, reason="tensors of the host")
+@pytest.mark.parametrize("padding", [0, 3])
+def test_attention_on_the_host_takes_values_of_another_width(padding):
+    """As those of latent attention are; tokens before `padding` are not seen."""
+    q, k, v = (torch.randn(2, *size) for size in ((4, 7, 16), (2, 7, 16), (2, 7, 8)))
+    seen = torch.ones(7, 7).tril().bool() & (torch.arange(7) >= padding)
+    found = host_attention(q, k, v, 0.25, seen.expand(2, 1, 7, 7))
+    scores = (q.double() @ k.double().repeat_interleave(2, 1).mT * 0.25).masked_fill(~seen, -torch.inf)
+    exact = (scores.softmax(-1) @ v.double().repeat_interleave(2, 1)).transpose(1, 2)
+    assert found.shape == (2, 7, 4, 8)
+    assert not found[:, :padding].any(), "who sees nothing gets something"
+    assert torch.allclose(found[:, padding:].double(), exact[:, padding:], atol=1e-6)
+
+
+def mixture_body(ctx: iris.Iris, name: str, compile: bool | str) -> tuple[list, set[tuple[int, ...]]]:
     """What `verify` finds, and the shapes of weights that were multiplied row by row beside the ops."""
     ctx.invariant, shapes, linear = "batch", set(), matmul._linear
 
@@ -158,14 +173,17 @@ def mixture_body(ctx: iris.Iris, name: str) -> tuple[list, set[tuple[int, ...]]]
     layers.parallelize(model, ctx)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul, "_linear", seen)
-        return verify.batch(model, ctx, (3,), steps=2, length=9), {router} - shapes
+        return verify.batch(model, ctx, (3,), steps=2, length=9, compile=compile), {router} - shapes
 
 
 @pytest.mark.skipif(ON_GPU, reason="`iris-tp verify` is for GPUs, too")
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_a_mixture_gives_a_prompt_the_same_bits_and_routes_it_row_by_row(name):
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [("mixtral", False), ("mixtral", "eager"), pytest.param("qwen3_moe", False, marks=pytest.mark.slow)],
+)
+def test_a_mixture_gives_a_prompt_the_same_bits_and_routes_it_row_by_row(name, compile):
     pytest.importorskip("transformers")
-    for found, missing in run_ranks(2, mixture_body, name):
+    for found, missing in run_ranks(2, mixture_body, name, compile):
         assert len(found) == 6 and not any(each.differing for each in found), verify.table(found)
         assert not missing, "the router's product was torch's"
 

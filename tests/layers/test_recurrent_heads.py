@@ -121,6 +121,7 @@ def _entries(model: Any, device: torch.device | str) -> int:
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="counts, which are the same on CPUs")
 @pytest.mark.parametrize("case", ["one group", "by channel", "three key heads"])
+@pytest.mark.some(1)
 def test_ranks_share_the_state(case: str) -> None:
     own, (whole, *_) = zip(*run_ranks(3, state_body, case), strict=True)
     assert sum(own) == whole and max(own) <= whole // 2
@@ -151,7 +152,7 @@ def loaded_body(ctx, folder: str, case: str) -> torch.Tensor:
 
 @worlds
 @pytest.mark.parametrize("case", ["one group", "no norm", "two heads", "three key heads", "by channel"])
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_a_checkpoint_is_read_and_written_by_parts(world_size: int, case: str, tmp_path) -> None:
     folder, whole = agreed(tmp_path), build(case)
     once(lambda: whole.save_pretrained(folder))

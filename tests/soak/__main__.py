@@ -25,7 +25,8 @@ import iris  # noqa: F401  before triton on a machine without a GPU
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks import report, stress
+from benchmarks import stress
+from benchmarks.measuring import report
 from tests import harness
 import tests.layers  # noqa: F401  so that the server of ranks imports models' code
 from tests.processes import ENV_START, run_fresh

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 import re
 
-from benchmarks.report import RESULTS, headline
+from benchmarks.measuring.report import RESULTS, headline
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 _MARKED = re.compile(r"(<!-- (soak_\w+) -->\n).*?(<!-- end -->)", re.S)

@@ -13,5 +13,10 @@ def prepare() -> None:
     repetition.prepare()
     reductions.prepare()
     launching.prepare()
-    TensorHandle.__post_init__ = lambda self: None  # it refuses a bfloat16 of 32 bits
+    TensorHandle.__init__ = _made  # Triton's refuses a bfloat16 of 32 bits
     replace_builder(Builder)
+
+
+def _made(self, data, dtype, attr=None) -> None:
+    self.data, self.dtype = data, dtype
+    self.attr = {} if attr is None else attr

@@ -123,7 +123,9 @@ class Builder(InterpreterBuilder):
         addresses, values, asked = ptrs.data, _words(value), _asked(mask)
         if _are_few(asked):
             addresses, values, asked = addresses[asked], np.broadcast_to(values, asked.shape)[asked], _ALL
-        memory.store(addresses, values, np.broadcast_to(asked, addresses.shape))
+        if asked.shape != addresses.shape:
+            asked = np.broadcast_to(asked, addresses.shape)
+        memory.store(addresses, values, asked)
 
     def create_descriptor_load(self, desc, indices, *hints):
         element = desc.base.dtype.element_ty

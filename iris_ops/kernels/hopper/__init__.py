@@ -3,7 +3,7 @@
 `pipeline.py` is what they share, `mma.py` all that another architecture would do otherwise.
 """
 
-from . import gather_matmul, lamport_pair, lamport_two_shot, matmul_gather, matmul_reduce, tree_pair
+from . import gather_matmul, lamport_pair, lamport_two_shot, matmul_gather, matmul_reduce
 
 __all__ = [
     "gather_matmul",
@@ -11,5 +11,4 @@ __all__ = [
     "lamport_two_shot",
     "matmul_gather",
     "matmul_reduce",
-    "tree_pair",
 ]

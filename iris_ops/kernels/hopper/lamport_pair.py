@@ -32,13 +32,25 @@ from triton.experimental.gluon import language as gl
 
 from ...planning.waves import columns_together
 from ...problem import Problem
+from ...sum_tree import blocks_of
 from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tile_orders import OthersFirst, PartTiles, own_blocks
 from ..tiles import start_in_turn
 from .mma import Mma
 from .operands import MOVER_WARPS, lamport_specialised_arguments
-from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, pace, part_of, places_of, rows_of
+from .pipeline import (
+    NOWHERE,
+    Leaves,
+    allocate,
+    await_tile,
+    give_back,
+    multiply_tiles,
+    pace,
+    part_of,
+    places_of,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -97,7 +109,7 @@ def _look(shared, theirs, row, col, first, rows, M, ld, exists, MOVE: gl.constex
 @gluon.jit
 def _add(
     ctx, shared, done, found, theirs, peer, out, bias, row, col, first, rows, M, N, ld, stride_om, epoch,
-    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
+    HAS_BIAS: gl.constexpr, LEAVES: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """Stores the sum of tile number `done` and the peer's to `out`. `found`: what `_look` has loaded of the peer's."""
     for part in range(shared.PARTS):
@@ -112,6 +124,8 @@ def _add(
         total += rows_of(shared, done, part, MOVE).to(gl.float32)
         r, c, inside = rows_among(shared, part, row, col, first, rows, M, MOVE)
         if HAS_BIAS:
+            if LEAVES > 1:  # as all sums of the tree are
+                total = total.to(out.dtype.element_ty).to(gl.float32)
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
         target = out + (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
         gl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & (c < N)[None, :])
@@ -120,7 +134,7 @@ def _add(
 @gluon.jit
 def _swap_tiles(
     ctx, shared, tiles, half, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
-    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
+    HAS_BIAS: gl.constexpr, LEAVES: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """What the mover warps of an all-reduce do: send each tile before they take the one before it."""
     peer = 1 - ctx.rank
@@ -146,7 +160,7 @@ def _swap_tiles(
             span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=0)
             _add(
                 ctx, shared, i - 1, found, theirs, peer, out, bias, before_row, before_col, 0, M, M, N, ld, stride_om,
-                epoch, HAS_BIAS, MOVE, WAITER,
+                epoch, HAS_BIAS, LEAVES, MOVE, WAITER,
             )  # fmt: skip
             ctx.tracing.record_event_end(span)
 
@@ -154,7 +168,7 @@ def _swap_tiles(
 @gluon.jit
 def _scatter_tiles(
     ctx, shared, tiles, half, there, theirs, bases, out, bias, M, N, part_rows, ld, stride_om, epoch, spread,
-    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
+    HAS_BIAS: gl.constexpr, LEAVES: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """What the mover warps of a reduce-scatter do: send the peer's rows of each tile, and take the own ones."""
     peer = 1 - ctx.rank
@@ -179,7 +193,7 @@ def _scatter_tiles(
             span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=0)
             _add(
                 ctx, shared, i, found, theirs, peer, out, bias, row, col, first, rows, M, N, ld, stride_om, epoch,
-                HAS_BIAS, MOVE, WAITER,
+                HAS_BIAS, LEAVES, MOVE, WAITER,
             )  # fmt: skip
             ctx.tracing.record_event_end(span)
         else:
@@ -195,7 +209,7 @@ def _scatter_tiles(
 @gluon.jit
 def _move_tiles(
     ctx, shared, tiles, half, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
+    HAS_BIAS: gl.constexpr, LEAVES: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """What the mover warps do: find where values stand, then `MOVED` with all tiles, then advance the epoch."""
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
@@ -204,7 +218,7 @@ def _move_tiles(
     there = remote(ctx, half + ctx.rank * step, bases, peer)  # this rank's values at the peer
     MOVED(
         ctx, shared, tiles, half, there, half + peer * step, bases, out, bias, M, N, part_rows, ld, stride_om, epoch,
-        spread, HAS_BIAS, MOVE, WAITER,
+        spread, HAS_BIAS, LEAVES, MOVE, WAITER,
     )  # fmt: skip
     advance(sync, epoch)  # which all warps have read
 
@@ -212,14 +226,17 @@ def _move_tiles(
 @gluon.jit
 def _specialise(
     ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
-    half_elements, spread, MOVED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, PRODUCT: gl.constexpr,
-    MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVER_WARPS: gl.constexpr,
-    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
+    half_elements, spread, first_leaf, blocks, MOVED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    LEAVES: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr,
+    MOVER_WARPS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """MMA warps multiply `tiles`, one after the other; mover warps do `MOVED` with the finished ones."""
     epoch = gl.load(sync) + 1
     half = staging + (epoch & 1).to(gl.int64) * half_elements
     units = Units(tiles.num_m * tiles.num_n, gl.cdiv(K, mma.BLOCK_K), 0, 0, 0, False)
+    leaves: gl.constexpr = None
+    if LEAVES > 1:
+        leaves = Leaves(first_leaf, blocks)
     shared = allocate(a, b, out.dtype.element_ty, STAGES, tiles.BLOCK_M, tiles.BLOCK_N, ROWS, PRODUCT, PLACES)
     gl.warp_specialize(
         [
@@ -227,14 +244,14 @@ def _specialise(
                 multiply_tiles,
                 (
                     ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, out, out, sync, epoch, M, N,
-                    False, WAITER,
+                    False, WAITER, leaves, LEAVES,
                 ),
             ),
             (
                 _move_tiles,
                 (
                     ctx, shared, tiles, half, out, bias, sync, M, N, part_rows, ld, stride_om, epoch, spread, MOVED,
-                    HAS_BIAS, MOVE, WAITER,
+                    HAS_BIAS, LEAVES, MOVE, WAITER,
                 ),
             ),
         ],
@@ -246,13 +263,17 @@ def _specialise(
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "stagger"])
 def lamport_pair_kernel(
     a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, half_elements,
-    spread, stagger,
+    spread, stagger, first_leaf, blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
     PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVER_WARPS: gl.constexpr,
-    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, LEAVES: gl.constexpr = 1, TRACING: gl.constexpr = False,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`.
+
+    LEAVES: of a sum that is the same on any number of ranks, this rank's leaves, from `first_leaf` on; else 1. `blocks`
+    of 64 products: all ranks'.
+    """
     start_in_turn(stagger)
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
@@ -260,21 +281,25 @@ def lamport_pair_kernel(
     mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     _specialise(
         ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
-        half_elements, spread, _swap_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVER_WARPS,
-        MOVER_REGISTERS, WAITER,
+        half_elements, spread, first_leaf, blocks, _swap_tiles, STAGES, HAS_BIAS, LEAVES, PRODUCT, MOVE, ROWS, PLACES,
+        MOVER_WARPS, MOVER_REGISTERS, WAITER,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "group"])
 def lamport_pair_scatter_kernel(
     a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, half_elements,
-    spread, group,
+    spread, group, first_leaf, blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
     PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, MOVER_WARPS: gl.constexpr,
-    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, LEAVES: gl.constexpr = 1, TRACING: gl.constexpr = False,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`.
+
+    LEAVES: of a sum that is the same on any number of ranks, this rank's leaves, from `first_leaf` on; else 1. `blocks`
+    of 64 products: all ranks'.
+    """
     ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     begin, own = own_blocks(ctx.rank * part_rows, part_at(M, part_rows, ctx.rank), M, BLOCK_M)
@@ -282,9 +307,16 @@ def lamport_pair_scatter_kernel(
     mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
     _specialise(
         ctx, a, b, a_scales, b_scales, bias, out, staging, sync, mma, tiles, M, N, K, stride_om, part_rows, ld,
-        half_elements, spread, _scatter_tiles, STAGES, HAS_BIAS, PRODUCT, MOVE, ROWS, PLACES, MOVER_WARPS,
-        MOVER_REGISTERS, WAITER,
+        half_elements, spread, first_leaf, blocks, _scatter_tiles, STAGES, HAS_BIAS, LEAVES, PRODUCT, MOVE, ROWS,
+        PLACES, MOVER_WARPS, MOVER_REGISTERS, WAITER,
     )  # fmt: skip
+
+
+def _leaves(problem: Problem, rank: int) -> dict:
+    if not problem.by_tree:
+        return dict(first_leaf=None, blocks=None, LEAVES=1)
+    first, last = problem.tree.spans[rank]
+    return dict(first_leaf=first, blocks=blocks_of(problem.tree.K), LEAVES=last - first)
 
 
 def launcher(
@@ -292,7 +324,7 @@ def launcher(
 ) -> "Launch":
     grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
     stagger = platform.ticks(config.stagger_us * 1e-6)
-    args |= dict(GROUP_M=config.group_m, PLACES=PLACES, stagger=stagger)
+    args |= dict(GROUP_M=config.group_m, PLACES=PLACES, stagger=stagger, **_leaves(problem, rank.cur_rank))
     return lamport_pair_kernel, grid, args
 
 
@@ -300,5 +332,6 @@ def scatter_launcher(
     rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
 ) -> "Launch":
     grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
-    args |= dict(PLACES=PLACES, group=columns_together(problem, config, grid[0]))
+    group = columns_together(problem, config, grid[0])
+    args |= dict(PLACES=PLACES, group=group, **_leaves(problem, rank.cur_rank))
     return lamport_pair_scatter_kernel, grid, args

@@ -39,8 +39,10 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...sum_tree import LEAVES as TREE_LEAVES
 from ..tiles import first_row, known, rows_from
 
+_LEAVES = gl.constexpr(TREE_LEAVES)
 NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and for scales where there are none
 
 
@@ -48,8 +50,7 @@ NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and fo
 class Shared:
     """A program's shared memory: the ring of operands, the finished tiles, and the barriers between its warps.
 
-    `product` has PLACES for finished tiles, which take turns, and behind them as many more as WAITING says, for sums
-    that the MMA warps put by. A tile lies there in PARTS of some rows each.
+    `product` has PLACES for finished tiles, which take turns. A tile lies there in PARTS of some rows each.
     """
 
     a_parts: base_value
@@ -60,31 +61,25 @@ class Shared:
     free: base_value
     STAGES: gl.constexpr
     PLACES: gl.constexpr
-    WAITING: gl.constexpr
     PARTS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     FOLDED: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, WAITING, FOLDED):
+    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, FOLDED):
         self.a_parts, self.b_parts, self.product = a_parts, b_parts, product
         self.loaded, self.ready, self.free = loaded, ready, free
-        self.STAGES, self.PLACES, self.WAITING, self.FOLDED = (
-            known(STAGES),
-            known(PLACES),
-            known(WAITING),
-            known(FOLDED),
-        )
+        self.STAGES, self.PLACES, self.FOLDED = known(STAGES), known(PLACES), known(FOLDED)
         parts, rows, cols = (int(known(size).value) for size in product.shape)
-        self.PARTS = known(parts // (self.PLACES.value + self.WAITING.value))
+        self.PARTS = known(parts // self.PLACES.value)
         self.BLOCK_M, self.BLOCK_N = known(self.PARTS.value * rows), known(cols)
 
 
 @gluon.jit
 def allocate(
     a, b, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
-    PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1, WAITING: gl.constexpr = 0,
+    PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1,
 ):  # fmt: skip
     """The shared memory of one program, whose operands have the descriptors a and b.
 
@@ -93,7 +88,7 @@ def allocate(
     """
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    product = gl.allocate_shared_memory(dtype, [(PLACES + WAITING) * BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
+    product = gl.allocate_shared_memory(dtype, [PLACES * BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
@@ -102,7 +97,32 @@ def allocate(
     for i in gl.static_range(PLACES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, WAITING, len(a.block_shape) == 3)
+    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, len(a.block_shape) == 3)
+
+
+@aggregate
+class Leaves:
+    """The leaves of a rank's share of K, from number `first` on, of LEAVES with `blocks` blocks of 64 in all."""
+
+    first: base_value
+    blocks: base_value
+
+    @triton.constexpr_function
+    def __init__(self, first, blocks):
+        self.first, self.blocks = first, blocks
+
+    @gluon.jit
+    def steps(self, leaf):
+        """How many blocks leaf number `leaf` of the share has (`sum_tree.border`)."""
+        number = self.first + leaf
+        return (number + 1) * self.blocks // _LEAVES - number * self.blocks // _LEAVES
+
+
+@triton.constexpr_function
+def _halves_behind(leaf):
+    """How many sums end with leaf number `leaf` of a power of two, beside its own."""
+    leaf = getattr(leaf, "value", leaf)
+    return (~leaf & leaf + 1).bit_length() - 1
 
 
 @gluon.jit
@@ -181,15 +201,44 @@ def _place_of(acc, parts, number):
 
 
 @gluon.jit
+def _multiply_steps(
+    ctx, a, gathered, b, mma, shared, units, tiles, count, steps, unit, row, col, k, end, ready, stage, phase,
+    WAITER: gl.constexpr,
+):  # fmt: skip
+    """The sum of the next `steps` blocks along K, and where loads and waits go on: all behind `steps`, anew."""
+    acc = mma.begin(mma.zeros())
+    for _i in range(steps):
+        mbarrier.wait(shared.loaded.index(stage), phase)
+        acc = mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc)
+        acc = mma.await_last_but_one(acc)
+        if unit < count:
+            program_barrier()  # all warps have multiplied the step before, whose place is free now
+            free = gl.where(stage == 0, shared.STAGES - 1, stage - 1)
+            load_block(ctx, a, gathered, b, mma, shared, free, row, col, k)
+            k += mma.BLOCK_K
+            if k >= end:
+                unit, row, col, k, end = begin_unit(
+                    units, tiles, a, gathered, unit + gl.num_programs(0), shared.BLOCK_M, mma.BLOCK_K
+                )
+                if gathered is not None:
+                    ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
+        last = stage == shared.STAGES - 1
+        stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+    return mma.result(acc), unit, row, col, k, end, ready, stage, phase
+
+
+@gluon.jit
 def multiply_tiles(
     ctx, a, gathered, b, a_scales, b_scales, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
-    HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
+    HAS_BIAS: gl.constexpr, WAITER: gl.constexpr, leaves=None, LEAVES: gl.constexpr = 1,
 ):  # fmt: skip
     """What the MMA warps do: multiply each unit in fp32, and hand complete tiles over, rounded.
 
     `gathered` loads rows that are not in `a`, by its `first`, `await_rows` and `load`, or is None. A `b` of three
     dimensions, [2, N, K], is two matrices of N columns, and a tile has as many columns of each. `a_scales`, `b_scales`:
-    of the product's rows and columns where the operands are in eight bits, or None.
+    of the product's rows and columns where the operands are in eight bits, or None. `leaves`: a `Leaves` where a tile's
+    sum is that of so many LEAVES (`sum_tree.py`), a power of two; those that wait for their other half do so, rounded,
+    in registers.
     """
     BLOCK_M: gl.constexpr = shared.BLOCK_M
     BLOCK_N: gl.constexpr = shared.BLOCK_N
@@ -218,24 +267,24 @@ def multiply_tiles(
     done = 0
     for u in range(gl.program_id(0), count, programs):
         tile, _, steps, complete = units.at(u, programs)
-        start = mma.zeros()
         span = ctx.tracing.record_event_start(PRODUCT, -1, parts, tile, nbytes=0)
-        acc = mma.begin(start)
-        for _i in range(steps):
-            mbarrier.wait(shared.loaded.index(stage), phase)
-            acc = mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc)
-            acc = mma.await_last_but_one(acc)
-            if unit < count:
-                program_barrier()  # all warps have multiplied the step before, whose place is free now
-                load_block(ctx, a, gathered, b, mma, shared, gl.where(stage == 0, STAGES - 1, stage - 1), row, col, k)
-                k += BLOCK_K
-                if k >= end:
-                    unit, row, col, k, end = begin_unit(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
-                    if gathered is not None:
-                        ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
-            last = stage == STAGES - 1
-            stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-        product = mma.result(acc)
+        product, unit, row, col, k, end, ready, stage, phase = _multiply_steps(
+            ctx, a, gathered, b, mma, shared, units, tiles, count, leaves.steps(0) if LEAVES > 1 else steps, unit, row,
+            col, k, end, ready, stage, phase, WAITER,
+        )  # fmt: skip
+        if LEAVES > 1:
+            waiting = (product.to(finished.dtype),)
+            for leaf in gl.static_range(1, LEAVES):
+                product, unit, row, col, k, end, ready, stage, phase = _multiply_steps(
+                    ctx, a, gathered, b, mma, shared, units, tiles, count, leaves.steps(leaf), unit, row, col, k, end,
+                    ready, stage, phase, WAITER,
+                )  # fmt: skip
+                total = product.to(finished.dtype)
+                for _j in gl.static_range(_halves_behind(leaf)):
+                    total = (waiting[0].to(gl.float32) + total.to(gl.float32)).to(finished.dtype)
+                    waiting = waiting[1:]
+                waiting = (total,) + waiting
+            product = waiting[0]
         ctx.tracing.record_event_end(span)
         product = _join(ctx, units, parts, left, epoch, u, tile, steps, complete, product, WAITER)
         if complete:

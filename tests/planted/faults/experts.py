@@ -41,13 +41,6 @@ EXPERTS = [
         MIXTURES,
     ),
     Fault(
-        "a tile in turn goes on with the sum of the one before",
-        "iris_ops/moe/grouped_matmul.py",
-        "        acc = tl.where(k == 0, 0.0, acc)\n",
-        "",
-        MIXTURES,
-    ),
-    Fault(
         "a token has the factor of the one before",
         "iris_ops/moe/combine.py",
         "factor = tl.load(weights + t.to(tl.int64) * stride_wt + j",

@@ -1,0 +1,94 @@
+"""Contenders of one call beside each other, each checked and then timed: what `tiles.py` and `rooted.py` share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+import sys
+
+from iris_tp.bench import timing
+from iris_tp.bench.team import Team
+import torch
+
+from benchmarks.measuring import report
+from benchmarks.measuring.tables import markdown
+
+CALLS, ROUNDS = 20, 9
+POISON = 1e4  # far from every right value
+
+
+@dataclass(frozen=True)
+class Contender:
+    call: Callable[[], object]
+    out: torch.Tensor
+    """Where a call leaves its result."""
+    form: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+    """The result as it is compared."""
+
+
+def timed(team: Team, found: dict[str, Contender], exact: torch.Tensor | None, allowed: float) -> dict:
+    """Microseconds of each call, as graphs on GPUs, and why those failed that did, whose time is none.
+
+    A result, into poisoned memory, may be off by `allowed` of the largest value of `exact`, before and after it is
+    timed; it is not looked at on a rank where `exact` is None.
+    """
+    batches, failed = {}, {}
+    for name, contender in found.items():
+        progress(team, f"    {name}")
+        reason = _refuted(team, contender, contender.call, exact, allowed)
+        if not reason:
+            batch, reason = team.attempt(partial(_batch, team, contender))
+        if reason:
+            failed[name] = reason
+        else:
+            batches[name] = batch
+    timings, broken = timing.interleave(team, batches, ROUNDS if team.cuda else 1)
+    failed |= broken
+    for name in timings:
+        if reason := _refuted(team, found[name], batches[name].run, exact, allowed):
+            failed[name] = f"{reason}, when repeated"
+    return {"us": {name: t.call_us for name, t in timings.items() if name not in failed}, "failed": failed}
+
+
+def progress(team: Team, text: str) -> None:
+    """One line of rank 0's, where the results are not printed."""
+    if team.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _batch(team: Team, contender: Contender) -> timing.Batch:
+    def call(i: int) -> torch.Tensor:
+        contender.call()
+        return contender.out
+
+    return timing.graph_batch(call, CALLS, 1)[0] if team.cuda else timing.eager_batch(call, 2, 1)
+
+
+def _refuted(team: Team, contender: Contender, act: Callable, exact: torch.Tensor | None, allowed: float) -> str | None:
+    def error() -> float:
+        contender.out.fill_(POISON)
+        act()
+        if exact is None:
+            return 0.0
+        got = contender.form(contender.out).double()
+        return ((got - exact).abs().max() / exact.double().abs().max()).item()
+
+    off, reason = team.attempt(error)
+    if not reason:
+        worst = team.slowest([off])[0]
+        reason = None if worst <= allowed else f"wrong result, off by {worst:.3g} of the largest value"
+    return reason
+
+
+def render(written: dict, ours: str, names: tuple[str, ...]) -> str:
+    """The rows as a table: what `ours` takes, and in the last column the best of the other `names` over it."""
+    lines, notes = [], []
+    for row in written["rows"]:
+        us, mine = row["us"], row["us"].get(ours)
+        best = min((us[name] for name in names if name in us and name != ours), default=None)
+        ratio = f"{best / mine:.2f}" if best and mine else ""
+        lines.append([row["what"], row["size"], *(f"{us[k]:.1f}" if k in us else "" for k in names), ratio])
+        notes += [f"- {row['what']}, {row['size']}, {name}: {why}" for name, why in row["failed"].items()]
+    head = ["what", "size", *(f"{name}, µs" for name in names), f"the best other / {ours}"]
+    left_out = [f"- left out, for time: {', '.join(written['left_out'])}"] if written.get("left_out") else []
+    table = f"{report.headline(written)} `{written['command']}`\n\n{markdown(head, lines)}"
+    return "\n".join([table, *notes, *left_out])

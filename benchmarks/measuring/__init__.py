@@ -1,0 +1,1 @@
+"""What every benchmark starts from: rows and models, kernels compiled ahead, and what a run writes down of itself."""

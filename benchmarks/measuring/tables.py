@@ -1,0 +1,25 @@
+"""A table as Markdown, and the means that stand below one."""
+
+import math
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table that reads well unrendered too: figures right-aligned in columns of equal width."""
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+    shown = [
+        [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
+        for line in [head, *lines]
+    ]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [shown[0], rule, *shown[1:]])
+
+
+def geometric_mean(values: list[float]) -> float | None:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def mean_of(ratios: list[float], rows: int, unit: str = "") -> str:
+    """The geometric mean, and of how many rows it is if not of all: else those of two rivals would look comparable."""
+    if not ratios:
+        return "-"
+    return f"{geometric_mean(ratios):.2f}{unit}" + (f" ({len(ratios)} of {rows})" if len(ratios) < rows else "")

@@ -1,0 +1,1 @@
+"""Pictures of results: for each benchmark a module with `draw(file, folder)`, which returns what it wrote."""

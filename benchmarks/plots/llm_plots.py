@@ -1,0 +1,50 @@
+"""Results of benchmarks.llm as bars: how fast each contender is, cuBLAS + NCCL being 1.
+
+NAME.svg, NAME being the result file's. Above: tokens per second in steps replayed from a CUDA graph (where there are
+none, eager); below: the inverse of the time to first token, in the same way.
+"""
+
+import json
+from pathlib import Path
+
+from benchmarks.cases.engines import NAMES, NCCL, OURS
+from benchmarks.plots.pictures import plt, save, sign
+
+PANELS = {
+    "decode": (("step_graph_ms", "step_eager_ms"), lambda row: f"batch {row['batch']}\nafter {row['prompt']}"),
+    "first token": (("first_graph_ms", "first_eager_ms", "first_ms"), lambda row: f"{row['batch']} x {row['prompt']}"),
+}
+
+
+def bars(report: dict) -> plt.Figure:
+    names = {result["key"]: result["name"] for row in report["rows"] for result in row["results"]}
+    figure, panels = plt.subplots(2, 1, figsize=(max(7, 1.3 * len(report["rows"])), 7), layout="constrained")
+    for axes, (title, (fields, label)) in zip(panels, PANELS.items(), strict=True):
+        for place, key in enumerate(names):
+            found = [(number, speed(row, key, fields)) for number, row in enumerate(report["rows"])]
+            found = [(number, value) for number, value in found if value]
+            width = 0.8 / len(names)
+            spots = [number + (place - (len(names) - 1) / 2) * width for number, _ in found]
+            color = dict(color="tab:red") if key == OURS else {}
+            drawn = axes.bar(spots, [value for _, value in found], width, label=names[key], **color)
+            axes.bar_label(drawn, fmt="%.2f", fontsize=7)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(report["rows"])), map(label, report["rows"]))
+        axes.set(ylabel="times as fast", title=f"{report['model']}, {report['layers']} layers: {title}")
+        axes.margins(y=0.1)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names), frameon=False)
+    return sign(figure, report, f"1: {NAMES[NCCL]}. batch x prompt.")
+
+
+def speed(row: dict, key: str, fields: tuple[str, ...]) -> float | None:
+    """How many times as fast as cuBLAS + NCCL, by the first of `fields` that both have."""
+    results = {result["key"]: result for result in row["results"]}
+    for field in fields:
+        mine, base = (results.get(each, {}).get(field) for each in (key, NCCL))
+        if mine and base:
+            return base / mine
+    return None
+
+
+def draw(file: Path, folder: Path) -> list[Path]:
+    return [save(bars(json.loads(file.read_text())), folder / f"{file.stem}.svg")]

@@ -1,0 +1,1 @@
+"""Results as Markdown: a module a benchmark for all of its rows, and the tables of README and docs, with marks."""

@@ -1,0 +1,224 @@
+"""Tables that go through all result files: the rows of a kernel, and the rows that a rival leads.
+
+    of_kernel    some rows in which a plan took the kernel of that name, beside the strongest rivals
+    lost         all rows in which a rival is faster than ours, by the reason, where `_REASONS` knows it
+
+`pages.py` puts them on their pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import functools
+from pathlib import Path
+from typing import Any
+
+from iris_ops.config import FusedConfig
+from iris_ops.planning.kernel_names import kernel_for
+from iris_ops.problem import Problem
+import torch
+
+from benchmarks.measuring.report import RESULTS
+from benchmarks.tables.marks import CHANGED, changed, current, header, newest, run_of
+
+KERNEL_PAGES = "docs/kernels"
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("ops_{gpu}_x2", "ops_{gpu}_x4", "ops_models_{gpu}_x2", "ops_models_{gpu}_x4", "ccl_{gpu}_x2", "ccl_{gpu}_x4")
+PAGES = {  # of each kernel, by the name in its comment
+    name: f"{KERNEL_PAGES}/{path.name}"
+    for path in sorted((ROOT / KERNEL_PAGES).glob("*.md"))
+    for line in path.read_text().splitlines()
+    if line.startswith("<!-- measured ")
+    for name in line.split()[2:3]
+}
+# Why a rival of that name is ahead in an op, in graphs and in eager calls.
+_TILES = "A tile of cuBLAS fills the waves of these rows; ours left multiprocessors idle"
+_GATHERS = "Both have copy engines bring rows; cuBLAS's tiles are some percent ahead of ours at these widths"
+_WHOLE = "Both hide the exchange behind the product; cuBLAS's tiles are a percent ahead of ours at these sizes"
+UNEXPLAINED = "Not known yet"
+_POWER = "Not known: the product of 22 ms takes nearly all of the time"
+_HALVES = "The all-reduce's kernel of these rows cannot end with the norm; some thirteen kernels of torch's followed it"
+_ONE_HOP = "Both send in one hop, the same bytes; within 0.2 µs of each other, of which the cause is not known"
+_HOST = "The host's time of an eager call; in graphs ours is ahead"
+_REASONS = {
+    ("ag", "torch async-TP"): (_GATHERS, _GATHERS),
+    ("ag", "cuBLAS + NCCL"): ("", _HOST),
+    ("ar", "cuBLAS + torch two-shot"): (_TILES, _TILES),
+    ("ar", "cuBLAS + NCCL"): ("", _POWER),
+    ("rs", "cuBLAS + torch reduce-scatter"): (_TILES, _TILES),
+    ("rs", "torch async-TP"): (_WHOLE, _WHOLE),
+    ("ar", "cuBLAS + FlashInfer one-shot with norm"): (_HALVES, _HALVES),
+    ("all_reduce", "torch two-shot"): ("", _HOST),
+    ("all_reduce", "FlashInfer one-shot"): (_ONE_HOP, ""),
+}
+_OF_ROWS = {(16384, 16384, 26624): _POWER}  # where a row has a reason of its own
+_OPS = {"ar": "matmul_all_reduce", "rs": "matmul_reduce_scatter", "ag": "all_gather_matmul", "ga": "matmul_all_gather"}
+_PROTOCOLS = {"lamport": "ccl.lamport", "words": "ccl.lamport", "flags": "ccl.flags"}  # "words": in older files
+_MOST = 5  # rows of a table
+_NONE = "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
+
+
+def of_kernel(name: str, folder: str) -> str:
+    """Some rows that ran a kernel; `folder`: the way from its page to the result files."""
+    rows = _rows().get(name)
+    return _table(rows, folder) if rows else _NONE
+
+
+@functools.cache
+def _rows() -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """All rows of the newest files, by the kernel that ours ran."""
+    found: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for run in (run for pattern in FILES for run in newest(pattern)):
+        for row in run["rows"]:
+            ours = next(each for each in row["results"] if each["kind"] == "ours")
+            if ours["status"] == "ok" and ours.get("graph_us"):
+                found.setdefault(_kernel(run, row, ours["plan"]), []).append((run, row))
+    return found
+
+
+def _kernel(run: dict[str, Any], row: dict[str, Any], plan: dict[str, Any]) -> str:
+    if run["benchmark"] == "ccl":
+        return _PROTOCOLS[plan["protocol"]]
+    if "kernel" in plan:
+        return plan["kernel"]
+    known = {field: value for field, value in plan.items() if field in FusedConfig.__dataclass_fields__}
+    known.pop("prediction", None)
+    if known["algorithm"] not in ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather"):
+        return "gone"  # the copy engines of earlier versions
+    config = FusedConfig(**known | {"warp_specialised": plan.get("warp_specialised", plan.get("warp_roles", False))})
+    form = row.get("form") or ("" if row["op"] == "ar" else "rows")
+    problem = Problem(_OPS[row["op"]], form, row["M"], row["N"], row["K"], run["world"], torch.bfloat16)
+    return kernel_for(problem, config)
+
+
+def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> str:
+    """Some of `rows`: every op's smallest and largest, and others spread between them."""
+    chosen = list(_spread(rows))
+    text = (
+        "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where "
+        "it wins."
+    )
+    lines = [
+        header([run for run, _ in chosen], folder, text),
+        "",
+        f"| GPUs, date | op | size | ours | cuBLAS + NCCL | best other rival | {CHANGED} |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
+    if chosen[0][0]["benchmark"] == "ccl":
+        lines[2] = lines[2].replace("cuBLAS + ", "")
+    for run, row in chosen:
+        ours = next(each["graph_us"] for each in row["results"] if each["kind"] == "ours")
+        rivals = [each for each in row["results"] if each["kind"] == "rival" and each.get("graph_us")]
+        nccl = [each for each in rivals if each["name"] in ("NCCL", "cuBLAS + NCCL")]
+        others = sorted((each for each in rivals if each not in nccl), key=lambda each: each["graph_us"])
+        size = f"{row['M']}, {row['N']}, {row['K']}" if "M" in row else _bytes(row["bytes"])
+        op = f"`{_OPS.get(row['op'], row['op'])}`"
+        cells = [_gpus(run), op, size, _us(ours), _rival(nccl, ours, False), _rival(others, ours, True)]
+        lines.append(f"| {' | '.join([*cells, changed(run, row)])} |")
+    return "\n".join(lines)
+
+
+def _spread(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    first = [(run, row) for run, row in rows if run["file"] == rows[0][0]["file"]] if len(rows) > _MOST else rows
+    rows = first if len(first) >= _MOST else rows
+    size = lambda pair: (_order(pair[1]), pair[1].get("M", 0), pair[1].get("bytes", 0))  # noqa: E731
+    rows = sorted(rows, key=size)
+    if len(rows) <= _MOST:
+        yield from rows
+    else:
+        yield from (rows[index * (len(rows) - 1) // (_MOST - 1)] for index in range(_MOST))
+
+
+def _order(row: dict[str, Any]) -> int:
+    return list(_OPS).index(row["op"]) if row["op"] in _OPS else 0
+
+
+def _gpus(run: dict[str, Any]) -> str:
+    return f"{run['world']} x {run['gpu'].replace('NVIDIA ', '').split()[0]}, {run['date']}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def _us(us: float) -> str:
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def _rival(rivals: list[dict[str, Any]], ours: float, named: bool) -> str:
+    if not rivals:
+        return ""
+    us, name = rivals[0]["graph_us"], rivals[0]["name"].replace("cuBLAS + ", "") + " " if named else ""
+    text = f"{name}{_us(us)} ({us / ours:.2f}x)"
+    return f"**{text}**" if us < ours else text
+
+
+def lost(now: bool) -> str:
+    """Every row in which a rival takes less time than ours, by the reason, the widest lead first.
+
+    Of runs that are current, where `now` is true, else of the earlier ones.
+    """
+    rows: dict[str, list[tuple[float, str]]] = {}
+    runs = [run_of(path.stem) for path in sorted(RESULTS.glob("*.json"))]
+    for run in (run for run in runs if current(run) == now):
+        for row in run.get("rows", ()):
+            for called, times, unit in _timed(run, row):
+                ours = times.pop("ours", None)
+                best = min(times, key=times.__getitem__, default=None)
+                if ours and best and times[best] < ours:
+                    line = _lost_row(run, row, called, (_time(ours, unit), f"{best} {_time(times[best], unit)}"))
+                    lead = ours / times[best] - 1
+                    rows.setdefault(_why(row, called, best), []).append((lead, line.format(f"{100 * lead:.1f} %")))
+    parts = []
+    for why, lines in sorted(rows.items(), key=lambda each: -max(each[1])[0]):
+        parts += [f"### {why}", ""]
+        parts += [f"| GPUs, date | op | size | called | ours, µs | the rival, µs | ahead by | {CHANGED} |"]
+        parts += ["|---|---|---|---|---:|---:|---:|---|"]
+        parts += [line for _, line in sorted(lines, reverse=True)] + [""]
+    return "\n".join(parts[:-1]) or "No rival leads a row."
+
+
+def _timed(run: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[str, dict[str, float], str]]:
+    """How a row was called, what ours and each rival took by name, and in which unit."""
+    benchmark = str(run.get("benchmark", "")).partition("_")[0]
+    done = [each for each in row.get("results", ()) if each["status"] == "ok"]
+    if benchmark in ("ops", "norms", "ccl"):
+        for called in ("graph", "eager"):
+            known = [each for each in done if each["kind"] != "gemm" and each.get(f"{called}_us")]
+            yield called, {each["name"]: each[f"{called}_us"] for each in known}, ""
+    elif benchmark == "moe":  # of those that reduce over the ranks, whose names say how
+        yield "graph", {name: us for name, us in row["us"].items() if name == "ours" or " + " in name}, ""
+    elif benchmark == "rooted":
+        names = {"ctx.ccl": "ours", "torch": "NCCL"}
+        yield "graph", {names[name]: us for name, us in row["us"].items()}, ""
+    elif benchmark == "llm":
+        known = [each for each in done if each["key"] in ("ours", "nccl", "sequence-nccl", "transformers", "vllm")]
+        for kind, called in (("step", "step"), ("first", "first token")):
+            field = f"{kind}_graph_ms"
+            yield called, {each["name"]: each[field] for each in known if each.get(field)}, " ms"
+
+
+def _time(value: float, unit: str) -> str:
+    return _us(value) + unit if not unit or value >= 10 else f"{value:.2f}{unit}"
+
+
+def _sizes(row: dict[str, Any]) -> tuple[int, ...]:
+    return (row["M"], row["N"], row["K"]) if "M" in row else ()
+
+
+def _why(row: dict[str, Any], called: str, best: str) -> str:
+    reasons = _REASONS.get((row.get("op", row.get("what", "model")), best), ("", ""))
+    return _OF_ROWS.get(_sizes(row)) or reasons[called == "eager"] or UNEXPLAINED
+
+
+def _lost_row(run: dict[str, Any], row: dict[str, Any], called: str, times: tuple[str, str]) -> str:
+    """The row's line, with a place for the lead."""
+    if "batch" in row:
+        op, size = run["model"] + (", compiled" if run.get("compiled") else ""), f"{row['batch']} x {row['prompt']}"
+    elif "shape" in row:
+        op, size = "`moe_gate_up`, `moe_down_all_reduce`", f"{row['shape']}, {row['T']} tokens"
+    else:
+        name = row.get("op", row.get("what"))
+        op = "`matmul_all_reduce_norm`" if run["benchmark"] == "norms" else f"`{_OPS.get(name, name)}`"
+        size = ", ".join(map(str, _sizes(row))) or _bytes(row.get("bytes") or int(row["size"].split()[0]))
+    return f"| {' | '.join([_gpus(run), op, size, called, *times, '{}', changed(run, row)])} |"

@@ -1,0 +1,125 @@
+"""What a table says of its own age: who measured it, where, and what has changed since.
+
+A row's mark is one word: "no", or which of its kernel and its plan are others than when it was measured, or "unknown"
+where the run kept no digests (`freshness.py`). A plan counts as changed where today's plan of the row is another: where
+only the files of the plans have changed, the row is planned again, which is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import functools
+import json
+import textwrap
+from typing import Any
+
+from iris.errors import IrisError
+from iris_ops.planning.machine import machine_named
+from iris_ops.planning.plan import plan
+from iris_ops.problem import NORM, problem_asked
+from iris_tp.bench.rows import CALLS
+import torch
+
+from benchmarks.measuring import freshness, report
+
+CHANGED = "changed since"
+UNKNOWN = "unknown"
+VERSIONS = ("torch", "triton", "NCCL")
+WIDTH = 160
+PROGRAMS = 132  # of an H100 and an H200
+# what else of a configuration decides which code runs
+_FIELDS = ("algorithm", "block_m", "block_n", "block_k", "num_warps", "num_stages", "warp_specialised", "splits")
+
+
+@functools.cache
+def run_of(file: str) -> dict[str, Any]:
+    """A result file by its name without ".json", with that name as "file"."""
+    return json.loads((report.RESULTS / f"{file}.json").read_text()) | {"file": file}
+
+
+def by_age(pattern: str) -> list[dict[str, Any]]:
+    """The runs whose names are `pattern` with a GPU for "{gpu}", the latest first, of a day those of newer code."""
+    files = [path.stem for gpu in ("h100", "h200") for path in report.RESULTS.glob(pattern.format(gpu=gpu) + ".json")]
+    runs = list(map(run_of, files))
+    return sorted(runs, key=lambda run: (run["date"], -len(_changes(run["file"])), run["file"]), reverse=True)
+
+
+def newest(pattern: str) -> list[dict[str, Any]]:
+    """The latest of those; none where there is none."""
+    return by_age(pattern)[:1]
+
+
+def current(run: dict[str, Any]) -> bool:
+    """Whether the run kept digests, so that its rows can say what has changed since; else it is an earlier one."""
+    return bool(run.get("code"))
+
+
+def gpus(run: dict[str, Any]) -> str:
+    return f"{run['world']} x {run['gpu'].removeprefix('NVIDIA ').split()[0]}"
+
+
+def header(runs: Iterable[dict[str, Any]], folder: str, text: str = "") -> str:
+    """Who measured a table: GPU, dtype, versions, and each run's date and commit, linked to all of its rows."""
+    by_machine: dict[str, dict[str, str]] = {}
+    for run in runs:
+        name = f"[{run['file']}]({folder}{run['file']}.md)"
+        by_machine.setdefault(machine(run), {})[run["file"]] = f"{name} {when(run)}"
+    told = [f"{where}: {', '.join(files.values())}." for where, files in by_machine.items()]
+    return filled(" ".join([*([text] if text else []), *told]))
+
+
+def in_short(runs: Iterable[dict[str, Any]], text: str) -> str:
+    """The same without the runs' names."""
+    by_machine: dict[str, set[str]] = {}
+    for run in runs:
+        by_machine.setdefault(machine(run), set()).add(when(run))
+    return filled(" ".join([text, *(f"{where}: {'; '.join(sorted(dates))}." for where, dates in by_machine.items())]))
+
+
+def machine(run: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in VERSIONS if run["versions"].get(name))
+    return f"{run['world']} x {run['gpu']}, {run['dtype']}; {versions}"
+
+
+def when(run: dict[str, Any]) -> str:
+    return run["date"] + (f", commit {run['commit']}" if run.get("commit") else "")
+
+
+def filled(paragraph: str) -> str:
+    return textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def changed(run: dict[str, Any], row: dict[str, Any] | None = None) -> str:
+    """The mark of a `row` of a run, or of a run whose rows name no kernels."""
+    parts = _changes(run["file"]) if "file" in run else tuple(freshness.changes(run))
+    if freshness.UNKNOWN in parts:
+        return UNKNOWN
+    ours = _ours(row)
+    if row is None or not ours.get("kernel"):
+        return ", ".join("plans" if part == freshness.PLANS else "kernels" for part in parts) or "no"
+    found = ["kernel"] if set(parts) & {ours["kernel"], str(run["benchmark"]).partition("_")[0]} else []
+    found += ["plan"] if freshness.PLANS in parts and not planned_alike(run, row, ours) else []
+    return ", ".join(found) or "no"
+
+
+@functools.cache
+def _changes(file: str) -> tuple[str, ...]:
+    return tuple(freshness.changes(run_of(file)))
+
+
+def _ours(row: dict[str, Any] | None) -> dict[str, Any]:
+    results = (row or {}).get("results", [])
+    return next((each.get("plan") or {} for each in results if each.get("name") == "ours"), {})
+
+
+def planned_alike(run: dict[str, Any], row: dict[str, Any], recorded: dict[str, Any]) -> bool:
+    """Whether today's plan of a `row` takes the kernel and the blocks that it was measured with."""
+    op = NORM if run["benchmark"].startswith("norms") else CALLS[row["op"]]
+    form = None if row["op"] == "ar" else row.get("form", "rows")
+    try:
+        problem = problem_asked(op, row["M"], row["N"], row["K"], run["world"], getattr(torch, run["dtype"]), form)
+        now = plan(problem, machine_named(run["gpu"], PROGRAMS), explained=False)
+    except IrisError:
+        return False
+    fields = [field for field in _FIELDS if field in recorded]
+    return now.kernel == recorded["kernel"] and all(getattr(now, field) == recorded[field] for field in fields)

@@ -1,0 +1,411 @@
+"""The tables of README and docs, as Markdown, from result files: rows chosen here, figures and marks from the JSON.
+
+Every table begins with who measured it (`marks.header`) and ends in the column "changed since" (`marks.changed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import re
+import statistics
+from typing import Any
+
+from iris_tp.bench.rows import CALLS
+
+from benchmarks.measuring import report
+from benchmarks.measuring.tables import geometric_mean
+from benchmarks.tables.ccl_table import size_name
+from benchmarks.tables.marks import CHANGED, changed, current, gpus, header, in_short, newest, run_of
+
+Run = dict[str, Any]
+Wanted = tuple[str, int, int, int] | tuple[str, int, int, int, str]
+
+README_ROWS: list[Wanted] = [
+    ("ar", 8192, 8192, 7168), ("ar", 2048, 8192, 2048), ("ar", 1, 8192, 2048),
+    ("rs", 8192, 8192, 7168), ("ag", 8192, 2560, 8192), ("ga", 8192, 14336, 8192),
+]  # fmt: skip
+TWO: list[Wanted] = [
+    ("ar", 8192, 8192, 7168), ("ar", 2048, 8192, 2048), ("ar", 1024, 5120, 12800), ("ar", 512, 8192, 2048),
+    ("ar", 256, 8192, 2048), ("ar", 200, 8192, 14336), ("ar", 64, 8192, 2048), ("ar", 1, 8192, 2048),
+    ("rs", 8192, 8192, 7168), ("rs", 2048, 8192, 2048), ("rs", 4096, 4096, 3584), ("rs", 2048, 5120, 12800),
+    ("rs", 320, 8192, 4096), ("rs", 1, 8192, 4096), ("ag", 8192, 14336, 8192), ("ag", 8192, 2560, 8192),
+    ("ag", 4096, 14336, 4096), ("ag", 512, 9216, 16384), ("ag", 512, 2560, 8192), ("ag", 32, 5120, 8192),
+    ("ga", 8192, 14336, 8192), ("ga", 2048, 2560, 8192), ("ga", 64, 128256, 8192, "cols"),
+]  # fmt: skip
+FOUR: list[Wanted] = [
+    ("ar", 8192, 8192, 7168), ("ar", 8192, 8192, 2048), ("ar", 2048, 8192, 2048), ("ar", 1024, 4096, 3584),
+    ("ar", 512, 8192, 7168), ("ar", 512, 5120, 2048), ("ar", 512, 8192, 2048), ("ar", 64, 8192, 2048),
+    ("ar", 16, 8192, 7168), ("ar", 1, 8192, 2048), ("ar", 1, 4096, 1024), ("rs", 8192, 8192, 7168),
+    ("rs", 2048, 8192, 7168), ("rs", 2048, 8192, 2048), ("rs", 128, 4096, 3584), ("rs", 1, 8192, 2048),
+    ("ag", 8192, 8192, 7168), ("ag", 2048, 14336, 8192), ("ag", 512, 14336, 8192), ("ag", 8192, 2560, 8192),
+    ("ag", 32, 2560, 8192), ("ga", 8192, 8192, 7168), ("ga", 512, 2560, 8192), ("ga", 64, 128256, 8192, "cols"),
+]  # fmt: skip
+OPS_TWO = ("ops_{gpu}_x2", "ops_models_{gpu}_x2", "ops_between_{gpu}_x2")
+OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
+MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
+TABLED = (
+    "ops",
+    "norms",
+    "ccl",
+    "rma",
+    "llm",
+    "moe",
+    "rooted",
+    "tiles",
+    "outputs",
+    "invariance",
+    "step",
+    "fp8",
+    "all_scatter",
+)
+MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
+OPS_TEXT = (
+    "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where it"
+    " is faster."
+)
+SIZES = [2 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
+
+
+def lines_of(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
+    """A table whose first `left` columns are words, and the others figures."""
+    rule = ["---"] * left + ["---:"] * (len(head) - left - 1) + ["---"]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
+
+
+def figure(value: float | None) -> str:
+    return (
+        "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    )
+
+
+def us(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def beside(theirs: float | None, ours: float, name: str = "") -> str:
+    """A rival's time, and how many times ours it is."""
+    if theirs is None:
+        return ""
+    text = f"{name} {us(theirs)} ({theirs / ours:.2f}x)".strip()
+    return f"**{text}**" if theirs < ours else text
+
+
+def timed(row: dict[str, Any], mode: str = "graph") -> dict[str, float]:
+    """By name, what each contender takes that ran and was right, but for products alone."""
+    return {
+        each["name"]: each[f"{mode}_us"]
+        for each in row["results"]
+        if each["status"] == "ok" and each["kind"] != "gemm" and each.get(f"{mode}_us")
+    }
+
+
+def readme(_folder: str) -> str:
+    """Rows of ops and steps of models on two GPUs, of current runs only, with vLLM where it was measured."""
+    used, rows = _op_rows(OPS_TWO, README_ROWS, floor=False)
+    runs = [run for model in MODELS for run in newest(f"llm_{model}_compiled_{{gpu}}_x2") if current(run)]
+    for run in runs:
+        apart = [each for each in beside_vllm(run) if current(each)]
+        # the smallest batch of each model; of a single model its three batches, too
+        for row in run["rows"][: 3 if len(runs) == 1 else 1]:
+            results, vllm = _by_key(row), _beside_ms(_of_size(apart, row), "vllm", "step")
+            cells = [f"{MODELS[run['model']]}, a step, ms", f"{row['batch']} x {row['prompt']}"]
+            cells += [figure(_ms(results["ours"], "step")), _beside_ms(results, "nccl", "step")]
+            rows.append([*cells, f"vLLM {vllm}" if vllm else "", changed(run)])
+        used += [run, *apart]
+    head = ["op, µs", "M, N, K", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
+    text = "In CUDA graphs, median, slowest rank. In brackets: how many times ours, in bold where faster."
+    return f"\n{in_short(used, text)}\n\n{lines_of(head, rows, 2)}"
+
+
+def ops(patterns: Sequence[str], wanted: Sequence[Wanted], folder: str) -> str:
+    """Rows of the four ops, each from the first of the files that has it."""
+    used, rows = _op_rows(patterns, wanted, floor=True)
+    head = ["op", "M, N, K", "floor", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
+    return f"{header(used, folder, OPS_TEXT)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
+
+
+def _op_rows(patterns: Sequence[str], wanted: Sequence[Wanted], floor: bool) -> tuple[list[Run], list[list[str]]]:
+    runs = [run for pattern in patterns for run in newest(pattern)]
+    used: list[Run] = []
+    rows: list[list[str]] = []
+    before = ""
+    for want in wanted:
+        found = next(
+            ((run, row) for run in runs for row in run["rows"] if _is(row, want) and "ours" in timed(row)), None
+        )
+        if found is None:
+            continue
+        run, row = found
+        used.append(run)
+        times = timed(row)
+        ours = times.pop("ours")
+        nccl = times.pop("cuBLAS + NCCL", None)
+        best = min(times, key=times.__getitem__, default=None)
+        cells = [
+            f"`{CALLS[want[0]]}`" if want[0] != before else "",
+            _size(row),
+            *([us(row["floor_us"])] * floor),
+            us(ours),
+        ]
+        cells += [beside(nccl, ours), beside(times[best], ours, best.removeprefix("cuBLAS + ")) if best else ""]
+        rows.append([*cells, changed(run, row)])
+        before = want[0]
+    return used, rows
+
+
+def _nothing() -> str:
+    return "Not measured yet."
+
+
+def _is(row: dict[str, Any], want: Wanted) -> bool:
+    form = want[4] if len(want) > 4 else "rows"
+    return (row["op"], row["M"], row["N"], row["K"], row.get("form", "rows")) == (*want[:4], form)
+
+
+def _size(row: dict[str, Any]) -> str:
+    form = row.get("form", "rows")
+    return f"{row['M']}, {row['N']}, {row['K']}" + (f" ({form})" if form != "rows" else "")
+
+
+def models(ranks: int, folder: str, most: int | None = None) -> str:
+    """Steps and first tokens of whole models, compiled, beside cuBLAS + NCCL and, where it was measured, vLLM."""
+    runs = [run for model in MODELS for run in newest(f"llm_{model}_compiled_{{gpu}}_x{ranks}")]
+    apart = [beside_vllm(run) for run in runs]
+    others = {"nccl": "cuBLAS + NCCL"} | ({"vllm": "vLLM"} if any(apart) else {})
+    rows = []
+    for run, beside_it in zip(runs, apart, strict=True):
+        for number, row in enumerate(run["rows"][:most]):
+            results = _by_key(row)
+            if "ours" not in results:
+                continue
+            cells = [MODELS[run["model"]] if not number else "", f"{row['batch']} x {row['prompt']}"]
+            for kind in ("step", "first"):
+                cells.append(figure(_ms(results["ours"], kind)))
+                cells += [
+                    _beside_ms(_of_size(beside_it, row) if key == "vllm" else results, key, kind) for key in others
+                ]
+            rows.append([*cells, changed(run)])
+    head = ["model", "batch x prompt", "step", *others.values(), "first token", *others.values(), CHANGED]
+    text = "ms, CUDA graphs, decoder layers compiled; in brackets how many times ours, in bold where faster."
+    if any(apart):
+        text += " vLLM, which takes the GPUs for itself, is compared with ours of its own run."
+    used = [each for run, beside_it in zip(runs, apart, strict=True) for each in (run, *beside_it)]
+    return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
+
+
+def mixtures(ranks: int, folder: str) -> str:
+    """Steps and first tokens of whole mixtures of experts, or of some of their layers, beside cuBLAS + NCCL."""
+    runs = [run for model in MIXTURES for run in newest(f"llm_{model}*_{{gpu}}_x{ranks}")]
+    rows = []
+    for run in runs:
+        of = f"{run['model']}, {run['layers']} layers"
+        for number, row in enumerate(run["rows"]):
+            results = _by_key(row)
+            if "ours" in results:
+                cells = [of if not number else "", f"{row['batch']} x {row['prompt']}"]
+                for kind in ("step", "first"):
+                    cells += [figure(_ms(results["ours"], kind)), _beside_ms(results, "nccl", kind)]
+                rows.append([*cells, changed(run)])
+    head = ["model", "batch x prompt", "step", "cuBLAS + NCCL", "first token", "cuBLAS + NCCL", CHANGED]
+    text = (
+        "ms, CUDA graphs, not compiled, random weights and uneven routers; in brackets how many times ours. The rival's"
+        " experts are torch's grouped product."
+    )
+    return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
+
+
+def beside_vllm(run: Run) -> list[Run]:
+    """The run of the same model with vLLM in it on as many of the same GPUs, if there is one."""
+    found = newest(f"llm_{run['model']}_vllm_{{gpu}}_x{run['world']}")
+    return [each for each in found if each["gpu"] == run["gpu"]]
+
+
+def _of_size(runs: list[Run], row: dict) -> dict[str, dict]:
+    """What `runs` found for a batch and prompt as in `row`."""
+    sizes = ("batch", "prompt")
+    alike = (each for run in runs for each in run["rows"] if all(each[size] == row[size] for size in sizes))
+    return next(map(_by_key, alike), {})
+
+
+def _by_key(row: dict) -> dict[str, dict]:
+    return {each["key"]: each for each in row["results"] if each["status"] == "ok"}
+
+
+def _ms(result: dict, kind: str) -> float | None:
+    return result.get(f"{kind}_graph_ms") or result.get(f"{kind}_eager_ms")
+
+
+def _beside_ms(results: dict[str, dict], key: str, kind: str) -> str:
+    """What another takes, with how many times that of ours in the same run it is."""
+    theirs, ours = _ms(results.get(key, {}), kind), _ms(results.get("ours", {}), kind)
+    if not theirs or not ours:
+        return ""
+    text = f"{figure(theirs)} ({theirs / ours:.2f}x)"
+    return f"**{text}**" if theirs < ours else text
+
+
+def collectives(ranks: int, folder: str) -> str:
+    """All-reduces by size, and reduce-scatters and gathers from 1 MiB on, in CUDA graphs."""
+    (run,) = newest(f"ccl_{{gpu}}_x{ranks}") or [None]
+    if run is None:
+        return _nothing()
+    names = list(
+        dict.fromkeys(each["name"] for row in run["rows"] for each in row["results"] if each["kind"] == "rival")
+    )
+    rows, before = [], ""
+    for op, sizes in (("all_reduce", SIZES), ("reduce_scatter", SIZES[4:]), ("all_gather", SIZES[4:])):
+        for row in run["rows"]:
+            times = timed(row)
+            if row["op"] != op or row["bytes"] not in sizes or "ours" not in times:
+                continue
+            cells = [f"`{op}`" if op != before else "", size_name(row["bytes"]), us(times["ours"])]
+            rows.append([*cells, *(beside(times.get(name), times["ours"]) for name in names), changed(run)])
+            before = op
+    text = "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours, in bold where faster."
+    return f"{header([run], folder, text)}\n\n{lines_of(['op', 'size', 'ours', *names, CHANGED], rows, 2)}"
+
+
+def norms(folder: str) -> str:
+    """`matmul_all_reduce_norm` beside all-reduces that end in the whole norm."""
+    (run,) = newest("norms_{gpu}_x2") or [None]
+    if run is None:
+        return _nothing()
+    names = list(
+        dict.fromkeys(each["name"] for row in run["rows"] for each in row["results"] if each["kind"] == "rival")
+    )
+    rows = []
+    for row in run["rows"]:
+        times = timed(row)
+        if "ours" in times:
+            cells = [_size(row), us(times["ours"]), *(beside(times.get(name), times["ours"]) for name in names)]
+            rows.append([*cells, changed(run, row)])
+    shown = [name.removeprefix("cuBLAS + ").removesuffix(", norm") for name in names]
+    text = (
+        "µs a call in a CUDA graph, median, slowest rank. Rivals multiply by cuBLAS; in brackets how many times ours."
+    )
+    return f"{header([run], folder, text)}\n\n{lines_of(['M, N, K', 'ours', *shown, CHANGED], rows, 1)}"
+
+
+FILES = {
+    "ops_{gpu}_x2": "the sizes of facts",
+    "ops_models_{gpu}_x2": "the layers of six models",
+    "ops_between_{gpu}_x2": "rows between powers of two",
+    "ops_{gpu}_x4": "the sizes of facts",
+    "ops_models_{gpu}_x4": "the layers of six models",
+}
+
+
+def means(folder: str) -> str:
+    """By file, the geometric means of cuBLAS + NCCL and of the best rival over ours, of each op."""
+    runs, rows = [], []
+    for pattern, what in FILES.items():
+        for run in newest(pattern):
+            runs.append(run)
+            cells = [_mean(run, op) for op in CALLS]
+            marks = {changed(run, row) for row in run["rows"]}
+            rows.append([f"[{gpus(run)}]({folder}{run['file']}.md), {what}", *cells, _together(marks)])
+    head = ["rows", *(f"`{call}`" for call in CALLS.values()), CHANGED]
+    text = (
+        "How many times ours cuBLAS + NCCL takes in a CUDA graph, geometric mean of all rows, and behind the stroke the"
+        " best rival of each row."
+    )
+    return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 1)}"
+
+
+def floors(folder: str) -> str:
+    """By file, how many times the floor ours take, geometric means of rows of 2048 and more."""
+    runs = [run for pattern in (*OPS_TWO[:2], *OPS_FOUR) for run in newest(pattern)]
+    rows = []
+    for run in runs:
+        cells = []
+        for op in CALLS:
+            large = [row for row in run["rows"] if row["op"] == op and row["M"] >= 2048 and row["floor_us"]]
+            mean = geometric_mean([timed(row)["ours"] / row["floor_us"] for row in large if "ours" in timed(row)])
+            cells.append(f"{mean:.2f}" if mean else "")
+        marks = {changed(run, row) for row in run["rows"]}
+        rows.append([f"[{run['file']}]({folder}{run['file']}.md)", *cells, _together(marks)])
+    head = ["rows from 2048 on", *(f"`{call}`" for call in CALLS.values()), CHANGED]
+    text = "How many times the floor ours take in a CUDA graph, geometric mean."
+    return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 1)}"
+
+
+def hosts(folder: str) -> str:
+    """By file, how long an eager call of ours keeps the host busy."""
+    rows, used = [], []
+    for run in (run for pattern in ("ops_{gpu}_x2", "ops_{gpu}_x4") for run in _eager(pattern)):
+        busy = [each["eager_host_us"] for row in run["rows"] for each in row["results"] if _eager_ours(each)]
+        figures = (us(min(busy)), us(statistics.median(busy)), us(max(busy)))
+        rows.append([f"[{gpus(run)}]({folder}{run['file']}.md)", *figures, changed(run)])
+        used.append(run)
+    head = ["rows of the ops", "least", "median", "most", CHANGED]
+    return f"{header(used, folder, 'Host time of an eager call of ours, µs.')}\n\n{lines_of(head, rows, 1)}"
+
+
+def _eager(pattern: str) -> list[Run]:
+    """The newest of those files that have eager calls."""
+    found = [run_of(pattern.format(gpu=gpu)) for gpu in ("h100", "h200") if _exists(pattern.format(gpu=gpu))]
+    found = [run for run in found if any(_eager_ours(each) for row in run["rows"] for each in row["results"])]
+    return [max(found, key=lambda run: run["date"])] if found else []
+
+
+def _eager_ours(result: dict) -> bool:
+    return result["name"] == "ours" and "eager_host_us" in result
+
+
+def _exists(file: str) -> bool:
+    return (report.RESULTS / f"{file}.json").exists()
+
+
+def _together(marks: set[str]) -> str:
+    return "no" if marks == {"no"} else "unknown" if marks == {"unknown"} else "some rows"
+
+
+def _mean(run: Run, op: str) -> str:
+    nccl, best = [], []
+    for row in run["rows"]:
+        times = timed(row) if row["op"] == op else {}
+        ours = times.pop("ours", None)
+        if ours and times:
+            best.append(min(times.values()) / ours)
+            nccl += [times["cuBLAS + NCCL"] / ours] if "cuBLAS + NCCL" in times else []
+    return f"{geometric_mean(nccl):.2f} / {geometric_mean(best):.2f}" if nccl and best else ""
+
+
+def measured(folder: str) -> str:
+    """The result files that tables are made of and that keep digests: when they were measured, and what has changed."""
+    rows = []
+    for run in _tabled():
+        if current(run):
+            marks = {changed(run, row) for row in run.get("rows", [])} or {changed(run)}
+            rows.append([*_told(run, folder), run["commit"] or "", run["versions"]["torch"], _together(marks)])
+    return lines_of(["result", "GPUs", "measured", "commit", "torch", CHANGED], rows, 4)
+
+
+def earlier(folder: str) -> str:
+    """Those without digests, and why they are kept."""
+    rows = []
+    for run in _tabled():
+        if not current(run):
+            newer = [each for each in newest(_pattern(run["file"])) if current(each)]
+            names = [f"of {gpus(run)}; newer, of {gpus(each)}: {_linked(each['file'], folder)}" for each in newer]
+            rows.append([*_told(run, folder), run["versions"]["torch"], *(names or ["nothing newer of these rows"])])
+    return lines_of(["result", "GPUs", "measured", "torch", "why it is kept"], rows, 4)
+
+
+def _tabled() -> list[Run]:
+    runs = [run_of(path.stem) for path in sorted(report.RESULTS.glob("*.json"))]
+    return [run for run in runs if str(run.get("benchmark", "")).startswith(TABLED)]
+
+
+def _pattern(file: str) -> str:
+    return re.sub("h[12]00", "{gpu}", file)
+
+
+def _told(run: Run, folder: str) -> list[str]:
+    return [_linked(run["file"], folder), gpus(run), run["date"]]
+
+
+def _linked(file: str, folder: str) -> str:
+    """The table of all rows, if there is one beside the result file, else the file."""
+    suffix = "md" if (report.RESULTS / f"{file}.md").exists() else "json"
+    return f"[{file}]({folder}{file}.{suffix})"

@@ -1,0 +1,122 @@
+"""Which table stands on which page, and the pages as the results have them now; `benchmarks/report.py` writes them.
+
+A table stands between `<!-- NAME -->` and `<!-- end -->`. `TARGETS` says on which page, so that moving a table is one
+line here and the two comments there. The tables beside the result files have every row; `EVERY_ROW` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+import json
+import os
+from pathlib import Path
+import re
+
+from benchmarks.cases import contenders
+from benchmarks.measuring import report
+from benchmarks.tables import (
+    all_scatter_table,
+    ccl_table,
+    docs_tables,
+    llm_table,
+    ops_table,
+    page_tables,
+    rma_table,
+    single_tables,
+    step_table,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _of_kernel(name: str, folder: str) -> str:
+    make = single_tables.of_mixture_kernel if name.startswith("moe.") else docs_tables.of_kernel
+    return make(name, folder)
+
+
+# name of the table, its page, and what makes it, given the way from the page to the result files
+TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
+    ("readme", "README.md", page_tables.readme),
+    ("models x4", "docs/benchmarks.md", partial(page_tables.models, 4)),
+    ("models x2", "docs/benchmarks.md", partial(page_tables.models, 2)),
+    ("ops x4", "docs/benchmarks.md", partial(page_tables.ops, page_tables.OPS_FOUR, page_tables.FOUR)),
+    ("ops x2", "docs/benchmarks.md", partial(page_tables.ops, page_tables.OPS_TWO, page_tables.TWO)),
+    ("norms x2", "docs/benchmarks.md", page_tables.norms),
+    ("means", "docs/benchmarks.md", page_tables.means),
+    ("floors", "docs/benchmarks.md", page_tables.floors),
+    ("hosts", "docs/benchmarks.md", page_tables.hosts),
+    ("results", "docs/benchmarks.md", page_tables.measured),
+    ("earlier", "docs/benchmarks.md", page_tables.earlier),
+    ("models x4", "docs/benchmarks/models.md", partial(page_tables.models, 4)),
+    ("models x2", "docs/benchmarks/models.md", partial(page_tables.models, 2)),
+    ("mixtures x2", "docs/benchmarks/models.md", partial(page_tables.mixtures, 2)),
+    ("collectives x4", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 4)),
+    ("collectives x2", "docs/benchmarks/collectives.md", partial(page_tables.collectives, 2)),
+    ("rooted", "docs/guides/collectives.md", single_tables.rooted),
+    ("tiles", "docs/guides/kernels.md", single_tables.tiles),
+    ("mixtures", "docs/guides/mixtures.md", single_tables.mixtures),
+    ("outputs", "docs/guides/memory.md", single_tables.outputs),
+    ("invariance", "docs/concepts/determinism.md", single_tables.invariance),
+    ("invariance ranks", "docs/concepts/determinism.md", single_tables.invariance_ranks),
+    ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(now=True)),
+    ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(now=False)),
+    *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),
+]
+
+
+def _contenders(ours: str, run: dict) -> str:
+    return contenders.render(run, ours, tuple(dict.fromkeys(name for row in run["rows"] for name in row["us"])))
+
+
+EVERY_ROW: dict[str, Callable[[dict], str]] = {
+    "ops": partial(ops_table.render, modes=("graph", "eager")),
+    "norms": partial(ops_table.render, modes=("graph", "eager")),
+    "ccl": ccl_table.render,
+    "rma": rma_table.render,
+    "rooted": partial(_contenders, "ctx.ccl"),
+    "tiles": partial(_contenders, "tiles"),
+    "llm": llm_table.render,
+    "step": step_table.render,
+    "all_scatter": all_scatter_table.render,
+}
+
+
+def pages() -> Iterator[tuple[Path, str, str]]:
+    """Every page with tables: its path, its text, and what it should be."""
+    for name in dict.fromkeys(page for _, page, _ in TARGETS):
+        path = ROOT / name
+        text = path.read_text()
+        yield path, text, rendered(name, text)
+    for path in sorted(report.RESULTS.glob("*.json")):
+        if rows := every_row(path):
+            beside = path.with_suffix(".md")
+            yield beside, beside.read_text() if beside.exists() else "", rows
+
+
+def rendered(page: str, text: str) -> str:
+    """The `text` of a page with its tables as the results have them now; raises where a table has no place on it."""
+    folder = Path(os.path.relpath(report.RESULTS, (ROOT / page).parent)).as_posix() + "/"
+    for name, of, make in TARGETS:
+        if of == page:
+            place = re.compile(rf"<!-- {re.escape(name)} -->\n.*?<!-- end -->", re.DOTALL)
+            if not place.search(text):
+                raise LookupError(
+                    f"{page}: expected <!-- {name} --> and <!-- end -->, for benchmarks/tables/pages.py names it"
+                )
+            whole = f"<!-- {name} -->\n{make(folder)}\n<!-- end -->"
+            text = place.sub(lambda _, whole=whole: whole, text)
+    return text
+
+
+def every_row(path: Path) -> str | None:
+    """What stands beside a result file, if a benchmark of `EVERY_ROW` made it; older files keep what they have."""
+    run = json.loads(path.read_text())
+    make = maker_of(run, EVERY_ROW) if run.get("code") else None
+    return make(run) + "\n" if make else None
+
+
+def maker_of(run: dict, makers: dict[str, Callable]) -> Callable | None:
+    """The one of `makers` whose name is that of the run's benchmark, or with which that begins: llm, of a model."""
+    benchmark = f"{run.get('benchmark')}_"
+    return next((make for name, make in makers.items() if benchmark.startswith(f"{name}_")), None)

@@ -1,0 +1,215 @@
+"""Tables of results that have a page each: mixtures of experts, outputs on the heap, the same bits at every batch,
+collectives with a root, collectives on tiles.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.measuring.tables import geometric_mean
+from benchmarks.tables.ccl_table import size_name
+from benchmarks.tables.marks import CHANGED, by_age, changed, gpus, header, in_short, newest
+from benchmarks.tables.page_tables import beside, lines_of, us
+
+_MIXTURES = "moe_{gpu}_x2"
+_MOST = 6  # rows on a kernel's page
+
+
+def mixtures(folder: str) -> str:
+    """The two ops of a mixture's layer beside the best grouped product with an all-reduce."""
+    measured = _mixtures()
+    rows = []
+    for run, row in measured:
+        ours, best = row["us"]["ours"], _best_rival(row)
+        floor = f"{us(row['floor_us'])} ({ours / row['floor_us']:.2f})"
+        size = [gpus(run), row["shape"], str(row["T"]), f"{row['touched']:.0f}"]
+        rows.append([*size, us(ours), floor, beside(best[1], ours, best[0]), changed(run)])
+    text = (
+        "µs of `moe_gate_up` and `moe_down_all_reduce` in a CUDA graph, median, slowest rank. The floor is the bytes"
+        " of the experts that tokens go to over a copy's rate; in brackets how many times that ours takes."
+    )
+    head = ["GPUs", "model", "tokens", "experts", "ours", "floor", "best rival", CHANGED]
+    return f"{_header_of(measured, folder, text)}\n\n{lines_of(head, rows, 2)}"
+
+
+def _mixtures() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(run, row) of each model's latest run that has it, on all tokens."""
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for run in by_age(_MIXTURES):
+        had = {row["shape"] for _, row in found}
+        found += [(run, row) for row in run["rows"] if row["shape"] not in had]
+    return found
+
+
+def _header_of(measured: list[tuple[dict[str, Any], dict[str, Any]]], folder: str, text: str) -> str:
+    runs = {run["file"]: run for run, _ in measured}
+    links = ", ".join(f"[{gpus(run)}]({folder}{file}.json)" for file, run in runs.items())
+    return in_short(runs.values(), f"{text} All figures: {links}.")
+
+
+def of_mixture_kernel(name: str, folder: str) -> str:
+    """The rows whose plan names this kernel: what the op took that runs it, and both ops beside the best rival."""
+    measured = _mixtures()
+    rows = []
+    for run, row in measured:
+        for part, plan in zip(("ours gate_up", "ours down"), row["plans"], strict=True):
+            if plan.split()[1] == name:
+                op = f"`moe_{part.split()[1]}`".replace("down", "down_all_reduce")
+                size = [gpus(run), row["shape"], str(row["T"])]
+                cells = [*size, op, plan.split()[2], us(row["us"][part]), us(row["us"]["ours"])]
+                name_of_best, time = _best_rival(row)
+                rows.append([*cells, beside(time, row["us"]["ours"], name_of_best), changed(run)])
+    if not rows:
+        return "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
+    rows = [rows[index * (len(rows) - 1) // (_MOST - 1)] for index in range(_MOST)] if len(rows) > _MOST else rows
+    text = "µs of the op alone, and of both ops beside the best rival's, in a CUDA graph, median, slowest rank."
+    head = ["GPUs", "model", "tokens", "op", "tile", "alone", "both ops", "best rival", CHANGED]
+    return f"{_header_of(measured, folder, text)}\n\n{lines_of(head, rows, 4)}"
+
+
+def _best_rival(row: dict[str, Any]) -> tuple[str, float]:
+    """Of those that reduce over the ranks, whose names say how."""
+    return min((each for each in row["us"].items() if " + " in each[0]), key=lambda each: each[1])
+
+
+def outputs(folder: str) -> str:
+    """A row-parallel layer whose output is copied, and one whose output lies on the heap."""
+    (run,) = newest("outputs_{gpu}_x2")
+    rows = []
+    for row in run["rows"]:
+        copied, kept = row["layer, copied, graph us"], row["layer, graph us"]
+        cells = [f"{row['M']}, {row['N']}, {row['K']}", f"`{row['kernel']}`", us(copied), us(kept)]
+        rows.append([*cells, f"{copied / kept:.3f}", changed(run)])
+    text = "µs of a row-parallel layer in a CUDA graph, median, slowest rank. The first kernel writes no peer's output."
+    head = ["M, N, K", "kernel", "copied", "on the heap", "gain", CHANGED]
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 2)}"
+
+
+def invariance(folder: str) -> str:
+    """What the same bits at every number of rows cost, by kind of call."""
+    (run,) = newest("invariance_{gpu}_x2")
+    kinds: dict[str, list[float]] = {}
+    for row in run["times"]:
+        kinds.setdefault(row["row"].split()[0], []).append(row["us"]["batch"] / row["us"]["None"])
+    everything = [cost for costs in kinds.values() for cost in costs]
+    rows = [_cost(_KINDS[kind], costs, run) for kind, costs in kinds.items()] + [_cost("all", everything, run)]
+    text = 'Time with `invariant="batch"` over the time with `None`, in CUDA graphs. '
+    text += " ".join(map(_compared, [run, *newest("invariance_random_{gpu}_x2")]))
+    head = ["call", "rows", "geometric mean", "median", "worst row", CHANGED]
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 1)}"
+
+
+def rooted(folder: str) -> str:
+    """Collectives with a root, and messages, beside NCCL's: a line a call, a column a size; and where NCCL leads."""
+    found = newest("rooted_{gpu}_x2")
+    if not found:
+        return "Not measured yet."
+    (run,) = found
+    calls: dict[str, dict[int, tuple[float, float]]] = {}
+    for row in run["rows"]:
+        if len(row["us"]) == 2:
+            nbytes = int(row["size"].split()[0])
+            calls.setdefault(row["what"], {})[nbytes] = row["us"]["ctx.ccl"], row["us"]["torch"]
+    sizes = sorted({nbytes for times in calls.values() for nbytes in times})
+    rows = [
+        [f"`{call}`", *(f"{us(times[n][0])}, {beside(times[n][1], times[n][0])}" if n in times else "" for n in sizes)]
+        for call, times in calls.items()
+    ]
+    text = (
+        "µs a call of ours and of NCCL's in a CUDA graph, median, slowest rank; in brackets how many times ours NCCL's"
+        " takes, in bold where it leads. Sizes are of the whole tensor that a root has, or of what a rank sends."
+    )
+    table = lines_of(["call", *map(size_name, sizes), CHANGED], [[*row, changed(run)] for row in rows], 1)
+    lost = [
+        [f"`{call}`", size_name(n), us(ours), us(theirs), f"{100 * (ours / theirs - 1):.1f} %"]
+        for call, times in calls.items()
+        for n, (ours, theirs) in times.items()
+        if theirs < ours
+    ]
+    if lost:
+        table += f"\n\nNCCL leads in these rows:\n\n{lines_of(['call', 'size', 'ours', 'NCCL', 'by'], lost, 2)}"
+    else:
+        table += "\n\nNCCL leads in none of these rows."
+    return f"{header([run], folder, text)}\n\n{table}"
+
+
+def tiles(folder: str) -> str:
+    """Collectives on tiles, in kernels of one's own, beside the op or the collective of whole tensors."""
+    found = newest("tiles_{gpu}_x2")
+    if not found:
+        return "Not measured yet."
+    (run,) = found
+    rows = []
+    for row in run["rows"]:
+        times = dict(row["us"])
+        theirs, whole = times.pop("torch", None), times.pop("ctx.ops", None) or times.pop("ctx.ccl", None)
+        own = [us(times[name]) if name in times else "" for name in _TILES]
+        ratio = f"{min(times.values()) / whole:.2f}" if whole and times else ""
+        rows.append([f"`{row['what']}`", row["size"], *own, us(whole), ratio, us(theirs), changed(run)])
+    text = (
+        "µs of a call in a CUDA graph, median, slowest rank. The ratio is that of the fastest kernel of one's own to"
+        " `ctx.ops` or `ctx.ccl`, which do the same; torch takes its product and NCCL."
+    )
+    head = ["what", "size", "one shot", "two shots", "specialised warps", "ours whole", "ratio", "torch", CHANGED]
+    return f"{header([run], folder, text)}\n\n{lines_of(head, rows, 2)}"
+
+
+_TILES = ("tiles", "tiles, two shots", "tiles, specialised warps")
+
+
+def _compared(run: dict[str, Any]) -> str:
+    """How many products were compared, at ten numbers of rows each, and in how many numbers bits differed."""
+    differing, kind = run["differing"], "random products" if run["benchmark"] == "invariance_random" else "products"
+    beside = run.get("beside", run["products"])  # of which so many with nothing promised, too
+    of_those = "" if beside == run["products"] else f" of {beside} of them"
+    return (
+        f"{run['products']} {kind} were compared at 10 numbers of rows each: {differing['None']} numbers{of_those} had"
+        f' other bits with `None`, {differing["batch"]} with `"batch"`.'
+    )
+
+
+def invariance_ranks(folder: str) -> str:
+    """What the same bits on any number of ranks cost, by layer and number of rows."""
+    (run,) = newest("invariance_ranks_{gpu}_x2")
+    rows = []
+    for row in run["times"]:
+        free, batch, ranks = (row["us"][level] for level in ("None", "batch", "ranks"))
+        cells = [f"`{row['layer']}`", str(row["M"]), f"`{row['plan']}`", us(free), us(batch), us(ranks)]
+        rows.append([*cells, f"{ranks / free:.2f}", changed(run)])
+    differing = sum(row["differing"] for row in run["times"])
+    text = (
+        "µs of Llama-3-8B's row-parallel layers with their all-reduce, in CUDA graphs, median, slowest rank. Of each"
+        f' row the result with `"ranks"` on two ranks was compared with that of one rank alone: {differing} numbers had'
+        " other bits."
+    )
+    text += "".join(map(_whole_models, newest("invariance_models_{gpu}_x2")))
+    head = ["layer", "rows", "kernel", "None", "batch", "ranks", "ranks / None", CHANGED]
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}"
+
+
+def _whole_models(run: dict[str, Any]) -> str:
+    """What comparing whole models' logits found, at each level."""
+    told = []
+    for model, layers, level in dict.fromkeys((row["model"], row["layers"], row["level"]) for row in run["rows"]):
+        rows = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
+        differing = sum(row["differing"] for row in rows)
+        batches = ", ".join(map(str, sorted({row["batch"] for row in rows})))
+        told.append(f'{model}, {layers} layers, `"{level}"`, batches of {batches}: {differing}')
+    return (
+        f" Of whole models with random weights the logits behind a prompt and of {run['steps']} steps, eagerly and from"
+        f" CUDA graphs ({run['date']}, commit {run['commit']}); numbers that had other bits: {'; '.join(told)}."
+    )
+
+
+_KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",
+          "ga": "`matmul_all_gather`", "linear": "a product without ranks"}  # fmt: skip
+
+
+def _cost(name: str, costs: list[float], run: dict[str, Any]) -> list[str]:
+    figures = [geometric_mean(costs), statistics.median(costs), max(costs)]
+    return [name, str(len(costs)), *(f"{each:.2f}" for each in figures if each), changed(run)]
+
+
+def _header(run: dict[str, Any], folder: str, text: str) -> str:
+    return in_short([run], f"{text} [All figures]({folder}{run['file']}.json).")
