@@ -95,7 +95,7 @@ def test_a_sum_has_the_same_bits_on_any_number_of_ranks(op, form, dtype):
         (alone,) = run_ranks(1, body, case, None)
         A, B, bias = (each.double() for each in whole(case))
         exact = A @ B + (bias if case.bias else 0)
-        assert (alone - exact).abs().max() <= (2e-4 if dtype == torch.float32 else 0.5)
+        assert (alone - exact).abs().max() <= exact.abs().max() * (1e-5 if dtype == torch.float32 else 2e-2)
         for world_size in (2, 3, 4):
             for depths in (None, draw_depths(case.K, world_size, rng)):
                 found = joined(run_ranks(world_size, body, case, depths))

@@ -52,7 +52,7 @@ def tree_body(ctx: iris.Iris, case: Case, depths: tuple[int, ...]) -> list[str]:
         else:
             one_by_one.copy_(whole)
     exact = A.double() @ B.double() + bias.double()
-    assert (whole - exact).abs().max() <= exact.abs().max() * (1e-5 if case.dtype == torch.float32 else 1e-2)
+    assert (whole - exact).abs().max() <= exact.abs().max() * (1e-5 if case.dtype == torch.float32 else 2e-2)
     begin = sum(depths[:rank])
     own = slice(begin, begin + depths[rank])
     size = case.M if case.form == "rows" else case.N
