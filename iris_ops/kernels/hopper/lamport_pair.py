@@ -4,6 +4,7 @@ For results of some megabytes, where signals, and the stores that they wait for,
 ranks one shot sends no more than two: each sends all that it has multiplied, or a half and then the sums. And one shot
 is one hop, in which a rank waits for nothing but the same tile of its peer. The values stand in the same places as
 those of `lamport_matmul.py`, so the ranks may even mix the two kernels. Only a rank's own tiles stay in shared memory.
+With LEAVES a rank's sum is one of half of K's leaves (`iris_ops/sum_tree.py`), and `tree_matmul.py` may stand in.
 
     MMA warps     compute one tile's product after the other (`pipeline.py`)
     mover warps   all-reduce: send a finished tile to the peer, then take the peer's, add it and store the sum
