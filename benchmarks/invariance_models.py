@@ -21,7 +21,7 @@ from iris_tp.bench.team import Team, launch
 import torch
 from torch import distributed, nn
 
-from benchmarks.cases import engines
+from benchmarks.cases import whole_models
 from benchmarks.measuring import report
 from benchmarks.measuring.ahead import compile_ahead
 
@@ -52,7 +52,7 @@ def whole_model(name: str, depth: int | None, device: torch.device) -> nn.Module
     """A model with random weights, the same in each process."""
     from transformers import AutoModelForCausalLM
 
-    config = engines.config_of(name, depth)
+    config = whole_models.config_of(name, depth)
     if name == "tiny":
         for key, value in _TINY.items():
             setattr(config, key, value)

@@ -20,7 +20,7 @@ import time
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks.cases import engines, mixtures, truth, vllm_engine
+from benchmarks.cases import engines, mixtures, truth, vllm_engine, whole_models
 from benchmarks.measuring import report
 from benchmarks.tables.llm_table import render, summary
 
@@ -31,7 +31,7 @@ WARM_S, MOST_WARM = 1.0, 8  # of prompts before the one that is timed, beside a 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
-    parser.add_argument("--model", help=f"one of {', '.join(engines.SHAPES)}, or a checkpoint's folder")
+    parser.add_argument("--model", help=f"one of {', '.join(whole_models.SHAPES)}, or a checkpoint's folder")
     number, numbers = report.at_least(1), report.numbers
     parser.add_argument("--layers", type=number, help="shortens the model to so many layers")
     parser.add_argument("--batches", type=numbers, default="1,16,64", help="rows of prompts; default: %(default)s")
@@ -68,8 +68,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.prompts, args.output = [min(n, 16) for n in args.prompts], min(args.output, 5)
     if args.quick:
         args.rounds, args.batches, args.prompts = 1, args.batches[:1], args.prompts[:1]
-    if args.model not in engines.SHAPES and not os.path.isdir(args.model):
-        parser.error(f"--model {args.model}: expected one of {', '.join(engines.SHAPES)}, or a checkpoint's folder")
+    if args.model not in whole_models.SHAPES and not os.path.isdir(args.model):
+        parser.error(
+            f"--model {args.model}: expected one of {', '.join(whole_models.SHAPES)}, or a checkpoint's folder"
+        )
     args.title = args.model.rstrip("/").rpartition("/")[2]
     args.command = args.command.replace(args.model, args.title)  # no folders of this machine
     shape = args.title + (f"-{args.layers}layers" if args.layers else "")
@@ -92,7 +94,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         team.say(f"[{time.monotonic() - begin:4.0f} s] {text}")
 
     ctx = iris.iris(int(args.heap_gib * 2**30))
-    model = engines.build(args.model, args.layers, ctx, getattr(torch, args.dtype))
+    model = whole_models.build(args.model, args.layers, ctx, getattr(torch, args.dtype))
     config = model.config
     team.synchronize()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -354,7 +356,7 @@ def beside_vllm(args: argparse.Namespace) -> dict[str, dict]:
     """What vLLM takes, by contender, if it is asked for: before the ranks start, for it wants the GPUs for itself."""
     found = {}
     for key in (key for key in engines.APART if key in args.contenders):
-        config = engines.config_for_others(args.model, args.layers)
+        config = whole_models.config_for_others(args.model, args.layers)
         found[key] = vllm_engine.measure_apart(args, rows_of(args), config, key == engines.VLLM_BATCH)
     return found
 

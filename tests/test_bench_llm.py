@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import llm  # noqa: E402
-from benchmarks.cases import engines, mixtures, truth  # noqa: E402
+from benchmarks.cases import engines, mixtures, truth, whole_models  # noqa: E402
 from benchmarks.plots import llm_plots  # noqa: E402
 from tests.processes import run_benchmark
 from tests.test_benchmarks import alone  # noqa: F401  (a fixture)
@@ -56,7 +56,7 @@ def test_each_mixture_has_a_tiny_one_of_its_kinds() -> None:
     for name in whole:
         (kind, sizes), (small_kind, small) = mixtures.SHAPES[name], mixtures.SHAPES[f"tiny-{name}"]
         assert kind == small_kind and sizes.keys() <= small.keys() | {"rope_theta"}
-        config = engines.config_of(f"tiny-{name}")
+        config = whole_models.config_of(f"tiny-{name}")
         assert config.num_hidden_layers == 2 and config.vocab_size == 128
 
 
@@ -108,7 +108,7 @@ class Raises(engines.NcclOps):
 
 def test_true_logits_are_those_of_a_wider_model_and_leave_the_model_as_it_was(alone):  # noqa: F811
     with iris.iris(1 << 24) as ctx:
-        model, wide = (engines.build("tiny", 2, ctx, torch.bfloat16) for _ in range(2))
+        model, wide = (whole_models.build("tiny", 2, ctx, torch.bfloat16) for _ in range(2))
         tokens = torch.randint(0, 128, (2, 6))
         before = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
         (nccl,), _ = engines.contenders(alone, ctx, model, ["nccl"])
@@ -127,7 +127,7 @@ def test_true_logits_are_those_of_a_wider_model_and_leave_the_model_as_it_was(al
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_contender_and_one_that_raises_are_named(alone, dtype):  # noqa: F811
     with iris.iris(1 << 24) as ctx:
-        model = engines.build("tiny", 1, ctx, getattr(torch, dtype))
+        model = whole_models.build("tiny", 1, ctx, getattr(torch, dtype))
         found, failed = engines.contenders(alone, ctx, model, ["nccl", "ours"])
         assert not failed
         for ops in (RoundsOtherwise(), TooMuch(), HeadsExchanged(), Raises()):
@@ -158,7 +158,7 @@ def test_a_wrong_contender_and_one_that_raises_are_named(alone, dtype):  # noqa:
 
 def test_async_tp_on_cpus_says_what_it_needs(alone):  # noqa: F811
     with iris.iris(1 << 24) as ctx:
-        _, failed = engines.contenders(alone, ctx, engines.build("tiny", 1, ctx, torch.float32), ["async-tp"])
+        _, failed = engines.contenders(alone, ctx, whole_models.build("tiny", 1, ctx, torch.float32), ["async-tp"])
     assert failed == {"async-tp": "PlatformError: needs GPUs: torch has no symmetric memory on CPUs"}
 
 
@@ -176,7 +176,7 @@ def test_async_tp_alone_is_refused_on_cpus(capsys: pytest.CaptureFixture) -> Non
 def test_ranks_that_made_different_tokens_have_no_figures(alone, monkeypatch):  # noqa: F811
     monkeypatch.setattr(llm, "same_everywhere", lambda team, engine: False)
     with iris.iris(1 << 24) as ctx:
-        found, _ = engines.contenders(alone, ctx, engines.build("tiny", 1, ctx, torch.float32), ["nccl"])
+        found, _ = engines.contenders(alone, ctx, whole_models.build("tiny", 1, ctx, torch.float32), ["nccl"])
         args = argparse.Namespace(output=3, dtype="float32", rounds=1, torch_attention=False, profile=False)
         args.contenders, args.compile = ["nccl"], False
         (result,) = llm.run_row(alone, ctx, found, 2, 3, args, lambda: False)["results"]
@@ -197,7 +197,7 @@ def test_what_is_timed_forgets_no_batch(alone, monkeypatch):  # noqa: F811
     monkeypatch.setattr(llm, "clock", clocked)
     monkeypatch.setattr(Engine, "reset", lambda engine: forgotten.append(timed[0]) or reset(engine))
     with iris.iris(1 << 24) as ctx:
-        found, _ = engines.contenders(alone, ctx, engines.build("tiny", 1, ctx, torch.float32), ["nccl"])
+        found, _ = engines.contenders(alone, ctx, whole_models.build("tiny", 1, ctx, torch.float32), ["nccl"])
         args = argparse.Namespace(output=3, dtype="float32", rounds=1, torch_attention=False, profile=False)
         args.contenders, args.compile = ["nccl"], False
         (result,) = llm.run_row(alone, ctx, found, 2, 3, args, lambda: False)["results"]

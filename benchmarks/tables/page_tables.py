@@ -6,7 +6,6 @@ Every table begins with who measured it (`marks.header`) and ends in the column 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-import re
 import statistics
 from typing import Any
 
@@ -43,21 +42,6 @@ FOUR: list[Wanted] = [
 OPS_TWO = ("ops_{gpu}_x2", "ops_models_{gpu}_x2", "ops_between_{gpu}_x2")
 OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
 MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
-TABLED = (
-    "ops",
-    "norms",
-    "ccl",
-    "rma",
-    "llm",
-    "moe",
-    "rooted",
-    "tiles",
-    "outputs",
-    "invariance",
-    "step",
-    "fp8",
-    "all_scatter",
-)
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
 OPS_TEXT = (
     "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where it"
@@ -303,7 +287,7 @@ def means(folder: str) -> str:
             runs.append(run)
             cells = [_mean(run, op) for op in CALLS]
             marks = {changed(run, row) for row in run["rows"]}
-            rows.append([f"[{gpus(run)}]({folder}{run['file']}.md), {what}", *cells, _together(marks)])
+            rows.append([f"[{gpus(run)}]({folder}{run['file']}.md), {what}", *cells, together(marks)])
     head = ["rows", *(f"`{call}`" for call in CALLS.values()), CHANGED]
     text = (
         "How many times ours cuBLAS + NCCL takes in a CUDA graph, geometric mean of all rows, and behind the stroke the"
@@ -323,7 +307,7 @@ def floors(folder: str) -> str:
             mean = geometric_mean([timed(row)["ours"] / row["floor_us"] for row in large if "ours" in timed(row)])
             cells.append(f"{mean:.2f}" if mean else "")
         marks = {changed(run, row) for row in run["rows"]}
-        rows.append([f"[{run['file']}]({folder}{run['file']}.md)", *cells, _together(marks)])
+        rows.append([f"[{run['file']}]({folder}{run['file']}.md)", *cells, together(marks)])
     head = ["rows from 2048 on", *(f"`{call}`" for call in CALLS.values()), CHANGED]
     text = "How many times the floor ours take in a CUDA graph, geometric mean."
     return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 1)}"
@@ -356,7 +340,7 @@ def _exists(file: str) -> bool:
     return (report.RESULTS / f"{file}.json").exists()
 
 
-def _together(marks: set[str]) -> str:
+def together(marks: set[str]) -> str:
     return "no" if marks == {"no"} else "unknown" if marks == {"unknown"} else "some rows"
 
 
@@ -369,43 +353,3 @@ def _mean(run: Run, op: str) -> str:
             best.append(min(times.values()) / ours)
             nccl += [times["cuBLAS + NCCL"] / ours] if "cuBLAS + NCCL" in times else []
     return f"{geometric_mean(nccl):.2f} / {geometric_mean(best):.2f}" if nccl and best else ""
-
-
-def measured(folder: str) -> str:
-    """The result files that tables are made of and that keep digests: when they were measured, and what has changed."""
-    rows = []
-    for run in _tabled():
-        if current(run):
-            marks = {changed(run, row) for row in run.get("rows", [])} or {changed(run)}
-            rows.append([*_told(run, folder), run["commit"] or "", run["versions"]["torch"], _together(marks)])
-    return lines_of(["result", "GPUs", "measured", "commit", "torch", CHANGED], rows, 4)
-
-
-def earlier(folder: str) -> str:
-    """Those without digests, and why they are kept."""
-    rows = []
-    for run in _tabled():
-        if not current(run):
-            newer = [each for each in newest(_pattern(run["file"])) if current(each)]
-            names = [f"of {gpus(run)}; newer, of {gpus(each)}: {_linked(each['file'], folder)}" for each in newer]
-            rows.append([*_told(run, folder), run["versions"]["torch"], *(names or ["nothing newer of these rows"])])
-    return lines_of(["result", "GPUs", "measured", "torch", "why it is kept"], rows, 4)
-
-
-def _tabled() -> list[Run]:
-    runs = [run_of(path.stem) for path in sorted(report.RESULTS.glob("*.json"))]
-    return [run for run in runs if str(run.get("benchmark", "")).startswith(TABLED)]
-
-
-def _pattern(file: str) -> str:
-    return re.sub("h[12]00", "{gpu}", file)
-
-
-def _told(run: Run, folder: str) -> list[str]:
-    return [_linked(run["file"], folder), gpus(run), run["date"]]
-
-
-def _linked(file: str, folder: str) -> str:
-    """The table of all rows, if there is one beside the result file, else the file."""
-    suffix = "md" if (report.RESULTS / f"{file}.md").exists() else "json"
-    return f"[{file}]({folder}{file}.{suffix})"
