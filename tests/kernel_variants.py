@@ -58,7 +58,7 @@ LAMPORT = {"all": (16, 256, 4), "owners": (64, 128, 8), "scatter": (64, 128, 4),
 # Forms that `make test` leaves to `make test-all`. Another form of the same kernel, which it has, differs in that way.
 RARE = {
     "": """
-    matmul_all_gather_folded lamport_owners_folded lamport_gather_first_folded all_reduce_hopper_folded tree_pair_folded
+    matmul_all_gather_folded lamport_owners_folded lamport_gather_first_folded all_reduce_hopper_folded
     skinny_matmul_gated_64_folded all_reduce_hopper_128_fp8 reduce_scatter_hopper_256_fp8
     traced_matmul_all_gather_tma traced_all_gather_matmul_rows_tma traced_lamport_gather_first
     traced_all_reduce_hopper_256 traced_matmul_all_gather_hopper_128 traced_lamport_fp8_8_3
@@ -69,6 +69,9 @@ RARE = {
     moe_gate_up_few_pointers moe_gate_up_one moe_gate_up_large moe_down_sorted moe_down_large_pointers
     moe_lamport_down_one moe_lamport_down_sorted moe_lamport_token moe_lamport_combine_owners
     example_matmul_two_shot example_matmul_scatter example_ring
+    all_gather_matmul_k_pointers lamport_gather_folded ccl_reduce_int8
+    matmul_all_gather_hopper_256 reduce_scatter_hopper_256 all_reduce_hopper_256_fp8 lamport_two_shot_fp8
+    lamport_pair_leaves_64 lamport_pair_leaves_scatter_128 lamport_rounded_64 lamport_fp8_8_2
     """,
     "cuda": "reduce_scatter_pointers matmul_all_gather_pointers all_gather_matmul_rows_pointers",
     "hip": """
