@@ -6,7 +6,6 @@ _WAITS = "tests/iris/test_lost_ranks.py::test_who_waits_for_a_lost_rank_names_it
 _WATCHED = "tests/iris/test_lost_ranks.py::test_processes_and_their_connections_are_both_watched"
 _MAKING = "tests/iris/test_lost_ranks.py::test_a_rank_lost_while_a_context_is_made_is_named"
 _CREATION = "tests/iris/test_creation.py::test_no_rank_fails_alone_while_a_context_is_made"
-_SOAK = "tests/soak/test_soak.py::test_a_fault_in_each_state"
 _STRANGERS = ("tests/iris/test_channel.py::test_strangers_are_turned_away",)
 _CAPTURE = ("tests/iris/test_captures.py",)
 
