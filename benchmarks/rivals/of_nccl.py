@@ -7,6 +7,7 @@ NCCL's kernels for symmetric memory. They use plain loads and stores here: multi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 import os
 
@@ -86,15 +87,7 @@ class Windows:
         return call
 
     def reduce_scatter(self, inputs: Inputs) -> Call:
-        partial = self.place("sent", inputs.row.M, inputs.row.N)
-        out = self.place("received", *inputs.out_shape)
-
-        def call(i: int) -> torch.Tensor:
-            torch.matmul(inputs.A[i], inputs.B[i], out=partial)
-            dist.reduce_scatter_tensor(out, partial)
-            return out
-
-        return call
+        return self._multiplied(inputs, dist.reduce_scatter_tensor)
 
     def all_gather_first(self, inputs: Inputs) -> Call:
         rows, columns = inputs.A[0].shape
@@ -110,12 +103,16 @@ class Windows:
         return call
 
     def all_gather_last(self, inputs: Inputs) -> Call:
-        part = self.place("sent", inputs.A[0].shape[0], inputs.row.N)
+        return self._multiplied(inputs, dist.all_gather_into_tensor)
+
+    def _multiplied(self, inputs: Inputs, exchange: Callable[[torch.Tensor, torch.Tensor], object]) -> Call:
+        """The product of what this rank has, and behind it `exchange(out, product)`."""
+        product = self.place("sent", inputs.A[0].shape[0], inputs.row.N)
         out = self.place("received", *inputs.out_shape)
 
         def call(i: int) -> torch.Tensor:
-            torch.matmul(inputs.A[i], inputs.B[i], out=part)
-            dist.all_gather_into_tensor(out, part)
+            torch.matmul(inputs.A[i], inputs.B[i], out=product)
+            exchange(out, product)
             return out
 
         return call
