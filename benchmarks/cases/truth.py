@@ -97,7 +97,11 @@ def widened(model: nn.Module, dtype: torch.dtype, convert: Convert = as_it_is) -
 
 @contextmanager
 def repeated_heads(model: nn.Module) -> Iterator[None]:
-    """Inside, kv heads are repeated before torch's attention: for grouped ones in float32 it would store all scores."""
+    """Inside, kv heads are repeated before torch's attention: for grouped ones in float32 it would store all scores.
+
+    A model that attends in a way of its own, as one with sinks does, keeps it.
+    """
+    from layers.serving import attention
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -109,7 +113,7 @@ def repeated_heads(model: nn.Module) -> Iterator[None]:
         return sdpa_attention_forward(ungrouped, query, key, value, attention_mask, **options)
 
     before = model.config._attn_implementation
-    if before != "eager":
+    if before in ("sdpa", attention.NAME, attention.INVARIANT):
         AttentionInterface.register("repeated_heads", attend)
         AttentionMaskInterface.register("repeated_heads", sdpa_mask)
         model.set_attn_implementation("repeated_heads")
