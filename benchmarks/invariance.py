@@ -12,7 +12,7 @@ asks the planner alone for what the promise should cost, over all rows of the be
 
 import argparse
 from collections.abc import Callable, Iterator
-from itertools import tee
+from itertools import islice
 import json
 import math
 from pathlib import Path
@@ -29,17 +29,21 @@ from iris_tp.bench.rows import CALLS, Row
 from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import QUICK, graph_batch, interleave
 import torch
+from torch import distributed
 from torch.nn import functional as F
 
-from benchmarks.cases.invariance_case import SIZES, Product, random_row
+from benchmarks.cases.invariance_case import Case, product_of, random_case, said_of_random
 from benchmarks.measuring import models, report, shapes
 from benchmarks.measuring.ahead import compile_ahead
 
 LEVELS = (None, "batch")
 NUMBERS = (1, 3, 16, 17, 64, 100, 128, 200, 512, 1000)
 # Of which each random product has ten.
-ANY = (1, 2, 3, 8, 15, 16, 17, 33, 64, 65, 100, 128, 129, 200, 300, 512, 777, 1000)
-AHEAD = 48  # random products whose kernels are compiled before the first
+ANY = {
+    "cuda": (1, 2, 3, 8, 15, 16, 17, 33, 64, 65, 100, 128, 129, 200, 300, 512, 777, 1000),
+    "cpu": (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 40, 64, 65),
+}
+BATCH = {"cuda": 50, "cpu": 1}  # products for which the host waits at once
 SETS = "facts,prefill,decode,between"
 SAMPLE = "prefill-sample,decode-sample,between"
 
@@ -111,71 +115,83 @@ def print_table(found: dict) -> None:
         print(f"| {each['row']} | {free:.1f} | {alike:.1f} | {alike / free:.3f} |")
 
 
-def drawn(args: argparse.Namespace, team: Team) -> Iterator[tuple[Row, torch.dtype, bool, int, list[int]]]:
-    """(op and sizes, dtype, bias, seed, numbers of rows) of one product after the other: first the layers of models."""
+def drawn(args: argparse.Namespace, team: Team) -> Iterator[Case]:
+    """One product after the other: first the layers of models."""
     known = {(row.op, row.N, row.K, row.form) for row in shapes.select("prefill,decode", list(CALLS), team.world)}
     rng = random.Random(args.seed)
     layers = sorted(known) if team.cuda and not args.random else []
     rng.shuffle(layers)
-    rows = [row for row in (Row(op, 0, N, K, form) for op, N, K, form in layers) if row.serves(team.world)]
+    for op, N, K, form in layers:
+        if Row(op, 0, N, K, form).serves(team.world):
+            dtype = torch.bfloat16 if rng.random() < 0.7 else torch.float16
+            form = "" if op == "ar" else form
+            yield Case(CALLS[op], form, N, K, dtype, rng.random() < 0.3, rng.randrange(1 << 30), NUMBERS)
     while True:
-        row = rows.pop() if rows else random_row(rng, team.world, SIZES[team.device.type])
-        dtype = torch.bfloat16 if rng.random() < 0.7 else torch.float16
-        # each kernel is compiled with a bias or without: fewer are if dtype and bias go together
-        bias = dtype == torch.float16 if args.random else rng.random() < 0.3
-        numbers = sorted(rng.sample(ANY, 10)) if args.random else list(NUMBERS)
-        yield row, dtype, bias, rng.randrange(1 << 30), numbers
-
-
-def numbers_that_differ(team: Team, ctx: iris.Iris, product: tuple[Row, torch.dtype, bool, int, list[int]]) -> int:
-    row, dtype, bias, seed, numbers = product
-    case, places = Product(team, ctx, row, dtype, bias, seed), random.Random(seed)
-    _, reason = team.attempt(lambda: [case.call(M, places) for M in numbers])
-    if reason:
-        raise RuntimeError(f"{row}, invariant={ctx.invariant!r}: {reason}")
-    return int(team.slowest([float(case.differing)])[0])
+        yield random_case(rng, team.world, team.device.type, ANY[team.device.type] if args.random else NUMBERS)
 
 
 def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, found: dict, write: Callable) -> None:
     """Compares `args.products` products, or as many as there is time for, and counts them in `found`.
 
     The first of them are computed with nothing promised, too, so that it is seen that the comparison finds something.
+    The kernels of all random products are compiled before the first.
     """
-    begin, products = time.monotonic(), drawn(args, team)
-    for _ in range(found["products"]):
-        next(products)
+    begin, done = time.monotonic(), found["products"]
+    products = islice(drawn(args, team), done, args.products)
     if args.random and team.cuda:
-        products, ahead = tee(products)
-        some = [next(ahead) for _ in range(AHEAD)]
+        cases = list(products)
 
         def calls() -> None:
-            for row, dtype, bias, seed, numbers in some:
-                case = Product(team, contexts["batch"], row, dtype, bias, seed)
-                for M in numbers:
-                    case.call(M, random.Random(seed))
+            for number in range(0, len(cases), BATCH["cuda"]):
+                results(team, contexts, cases[number : number + BATCH["cuda"]], args.beside - done - number)
+                if number % 500 == 0:
+                    team.say(f"[{time.monotonic() - begin:4.0f} s] {number} products planned")
 
-        kernels = compile_ahead(team, [contexts["batch"]], calls)
-        team.say(f"[{time.monotonic() - begin:4.0f} s] {kernels} kernels compiled")
-    while found["products"] < args.products and team.slowest([time.monotonic() - begin])[0] < args.seconds:
-        product = next(products)
-        row, dtype, *_, numbers = product
-        both = found["products"] < args.beside
-        for level, ctx in contexts.items():
-            if level is None and not both:
-                continue
-            differing = numbers_that_differ(team, ctx, product)
-            found["differing"][str(level)] += differing
-            if differing:
-                found["bits"].append(
-                    {"row": str(row), "dtype": str(dtype), "rows": numbers, "level": str(level), "differing": differing}
-                )
-        kind = f"{CALLS[row.op]} {row.form}, {str(dtype).removeprefix('torch.')}"
-        found["counted"][kind] = found["counted"].get(kind, 0) + 1
-        found["products"] += 1
-        found["beside"] += both
-        if found["products"] % 100 == 0 or found["products"] == 10:
-            team.say(f"[{time.monotonic() - begin:4.0f} s] {found['products']} products, differ: {found['differing']}")
-            write()
+        found["kernels"] = compile_ahead(team, contexts.values(), calls)
+        found["compiled_s"] = round(time.monotonic() - begin, 1)
+        team.say(f"[{time.monotonic() - begin:4.0f} s] {found['kernels']} kernels compiled")
+        products, begin = iter(cases), time.monotonic()
+    while some := list(islice(products, BATCH[team.device.type])):
+        count_differing(team, contexts, some, args.beside - found["products"], found)
+        team.say(f"[{time.monotonic() - begin:4.0f} s] {found['products']} products, differ: {found['differing']}")
+        write()
+        if team.slowest([time.monotonic() - begin])[0] > args.seconds:
+            break
+    found["compared_s"] = round(time.monotonic() - begin, 1)
+
+
+def results(team: Team, contexts: dict, cases: list[Case], beside: int) -> list[tuple[str, Case, torch.Tensor]]:
+    """Computes cases with the promise, the first `beside` also without: (level, case, what differs, on the device)."""
+
+    def compute() -> list[tuple[str, Case, torch.Tensor]]:
+        found = []
+        for number, case in enumerate(cases):
+            for level, ctx in contexts.items():
+                if level or number < beside:
+                    product = product_of(team, ctx, case)
+                    product.run()
+                    found.append((str(level), case, product.differing))
+        return found
+
+    found, reason = team.attempt(compute)
+    if found is None:
+        raise RuntimeError(f"among {'; '.join(map(str, cases))}: {reason}")
+    return found
+
+
+def count_differing(team: Team, contexts: dict, cases: list[Case], beside: int, found: dict) -> None:
+    """Computes some cases and counts in `found`. The host waits once for all of them."""
+    every = results(team, contexts, cases, beside)
+    counts = torch.cat([differing for *_, differing in every])
+    distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
+    for (level, case, _), differing in zip(every, counts.tolist(), strict=True):
+        found["differing"][level] += differing
+        if differing:
+            found["bits"].append({"case": str(case), "rows": case.numbers, "level": level, "differing": differing})
+    for case in cases:
+        found["counted"][case.kind] = found["counted"].get(case.kind, 0) + 1
+    found["products"] += len(cases)
+    found["beside"] += max(0, min(len(cases), beside))
 
 
 def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
@@ -251,7 +267,8 @@ def run(team: Team, args: argparse.Namespace) -> None:
     contexts = {level: iris.iris(heap, invariant=level) for level in LEVELS}
     written = report.describe_run(team, args)
     written |= {"products": 0, "beside": 0, "differing": dict.fromkeys(map(str, LEVELS), 0), "counted": {}, "bits": []}
-    written["numbers_of_rows"] = ANY if args.random else NUMBERS
+    written["numbers_of_rows"] = ANY[team.device.type] if args.random else NUMBERS
+    written["drawn"] = said_of_random(team.world, team.device.type, args.random)
     if args.resume:
         before = json.loads(args.resume.read_text())
         written |= {name: before[name] for name in ("products", "beside", "differing", "counted", "bits")}

@@ -26,7 +26,7 @@ try:
     from triton.experimental.gluon.language.nvidia import hopper as _hopper
     from triton.experimental.gluon.nvidia import hopper as _hopper_host
     from triton.language import core, standard
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter, jit
     from triton.tools import tensor_descriptor as _tensor_descriptor
 
     # Structs inside kernels, and the type of a field of theirs that may be a tensor or a constant.
@@ -167,6 +167,23 @@ def _as_one(arguments: list) -> tuple:
 
 def _described(make: Callable, descriptor: Any, how: Any) -> list:
     return make(descriptor, how, None)
+
+
+def name_kernels_alike() -> None:
+    """Has each process know a kernel by the same name in triton's cache on disk, as triton 3.9 does.
+
+    The name tells of the constants that a kernel and its functions read. Before, triton collected those of a function
+    that it had not read yet too early, and found none; so the name went by what a process compiled first. To be called
+    before that.
+    """
+    finder = jit.DependenciesFinder
+    collect = finder._update_hash
+
+    def collect_what_is_known(self: Any, function: Any) -> None:
+        function.cache_key  # noqa: B018  (reads it)
+        collect(self, function)
+
+    finder._update_hash = collect_what_is_known
 
 
 def max_shared_bytes(index: int) -> int:

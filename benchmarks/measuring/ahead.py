@@ -1,47 +1,169 @@
 """Compiles what a benchmark launches before it runs: on all cores at once, and once for all ranks.
 
-A kernel takes about a second to compile, and its ranks wait for each other. Here calls are made that launch nothing.
-What they would have launched is divided among the ranks, which compile it in threads into Triton's cache on disk.
+A kernel takes seconds to compile, and its ranks wait for each other. Here calls are made that launch nothing. What they
+would have launched goes to processes that see no GPU, as soon as it is known, and from there into Triton's cache on
+disk. Processes, because Triton holds Python's lock while it reads a kernel: threads of one rank keep two cores busy.
+
+Two launches need one kernel where Triton makes no difference between their arguments: of a size it asks whether it is
+1 and whether it is a multiple of 16. Each form is compiled once, by the rank that its name falls to.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+import importlib
+from multiprocessing import get_context
 import os
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
+import zlib
 
 import iris
 from iris.launch import relaunch
-from iris.triton_private import FUSED
-from iris_ops import launch as op_launches
+from iris.triton_private import FUSED, GluonDescriptor, TensorDescriptor, name_kernels_alike
 from iris_tp.bench.team import Team
+import torch
+from torch import distributed
 import triton
+
+name_kernels_alike()  # here and in the processes that compile
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What a kernel is compiled for, of a tensor."""
+
+    dtype: torch.dtype
+    aligned: bool
+
+    def made(self) -> torch.Tensor:
+        return torch.empty(32, dtype=self.dtype)[0 if self.aligned else 1 :]
+
+
+class _Forms:
+    """The forms of kernels that were asked for, and those of them that this rank has compiled."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.known: dict[str, tuple] = {}
+        self.compiled: dict[str, Future] = {}
+        processes = max(1, (os.cpu_count() or 1) // team.world - 1)  # one core runs this rank
+        target = triton.runtime.driver.active.get_current_target()
+        self.pool = ProcessPoolExecutor(processes, get_context("spawn"), _see_no_gpu, (target,))
+
+    def ask(self, kernel: triton.JITFunction, *args: object, grid: object, warmup: bool = False, **given: Any) -> None:
+        """In place of `JITFunction.run`."""
+        given |= dict(zip(kernel.arg_names, args, strict=False))
+        told = {name: _told(value) for name, value in given.items()}
+        kinds = _kinds(kernel)
+        names = {name: kinds[name](value) if name in kinds else value for name, value in told.items()}
+        form = f"{kernel.fn.__module__}:{kernel.fn.__qualname__} {sorted(names.items(), key=lambda item: item[0])}"
+        if form not in self.known:
+            self.known[form] = kernel.fn.__module__, kernel.fn.__qualname__, told
+            if zlib.crc32(form.encode()) % self.team.world == self.team.rank:
+                self.compile(form)
+
+    def compile(self, form: str) -> None:
+        self.compiled[form] = self.pool.submit(_compile, *self.known[form])
+
+    def share(self) -> int:
+        """Has what fell to a rank that does not know it compiled by one that does. Returns how many forms there are."""
+        every: list[tuple[list[str], list[str]] | None] = [None] * self.team.world
+        distributed.all_gather_object(every, (list(self.known), list(self.compiled)))
+        done = {form for _, compiled in every for form in compiled}  # type: ignore[misc]
+        mine = {form for rank in range(self.team.rank) for form in every[rank][0]}  # type: ignore[index]
+        for form in self.known:
+            if form not in done and form not in mine:
+                self.compile(form)
+        return len({form for known, _ in every for form in known})  # type: ignore[misc]
+
+    def wait(self) -> None:
+        """Raises what a kernel's compilation raised."""
+        with self.pool:
+            for future in self.compiled.values():
+                future.result()
 
 
 def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> int:
     """Compiles what `calls` of the `contexts` would launch, and launches nothing. Returns how many kernels that is.
 
-    Of calls that take torch's product, or the copy engines, nothing is compiled.
+    What the calls do otherwise, by torch's products or by copy engines, happens. Raises where a kernel cannot be
+    compiled.
     """
-    found: dict[tuple, tuple] = {}
+    forms = _Forms(team)
 
-    def keep(kernels, device, kernel, grid, args, moving=(), **options):
-        key = (kernel, *options.values(), *map(relaunch._specialization, args.values()))
-        found.setdefault(key, (kernel, grid, {**args, **FUSED, **options}))
+    def launch(kernels, device, kernel, grid, args, moving=(), **options):
+        forms.ask(kernel, grid=grid, **args, **(FUSED | options))
 
-    nothing = dict.fromkeys(op_launches.PREPARERS, lambda *given: lambda: True)
+    for ctx in contexts:
+        ctx.forget_launches()
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(relaunch, "launch", keep))
-        patches.enter_context(mock.patch.dict(op_launches.PREPARERS, nothing))
+        patches.enter_context(mock.patch.object(relaunch, "launch", launch))
+        patches.enter_context(mock.patch.object(relaunch.Calls, "keep", lambda *call: None))
+        patches.enter_context(mock.patch.object(triton.JITFunction, "run", lambda *a, **given: forms.ask(*a, **given)))
         calls()
     for ctx in contexts:
-        ctx.ops.forget_launches()  # for nothing was launched
-    # by the sizes that are the same on all ranks, so that no kernel is left to nobody
-    names = sorted(found, key=lambda key: (key[0].fn.__qualname__, *map(str, key[1:])))
-    own = [found[name] for name in names[team.rank :: team.world]]
-    threads = max(1, (os.cpu_count() or 1) // team.world)
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
-        for kernel, grid, args in own:
-            kernel.run(grid=grid, warmup=True, **args)
-    team.barrier()
-    return len(found)
+        ctx.forget_launches()
+    count = forms.share()
+    _, reason = team.attempt(forms.wait)
+    if reason:
+        raise RuntimeError(reason)
+    return count
+
+
+@cache
+def _kinds(kernel: triton.JITFunction) -> dict[str, Callable[[object], object]]:
+    """What Triton asks of each argument that is no constant."""
+    return {each.name: _width if each.do_not_specialize else _size for each in kernel.params if not each.is_constexpr}
+
+
+def _size(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(_size, value))
+    return (_width(value), value == 1, value % relaunch.ALIGNMENT == 0) if isinstance(value, int) else _width(value)
+
+
+def _width(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(_size, value))
+    if isinstance(value, (TensorDescriptor, GluonDescriptor)):
+        return value.base, value.block_shape, getattr(value, "layout", None)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "int32" if -(2**31) <= value < 2**31 else "int64"
+    return "float" if isinstance(value, float) else value
+
+
+def _told(value: object) -> object:
+    """An argument as another process is told of it."""
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value.dtype, value.data_ptr() % relaunch.ALIGNMENT == 0)
+    if isinstance(value, (TensorDescriptor, GluonDescriptor)):
+        return replace(value, base=_Base(value.base.dtype))
+    return value
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The tensor of a descriptor, without its memory."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def _see_no_gpu(target: object) -> None:
+    driver = SimpleNamespace(get_current_target=lambda: target)
+    driver.get_current_device, driver.get_current_stream = lambda: 0, lambda device: 0
+    triton.runtime.driver.set_active(driver)
+
+
+def _compile(module: str, name: str, told: dict[str, object]) -> None:
+    kernel = getattr(importlib.import_module(module), name)
+    given = {key: value.made() if isinstance(value, _Tensor) else value for key, value in told.items()}
+    kernel.warmup(grid=(1, 1, 1), **given)

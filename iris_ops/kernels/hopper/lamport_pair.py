@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 # Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
 PLACES = 2
 # Each thread of the mover warps has a value of its own.
-_THREADS = gl.constexpr(32 * MOVER_WARPS)
+_MOVER_THREADS = gl.constexpr(32 * MOVER_WARPS)
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVER_WARPS], [0]))
 
 
@@ -200,9 +200,9 @@ def _scatter_tiles(
         else:
             give_back(shared, i, shared.PARTS - 1)
     if gl.program_id(0) == 0:  # a rank to which nothing else is sent must still learn that its peer is in this call
-        lanes = gl.arange(0, _THREADS, layout=_LANES)
+        lanes = gl.arange(0, _MOVER_THREADS, layout=_LANES)
         behind = half + 2 * (part_rows.to(gl.int64) * ld) + lanes
-        here = gl.zeros([_THREADS], half.dtype.element_ty, _LANES)
+        here = gl.zeros([_MOVER_THREADS], half.dtype.element_ty, _LANES)
         put(ctx, behind, here, lanes == ctx.rank, bases, peer)
         take(ctx, behind, 0, lanes == peer, peer + 0 * lanes, epoch, WAITER, shared.product.dtype, 1, LANES=False)
 
