@@ -14,7 +14,7 @@ import os
 
 import pytest
 
-from tests import assembly, harness
+from tests import assembly, compilation, harness, record
 
 if harness.ON_GPU:
     from tests import compile_once
@@ -91,14 +91,16 @@ def _workers_end():
 @pytest.fixture(scope="session")
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[assembly.Compilation]:
+) -> Iterator[compilation.Compilation]:
     """Of a target's name, its kernels by name: in rare forms too where slow tests look at them."""
     folder = tmp_path_factory.getbasetemp()
     beside = "PYTEST_XDIST_WORKER" in os.environ  # whose folders stand in one
     whole = any("compiled" in item.fixturenames and item.get_closest_marker("slow") for item in request.session.items)
-    compilation = assembly.Compilation((folder.parent if beside else folder) / "compiled", whole)
-    yield compilation
-    compilation.close()
+    kernels = compilation.Compilation((folder.parent if beside else folder) / "compiled", whole)
+    yield kernels
+    if record.WRITING and not request.session.testsfailed:
+        kernels.write()
+    kernels.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
