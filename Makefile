@@ -2,7 +2,7 @@
 # make test [JOBS=n]    style, then the tests that need no GPU, but for slow ones, in n processes; 2 fill two cores
 # make test-all         style, then every test that needs no GPU
 # make lint             style, and types, which are a test, too
-# make compiled           what tests ask of compiled kernels, anew: tests/compiled, for kernels that have changed
+# make compiled         what tests ask of compiled kernels, anew, in tests/compiled: after a change of a kernel
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too, but for slow ones
 # make test-gpu-all [RANKS=n]   every test that runs on GPUs
 # make coverage         the library's lines and branches that make test runs, in half an hour

@@ -10,6 +10,7 @@ marked `slow`, `make test-all` and `make test-gpu-all` nothing. These are marked
 """
 
 from collections.abc import Iterator
+import fcntl
 import os
 
 import pytest
@@ -80,6 +81,14 @@ def _cases_of(items: list[pytest.Item]) -> list[list[pytest.Item]]:
         if item.get_closest_marker("some") is not None and item.get_closest_marker("slow") is None:
             found.setdefault(item.function, []).append(item)
     return list(found.values())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _our_turn() -> None:
+    """All is imported when the shares of tests that must not run beside these have ended; see on_gpus.py."""
+    if "IRIS_TEST_TURN" in os.environ:
+        with open(os.environ["IRIS_TEST_TURN"]) as turn:
+            fcntl.flock(turn, fcntl.LOCK_SH)
 
 
 @pytest.fixture(scope="session", autouse=True)
