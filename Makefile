@@ -2,6 +2,7 @@
 # make test [JOBS=n]    style, then the tests that need no GPU, but for slow ones, in n processes; 2 fill two cores
 # make test-all         style, then every test that needs no GPU
 # make lint             style, and types, which are a test, too
+# make compiled         what tests ask of compiled kernels, anew, in tests/compiled: after a change of a kernel
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too, but for slow ones
 # make test-gpu-all [RANKS=n]   every test that runs on GPUs
 # make coverage         the library's lines and branches that make test runs, in half an hour
@@ -28,7 +29,7 @@ BESIDE = -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
 
-.PHONY: demo test test-all test-gpu test-gpu-all coverage test-matrix soak style lint bench docs clean distclean
+.PHONY: demo test test-all compiled test-gpu test-gpu-all coverage test-matrix soak style lint bench docs clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP) $(MODEL_STAMP)
@@ -39,6 +40,9 @@ test: style $(MODEL_STAMP)
 
 test-all: style $(MODEL_STAMP)
 	$(PY) -m pytest -m "not gpu" $(BESIDE) $(PYTEST_ARGS)
+
+compiled: $(STAMP)
+	IRIS_TEST_WRITE_COMPILED=1 $(PY) -m pytest -q -m "compile and not slow" tests/test_codegen*.py
 
 test-gpu: $(MODEL_STAMP)
 	$(PY) -m tests.on_gpus $(if $(RANKS),--ranks $(RANKS))

@@ -1,32 +1,24 @@
 """What the compilers make of every kernel, and checks that read it: each returns what is wrong with the assembly.
 
-`tests/compile_kernels.py` compiles in processes of its own, a target once, from the first test on: with a lower
-priority, while ranks of other tests wait for each other. Kernels that are broken on purpose (`tests/rma_kernels.py`)
-show that each check can fail.
+A check depends on nothing but the kernel's name and code, so its answer can be recorded (`tests/record.py`). What an
+answer should be stands in the tests. Kernels that are broken on purpose (`tests/rma_kernels.py`) show that each check
+can fail.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-import fcntl
+from functools import wraps
 import itertools
-import os
 from pathlib import Path
-import queue
 import re
 import subprocess
-import sys
-import threading
-import time
-
-from tests.processes import ROOT, python_path
-from tests.untraced import copy_untraced
+import tempfile
+from typing import Any
 
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 UNTRACED = "sm_90 without tracing"
-ENV_KERNELS = "IRIS_TEST_KERNELS"
 FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
 # Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
 REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_owners_norm", "lamport_scatter")
@@ -35,18 +27,35 @@ OF_TWO = ("lamport_narrow_of_two", "tree_all", "tree_narrow")
 TREES = ("tree_owners", "tree_scatter", "tree_high")  # which take one root after the other
 EXCHANGES = (*REDUCTIONS, *TREES, *KEPT, *OF_TWO, "lamport_gather", "lamport_gather_first")
 WORLD_SIZE = 4  # of kernel_variants.py
-_PROCESSES = {"sm_90": 2}  # which has as many kernels as two others
-_LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 300.0, 20.0  # of one kernel's compilation
 
 
-@dataclass(frozen=True)
 class Kernel:
-    name: str
-    text: str
-    shared: int
+    """The compiled code of a kernel, and what tests ask of it: answers are JSON, for `tests/record.py` keeps them."""
+
+    def __init__(self, name: str, text: str, shared: int) -> None:
+        self.name, self.shared, self._text = name, shared, text
+
+    def ask(self, question: str, work: Callable[[Kernel], Any]) -> Any:
+        """The answer of `work(self)`; `question` names it."""
+        return work(self)
 
     def count(self, pattern: str) -> int:
-        return len(re.findall(pattern, self.text, re.MULTILINE))
+        return self.ask(f"count {pattern}", lambda self: len(re.findall(pattern, self.text, re.MULTILINE)))
+
+    def tally(self, pattern: str) -> dict[str, int]:
+        """How often each text stands there that the pattern matches, or that its one group does."""
+        return self.ask(f"tally {pattern}", lambda self: dict(sorted(Counter(re.findall(pattern, self.text)).items())))
+
+    def first(self, pattern: str) -> int:
+        """The number of the first line that has it."""
+        return self.ask(
+            f"first {pattern}", lambda self: next(i for i, line in enumerate(self.lines) if re.search(pattern, line))
+        )
+
+    @property
+    def text(self) -> str:
+        """The assembly. Only what `ask` is given should look at it: of a recorded kernel it is compiled then."""
+        return self._text
 
     @property
     def lines(self) -> list[str]:
@@ -61,104 +70,17 @@ class Kernel:
 
 
 Kernels = dict[str, Kernel]
+Check = Callable[[Kernel], Any]
 
 
-class Compilation:
-    """Of a target's name, its kernels by name; those of `UNTRACED` are without any call that records events.
+def question(check: Check) -> Check:
+    """Has a recorded kernel answer what it answered before."""
 
-    Without those that are rare, unless `whole`; only those whose names match the environment's `IRIS_TEST_KERNELS`,
-    where it is set: for tests of these.
+    @wraps(check)
+    def asked(kernel: Kernel) -> Any:
+        return kernel.ask(check.__name__, check)
 
-    Test processes that share `folder` compile for a target once. Triton's cache keeps what was compiled before, by the
-    hashes of its sources and of triton.
-    """
-
-    def __init__(self, folder: Path, whole: bool) -> None:
-        self.whole = whole or ENV_KERNELS in os.environ  # whose pattern says what is wanted
-        self._folder = folder
-        self._processes: list[subprocess.Popen] = []
-        self._pool = ThreadPoolExecutor(os.cpu_count())
-        self._found: dict[str, Future[Kernels]] = {}
-
-    def start(self, target: str) -> None:
-        """Begins to compile for a target."""
-        if target not in self._found:
-            self._found[target] = self._pool.submit(self._compiled, target)
-
-    def __call__(self, target: str) -> Kernels:
-        self.start(target)
-        return self._found[target].result()
-
-    def _compiled(self, target: str) -> Kernels:
-        folder = self._folder / target.replace(" ", "_")
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with its process
-            if not (folder / "complete").exists():
-                self._compile(target, folder)
-                (folder / "complete").touch()
-        return {path.stem: _read(path) for path in sorted(folder.iterdir()) if path.suffix in (".ptx", ".amdgcn")}
-
-    def _compile(self, target: str, folder: Path) -> None:
-        source, name = ROOT, target
-        if target == UNTRACED:
-            name, source = "sm_90", folder / "source"
-            copy_untraced(source)
-        pattern = os.environ.get(ENV_KERNELS, "" if self.whole else "-")
-        command = [sys.executable, "-m", "tests.compile_kernels", name, str(folder), pattern]
-        # the path is for what `copy_untraced` leaves here
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
-        for begun in folder.glob("*.begun"):  # by processes that were ended
-            begun.unlink()
-        errors = folder / "errors"
-        with errors.open("w") as said:
-            started = [
-                subprocess.Popen(command, cwd=source, env=environment, stdout=subprocess.PIPE, stderr=said, text=True)
-                for _ in range(_PROCESSES.get(name, 1))
-            ]
-            self._processes += started
-            with ThreadPoolExecutor(len(started)) as following:
-                stuck = list(following.map(_followed, started))
-        assert not any(stuck), f"{target}: {', '.join(stuck)}"
-        assert not any(process.returncode for process in started), errors.read_text()[-4000:]
-
-    def close(self) -> None:
-        """Ends what nobody waited for."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
-            process.kill()
-
-
-def _followed(process: subprocess.Popen) -> str:
-    """Waits for a process that prints the name of each kernel before it compiles it. Says which one is stuck, if any.
-
-    How long one may take follows from the slowest before it, so a machine that is slow or busy meets no limit.
-    """
-    lines: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        for line in process.stdout:
-            lines.put(line.strip())
-        lines.put("")
-
-    threading.Thread(target=read, daemon=True).start()
-    name, slowest, begin = "starting", _LEAST_LIMIT_S / _TIMES_THE_SLOWEST, time.monotonic()
-    while True:
-        limit = max(_LEAST_LIMIT_S, _TIMES_THE_SLOWEST * slowest)
-        try:
-            line = lines.get(timeout=limit)
-        except queue.Empty:
-            process.kill()
-            return f"{name} has not been compiled in {limit:.0f} s, the slowest before took {slowest:.0f} s"
-        now = time.monotonic()
-        name, slowest, begin = line, max(slowest, now - begin), now
-        if not line:
-            process.wait()
-            return ""
-
-
-def _read(path: Path) -> Kernel:
-    return Kernel(path.stem, path.read_text(), int(path.with_suffix(".shared").read_text()))
+    return asked
 
 
 def sound(kernels: Kernels) -> list[Kernel]:
@@ -195,6 +117,7 @@ ORDERED = re.compile(r"\b(?:atom|red|ld|st)\.[a-z0-9_.]*(?:release|acquire|acq_r
 BLOCK_BORDER = re.compile(r"\$L__BB\S*:|.*\bbra\b")
 
 
+@question
 def unordered_releases(kernel: Kernel) -> list[str]:
     """Releases to peers that no barrier of the program precedes directly: nothing is stored in between."""
     found, lines = [], kernel.lines
@@ -212,6 +135,14 @@ def unordered_releases(kernel: Kernel) -> list[str]:
     return found
 
 
+@question
+def releases_without_barriers(kernel: Kernel) -> list[str]:
+    """What `unordered_releases` says where no barrier stands."""
+    text = re.sub(r"^\s*bar\.sync.*\n", "", kernel.text, flags=re.MULTILINE)
+    return unordered_releases(Kernel(kernel.name, text, kernel.shared))
+
+
+@question
 def narrow_scopes(kernel: Kernel) -> list[str]:
     """Ordered accesses that stop short of the system, other than the known local ones."""
     accesses = {match.group() for match in ORDERED.finditer(kernel.text)}
@@ -221,6 +152,7 @@ def narrow_scopes(kernel: Kernel) -> list[str]:
     return sorted(access for access in accesses if ".sys" not in access and access not in local)
 
 
+@question
 def narrow_stores(kernel: Kernel) -> list[str]:
     """Stores to global memory of other than 16 bytes, but for the words of sync blocks and failure records.
 
@@ -236,6 +168,7 @@ def narrow_stores(kernel: Kernel) -> list[str]:
     ]
 
 
+@question
 def unbounded_waits(kernel: Kernel) -> list[str]:
     """A wait looks at its flag once, and then again and again between two looks at the clock, one of them before.
 
@@ -244,10 +177,11 @@ def unbounded_waits(kernel: Kernel) -> list[str]:
     clocks = kernel.count(r"%globaltimer;|\bs_memrealtime\b")
     if kernel.name.removesuffix("_folded") in EXCHANGES:  # what is polled is data, by loads of several words
         return [f"{clocks} looks at the clock"] if clocks < 2 else []
-    looks = kernel.count(r"\bld\.global\.sys\.acquire") + len(hip_acquires(kernel))
+    looks = kernel.count(r"\bld\.global\.sys\.acquire") + hip_acquires(kernel)
     return [f"{looks} acquires and {clocks} looks at the clock"] if clocks < looks else []
 
 
+@question
 def unfenced_loads(kernel: Kernel) -> list[str]:
     """TMA loads after an acquire with no proxy fence in between."""
     found, acquired = [], False
@@ -261,6 +195,7 @@ def unfenced_loads(kernel: Kernel) -> list[str]:
     return found
 
 
+@question
 def unguarded_hand_overs(kernel: Kernel) -> list[str]:
     """Of warp-specialised programs: shared memory that is given on without a barrier of the warps that used it.
 
@@ -280,30 +215,120 @@ def unguarded_hand_overs(kernel: Kernel) -> list[str]:
     return found if read and given else ["nothing is handed over"]
 
 
-def registers(kernel: Kernel, folder: Path) -> int:
-    """How many registers a thread has, by NVIDIA's assembler, which works in `folder`."""
-    from triton.backends.nvidia.compiler import get_ptxas  # iris comes before triton
+@question
+def registers(kernel: Kernel) -> int:
+    """How many registers a thread has, by NVIDIA's assembler."""
+    return int(re.search(r"Used (\d+) registers", _assembled(kernel)[0])[1])
 
-    source = folder / "kernel.ptx"
-    source.write_text(kernel.text)
-    command = [get_ptxas(90).path, "-v", "-arch", "sm_90a", source, "-o", folder / "kernel.cubin"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    return int(re.search(r"Used (\d+) registers", said)[1])
+
+@question
+def machine_steps(kernel: Kernel) -> dict[str, Any]:
+    """Of the machine code: the first step that waits, leads or touches memory; how often it waits, leads and loads."""
+    memory = r"LD|ST|LDG\w*|STG|ATOM\w*|RED\w*|UTM\w+|UBLK\w+|CCTL\w*"
+    steps = re.findall(rf"\b(?:ACQBULK|PREEXIT|{memory}|BRA|EXIT)\b", _assembled(kernel)[1])
+    loads = sum(bool(re.search("LDG|UTM", step)) for step in steps)
+    return dict(first=steps[0], waits=steps.count("ACQBULK"), leads=steps.count("PREEXIT"), loads=loads)
+
+
+def _assembled(kernel: Kernel) -> tuple[str, str]:
+    """What NVIDIA's assembler says of a kernel, and its machine code."""
+    import triton  # iris comes before triton
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    target = re.search(r"^\.target (\w+)", kernel.text, re.MULTILINE)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(kernel.text)
+        command = [get_ptxas(90).path, "-v", "-arch", target, source, "-o", binary]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        shown = [triton.knobs.nvidia.nvdisasm.path, "-c", binary]
+        return said, subprocess.run(shown, check=True, capture_output=True, text=True).stdout
+
+
+@question
+def steps_of_launching(kernel: Kernel) -> dict[str, Any]:
+    """Of kernels that run beside others: the first step; how often they wait for the kernel before and let in the next;
+    whether they multiply, and whether they do so after they have let it in.
+    """
+    wait, lead = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    touches = r"ld|st|atom|red|cp|mbarrier|fence|prefetchu?|tensormap|discard|applypriority"
+    any_step = rf"{wait}|{lead}|\b(?:{touches})\.[a-z]\w*|\b(?:bra|ret|call|exit)\b|mma"  # no way around the wait
+    code = re.sub("//.*", "", kernel.text)
+    steps = [step for step in re.findall(any_step, code) if step not in ("ld.param", "ld.shared")]
+    late = steps[steps.index(lead) :] if lead in steps else []
+    found = dict(first=steps[0], waits=steps.count(wait), leads=steps.count(lead))
+    return found | dict(multiplies="mma" in steps, multiplies_late="mma" in late)
+
+
+@question
+def changes_before_the_wait(kernel: Kernel) -> list[str]:
+    """Stores to memory, and atomics, before a kernel waits for the one before it."""
+    before, *_ = re.sub("//.*", "", kernel.text).split("griddepcontrol.wait")
+    return re.findall(r"\b(?:st|atom|red)\.(?!shared)[a-z]\w*", before)
+
+
+@question
+def system_releases(kernel: Kernel) -> int:
+    return sum("release" in line and ".sys" in line for line in kernel.lines)
+
+
+@question
+def looks_at_values(kernel: Kernel) -> list[int]:
+    """How many vectors of Lamport values a program looks at before it sends its own, and in all."""
+    looks = [i for i, line in enumerate(kernel.lines) if "ld.volatile.global.v4.b32" in line]
+    sent = next(i for i, line in enumerate(kernel.lines) if "st.global.wt.v4.b32" in line)
+    return [sum(i < sent for i in looks), len(looks)]
+
+
+@question
+def hand_overs_without_barriers(kernel: Kernel) -> int:
+    """How many complaints there would be if no barrier stood there."""
+    return len(unguarded_hand_overs(Kernel(kernel.name, kernel.text.replace("bar.sync", "nothing"), kernel.shared)))
+
+
+@question
+def waits_at_the_end_of_a_product(kernel: Kernel) -> list[str]:
+    """Between the last tensor-core instruction and the next look at the clock."""
+    lines = kernel.lines
+    last = max(index for index, line in enumerate(lines) if "wgmma.mma_async" in line)
+    end = next(index for index, line in enumerate(lines) if index > last and "%globaltimer" in line)
+    return [line for line in lines[last:end] if "wgmma.wait_group" in line]
+
+
+@question
+def looks_around_a_copy(kernel: Kernel) -> dict[str, Any]:
+    """Of a recorded copy: looks at the place on the chip, at the clock before the first load and behind the last store,
+    and steps of ordering in between.
+    """
+    place, clock, load, store = {
+        True: ("%smid;", "%globaltimer;", r"\bld\.global\.v4", r"\bst\.global\.v4"),
+        False: ("HW_REG_XCC_ID", "s_memrealtime", "global_load_dwordx4", "global_store_dwordx4"),
+    }[".target sm" in kernel.text]
+    lines = kernel.lines
+    clocks, loads, stores = (
+        [index for index, line in enumerate(lines) if re.search(pattern, line)] for pattern in (clock, load, store)
+    )
+    ends = [index for index in clocks if index > stores[-1]]
+    starts = [index for index in clocks if index < loads[0]]
+    within = lines[starts[0] : ends[0]] if starts and ends else []
+    ordering = sum("atom." in line or "bar." in line for line in within)
+    places = sum(place in line for line in lines)
+    return dict(places=places, starts=len(starts), ends=len(ends), ordering=ordering)
 
 
 # --- AMD -------------------------------------------------------------------------------------------------------------
 
 
-def hip_acquires(kernel: Kernel) -> list[str]:
-    """Looks at what peers signal: loads, or the additions of 0 that they are written as, which triton 3.9 leaves so."""
+@question
+def hip_acquires(kernel: Kernel) -> int:
+    """How many looks at what peers signal: loads, or additions of 0, as which they are written and 3.9 leaves them."""
     lines = kernel.lines
-    return [
-        line
-        for index, line in enumerate(lines)
-        if re.match(r"global_(load_dword|atomic_add) .*sc0 sc1", line)
+    return sum(
+        bool(re.match(r"global_(load_dword|atomic_add) .*sc0 sc1", line))
         and "buffer_inv sc0 sc1" in lines[index + 1 : index + 4]
         and not _released(lines[:index])
-    ]
+        for index, line in enumerate(lines)
+    )
 
 
 def _released(lines: list[str]) -> bool:
@@ -316,6 +341,7 @@ def _released(lines: list[str]) -> bool:
     return False
 
 
+@question
 def undrained_signals(kernel: Kernel) -> list[str]:
     """Signals to peers without, in this order and nothing stored in between: all stores drained, the program's barrier,
     the write-back to the system, the atomic. A program of one wave has no barrier.
@@ -339,5 +365,6 @@ def undrained_signals(kernel: Kernel) -> list[str]:
     return found
 
 
+@question
 def narrow_hip_stores(kernel: Kernel) -> list[str]:
     return sorted(set(re.findall(r"(?:global|flat)_store_(?:short|byte)\w*", kernel.text)))

@@ -1,19 +1,23 @@
-"""Compiles every kernel ahead of time for one target: `python -m tests.compile_kernels sm_90 DIR [PATTERN]`.
+"""Compiles every kernel ahead of time for one target: `python -m tests.compile_kernels sm_90 DIR [PATTERN] [RECORDED]`.
 
 PATTERN, a regular expression, leaves only the variants whose names it matches; `-` leaves out those that are rare.
+With a fourth argument, kernels whose digests are recorded (`tests/record.py`) are not compiled.
 
 Processes of their own, because the interpreter must be off. Several with one empty DIR share the work. Writes
-DIR/<kernel>.<ptx or amdgcn>; no GPU is needed.
+DIR/<kernel>.<ptx or amdgcn>, and DIR/<kernel>.digest; no GPU is needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 import inspect
 import os
 from pathlib import Path
 import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -35,6 +39,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from examples import tile_all_reduce, tile_all_reduce_hopper  # noqa: E402
 from examples.all_scatter import fused_store_warp  # noqa: E402
+from tests import record  # noqa: E402
 from tests.kernel_variants import MACHINES, WORLD_SIZE, is_rare, traced, variants  # noqa: E402
 
 TARGETS = {
@@ -95,6 +100,42 @@ class _Driver:
         self.get_current_target = lambda: target
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0
+
+
+class _Digest(Exception):
+    """Raised in place of compiling, with the digest of what would be compiled."""
+
+
+class _NoCache:
+    """Stands in for triton's cache: has nothing and keeps nothing."""
+
+    def __init__(self, key: str) -> None: ...
+
+    def get_group(self, filename: str) -> None: ...
+
+    def put(self, data: Any, filename: str) -> None: ...
+
+
+def digest_of(make: Callable[[], Any]) -> str:
+    """Of the kernel that `make()` would compile, by what triton's front end hands to its compiler."""
+
+    def stopping(backend: Any = None, stages: Any = None, options: Any = None, *others: Any) -> tuple[str, str]:
+        def stop(module: Any, metadata: dict) -> None:
+            raise _Digest(record.digest(backend.hash(), options.hash(), module.str_nodebug()))
+
+        if stages is not None:
+            stages.update(dict.fromkeys(stages, stop))
+        return "digest", "digest"  # parts of the key that it would be cached by
+
+    cache = triton.knobs.cache.manager_class
+    triton.knobs.runtime.add_stages_inspection_hook, triton.knobs.cache.manager_class = stopping, _NoCache
+    try:
+        make()
+    except _Digest as digest:
+        return str(digest)
+    finally:
+        triton.knobs.runtime.add_stages_inspection_hook, triton.knobs.cache.manager_class = None, cache
+    raise AssertionError("nothing was to be compiled")
 
 
 def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16", **constants):
@@ -171,7 +212,7 @@ def _block(name: str, constants: dict, folded: bool, in_gluon) -> str:
 
 
 def planned(target: GPUTarget):
-    """(name, compiled kernel) of what ops would launch on an AMD GPU, with the arguments that they would give it."""
+    """(name, what compiles it) of what ops would launch on an AMD GPU, with the arguments that they would give it."""
     machine = machine_named(MACHINES[target.arch], 1)
     problems = [Problem(op, "" if op == ALL_REDUCE else "rows", M, 4096, 4096, WORLD_SIZE, d) for op, M, d in PLANNED]
     plans = [plan(problem, machine) for problem in problems]
@@ -191,7 +232,7 @@ def planned(target: GPUTarget):
         launcher = LAUNCHERS[config.kernel]
         kernel, grid, args = launcher(ctx, workspace, problem, config, Operands(out, A, B, bias))
         options = FUSED | dict(num_warps=config.num_warps, num_stages=config.num_stages)
-        yield f"planned_{problem.op}_{problem.M}", kernel.warmup(**args, **options, grid=grid)
+        yield f"planned_{problem.op}_{problem.M}", partial(kernel.warmup, **args, **options, grid=grid)
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -213,8 +254,8 @@ def compile_store_warp(target: GPUTarget):
     return triton.compile(source, target=target, options=FUSED | dict(num_warps=fused_store_warp.WARPS))
 
 
-def compiled_variants(target: GPUTarget, pattern: str, folder: Path):
-    """(name, compiled kernel) of all variants that `pattern` leaves and no other process with `folder` has begun.
+def wanted_variants(target: GPUTarget, pattern: str, folder: Path):
+    """(name, what compiles it) of all variants that `pattern` leaves and no other process with `folder` has begun.
 
     Prints each name before it is compiled.
     """
@@ -231,19 +272,25 @@ def compiled_variants(target: GPUTarget, pattern: str, folder: Path):
     for name, kernel, options, constants in [*variants(target), *traced(target)]:
         wanted = not is_rare(name, target) if pattern == ALL_BUT_RARE else re.search(pattern, name)
         if wanted and not begun(name):
-            yield name, compile_kernel(kernel, target, options, **constants)
+            yield name, partial(compile_kernel, kernel, target, options, **constants)
     if target.backend == "hip" and whole and not begun("planned"):
         yield from planned(target)
     if target.arch == 90 and whole and not begun("example_store_warp"):
-        yield "example_store_warp", compile_store_warp(target)
+        yield "example_store_warp", partial(compile_store_warp, target)
 
 
-def main(target_name: str, folder: str, pattern: str = "") -> None:
+def main(target_name: str, folder: str, pattern: str = "", recorded: str = "") -> None:
     os.nice(5)  # other tests run meanwhile
     target = TARGETS[target_name]
+    known = record.read(target_name) if recorded else {}
     if target.backend == "hip":
         platform.keep_addresses_whole()
-    for name, compiled in compiled_variants(target, pattern, Path(folder)):
+    for name, make in wanted_variants(target, pattern, Path(folder)):
+        digest = digest_of(make) if record.is_of_this_triton(target_name) or record.WRITING else ""
+        Path(folder, f"{name}.digest").write_text(digest)
+        if name in known and known[name].digest == digest:
+            continue
+        compiled = make()
         kind = "ptx" if target.backend == "cuda" else "amdgcn"
         Path(folder, f"{name}.{kind}").write_text(compiled.asm[kind])
         Path(folder, f"{name}.shared").write_text(str(compiled.metadata.shared))

@@ -10,11 +10,12 @@ marked `slow`, `make test-all` and `make test-gpu-all` nothing. These are marked
 """
 
 from collections.abc import Iterator
+import fcntl
 import os
 
 import pytest
 
-from tests import assembly, harness
+from tests import assembly, compilation, harness, record
 
 if harness.ON_GPU:
     from tests import compile_once
@@ -83,6 +84,14 @@ def _cases_of(items: list[pytest.Item]) -> list[list[pytest.Item]]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _our_turn() -> None:
+    """All is imported when the shares of tests that must not run beside these have ended; see on_gpus.py."""
+    if "IRIS_TEST_TURN" in os.environ:
+        with open(os.environ["IRIS_TEST_TURN"]) as turn:
+            fcntl.flock(turn, fcntl.LOCK_SH)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _workers_end():
     yield
     harness.close_pools()
@@ -91,14 +100,16 @@ def _workers_end():
 @pytest.fixture(scope="session")
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[assembly.Compilation]:
+) -> Iterator[compilation.Compilation]:
     """Of a target's name, its kernels by name: in rare forms too where slow tests look at them."""
     folder = tmp_path_factory.getbasetemp()
     beside = "PYTEST_XDIST_WORKER" in os.environ  # whose folders stand in one
     whole = any("compiled" in item.fixturenames and item.get_closest_marker("slow") for item in request.session.items)
-    compilation = assembly.Compilation((folder.parent if beside else folder) / "compiled", whole)
-    yield compilation
-    compilation.close()
+    kernels = compilation.Compilation((folder.parent if beside else folder) / "compiled", whole)
+    yield kernels
+    if record.WRITING and not request.session.testsfailed:
+        kernels.write()
+    kernels.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

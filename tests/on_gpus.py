@@ -9,9 +9,9 @@ folder that is named at the end if anything did.
 """
 
 import argparse
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
+import fcntl
 import math
 import os
 from pathlib import Path
@@ -24,28 +24,32 @@ import time
 from iris import platform
 import torch
 
-# Seconds that a test takes on 2 H100 beside 29 others, about, most of them for compilation.
+# Seconds that a file's tests take on 2 H100 beside 35 others, about, most of them for compilation. With slow tests it
+# is more, of all files alike.
 _SECONDS = {
-    "layers/test_compile.py": 50, "iris_ops/test_moe_invariance.py": 40, "iris_ops/test_hopper.py": 38,
-    "iris_ops/test_fuzz.py": 32, "layers/test_families.py": 20, "layers/test_step_norms.py": 25, "iris/test_ccl.py": 15,
-    "iris_ops/test_ops.py": 13, "layers/test_gradients.py": 15, "iris_ops/test_tree_matmul.py": 12,
-    "iris_ops/test_outputs_on_gpus.py": 12, "layers/test_sequence.py": 11, "layers/test_folder.py": 9,
-    "layers/test_autocast.py": 8, "layers/test_invariance.py": 6, "iris_ops/test_relaunch.py": 8,
-    "iris_ops/test_gated.py": 8, "layers/test_fp8.py": 8, "iris/test_transfers.py": 7, "layers/test_images.py": 7,
-    "iris_ops/test_launch_graphs.py": 7, "iris/test_rooted.py": 6, "iris_ops/test_moe.py": 5,
-    "layers/test_generation.py": 5, "layers/test_recurrent_heads.py": 5, "layers/test_transformers_adapter.py": 5,
-    "iris_ops/test_ragged.py": 4, "iris_ops/test_lamport_matmul.py": 4, "layers/test_graphs.py": 4,
-    "iris/test_gluon.py": 4, "iris_ops/test_torch_ops.py": 4, "iris_ops/test_moe_calls.py": 3,
-    "iris_ops/test_traced.py": 3, "iris_ops/test_graph.py": 3, "iris_ops/test_invariance.py": 2.5,
-    "layers/test_fusions.py": 2.5, "coming_from_iris/test_programs.py": 2, "iris/test_ccl_graph.py": 2,
-    "layers/test_mixtures.py": 2, "iris_ops/test_fp8.py": 2, "iris_ops/test_fp8_shares.py": 1,
-    "iris_ops/test_rmsnorm_epilogue.py": 1, "layers/test_prefill_attention.py": 1,
-    "layers/test_refused_plans.py": 0.8, "layers/test_parallelize.py": 0.8, "layers/test_skinny_matmul.py": 0.7,
-    "iris_ops/test_bad_input.py": 0.6, "layers/test_linear.py": 0.4, "iris/test_context.py": 0.4,
-    "iris_ops/test_copy_gather.py": 0.4, "iris_ops/test_plan.py": 0.2, "layers/test_malformed.py": 0.2,
-    "iris_ops/test_predictions.py": 0.2,
+    "iris_ops/test_ops.py": 690, "iris_ops/test_hopper.py": 520, "layers/test_compile.py": 320,
+    "iris_ops/test_graph.py": 320, "iris_ops/test_ragged.py": 270, "layers/test_step_norms.py": 180,
+    "iris_ops/test_moe_invariance.py": 150, "layers/test_skinny_matmul.py": 150, "iris_ops/test_tree_matmul.py": 140,
+    "iris_ops/test_moe.py": 130, "layers/test_sequence.py": 130, "iris_ops/test_moe_calls.py": 120,
+    "iris_ops/test_fp8.py": 120, "layers/test_recurrent_heads.py": 110, "coming_from_iris/test_programs.py": 100,
+    "iris_ops/test_gated.py": 100, "iris/test_transfers.py": 90, "iris_ops/test_launch_graphs.py": 90,
+    "layers/test_autocast.py": 90, "iris/test_ccl.py": 90, "layers/test_families.py": 85,
+    "layers/test_mixtures.py": 85, "layers/test_fp8.py": 80, "iris_ops/test_outputs_on_gpus.py": 80,
+    "layers/test_invariance.py": 70, "iris_ops/test_fuzz.py": 70, "iris/test_ccl_graph.py": 65,
+    "iris_ops/test_rmsnorm_epilogue.py": 55, "layers/test_prefill_attention.py": 40, "iris_ops/test_traced.py": 40,
+    "iris_ops/test_invariance.py": 40, "layers/test_engine.py": 40, "iris_ops/test_relaunch.py": 40,
+    "iris_ops/test_copy_gather.py": 35, "iris/test_gluon.py": 35, "layers/test_gradients.py": 35,
+    "iris_ops/test_fp8_shares.py": 35, "layers/test_folder.py": 35, "layers/test_generation.py": 35,
+    "iris/test_rma.py": 30, "layers/test_fusions.py": 30, "layers/test_fused_heads.py": 30,
+    "iris_ops/test_bad_input.py": 30, "iris_ops/test_epoch.py": 30, "iris_ops/test_torch_ops.py": 30,
+    "iris/test_tiles.py": 30, "layers/test_decode_attention.py": 30, "layers/test_parallelize.py": 30,
+    "layers/test_pretrained.py": 30, "iris/test_places_of_results.py": 30, "iris/test_atomics.py": 30,
+    "layers/test_lifecycle.py": 25, "layers/test_gated.py": 25, "layers/test_images.py": 25,
+    "layers/test_linear.py": 25, "layers/test_refused_plans.py": 25, "iris_ops/test_order.py": 25,
+    "layers/test_graphs.py": 25, "layers/test_saving.py": 25, "iris/test_ccl_calls.py": 25,
 }  # fmt: skip
-_OTHERS, _LEAST_SECONDS = 1.5, 60  # of a share, beside its start, which takes some 22 s
+_OTHERS, _LEAST_SECONDS = 15, 60  # of a file; of a share, beside its start, which takes some 22 s
+_FOR_GPUS = re.compile(r"^pytestmark = .*\bboth\b|^ +\*both,$|\bmark\.gpu\b", re.M)  # in the files that have such tests
 # rounds, and waits of 0.3 s, need all ranks on their GPUs at the same time, offsets beyond 4 GiB a heap for themselves,
 # and to count a GPU's free memory nobody else may take some
 _ALONE = "test_litmus.py", "test_epoch.py", "test_far.py", "test_vmem.py"
@@ -63,8 +67,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="slow tests, too")
     parser.add_argument("--jobs", type=int, help="shares at a time; default: by CPU cores")
     parser.add_argument("--time-limit", type=float, default=900.0, help="seconds that a share may take")
-    parser.add_argument("paths", nargs="*", default=["tests"], help="files or folders; default: all")
+    parser.add_argument("paths", nargs="*", type=Path, default=[Path("tests")], help="files or folders; default: all")
     args = parser.parse_args()
+    if lost := [str(path) for path in args.paths if not path.exists()]:
+        parser.error(f"no such files: {', '.join(lost)}")
     # of a share's ranks one compiles while the others wait for what it compiles; two thirds of the time there is work
     args.jobs = args.jobs or max(1, min(_MOST_JOBS, 3 * (os.cpu_count() or 1) // args.ranks - 2))
     args.marks = "gpu" if args.all else "gpu and not slow"
@@ -85,20 +91,19 @@ class Share:
 
 
 def shares(args: argparse.Namespace) -> tuple[list[Share], list[Share]]:
-    """Those that may run beside others, which take longest first, and those that may not."""
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": "0"}  # as under torchrun
-    command = [sys.executable, "-m", "pytest", "-m", args.marks, "--collect-only", "-q", *args.paths]
-    listed = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if listed.returncode:
-        sys.exit(listed.stdout + listed.stderr)
-    files = Counter(line.partition("::")[0] for line in listed.stdout.splitlines() if "::" in line)
-    seconds = {file: count * _SECONDS.get(file.removeprefix("tests/"), _OTHERS) for file, count in files.items()}
+    """Those that may run beside others, which take longest first, and those that may not.
+
+    By what stands in the files: pytest would import them for half a minute to count their tests.
+    """
+    given = [found for path in args.paths for found in ([path] if path.is_file() else path.rglob("test_*.py"))]
+    files = sorted(str(path) for path in given if _FOR_GPUS.search(path.read_text()))
+    seconds = {file: _SECONDS.get(file.removeprefix("tests/"), _OTHERS) for file in files}
     alone = tuple(file for file in files if file.endswith(_ALONE))
     most = max(_LEAST_SECONDS, sum(seconds.values()) / args.jobs)  # so that all shares begin at once
     found: list[Share] = []
     together: list[str] = []
-    for file in sorted(files.keys() - set(alone), key=lambda file: -seconds[file]):
-        cut = min(files[file], math.ceil(seconds[file] / most))
+    for file in sorted(set(files) - set(alone), key=lambda file: -seconds[file]):
+        cut = math.ceil(seconds[file] / most)
         if cut > 1:
             found += [Share(seconds[file] / cut, (file,), number, cut) for number in range(1, cut + 1)]
         else:
@@ -112,10 +117,14 @@ def shares(args: argparse.Namespace) -> tuple[list[Share], list[Share]]:
     return found, [Share(sum(map(seconds.__getitem__, alone)), alone)] if alone else []
 
 
-def run(args: argparse.Namespace, logs: Path, heap: int, share: Share) -> tuple[str, bool]:
-    """The line that says what became of a share, and whether all went well."""
-    log = logs / f"{share.files[0].removesuffix('.py').replace('/', '-')}-{share.number}.txt"
+def run(args: argparse.Namespace, logs: Path, heap: int, share: Share, turn: str = "") -> tuple[str, bool]:
+    """The line that says what became of a share, and whether all went well.
+
+    Where there is a file `turn`, its tests begin when this process has unlocked it, and its ranks start before.
+    """
+    log = logs / f"{share.files[0].removesuffix('.py').replace('/', '-')}-{share.number}{'-alone' if turn else ''}.txt"
     environment = os.environ | {"IRIS_TEST_SHARE": f"{share.number}/{share.cut}", "IRIS_TEST_HEAP": str(heap)}
+    environment |= {"IRIS_TEST_TURN": turn} if turn else {}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
     command += ["--no-python", sys.executable, "-m", "pytest", "-m", args.marks, "-q", "-p", "no:cacheprovider"]
     command += share.files
@@ -123,7 +132,7 @@ def run(args: argparse.Namespace, logs: Path, heap: int, share: Share) -> tuple[
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            code = process.wait(args.time_limit)
+            code = process.wait(args.time_limit * (2 if turn else 1))
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun ends its ranks
             try:
@@ -135,11 +144,12 @@ def run(args: argparse.Namespace, logs: Path, heap: int, share: Share) -> tuple[
     found = re.findall(r"(\d+ (?:passed|failed|skipped|errors?)\b.*?) in [\d.]+s", text) or ["no result"]
     failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)))
     failed += list(dict.fromkeys(re.findall(r"^E  .*", text, re.M)))[:_REASONS]
-    if code and not failed:  # all tests passed, and then a rank did not end as it should
+    empty = share.number > 1 and not failed and "no tests ran" in text  # of a file with fewer tests than shares
+    if code and not failed and not empty:  # all tests passed, and then a rank did not end as it should
         failed = [f"exit code {code}", *[line for line in text.splitlines() if line.strip()][-_REASONS:]]
     outcome = f"not done after {args.time_limit:.0f} s" if code is None else found[0]
-    line = f"{share}: {outcome}, {time.monotonic() - begin:.0f} s"
-    return "\n    ".join([line, *failed]), code == 0
+    line = f"{share}: {outcome}, {time.monotonic() - begin:.0f} s{', waiting for the others included' if turn else ''}"
+    return "\n    ".join([line, *failed]), code == 0 or empty
 
 
 def heap_of(ranks: int, jobs: int) -> int:
@@ -158,16 +168,26 @@ def main() -> int:
     count = len(beside) + len(alone)
     where = "" if torch.cuda.is_available() else ", on CPUs, for no GPU is here"
     print(f"{count} shares, {args.jobs} at a time, {args.ranks} ranks each{where}", flush=True)
-    for several, jobs in ((beside, args.jobs), (alone, 1)):
-        with ThreadPoolExecutor(jobs) as pool:
-            heap = heap_of(args.ranks, max(jobs, _LEAST_SHARES))
-            if several is beside:  # what must run alone runs here only to compile its kernels, whatever comes of it
-                for share in alone:
-                    pool.submit(run, args, logs, heap, share)
-            for done in as_completed([pool.submit(run, args, logs, heap, share) for share in several]):
-                line, well = done.result()
-                wrong += not well
-                print(line, flush=True)
+    heap, whole = heap_of(args.ranks, max(args.jobs, _LEAST_SHARES)), heap_of(args.ranks, _LEAST_SHARES)
+
+    def told(running: list[Future[tuple[str, bool]]]) -> int:
+        """How many of them went wrong, with a line for each as it ends."""
+        failed = 0
+        for done in as_completed(running):
+            line, well = done.result()
+            failed += not well
+            print(line, flush=True)
+        return failed
+
+    with ThreadPoolExecutor(args.jobs) as pool, (logs / "turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        early = [pool.submit(run, args, logs, heap, share) for share in alone]  # only to compile, whatever comes of it
+        first = [pool.submit(run, args, logs, heap, share) for share in beside]
+        last = [pool.submit(run, args, logs, whole, share, turn.name) for share in alone]  # start when a place is free
+        wrong += told(first)
+        wait(early)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        wrong += told(last)
     ended = f"{wrong} of {count} shares failed; their logs: {logs}" if wrong else "all passed"
     print(f"{ended}, {time.monotonic() - begin:.0f} s")
     return 1 if wrong else 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-import re
-
 from iris_ops.kernels.hopper.matmul_gather import hopper_matmul_gather_kernel
 from iris_ops.kernels.hopper.matmul_reduce import hopper_matmul_reduce_kernel
 import pytest
@@ -13,25 +10,47 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from tests import record
 from tests.assembly import (
     CUDA,
     HIP,
     UNTRACED,
     Kernel,
+    looks_around_a_copy,
     narrow_hip_stores,
     narrow_scopes,
     narrow_stores,
+    releases_without_barriers,
     sound,
     unbounded_waits,
     undrained_signals,
     unfenced_loads,
     unordered_releases,
+    waits_at_the_end_of_a_product,
 )
 
 pytestmark = pytest.mark.compile
 
 POINTERS = {"a", "b", "bias", "out", "staging", "flags", "parts", "left", "sync", "ctx_ptr"}
+RECORDED = [CUDA[0], HIP[0]]
 SHARED_LIMIT = {"sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+
+
+@pytest.mark.skipif(record.WRITING, reason="the record is being written")
+@pytest.mark.parametrize("target", RECORDED)
+def test_the_record_is_of_these_kernels(compiled, target: str) -> None:
+    """So that `make test` compiles nothing that was compiled before; `make test-all` compares all answers."""
+    if not record.is_of_this_triton(target):
+        pytest.skip(f"tests/compiled/{target}.json was made with another triton")
+    recorded = {name: kept.digest for name, kept in record.read(target).items()}
+    assert recorded, f"tests/assembly.py has changed since tests/compiled/{target}.json was made: make compiled"
+    found = {name: kernel.digest for name, kernel in compiled(target).items()}
+    if compiled.whole:  # or only those that were asked for
+        found = {name: digest for name, digest in found.items() if name in recorded}
+    else:
+        assert found.keys() == recorded.keys(), "make compiled"
+    old = sorted(name for name, digest in found.items() if digest != recorded[name])
+    assert not old, f"recorded with other code: {', '.join(old)}: make compiled"
 
 
 @pytest.mark.parametrize("target", CUDA + HIP)
@@ -73,10 +92,9 @@ def test_the_checks_see_broken_kernels(compiled, target: str, name: str, cuda_ch
         assert not kernel.count("buffer_wbl2 sc0 sc1")  # the write-back that undrained_signals looks for
     elif name in ("no_barrier", "late_store") and target in CUDA and not check(kernel):
         # from 3.9 on triton puts a barrier before each release itself
-        barriers = re.compile(r"^\s*bar\.sync.*\n", re.MULTILINE)
-        assert barriers.search(kernel.text) and check(replace(kernel, text=barriers.sub("", kernel.text)))
+        assert kernel.count(r"^\s*bar\.sync") and releases_without_barriers(kernel)
     else:
-        assert check(kernel), kernel.text
+        assert check(kernel)
 
 
 def test_a_missing_fence_is_seen() -> None:
@@ -111,10 +129,7 @@ def test_tracing_that_is_off_leaves_no_instruction(compiled) -> None:
 def test_a_traced_product_ends_when_it_is_complete(compiled) -> None:
     """Between the last tensor-core instruction and the look at the clock that ends its span stands the wait for it."""
     kernel = compiled("sm_90")["traced_all_reduce_tma"]
-    lines = kernel.lines
-    last = max(index for index, line in enumerate(lines) if "wgmma.mma_async" in line)
-    end = next(index for index, line in enumerate(lines) if index > last and "%globaltimer" in line)
-    waits = [line for line in lines[last:end] if "wgmma.wait_group" in line]
+    waits = waits_at_the_end_of_a_product(kernel)
     assert waits and waits[-1].endswith(" 0;"), waits
 
 
@@ -122,17 +137,7 @@ def test_a_traced_product_ends_when_it_is_complete(compiled) -> None:
 @pytest.mark.parametrize("target", CUDA + HIP)
 def test_a_span_holds_the_work_alone(compiled, target: str, name: str) -> None:
     """The clock is read after all else that starts an event and before all else that ends it."""
-    place, clock, load, store = {
-        True: ("%smid;", "%globaltimer;", r"\bld\.global\.v4", r"\bst\.global\.v4"),
-        False: ("HW_REG_XCC_ID", "s_memrealtime", "global_load_dwordx4", "global_store_dwordx4"),
-    }[target in CUDA]
-    lines = compiled(target)[name].lines
-    assert any(place in line for line in lines)
-    clocks, loads, stores = (
-        [index for index, line in enumerate(lines) if re.search(pattern, line)] for pattern in (clock, load, store)
-    )
-    ends = [index for index in clocks if index > stores[-1]]
-    starts = [index for index in clocks if index < loads[0]]
-    assert starts and len(ends) == 1
+    found = looks_around_a_copy(compiled(target)[name])
+    assert found["places"] and found["starts"] and found["ends"] == 1
     if target in CUDA:  # LLVM moves AMD's blocks about
-        assert len(starts) == 1 and not any("atom." in line or "bar." in line for line in lines[starts[0] : ends[0]])
+        assert found["starts"] == 1 and not found["ordering"]

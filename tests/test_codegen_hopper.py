@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 import re
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
@@ -13,9 +12,11 @@ from tests.assembly import (
     CAS_A_REPORT,
     LOCAL,
     WORLD_SIZE,
-    Kernel,
+    hand_overs_without_barriers,
+    looks_at_values,
     narrow_scopes,
     registers,
+    system_releases,
     unguarded_hand_overs,
 )
 
@@ -45,8 +46,7 @@ def test_ptx_of_warp_specialised_programs(compiled) -> None:
         assert kernel.count(r"wgmma\.mma_async") == 64 // 16 == 128 // 32, name
         assert kernel.count(r"wgmma\.wait_group\S*\s+1;") == kernel.count(r"wgmma\.wait_group\S*\s+0;") == 1, name
         assert not unguarded_hand_overs(kernel), name
-        without = Kernel(name, kernel.text.replace("bar.sync", "nothing"), kernel.shared)
-        assert len(unguarded_hand_overs(without)) >= 3, name
+        assert hand_overs_without_barriers(kernel) >= 3, name
         gathers, own = "gather" in name, "all_gather_matmul" in name
         # operands that were loaded, a tile to move (in reductions also to sum), its place in shared memory
         assert kernel.count(r"mbarrier\.try_wait") == (3 if gathers else 4), name
@@ -64,11 +64,8 @@ def test_ptx_of_lamport_values_from_warp_specialised_programs(compiled) -> None:
         assert kernel.count(r"mbarrier\.try_wait") == 3, kernel.name
         assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == 2 * 4 * WORLD_SIZE, kernel.name  # of 32 elements each
         assert not kernel.count(r"\bst\.global\.wt\.(?!v4\.b32)|\bld\.volatile\.global\.(?!v4\.b32)"), kernel.name
-        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
-        assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (
-            kernel.name,
-            released,
-        )  # failure records
+        # failure records
+        assert CAS_A_REPORT * system_releases(kernel) == kernel.count(LOCAL[1].replace(".", r"\.")), kernel.name
         assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), kernel.name
         # three blocks of values are polled: each until it is late, and one thread marks that
         assert kernel.count(r"%globaltimer;") >= 6 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 3, kernel.name
@@ -93,18 +90,13 @@ def test_ptx_of_lamport_values_that_two_ranks_exchange(compiled) -> None:
         assert kernel.count(r"mbarrier\.try_wait") == 3, name
         assert kernel.count(r"\bst\.global\.wt\.v4\.b32") == 4, name  # of 32 elements of a part that are a thread's
         parts = 2 if "64" in name else 4
-        looks = [i for i, line in enumerate(kernel.lines) if "ld.volatile.global.v4.b32" in line]
-        sent = next(i for i, line in enumerate(kernel.lines) if "st.global.wt.v4.b32" in line)
         # later one part is polled, asked who did not send it, and the next looked at anew
-        assert sum(i < sent for i in looks) == 4 * parts and len(looks) == 4 * (parts + 3), name
+        assert looks_at_values(kernel) == [4 * parts, 4 * (parts + 3)], name
         narrow = [kernel.count(rf"\b{access}\.(?!v4\.b32)") for access in (r"st\.global\.wt", r"ld\.volatile\.global")]
         # who scatters ends with a word that tells the peer: looked at, polled, asked who did not send it
         assert narrow == ([1, 3] if "scatter" in name else [0, 0]), name
-        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
-        assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (
-            name,
-            released,
-        )  # failure records
+        # failure records
+        assert CAS_A_REPORT * system_releases(kernel) == kernel.count(LOCAL[1].replace(".", r"\.")), name
         assert not kernel.count(r"sys\.acquire") and not narrow_scopes(kernel), name
         assert kernel.count(r"%globaltimer;") >= 2 and kernel.count(LOCAL[2].replace(".", r"\.")) >= 1, name
     # product, push, sum, wait, of scattered values two
@@ -112,7 +104,7 @@ def test_ptx_of_lamport_values_that_two_ranks_exchange(compiled) -> None:
     assert not any(kernels[name].count(r"%smid;") for name in names)
 
 
-def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
+def test_ptx_of_weights_in_eight_bits(compiled) -> None:
     """Lines by TMA, whole vectors to registers, no conversion of a weight; values as in few rows; all programs fit."""
     kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_fp8_" in name}
     assert len(kernels) == (2 * 6 + 1 if compiled.whole else 5)
@@ -127,7 +119,7 @@ def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
         steps = 2 * 4 * (rows // 8) * tiles  # of 16 along K, bytes, 8 rows, tiles
         assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == steps, name
         assert kernel.count(r"ld\.shared\.v4\.b32") >= 4 * tiles and not kernel.count(r"cvt\S*\.e4m3"), name
-        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
+        released = system_releases(kernel)
         if name.startswith("skinny"):
             assert not released and not kernel.count(r"\.sys\b|volatile"), name
         else:
@@ -135,9 +127,9 @@ def test_ptx_of_weights_in_eight_bits(compiled, tmp_path: Path) -> None:
                 name
             )
             assert not kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32|b32)|sys\.acquire"), name
-            assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), name
+            assert CAS_A_REPORT * released == kernel.count(LOCAL[1].replace(".", r"\.")), name
             assert not narrow_scopes(kernel), name
-        assert registers(kernel, tmp_path) <= (weight_stream.REGISTERS if resident == 3 else 255), name
+        assert registers(kernel) <= (weight_stream.REGISTERS if resident == 3 else 255), name
     room = 228 << 10  # of a multiprocessor; each program's takes a KiB of its own
     for resident, rings in weight_stream.RINGS.items():
         for (rows, tiles), stages in rings.items():

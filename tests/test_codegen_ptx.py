@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import os
-from pathlib import Path
 import re
 import subprocess
 import sys
 
-import iris  # noqa: F401  (before triton: it may set up the interpreter)
 import pytest
-import triton
-from triton.backends.nvidia.compiler import get_ptxas
 
 from tests.assembly import (
     AMONG_PROGRAMS,
@@ -28,11 +24,15 @@ from tests.assembly import (
     WORLD_SIZE,
     Kernel,
     all_complaints,
+    changes_before_the_wait,
     fused,
+    machine_steps,
     narrow_scopes,
     narrow_stores,
     registers,
     sound,
+    steps_of_launching,
+    system_releases,
     unbounded_waits,
     unfenced_loads,
     unordered_releases,
@@ -89,43 +89,31 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         )
     ]
     assert len(found) >= 15
-    wait, lead = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-    touches = r"ld|st|atom|red|cp|mbarrier|fence|prefetchu?|tensormap|discard|applypriority"
-    any_step = rf"{wait}|{lead}|\b(?:{touches})\.[a-z]\w*|\b(?:bra|ret|call|exit)\b|mma"  # no way around the wait
     for kernel in found:
-        code = re.sub("//.*", "", kernel.text)
-        steps = [step for step in re.findall(any_step, code) if step not in ("ld.param", "ld.shared")]
-        assert steps[0] == wait and steps.count(wait) == 1 and steps.count(lead) == 1, kernel.name
+        steps = steps_of_launching(kernel)
+        assert (steps["first"], steps["waits"], steps["leads"]) == ("griddepcontrol.wait", 1, 1), kernel.name
         # tensor cores: sums, fp32, gates
         plain = {"step_weigh", "step_weigh_pairs", "step_wide", "gate", "first_half", "round_rows"}
         plain |= {"moe_route", "moe_route_counted", "moe_count", "moe_lamport_token", "moe_lamport_token_columns"}
         without = kernel.name in plain or "combine" in kernel.name
-        assert ("mma" in steps) != without and "mma" not in steps[steps.index(lead) :], kernel.name
+        assert steps["multiplies"] != without and not steps["multiplies_late"], kernel.name
     by_tiles = re.compile("^example_|^gluon_tiles|^tile_|^rma_tiles$")
-    waiting = [kernel for name, kernel in compiled(target).items() if by_tiles.match(name) and wait in kernel.text]
+    wait = r"griddepcontrol\.wait"
+    waiting = [kernel for name, kernel in compiled(target).items() if by_tiles.match(name) and kernel.count(wait)]
     assert waiting
     for kernel in waiting:  # which may look up the context before, and change nothing
-        before, *behind = re.sub("//.*", "", kernel.text).split(wait)
-        assert len(behind) == 1 and not re.search(r"\b(?:st|atom|red)\.(?!shared)[a-z]", before), kernel.name
+        assert kernel.count(wait) == 1 and not changes_before_the_wait(kernel), kernel.name
     for kernel in compiled(target).values():
-        assert kernel in found or kernel in waiting or "griddepcontrol" not in kernel.text, kernel.name
+        assert kernel in found or kernel in waiting or not kernel.count("griddepcontrol"), kernel.name
 
 
 @pytest.mark.parametrize(
     "name", ["lamport_all_norm", "lamport_fp8_8_3", "lamport_gather_first", "skinny_matmul_norm", "step_weigh"]
 )
-def test_the_assembler_moves_nothing_before_the_wait(compiled, tmp_path: Path, name: str) -> None:
-    text = compiled("sm_90")[name].text
-    source, binary = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
-    source.write_text(text)
-    ptxas, nvdisasm = get_ptxas(90).path, triton.knobs.nvidia.nvdisasm.path
-    target = re.search(r"^\.target (\w+)", text, re.MULTILINE)[1]
-    subprocess.run([ptxas, "-arch", target, source, "-o", binary], check=True)
-    code = subprocess.run([nvdisasm, "-c", binary], check=True, capture_output=True, text=True).stdout
-    memory = r"LD|ST|LDG\w*|STG|ATOM\w*|RED\w*|UTM\w+|UBLK\w+|CCTL\w*"
-    steps = re.findall(rf"\b(?:ACQBULK|PREEXIT|{memory}|BRA|EXIT)\b", code)
-    assert steps[0] == "ACQBULK" and steps.count("ACQBULK") == steps.count("PREEXIT") == 1, steps[:8]
-    assert re.search(r"LDG|UTM", " ".join(steps)), "loads are known by their names"
+def test_the_assembler_moves_nothing_before_the_wait(compiled, name: str) -> None:
+    steps = machine_steps(compiled("sm_90")[name])
+    assert (steps["first"], steps["waits"], steps["leads"]) == ("ACQBULK", 1, 1)
+    assert steps["loads"], "loads are known by their names"
 
 
 def test_kernels_for_gpus_before_hopper_neither_wait_nor_lead() -> None:
@@ -155,7 +143,7 @@ def test_ptx_accesses_peers_by_16_bytes(compiled, target: str) -> None:
         # each value goes to every peer
         assert kernels[name].count(r"\bst\.global\.v4\.b32") >= WORLD_SIZE, name
     for name in ("rma_load", "rma_load_bytes", "rma_get", "rma_context_get", "rma_put_and_signal"):
-        loads = set(re.findall(r"\bld\.global[a-z0-9_.]*", kernels[name].text))
+        loads = kernels[name].tally(r"\bld\.global[a-z0-9_.]*").keys()
         narrow = {"ld.global.b8", "ld.global.b16", "ld.global.v2.b32"}
         assert "ld.global.v4.b32" in loads and not loads & narrow, (name, loads)
     # rows that a table names, of which only the hint says that they are whole
@@ -224,11 +212,8 @@ def test_ptx_exchanges_lamport_values_without_fence_or_flag(compiled, target: st
         if target == "sm_90":  # 8 bytes where a share has few rows, and one word that says that a rank is in the call
             assert kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32)") in (0, others), name
         assert kernel.count(r"\bld\.volatile\.global\.v[24]\.b32") >= (2 if name in TREES else peers), name
-        released = [line for line in kernel.lines if "release" in line and ".sys" in line]
-        assert CAS_A_REPORT * len(released) == kernel.count(LOCAL[1].replace(".", r"\.")), (
-            name,
-            released,
-        )  # only failure records
+        # only failure records
+        assert CAS_A_REPORT * system_releases(kernel) == kernel.count(LOCAL[1].replace(".", r"\.")), name
         # only the flag of this rank's own programs that A is gathered
         assert kernel.count(r"sys\.acquire") == (2 if name == "lamport_gather_first" else 0), name
         assert kernel.count(LOCAL[2].replace(".", r"\.")), name  # one thread marks a wait that has failed
@@ -263,11 +248,8 @@ def test_ptx_of_collectives_moves_16_bytes_at_a_time(compiled, target: str) -> N
         assert not kernel.count(r"\bld\.global\.(?!v4\.b32|b32|b64|cg\.v4|sys|gpu)"), name
         assert kernel.count(r"sys\.release\.exch\.b32") == (1 if name == "ccl_flags_scatter" else 2), name
     for name in COPIES:  # the first unit is on its way before the first look at who has entered, and none is stored
-        lines = kernels[name].lines
-        load, look, store = (
-            next(index for index, line in enumerate(lines) if re.search(pattern, line))
-            for pattern in (r"\bld\.global\.v4", r"sys\.acquire", r"\bst\.global\.v4")
-        )
+        steps = (r"\bld\.global\.v4", r"sys\.acquire", r"\bst\.global\.v4")
+        load, look, store = map(kernels[name].first, steps)
         assert load < look < store, name
     assert kernels["ccl_atomic"].count(r"\b(red|atom)\.global\.sys\.relaxed\.add\S*\.f32"), "no atomic at the system"
     assert not narrow_stores(kernels["ccl_ring"])
@@ -278,22 +260,21 @@ def test_ptx_of_messages_moves_16_bytes_at_a_time(compiled, target: str) -> None
     """Lamport values, and units as they are; also a last one that is not full."""
     for name, stores in {"ccl_messages": {"v2.b64", "v4.b32"}, "ccl_reduce": {"v4.b32"}}.items():
         kernel = compiled(target)[name]
-        assert set(re.findall(r"\bst\.global\.wt\.([\w.]+)", kernel.text)) == stores, name
-        looks = set(re.findall(r"\bld\.volatile\.global\.(v\S+)", kernel.text))
-        assert looks == stores, name
+        assert kernel.tally(r"\bst\.global\.wt\.([\w.]+)").keys() == stores, name
+        assert kernel.tally(r"\bld\.volatile\.global\.(v\S+)").keys() == stores, name
         assert kernel.count(r"sys\.release\.exch\.b32") == 2, name  # of a unit, and credit to all ranks
 
 
-def test_messages_go_both_ways_at_once(compiled, tmp_path: Path) -> None:
+def test_messages_go_both_ways_at_once(compiled) -> None:
     """Programs that send and programs that take, 256 threads each, share the multiprocessors."""
     for name in ("ccl_messages", "ccl_reduce"):
-        assert 2 * 256 * registers(compiled("sm_90")[name], tmp_path) <= 65536, name
+        assert 2 * 256 * registers(compiled("sm_90")[name]) <= 65536, name
 
 
-def test_lamport_values_between_two_leave_room_for_another_call(compiled, tmp_path: Path) -> None:
+def test_lamport_values_between_two_leave_room_for_another_call(compiled) -> None:
     """Two programs of 256 threads on each multiprocessor, and as many of a call in another stream."""
     for name in LAMPORT_OF_TWO:
-        assert 4 * 256 * registers(compiled("sm_90")[name], tmp_path) <= 65536, name
+        assert 4 * 256 * registers(compiled("sm_90")[name]) <= 65536, name
 
 
 # Stores to a peer by a thread: 64 x 128 values of 2 bytes by 128 threads are 8 vectors, times the peers.

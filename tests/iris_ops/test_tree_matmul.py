@@ -105,6 +105,7 @@ SPECIALISED = FusedConfig(128, 128, 64, num_warps=8, num_stages=5, warp_speciali
 
 
 @pytest.mark.skipif(2 not in WORLDS, reason="between two ranks")
+@pytest.mark.some(3, on_gpus=8)  # each value of each parameter
 @pytest.mark.parametrize(("op", "form"), SUMS[:2])
 @pytest.mark.parametrize("few_programs", [False, True])
 @pytest.mark.parametrize("high", [False, True])

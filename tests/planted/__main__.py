@@ -19,7 +19,7 @@ import tempfile
 import time
 from typing import Any
 
-from tests.assembly import ENV_KERNELS
+from tests.compilation import ENV_KERNELS
 from tests.planted.faults import FAULTS, Fault
 from tests.processes import ROOT
 
