@@ -1,0 +1,114 @@
+"""What `benchmarks.invariance` compares: each kind of product, and that a bit that differs is counted.
+
+And kernels that are compiled ahead: one for all launches that need the same, under the name that a rank looks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+import os
+from pathlib import Path
+import random
+import subprocess
+import sys
+
+import iris
+from iris_ops.problem import GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
+from iris_tp.bench.team import Team
+import pytest
+import torch
+
+from benchmarks.cases.invariance_case import _EIGHT_BITS, _OPS, EXPERTS, Case, product_of, random_case
+from tests.harness import WORLDS, run_ranks
+
+NUMBERS = (1, 3, 5, 9, 18)
+
+
+def case_of(op: str, form: str, fp8: bool = False, dtype: torch.dtype = torch.bfloat16) -> Case:
+    bias = dtype == torch.float16
+    choices = (4, 2) if op == EXPERTS else (0, 0)
+    return Case(op, form, 96, 192, dtype, bias, random.randrange(1 << 30), NUMBERS, fp8, choices)
+
+
+def differing(ctx: iris.Iris, case: Case, spoil: str = "") -> int:
+    """How many numbers differ; with `spoil`, one bit of one operand changes behind the third call, on all ranks."""
+    ctx.invariant = "batch"
+    product = product_of(Team(ctx.cur_rank, ctx.num_ranks, ctx.device), ctx, case)
+    for i in range(len(NUMBERS)):
+        product.call(i)
+        if spoil and i == 2:
+            operand = getattr(product, spoil)
+            operand[..., 0] = operand[..., 0] * 1.02
+    return int(product.differing)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(w, marks=() if w == 2 else pytest.mark.slow) for w in WORLDS])
+@pytest.mark.parametrize(("op", "form"), _OPS)
+def test_each_kind_of_product_keeps_its_bits(world_size: int, op: str, form: str) -> None:
+    kinds = [case_of(op, form), case_of(op, form, dtype=torch.float16)]
+    kinds += [case_of(op, form, fp8=True)] if (op, form) in _EIGHT_BITS else []
+    for case in kinds:
+        assert run_ranks(world_size, differing, case) == [0] * world_size, case
+
+
+@pytest.mark.parametrize(
+    ("op", "form", "spoil"),
+    [(GATHER_MATMUL, "rows", "x"), (MATMUL_GATHER, "cols", "B"), (NORM, "", "residual"), (EXPERTS, "", "down")],
+)
+def test_another_operand_is_noticed(op: str, form: str, spoil: str) -> None:
+    assert all(run_ranks(2, differing, case_of(op, form), spoil))
+
+
+def test_scattered_rows_are_noticed_where_they_are() -> None:
+    assert any(run_ranks(2, differing, case_of(REDUCE_SCATTER, "rows"), "x"))
+
+
+def test_random_products_have_sizes_that_all_ranks_can_share() -> None:
+    rng, seen = random.Random(0), set()
+    for _ in range(500):
+        case = random_case(rng, 4, "cuda", tuple(range(1, 40)))
+        assert case.N % 64 == 0 and case.K % 64 == 0 and len(case.numbers) == 10
+        seen.add(replace(case, N=0, K=0, seed=0, numbers=(), bias=False, choices=(0, 0)).kind)
+    ops = {kind.partition(",")[0] for kind in seen if not kind.startswith("moe")}
+    assert len(ops) == len(_OPS) - 1 and any("eight bits" in kind for kind in seen)
+
+
+AHEAD = """
+import os
+from types import SimpleNamespace
+from benchmarks.measuring import ahead
+from iris.device import arch  # noqa: F401
+from iris_ops.local.gating import gate_kernel
+from iris_tp.bench.team import Team
+import torch, triton
+from torch import distributed
+from triton.backends.compiler import GPUTarget
+
+def calls():
+    for rows in (32, 48, 7, 9):
+        gate_kernel[(1,)](both, out, rows, 64, 128, 64, BLOCK_M=4, BLOCK_N=64, num_warps=4)
+
+def compiled():
+    return sum(name.endswith(".cubin") for *_, names in os.walk(os.environ["TRITON_CACHE_DIR"]) for name in names)
+
+if __name__ == "__main__":
+    ahead._see_no_gpu(GPUTarget("cuda", 90, 32))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    both, out = (torch.zeros(16, 128, dtype=torch.bfloat16) for _ in range(2))
+    assert arch.drain_stores.cache_key and gate_kernel.cache_key  # in another order than where it is compiled
+    forms = ahead.compile_ahead(Team(0, 1, torch.device("cpu")), [], calls)
+    before, run = compiled(), triton.JITFunction.run
+    triton.JITFunction.run = lambda self, *args, **given: run(self, *args, **given | {"warmup": True})
+    calls()
+    print(forms, before, compiled())
+"""
+
+
+def test_what_is_compiled_ahead_is_found_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AHEAD)
+    cache = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=os.environ | cache, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.split() == ["2", "2", "2"], done.stdout + done.stderr[-2000:]
