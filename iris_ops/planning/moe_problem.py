@@ -43,8 +43,8 @@ class MoeProblem:
     def __post_init__(self) -> None:
         if self.invariant == RANKS:
             raise ArgumentError(
-                f"{self.op}: the context has invariant='ranks', which mixtures of experts do not keep, for each rank"
-                " rounds what its part of the experts gives; expected a context with 'batch' or None"
+                f"{self.op}: the context has invariant='ranks', which mixtures of experts do not keep; expected 'batch'"
+                " or None"
             )
 
     @property
