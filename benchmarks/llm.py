@@ -99,8 +99,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     team.synchronize()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     say(f"{args.title}, {config.num_hidden_layers} layers: {weights / 2**30:.2f} GiB of weights on each rank")
-    top_k = getattr(config, "num_experts_per_tok", None)
-    if top_k and (uneven := mixtures.load(model, top_k)):
+    if (top_k := mixtures.top_k_of(model)) and (uneven := mixtures.load(model, top_k)):
         say(
             f"random routers, rows scaled: the busiest expert gets {uneven[0]:.1f} times the mean,"
             f" the idlest {uneven[1]:.2f}"
@@ -193,7 +192,8 @@ def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callabl
         cache = engine.cache
         result["errors"] = truth.errors(team, logits, expected)
         if contender is ordered[0]:
-            limits = {of: truth.limit(result["errors"], getattr(torch, args.dtype), of) for of in (False, True)}
+            dtype, mixture = getattr(torch, args.dtype), mixtures.top_k_of(contender.model) > 0
+            limits = {of: truth.limit(result["errors"], dtype, of, mixture) for of in (False, True)}
             row.update(limit=limits[False], limit_fp8=limits[True])
         worst = max(result["errors"].values())
         if not worst <= limits.get(fp8, 0):

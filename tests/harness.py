@@ -40,6 +40,8 @@ from tests.processes import forkserver, patient, prepare_process
 
 UNDER_TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
 ON_GPU = UNDER_TORCHRUN and torch.cuda.is_available()
+if ON_GPU:  # before any test, for torch captures graphs of all in a stream of the device that is the first one's
+    torch.cuda.set_device(iris.platform.device(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
 # The world sizes that a test can have here: `@pytest.mark.parametrize("world_size", WORLDS)`.
 WORLDS = [int(os.environ["WORLD_SIZE"])] if UNDER_TORCHRUN else [1, 2, 3, 4]
 # The mark of a module whose tests run on CPU workers and, under torchrun, on GPUs.
@@ -245,8 +247,6 @@ def _control() -> Any:
     if "control" not in _session:
         os.environ.setdefault("IRIS_TIMEOUT", "60")
         if not dist.is_initialized():
-            if torch.cuda.is_available():
-                torch.cuda.set_device(iris.platform.device(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
             dist.init_process_group(iris.platform.backend())
         _session["control"] = dist.new_group(backend="gloo")
     return _session["control"]

@@ -58,8 +58,8 @@ class Failure:
             error = RuntimeError(f"{type(error).__name__}: {error}")
         return Failure(error, text)
 
-    def raise_from(self, rank: int) -> None:
-        raise self.error from _RankTraceback(f"on rank {rank}:\n{self.text}")
+    def raise_from(self, rank: int, others: str = "") -> None:
+        raise self.error from _RankTraceback(f"on rank {rank}:\n{self.text}{others}")
 
 
 def attempt(body: Callable[..., Any], *args: Any) -> Any:
@@ -73,9 +73,12 @@ def attempt(body: Callable[..., Any], *args: Any) -> Any:
 
 
 def raise_first(outcomes: list[Any]) -> None:
-    """Raises what a rank raised; a lost peer only if no rank says more, for it is the consequence."""
+    """Raises what a rank raised; a lost peer only if no rank says more, for it is the consequence.
+
+    The cause tells what the other ranks raised, too.
+    """
     failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
     failures.sort(key=lambda failure: iris.errors.PeerLostError.__name__ in repr(failure[1].error))  # or what wraps it
     if failures:
         rank, failure = failures[0]
-        failure.raise_from(rank)
+        failure.raise_from(rank, "".join(f"\non rank {also}:\n{other.text}" for also, other in failures[1:]))

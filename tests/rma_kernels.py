@@ -35,6 +35,13 @@ def get_kernel(src, dst, ctx_ptr, heap_bases, rank, peer, n, WORLD_SIZE: tl.cons
 
 
 @triton.jit
+def volatile_load_kernel(src, dst, ctx_ptr, heap_bases, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = iris.load(src + offsets, rank, peer, heap_bases, offsets < n, cache_modifier=".cg", volatile=True)
+    tl.store(dst + offsets, value, mask=offsets < n)
+
+
+@triton.jit
 def hinted_store_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Goes to rows that a table names, which the compiler cannot know to be whole."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
@@ -123,6 +130,7 @@ ALL = {
     "rma_load": load_kernel,
     "rma_context_get": context_get_kernel,
     "rma_get": get_kernel,
+    "rma_volatile_load": volatile_load_kernel,
     "rma_hinted_store": hinted_store_kernel,
     "rma_tiles": tiles_kernel,
     "rma_put_and_signal": put_and_signal_kernel,

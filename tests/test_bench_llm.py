@@ -1,9 +1,11 @@
 """The benchmark of whole models: it runs from end to end with every contender; a wrong one is named and not timed."""
 
 import argparse
+import copy
 import json
 
 import iris  # first: it may set up the interpreter
+from layers.serving import attention
 from layers.serving.engine import Engine
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from benchmarks import llm  # noqa: E402
 from benchmarks.cases import engines, mixtures, truth, whole_models  # noqa: E402
 from benchmarks.plots import llm_plots  # noqa: E402
+from tests.coverage_of_models import tiny
 from tests.processes import run_benchmark
 from tests.test_benchmarks import alone  # noqa: F401  (a fixture)
 
@@ -122,6 +125,16 @@ def test_true_logits_are_those_of_a_wider_model_and_leave_the_model_as_it_was(al
             truth.true_logits(model, tokens, 64)
         assert before == {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
         assert model.config._attn_implementation == wide.config._attn_implementation
+
+
+def test_true_logits_keep_an_attention_of_the_models_own_once_an_engine_makes_its_masks():
+    model = tiny.build("gpt_oss").bfloat16()
+    tokens = torch.randint(1, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    expected = copy.deepcopy(model).float()(tokens).logits
+    assert attention.use_own_masks(model)
+    logits = truth.true_logits(model, tokens, 16)
+    for name, place in (("prompt", -2), ("step", -1)):
+        assert torch.allclose(logits[name], expected[:, place], 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -162,6 +162,7 @@ def test_ptx_accesses_peers_by_16_bytes(compiled, target: str) -> None:
     assert kernels["rma_hinted_store"].count(r"\bst\.global\.v4\.b32") and not narrow_stores(
         kernels["rma_hinted_store"]
     )
+    assert kernels["rma_volatile_load"].count(r"\bld\.volatile\.global\.v4\.b32"), "without the modifier it is given"
     values = kernels["rma_tiles"]
     assert values.count(r"ld\.volatile\.global\.v4\.b32") and values.count(r"st\.global\.wt\.v4\.b32")
 

@@ -80,6 +80,11 @@ def make_uneven(model: nn.Module, seed: int = 3) -> None:
         router.weight.mul_(scale.to(router.weight))
 
 
+def top_k_of(model: nn.Module) -> int:
+    """How many experts a token goes to; 0 where there are none."""
+    return int(getattr(model.config, "num_experts_per_tok", None) or 0)
+
+
 @torch.no_grad()
 def load(model: nn.Module, top_k: int, tokens: int = 4096) -> tuple[float, float] | None:
     """Of normal random tokens: what the busiest and the idlest expert gets of the mean, as a mean over the layers."""

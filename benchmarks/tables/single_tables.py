@@ -10,7 +10,7 @@ from benchmarks.tables.ccl_table import size_name
 from benchmarks.tables.marks import CHANGED, by_age, changed, gpus, header, in_short, newest
 from benchmarks.tables.page_tables import beside, lines_of, us
 
-_MIXTURES = "moe_{gpu}_x2"
+_MIXTURES = "moe*_{gpu}_x2"
 _MOST = 6  # rows on a kernel's page
 
 

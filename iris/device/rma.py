@@ -8,7 +8,7 @@ block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered: `sync.si
 
 import triton.language as tl
 
-from .arch import INTERPRET
+from .arch import INTERPRET, is_cuda
 from .function import device_function
 
 # 2 MiB, the alignment of every heap base (iris/memory/base.py).
@@ -82,9 +82,15 @@ def load(
 
     `hint`, here and in every function below: how many elements of the block are contiguous, beginning at such a
     multiple; an integer, or a tuple for a block of several dimensions. What is false of the pointers gives wrong data.
+
+    A load that is `volatile` passes all caches. So its `cache_modifier` has no effect on NVIDIA GPUs, whose assembler
+    refuses the two together.
     """
     remote = hinted(translate(pointer, to_rank, from_rank, heap_bases), hint)
-    return tl.load(remote, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
+    if volatile and is_cuda():
+        return tl.load(remote, mask=mask, other=other, volatile=True)
+    else:
+        return tl.load(remote, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
 
 
 @device_function

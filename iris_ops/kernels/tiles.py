@@ -133,10 +133,13 @@ def multiply_transposed(a, b, row, col, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 @device_function
 def scale_transposed(acc, a_scales, b_scales, r, col, M, N):
-    """What `multiply_transposed` gives of operands in eight bits, times the scales of A's rows `r` and B's columns."""
+    """What `multiply_transposed` gives of operands in eight bits, times the scales of A's rows `r` and B's columns.
+
+    A's come first, as in `hopper/pipeline.py`: each of the two products is rounded, so their order is one of bits.
+    """
     c = col + tl.arange(0, acc.shape[0])
-    acc *= tl.load(b_scales + c, mask=c < N, other=0.0)[:, None]
-    return acc * tl.load(a_scales + r, mask=r < M, other=0.0)[None, :]
+    acc *= tl.load(a_scales + r, mask=r < M, other=0.0)[None, :]
+    return acc * tl.load(b_scales + c, mask=c < N, other=0.0)[:, None]
 
 
 @device_function

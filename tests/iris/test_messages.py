@@ -169,7 +169,7 @@ def _replayed(ctx):
         mine.copy_(_values(rank, 1000, dtype=torch.float32, turn=turn))
         graph.replay()
         of = [_values(r, 1000, dtype=torch.float32, turn=turn) for r in range(n)]
-        assert torch.equal(out.cpu(), torch.stack([of[before], of[before], of[before - 1]]))
+        assert torch.equal(out.cpu(), torch.stack([of[before], of[before], of[before - 1]])), turn
     ctx.barrier()
 
 

@@ -9,11 +9,14 @@ from iris import platform
 from iris_ops import FusedConfig
 from iris_ops.fp8 import lamport_stream, scaled_matmul, skinny_stream, tile_matmul, weight_stream
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
+from iris_ops.kernels.tiles import scale_transposed
 from iris_ops.operands import Operands
 from iris_ops.planning.candidates import FP8_STREAM
 from iris_ops.problem import ALL_REDUCE, Problem
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.checks import poison, scales_rows
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
@@ -339,3 +342,22 @@ STEP = {*skinny_stream.skinny_stream_kernel.arg_names}
 @pytest.mark.parametrize("world_size", WORLDS[:1])
 def test_kernels_are_given_all_that_they_ask_for(world_size: int) -> None:
     run_ranks(world_size, arguments_body)
+
+
+@triton.jit
+def scaled_kernel(acc, a_scales, b_scales, out, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    r = tl.arange(0, BLOCK_M)
+    at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + r[None, :]
+    tl.store(out + at, scale_transposed(tl.load(acc + at), a_scales, b_scales, r, 0, M, N))
+
+
+@pytest.mark.skipif(ON_GPU, reason="the order of two products in Triton, which the specialised kernels are held to")
+def test_scales_of_rows_are_multiplied_first():
+    """As in `hopper/pipeline.py`, for scales need not be powers of two, and few rows have the bits of many."""
+    draw = torch.Generator().manual_seed(0)
+    acc = torch.randn(64, 32, generator=draw)
+    rows, columns = torch.rand(32, generator=draw), torch.rand(64, generator=draw)
+    out = torch.empty_like(acc)
+    scaled_kernel[(1,)](acc, rows, columns, out, 32, 64, 32, 64)
+    assert torch.equal(out, acc * rows * columns[:, None])
+    assert not torch.equal(out, acc * columns[:, None] * rows), "the other order is told from it"

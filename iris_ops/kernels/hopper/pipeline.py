@@ -302,7 +302,7 @@ def multiply_tiles(
 
 @gluon.jit
 def _scaled(product, tiles, tile, a_scales, b_scales, M, N, FOLDED: gl.constexpr):
-    """The product of a tile whose operands were in eight bits, times their scales."""
+    """The product of a tile whose operands were in eight bits, times their scales, as `tiles.scale_transposed` does."""
     ACC: gl.constexpr = product.type.layout
     row, col, _own = tiles.place(tile)
     i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
