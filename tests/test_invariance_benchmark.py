@@ -75,9 +75,9 @@ def test_random_products_have_sizes_that_all_ranks_can_share() -> None:
 
 AHEAD = """
 import os
-from types import SimpleNamespace
 from benchmarks.measuring import ahead
-from iris.device import arch  # noqa: F401
+from iris.device import arch
+from iris.triton_private import compile_without_gpu
 from iris_ops.local.gating import gate_kernel
 from iris_tp.bench.team import Team
 import torch, triton
@@ -92,7 +92,7 @@ def compiled():
     return sum(name.endswith(".cubin") for *_, names in os.walk(os.environ["TRITON_CACHE_DIR"]) for name in names)
 
 if __name__ == "__main__":
-    ahead._see_no_gpu(GPUTarget("cuda", 90, 32))
+    compile_without_gpu(GPUTarget("cuda", 90, 32))
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     both, out = (torch.zeros(16, 128, dtype=torch.bfloat16) for _ in range(2))
     assert arch.drain_stores.cache_key and gate_kernel.cache_key  # in another order than where it is compiled

@@ -16,6 +16,7 @@ from typing import Any
 from iris_ops import sum_tree
 import torch
 
+from benchmarks.cases.invariance_costs import expected
 from benchmarks.measuring.tables import geometric_mean
 from benchmarks.tables.marks import CHANGED, changed, in_short, newest
 from benchmarks.tables.page_tables import figure, lines_of, us
@@ -42,8 +43,6 @@ def invariance(folder: str) -> str:
 @functools.cache
 def predicted(folder: str) -> str:
     """The cost of the same bits at every number of rows by the planner's model."""
-    from benchmarks.invariance import expected
-
     rows = []
     for gpu in ("H100", "H200"):
         for ranks in (2, 4, 8):
@@ -120,9 +119,15 @@ def _compared(run: dict[str, Any]) -> str:
     differing, kind = run["differing"], "random products" if run["benchmark"] == "invariance_random" else "products"
     beside = run.get("beside", run["products"])  # of which so many with nothing promised, too
     of_those = "" if beside == run["products"] else f" of {beside} of them"
+    ops: dict[str, int] = {}
+    for name, count in run["counted"].items() if kind != "products" else ():
+        for op in ["B in eight bits"] * ("eight bits" in name) or [name.rpartition(", ")[0].split(" ")[0].strip(",")]:
+            ops[op] = ops.get(op, 0) + count
+    which = "".join(f", `{op}` {count}" if "_" in op else f", {op} {count}" for op, count in ops.items())
     return (
-        f"{run['products']} {kind} were compared at 10 numbers of rows each: {differing['None']} numbers{of_those} had"
-        f' other bits with `None`, {differing["batch"]} with `"batch"`.'
+        f"{run['products']} {kind} were compared at 10 numbers of rows each{which and f' ({which[2:]})'}:"
+        f' {differing["None"]} numbers{of_those} had other bits with `None`, {differing["batch"]} with `"batch"`'
+        f" ({run['date']}, commit {run['commit']})."
     )
 
 
