@@ -138,6 +138,7 @@ def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, found: 
 
 def results(team: Team, contexts: dict, cases: list[Case], beside: int) -> list[tuple[str, Case, torch.Tensor]]:
     """Computes cases with the promise, the first `beside` also without: (level, case, what differs, on the device)."""
+    lent: dict[str | None, list[torch.Tensor]] = {level: [] for level in contexts}
 
     def compute() -> list[tuple[str, Case, torch.Tensor]]:
         found = []
@@ -146,24 +147,28 @@ def results(team: Team, contexts: dict, cases: list[Case], beside: int) -> list[
                 if level or number < beside:
                     product = product_of(team, ctx, case)
                     product.run()
+                    lent[level] += product.lent
                     found.append((str(level), case, product.differing))
         return found
 
     found, reason = team.attempt(compute)
     if found is None:
         raise RuntimeError(f"among {'; '.join(map(str, cases))}: {reason}")
+    for level, ctx in contexts.items():  # all ranks are here
+        ctx.free(*lent[level])
     return found
 
 
 def count_differing(team: Team, contexts: dict, cases: list[Case], beside: int, found: dict) -> None:
     """Computes some cases and counts in `found`. The host waits once for all of them."""
     every = results(team, contexts, cases, beside)
-    counts = torch.cat([differing for *_, differing in every])
+    counts = torch.stack([differing for *_, differing in every])
     distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
     for (level, case, _), differing in zip(every, counts.tolist(), strict=True):
-        found["differing"][level] += differing
-        if differing:
-            found["bits"].append({"case": str(case), "rows": case.numbers, "level": level, "differing": differing})
+        found["differing"][level] += sum(differing)
+        if any(differing):
+            rows = {str(M): count for M, count in zip(case.numbers, differing, strict=True) if count}
+            found["bits"].append({"case": str(case), "level": level, "first": case.numbers[0], "differing": rows})
     for case in cases:
         found["counted"][case.kind] = found["counted"].get(case.kind, 0) + 1
     found["products"] += len(cases)

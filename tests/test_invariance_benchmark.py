@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.cases.invariance_case import _EIGHT_BITS, _OPS, EXPERTS, Case, product_of, random_case
 from tests.harness import WORLDS, run_ranks
+from tests.processes import python_path
 
 NUMBERS = (1, 3, 5, 9, 18)
 
@@ -39,14 +40,15 @@ def differing(ctx: iris.Iris, case: Case, spoil: str = "") -> int:
         if spoil and i == 2:
             operand = getattr(product, spoil)
             operand[..., 0] = operand[..., 0] * 1.02
-    return int(product.differing)
+    return int(product.differing.sum())
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(w, marks=() if w == 2 else pytest.mark.slow) for w in WORLDS])
 @pytest.mark.parametrize(("op", "form"), _OPS)
 def test_each_kind_of_product_keeps_its_bits(world_size: int, op: str, form: str) -> None:
     kinds = [case_of(op, form), case_of(op, form, dtype=torch.float16)]
-    kinds += [case_of(op, form, fp8=True)] if (op, form) in _EIGHT_BITS else []
+    if (op, form) in _EIGHT_BITS:
+        kinds += [replace(case_of(op, form, fp8=True), bias=bias) for bias in (False, True)]
     for case in kinds:
         assert run_ranks(world_size, differing, case) == [0] * world_size, case
 
@@ -74,7 +76,9 @@ def test_random_products_have_sizes_that_all_ranks_can_share() -> None:
 
 
 AHEAD = """
+import multiprocessing
 import os
+import sys
 from benchmarks.measuring import ahead
 from iris.device import arch
 from iris.triton_private import compile_without_gpu
@@ -85,30 +89,49 @@ from torch import distributed
 from triton.backends.compiler import GPUTarget
 
 def calls():
+    both, out = (torch.zeros(16, 128, dtype=torch.bfloat16) for _ in range(2))
     for rows in (32, 48, 7, 9):
         gate_kernel[(1,)](both, out, rows, 64, 128, 64, BLOCK_M=4, BLOCK_N=64, num_warps=4)
+
+def failing():
+    calls()
+    raise ValueError("no room")
 
 def compiled():
     return sum(name.endswith(".cubin") for *_, names in os.walk(os.environ["TRITON_CACHE_DIR"]) for name in names)
 
-if __name__ == "__main__":
+def main(calls):
     compile_without_gpu(GPUTarget("cuda", 90, 32))
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    both, out = (torch.zeros(16, 128, dtype=torch.bfloat16) for _ in range(2))
     assert arch.drain_stores.cache_key and gate_kernel.cache_key  # in another order than where it is compiled
     forms = ahead.compile_ahead(Team(0, 1, torch.device("cpu")), [], calls)
     before, run = compiled(), triton.JITFunction.run
     triton.JITFunction.run = lambda self, *args, **given: run(self, *args, **given | {"warmup": True})
     calls()
-    print(forms, before, compiled())
+    print(forms, before, compiled(), flush=True)
+
+if __name__ == "__main__":
+    rank = multiprocessing.get_context("spawn").Process(target=main, args=(globals()[sys.argv[1]],))
+    rank.start()
+    rank.join(200)
+    print(rank.exitcode)
+    rank.kill()
 """
 
 
-def test_what_is_compiled_ahead_is_found_again(tmp_path: Path) -> None:
+def run_ahead(tmp_path: Path, calls: str) -> subprocess.CompletedProcess:
     script = tmp_path / "script.py"
     script.write_text(AHEAD)
-    cache = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=os.environ | cache, capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout.split() == ["2", "2", "2"], done.stdout + done.stderr[-2000:]
+    cache = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": python_path()}
+    line = [sys.executable, str(script), calls]
+    return subprocess.run(line, env=os.environ | cache, capture_output=True, text=True, timeout=240)
+
+
+def test_what_is_compiled_ahead_is_found_again(tmp_path: Path) -> None:
+    done = run_ahead(tmp_path, "calls")
+    assert done.stdout.split() == ["2", "2", "2", "0"], done.stdout + done.stderr[-2000:]
+
+
+def test_a_call_that_fails_ends_those_that_compile(tmp_path: Path) -> None:
+    done = run_ahead(tmp_path, "failing")
+    assert done.stdout.split() == ["1"] and "no room" in done.stderr, done.stdout + done.stderr[-2000:]

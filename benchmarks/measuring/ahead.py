@@ -89,9 +89,8 @@ class _Forms:
 
     def wait(self) -> None:
         """Raises what a kernel's compilation raised."""
-        with self.pool:
-            for future in self.compiled.values():
-                future.result()
+        for future in self.compiled.values():
+            future.result()
 
 
 def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> int:
@@ -101,6 +100,19 @@ def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[],
     compiled.
     """
     forms = _Forms(team)
+    try:
+        _ask(forms, contexts, calls)
+        count = forms.share()
+        _, reason = team.attempt(forms.wait)
+    finally:  # else a process that ends waits for those that compile, and they for more to do
+        forms.pool.shutdown(cancel_futures=True)
+    if reason:
+        raise RuntimeError(reason)
+    return count
+
+
+def _ask(forms: _Forms, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> None:
+    """Makes `calls`, which launch nothing."""
 
     def launch(kernels, device, kernel, grid, args, moving=(), **options):
         forms.ask(kernel, grid=grid, **args, **(FUSED | options))
@@ -114,11 +126,6 @@ def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[],
         calls()
     for ctx in contexts:
         ctx.forget_launches()
-    count = forms.share()
-    _, reason = team.attempt(forms.wait)
-    if reason:
-        raise RuntimeError(reason)
-    return count
 
 
 @cache
