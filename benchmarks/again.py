@@ -58,9 +58,9 @@ STEPS = [
     ),
     Step(
         "invariant",
-        "llm --model llama-3-8b --compile --contenders ours,ours-batch,vllm,vllm-batch --batches 1,64 --prompts 128"
-        " --rounds 2 --vllm-limit 110",
-        90,
+        "llm --model llama-3-8b --layers 16 --compile --contenders ours,ours-batch,ours-ranks,vllm,vllm-batch"
+        " --batches 1,64 --prompts 128,2048 --rounds 2 --output 17 --vllm-limit 110",
+        60,
         "llm_llama-3-8b_batch_{gpu}",
     ),
     Step("rma", "rma", 40),

@@ -14,7 +14,6 @@ import argparse
 from collections.abc import Callable, Iterator
 from itertools import islice
 import json
-import math
 from pathlib import Path
 import random
 import sys
@@ -24,7 +23,7 @@ import iris
 from iris_ops.local import matmul
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan
-from iris_ops.problem import part_of, problem_asked
+from iris_ops.problem import part_of
 from iris_tp.bench.rows import CALLS, Row
 from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import QUICK, graph_batch, interleave
@@ -33,10 +32,11 @@ from torch import distributed
 from torch.nn import functional as F
 
 from benchmarks.cases.invariance_case import Case, product_of, random_case, said_of_random
+from benchmarks.cases.invariance_costs import LEVELS, asked, expected
 from benchmarks.measuring import models, report, shapes
 from benchmarks.measuring.ahead import compile_ahead
+from benchmarks.measuring.tables import geometric_mean
 
-LEVELS = (None, "batch")
 NUMBERS = (1, 3, 16, 17, 64, 100, 128, 200, 512, 1000)
 # Of which each random product has ten.
 ANY = {
@@ -44,7 +44,6 @@ ANY = {
     "cpu": (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 40, 64, 65),
 }
 BATCH = {"cuda": 50, "cpu": 1}  # products for which the host waits at once
-SETS = "facts,prefill,decode,between"
 SAMPLE = "prefill-sample,decode-sample,between"
 
 
@@ -65,29 +64,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     report.settle(args, argv, "invariance_random" if args.random else "invariance")
     return args
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / max(1, len(values)))
-
-
-def asked(row: Row, world: int, dtype: torch.dtype, level: str | None):
-    form = None if row.op == "ar" else row.form
-    return problem_asked(CALLS[row.op], row.M, row.N, row.K, world, dtype, form, invariant=level)
-
-
-def expected(gpu: str, world: int) -> list[dict]:
-    """What the planner expects of each row, with the promise and without."""
-    machine = machine_named(gpu, 132)
-    found = []
-    for row in shapes.select(SETS, list(CALLS), world):
-        free, alike = (plan(asked(row, world, torch.bfloat16, level), machine, explained=False) for level in LEVELS)
-        assert free.prediction is not None and alike.prediction is not None
-        us = free.prediction.total_us, alike.prediction.total_us
-        found.append(
-            {"row": str(row), "op": row.op, "kernels": [free.kernel, alike.kernel], "us": us, "cost": us[1] / us[0]}
-        )
-    return found
 
 
 def print_expected(gpu: str, world: int) -> None:
@@ -162,6 +138,7 @@ def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, found: 
 
 def results(team: Team, contexts: dict, cases: list[Case], beside: int) -> list[tuple[str, Case, torch.Tensor]]:
     """Computes cases with the promise, the first `beside` also without: (level, case, what differs, on the device)."""
+    lent: dict[str | None, list[torch.Tensor]] = {level: [] for level in contexts}
 
     def compute() -> list[tuple[str, Case, torch.Tensor]]:
         found = []
@@ -170,24 +147,28 @@ def results(team: Team, contexts: dict, cases: list[Case], beside: int) -> list[
                 if level or number < beside:
                     product = product_of(team, ctx, case)
                     product.run()
+                    lent[level] += product.lent
                     found.append((str(level), case, product.differing))
         return found
 
     found, reason = team.attempt(compute)
     if found is None:
         raise RuntimeError(f"among {'; '.join(map(str, cases))}: {reason}")
+    for level, ctx in contexts.items():  # all ranks are here
+        ctx.free(*lent[level])
     return found
 
 
 def count_differing(team: Team, contexts: dict, cases: list[Case], beside: int, found: dict) -> None:
     """Computes some cases and counts in `found`. The host waits once for all of them."""
     every = results(team, contexts, cases, beside)
-    counts = torch.cat([differing for *_, differing in every])
+    counts = torch.stack([differing for *_, differing in every])
     distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
     for (level, case, _), differing in zip(every, counts.tolist(), strict=True):
-        found["differing"][level] += differing
-        if differing:
-            found["bits"].append({"case": str(case), "rows": case.numbers, "level": level, "differing": differing})
+        found["differing"][level] += sum(differing)
+        if any(differing):
+            rows = {str(M): count for M, count in zip(case.numbers, differing, strict=True) if count}
+            found["bits"].append({"case": str(case), "level": level, "first": case.numbers[0], "differing": rows})
     for case in cases:
         found["counted"][case.kind] = found["counted"].get(case.kind, 0) + 1
     found["products"] += len(cases)

@@ -20,9 +20,10 @@ from iris_tp.bench.team import Team, launch
 import torch
 from torch import distributed
 
-from benchmarks.invariance import geometric_mean, times_of
+from benchmarks.invariance import times_of
 from benchmarks.measuring import models, report
 from benchmarks.measuring.ahead import compile_ahead
+from benchmarks.measuring.tables import geometric_mean
 
 LEVELS = (None, "batch", "ranks")
 NUMBERS = {"cuda": (1, 8, 64, 512, 2048), "cpu": (1, 8)}

@@ -354,11 +354,12 @@ def allocated(team: Team, peak: bool = False) -> int:
 
 def beside_vllm(args: argparse.Namespace) -> dict[str, dict]:
     """What vLLM takes, by contender, if it is asked for: before the ranks start, for it wants the GPUs for itself."""
-    found = {}
-    for key in (key for key in engines.APART if key in args.contenders):
-        config = whole_models.config_for_others(args.model, args.layers)
-        found[key] = vllm_engine.measure_apart(args, rows_of(args), config, key == engines.VLLM_BATCH)
-    return found
+    keys = [key for key in engines.APART if key in args.contenders]
+    if not keys:
+        return {}
+    config = whole_models.config_for_others(args.model, args.layers)
+    found = vllm_engine.measure_apart(args, rows_of(args), config, [key == engines.VLLM_BATCH for key in keys])
+    return dict(zip(keys, found, strict=True))
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 import inspect
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -184,6 +185,18 @@ def name_kernels_alike() -> None:
         collect(self, function)
 
     finder._update_hash = collect_what_is_known
+
+
+def compile_target() -> Any:
+    """What triton compiles for: the GPU at hand."""
+    return triton.runtime.driver.active.get_current_target()
+
+
+def compile_without_gpu(target: Any) -> None:
+    """Has this process compile for `target`, and ask no GPU. It can launch nothing from then on."""
+    driver = SimpleNamespace(get_current_target=lambda: target)
+    driver.get_current_device, driver.get_current_stream = lambda: 0, lambda device: 0
+    triton.runtime.driver.set_active(driver)
 
 
 def max_shared_bytes(index: int) -> int:

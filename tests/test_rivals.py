@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+import os
 from pathlib import Path
 
 from iris_tp.bench import timing
@@ -125,7 +126,49 @@ def test_norms_that_are_wrong_are_named_and_not_timed(alone) -> None:  # noqa: F
 
 def test_vllm_that_is_not_there_is_a_note(tmp_path: Path) -> None:
     args = argparse.Namespace(device="cuda", ranks=2, rounds=1, dtype="bfloat16", vllm_limit=1)
-    assert vllm_engine.measure_apart(args, [(1, 128)], None) == {"failed": "not installed"}
+    assert vllm_engine.measure_apart(args, [(1, 128)], None) == [{"failed": "not installed"}]
+
+
+FAKE_VLLM = """
+import os, time
+from pathlib import Path
+from types import SimpleNamespace as Some
+__version__ = "0"
+KEPT = os.environ["VLLM_BATCH_INVARIANT"] == "1"
+class SamplingParams:
+    def __init__(self, max_tokens, **rest): self.length = max_tokens
+class LLM:
+    def __init__(self, model, **given):
+        if KEPT and (Path(model) / "broken").exists(): raise RuntimeError("no kernel")
+        self.llm_engine = Some(engine_core=Some(call_utility=lambda *given: None))
+        time.sleep(0.5)
+    def enqueue(self, prompts, options, use_tqdm): self.asked = len(prompts), options.length
+    def wait_for_completion(self, use_tqdm):
+        rows, length = self.asked
+        with open(os.environ["FAKE_LOG"], "a") as log: print(time.time(), KEPT, file=log)
+        time.sleep(1e-5 * length)
+        return [Some(outputs=[Some(token_ids=[0] * length)])] * rows
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_two_of_vllm_start_together_and_are_timed_in_turn(tmp_path: Path, monkeypatch, broken: bool) -> None:
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    args = argparse.Namespace(device="cuda", ranks=2, rounds=1, dtype="bfloat16", vllm_limit=60)
+    sizes = dict(num_key_value_heads=4, hidden_size=64, num_attention_heads=4, num_hidden_layers=2)
+    saved = (lambda folder: (Path(folder) / "broken").touch()) if broken else (lambda folder: None)
+    config = argparse.Namespace(**sizes, save_pretrained=saved)
+    free, kept = vllm_engine.measure_apart(args, [(1, 8), (3, 8)], config, [False, True])
+    assert [row["batch"] for row in free["rows"]] == [1, 3] and not free["invariant"]
+    if broken:
+        assert "no kernel" in kept["failed"]
+        return
+    assert [row["batch"] for row in kept["rows"]] == [1, 3] and kept["invariant"]
+    turns = [line.split()[1] for line in sorted((tmp_path / "log").read_text().splitlines())]
+    assert sorted(turns) == turns, "the second began before the first had ended"
 
 
 def test_vllm_s_rows_become_results() -> None:

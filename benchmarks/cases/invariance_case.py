@@ -66,7 +66,7 @@ class Case:
 
 
 def random_case(rng: random.Random, world: int, device: str, numbers: tuple[int, ...]) -> Case:
-    """dtype and bias go together, for each kernel is compiled with a bias or without."""
+    """dtype and bias go together, for each kernel is compiled with a bias or without; with B in eight bits, either."""
     ((op, form),) = rng.choices(list(_OPS), list(_OPS.values()))
     step, (least, most) = 16 * world, SIZES[device]
     N, K = (rng.randrange(max(step, least), most + 1, step) for _ in range(2))
@@ -76,8 +76,9 @@ def random_case(rng: random.Random, world: int, device: str, numbers: tuple[int,
     if op == EXPERTS:
         N, K = (max(step, size // step * step) for size in (N // 4, K // 2))
         choices = rng.choice([(4, 1), (8, 2), (16, 4)])
+    bias = dtype == torch.float16 or fp8 and rng.random() < 0.5
     seed, chosen = rng.randrange(1 << 30), tuple(sorted(rng.sample(numbers, 10)))
-    return Case(op, form, N, K, dtype, dtype == torch.float16, seed, chosen, fp8, choices)
+    return Case(op, form, N, K, dtype, bias, seed, chosen, fp8, choices)
 
 
 def said_of_random(world: int, device: str, all_of_them: bool) -> str:
@@ -87,8 +88,8 @@ def said_of_random(world: int, device: str, all_of_them: bool) -> str:
     return (
         f"{which} at random: N and K from {least} to {most}, multiples of {16 * world}, so that each is compiled for"
         f" sizes that are multiples of 16; of mixtures H up to {most // 2}, I up to {most // 4}; float16 with a bias,"
-        " bfloat16 without, or with B in eight bits; four rows of each call are looked at, in random places, beside"
-        " others that are random or NaN"
+        " bfloat16 without; B in eight bits with any scales, with a bias or without; four rows of each call are looked"
+        " at, in random places, beside others that are random or NaN"
     )
 
 
@@ -106,7 +107,8 @@ class Product(ABC):
 
     def __init__(self, team: Team, ctx: iris.Iris, case: Case) -> None:
         self.team, self.ctx, self.case = team, ctx, case
-        self.differing = torch.zeros(1, dtype=torch.int64, device=team.device)
+        self.differing = torch.zeros(len(case.numbers), dtype=torch.int64, device=team.device)
+        self.lent: list[torch.Tensor] = []  # of the heap; to be freed when all ranks are done with them
         self._first: dict[str, torch.Tensor] = {}
         rng = random.Random(case.seed)
         self.nan = [rng.random() < 0.5 for _ in case.numbers]
@@ -159,10 +161,12 @@ class Product(ABC):
 
     def poisoned(self, i: int, *size: int) -> torch.Tensor:
         out = (self.ctx if self.on_heap[i] else torch).empty(*size, dtype=self.case.dtype, device=self.team.device)
+        if self.on_heap[i]:
+            self.lent.append(out)
         return out.fill_(math.nan)
 
     def run(self) -> None:
-        """All calls. Counts in `differing` the numbers that differ from those of the first call, or are none."""
+        """All calls. Counts in `differing`, for each, the numbers that differ from the first call's, or are none."""
         for i in range(len(self.case.numbers)):
             self.call(i)
 
@@ -180,7 +184,7 @@ class Product(ABC):
             first.index_copy_(0, seen.probes[: seen.fresh], found[: seen.fresh])
         bits = torch.int16 if found.element_size() == 2 else torch.int32
         unlike = found.view(bits) != first.index_select(0, seen.probes).view(bits)
-        self.differing += unlike.logical_or_(found.isnan()).sum()
+        self.differing[i] += unlike.logical_or_(found.isnan()).sum()
 
 
 class Fused(Product):

@@ -15,7 +15,8 @@ Each is the median over the rounds, behind others of its kind until the chip is 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 import importlib.util
 import json
 import os
@@ -48,45 +49,83 @@ SETTINGS = {
 Rows = list[tuple[int, int]]
 
 
-def measure_apart(args: argparse.Namespace, rows: Rows, config: Any, invariant: bool = False) -> dict:
+def measure_apart(
+    args: argparse.Namespace, rows: Rows, config: Any, invariant: Sequence[bool] = (False,)
+) -> list[dict]:
     """What vLLM takes for `rows` of (batch, prompt length), or why it does not run: {"failed": reason}.
 
-    `invariant`: with VLLM_BATCH_INVARIANT=1, with which its ranks add by NCCL's tree on one channel.
+    `invariant`: for each that is measured, whether with VLLM_BATCH_INVARIANT=1, with which its ranks add by NCCL's tree
+    on one channel. Several start at once, for a start takes a minute, and are timed one after the other.
     """
     without = os.environ.get("IRIS_WITHOUT", "").split(",")
     if importlib.util.find_spec("vllm") is None or "vllm" in without:
-        return {"failed": "not installed" if "vllm" not in without else "IRIS_WITHOUT names it"}
+        return [{"failed": "not installed" if "vllm" not in without else "IRIS_WITHOUT names it"}] * len(invariant)
     if args.device != "cuda":
-        return {"failed": "needs GPUs"}
+        return [{"failed": "needs GPUs"}] * len(invariant)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         asked = {"folder": folder, "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "dtype": args.dtype}
-        # the second attempt is without FlashInfer, whose kernels may be missing for this model
-        fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without and not invariant
-        for fused in [True, False] if fusing else [False]:
-            given = {**asked, "fused": fused, "invariant": invariant, "out": f"{folder}/{fused}.json"}
-            found = _child(given, folder, args.vllm_limit)
-            if "rows" in found or "late" in found:
-                break
+        asked |= {"limit_s": args.vllm_limit, "share": 1 / len(invariant), "cache": None}
+        if len(invariant) > 1:  # else vLLM sees how much memory is left, but not while another takes some
+            asked["cache"] = _cache_bytes(rows, config, args.ranks)
+        fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without
+        every = [{**asked, "fused": fusing and not kept, "invariant": kept} for kept in invariant]
+        found = _children(every, Path(folder), args.vllm_limit)
+        for i, given in enumerate(every):  # FlashInfer's kernels may be missing for this model
+            if given["fused"] and "rows" not in found[i] and "late" not in found[i]:
+                (found[i],) = _children([{**given, "fused": False}], Path(folder), args.vllm_limit)
     return found
 
 
-def _child(asked: dict, folder: str, limit_s: float) -> dict:
-    environment = {**os.environ, **SETTINGS, "VLLM_CACHE_ROOT": f"{folder}/cache"}
-    environment["VLLM_BATCH_INVARIANT"] = str(int(asked["invariant"]))
-    line = [sys.executable, "-m", "benchmarks.cases.vllm_engine", json.dumps(asked)]
-    started = time.monotonic()
-    out, log = Path(asked["out"]), Path(folder) / "log"
-    with (
-        log.open("w") as told,
-        subprocess.Popen(line, env=environment, stdout=told, stderr=told, start_new_session=True) as child,
-    ):
-        try:
-            code = child.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # its ranks, too, which would keep the GPUs' memory
-            code = None
-    print(f"vLLM: {code} after {time.monotonic() - started:.0f} s", flush=True)
+def _cache_bytes(rows: Rows, config: Any, ranks: int) -> int:
+    """Of a rank's keys and values, with a fifth to spare."""
+    heads = -(-config.num_key_value_heads // ranks)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = max(batch * (prompt + STEPS + 64) for batch, prompt in rows)
+    return int(1.2 * tokens * config.num_hidden_layers * 2 * heads * width * 2) + (256 << 20)
+
+
+def _children(every: list[dict], folder: Path, limit_s: float) -> list[dict]:
+    """Starts an engine for each that is asked for, and lets them measure in turn once all are ready."""
+    began = time.monotonic()
+    with ExitStack() as ending:
+        children = []
+        for asked in every:
+            own = Path(tempfile.mkdtemp(dir=folder))
+            asked |= {"out": str(own / "out.json"), "ready": str(own / "ready"), "go": str(own / "go")}
+            environment = {**os.environ, **SETTINGS, "VLLM_CACHE_ROOT": str(own / "cache")}
+            environment["VLLM_BATCH_INVARIANT"] = str(int(asked["invariant"]))
+            line = [sys.executable, "-m", "benchmarks.cases.vllm_engine", json.dumps(asked)]
+            told = ending.enter_context((own / "log").open("w"))
+            child = subprocess.Popen(line, env=environment, stdout=told, stderr=told, start_new_session=True)
+            ending.callback(_end, child)
+            children.append((child, asked, own))
+
+        def late() -> bool:
+            return time.monotonic() - began > limit_s
+
+        while not late() and any(
+            child.poll() is None and not Path(asked["ready"]).exists() for child, asked, _ in children
+        ):
+            time.sleep(0.1)
+        print(f"vLLM: ready after {time.monotonic() - began:.0f} s", flush=True)
+        found = []
+        for child, asked, own in children:
+            Path(asked["go"]).touch()
+            while child.poll() is None and not late():
+                time.sleep(0.1)
+            print(f"vLLM: {child.poll()} after {time.monotonic() - began:.0f} s", flush=True)
+            found.append(_result(child.poll(), Path(asked["out"]), own / "log", limit_s))
+    return found
+
+
+def _end(child: subprocess.Popen) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)  # its ranks, too, which would keep the GPUs' memory
+    child.wait()
+
+
+def _result(code: int | None, out: Path, log: Path, limit_s: float) -> dict:
     if out.exists():  # each row is written when it is done
         return json.loads(out.read_text())
     print(log.read_text()[-8000:], file=sys.stderr, flush=True)
@@ -112,7 +151,8 @@ def measure(asked: dict) -> dict:
         max_num_seqs=max(batch for batch, _ in rows),
         max_num_batched_tokens=max(8192, *(batch * prompt for batch, prompt in rows)),
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.7,
+        gpu_memory_utilization=0.7 * asked["share"],
+        kv_cache_memory_bytes=asked["cache"],
         kernel_config={"enable_flashinfer_autotune": False},
         compilation_config={
             "cudagraph_capture_sizes": [size for size in captured if size <= GRAPHED],
@@ -121,10 +161,21 @@ def measure(asked: dict) -> dict:
     )
     found: dict[str, Any] = {"version": vllm.__version__, "fused": asked["fused"], "invariant": asked["invariant"]}
     found["rows"] = []
+    wait_for_turn(asked)
     for batch, prompt in rows:
         found["rows"].append({"batch": batch, "prompt": prompt, **_row(llm, vllm, batch, prompt, asked["rounds"])})
         Path(asked["out"]).write_text(json.dumps(found))
     return found
+
+
+def wait_for_turn(asked: dict) -> None:
+    """Says that the engine is ready, and waits until no other is timed."""
+    Path(asked["ready"]).touch()
+    end = time.monotonic() + asked["limit_s"]
+    while not Path(asked["go"]).exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not asked to measure within {asked['limit_s']:.0f} s")
+        time.sleep(0.05)
 
 
 def _row(llm: Any, vllm: Any, batch: int, prompt: int, rounds: int) -> dict[str, float]:

@@ -18,14 +18,20 @@ from functools import cache
 import importlib
 from multiprocessing import get_context
 import os
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 import zlib
 
 import iris
 from iris.launch import relaunch
-from iris.triton_private import FUSED, GluonDescriptor, TensorDescriptor, name_kernels_alike
+from iris.triton_private import (
+    FUSED,
+    GluonDescriptor,
+    TensorDescriptor,
+    compile_target,
+    compile_without_gpu,
+    name_kernels_alike,
+)
 from iris_tp.bench.team import Team
 import torch
 from torch import distributed
@@ -53,8 +59,7 @@ class _Forms:
         self.known: dict[str, tuple] = {}
         self.compiled: dict[str, Future] = {}
         processes = max(1, (os.cpu_count() or 1) // team.world - 1)  # one core runs this rank
-        target = triton.runtime.driver.active.get_current_target()
-        self.pool = ProcessPoolExecutor(processes, get_context("spawn"), _see_no_gpu, (target,))
+        self.pool = ProcessPoolExecutor(processes, get_context("spawn"), compile_without_gpu, (compile_target(),))
 
     def ask(self, kernel: triton.JITFunction, *args: object, grid: object, warmup: bool = False, **given: Any) -> None:
         """In place of `JITFunction.run`."""
@@ -84,9 +89,8 @@ class _Forms:
 
     def wait(self) -> None:
         """Raises what a kernel's compilation raised."""
-        with self.pool:
-            for future in self.compiled.values():
-                future.result()
+        for future in self.compiled.values():
+            future.result()
 
 
 def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> int:
@@ -96,6 +100,19 @@ def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[],
     compiled.
     """
     forms = _Forms(team)
+    try:
+        _ask(forms, contexts, calls)
+        count = forms.share()
+        _, reason = team.attempt(forms.wait)
+    finally:  # else a process that ends waits for those that compile, and they for more to do
+        forms.pool.shutdown(cancel_futures=True)
+    if reason:
+        raise RuntimeError(reason)
+    return count
+
+
+def _ask(forms: _Forms, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> None:
+    """Makes `calls`, which launch nothing."""
 
     def launch(kernels, device, kernel, grid, args, moving=(), **options):
         forms.ask(kernel, grid=grid, **args, **(FUSED | options))
@@ -109,11 +126,6 @@ def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[],
         calls()
     for ctx in contexts:
         ctx.forget_launches()
-    count = forms.share()
-    _, reason = team.attempt(forms.wait)
-    if reason:
-        raise RuntimeError(reason)
-    return count
 
 
 @cache
@@ -155,12 +167,6 @@ class _Base:
 
     def data_ptr(self) -> int:
         return 0
-
-
-def _see_no_gpu(target: object) -> None:
-    driver = SimpleNamespace(get_current_target=lambda: target)
-    driver.get_current_device, driver.get_current_stream = lambda: 0, lambda device: 0
-    triton.runtime.driver.set_active(driver)
 
 
 def _compile(module: str, name: str, told: dict[str, object]) -> None:

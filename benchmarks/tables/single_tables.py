@@ -1,13 +1,11 @@
-"""Tables of results that have a page each: mixtures of experts, outputs on the heap, the same bits at every batch,
-collectives with a root, collectives on tiles.
+"""Tables of results that have a page each: mixtures of experts, outputs on the heap, collectives with a root,
+collectives on tiles.
 """
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
-from benchmarks.measuring.tables import geometric_mean
 from benchmarks.tables.ccl_table import size_name
 from benchmarks.tables.marks import CHANGED, by_age, changed, gpus, header, in_short, newest
 from benchmarks.tables.page_tables import beside, lines_of, us
@@ -86,20 +84,6 @@ def outputs(folder: str) -> str:
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 2)}"
 
 
-def invariance(folder: str) -> str:
-    """What the same bits at every number of rows cost, by kind of call."""
-    (run,) = newest("invariance_{gpu}_x2")
-    kinds: dict[str, list[float]] = {}
-    for row in run["times"]:
-        kinds.setdefault(row["row"].split()[0], []).append(row["us"]["batch"] / row["us"]["None"])
-    everything = [cost for costs in kinds.values() for cost in costs]
-    rows = [_cost(_KINDS[kind], costs, run) for kind, costs in kinds.items()] + [_cost("all", everything, run)]
-    text = 'Time with `invariant="batch"` over the time with `None`, in CUDA graphs. '
-    text += " ".join(map(_compared, [run, *newest("invariance_random_{gpu}_x2")]))
-    head = ["call", "rows", "geometric mean", "median", "worst row", CHANGED]
-    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 1)}"
-
-
 def rooted(folder: str) -> str:
     """Collectives with a root, and messages, beside NCCL's: a line a call, a column a size; and where NCCL leads."""
     (run,) = newest("rooted_{gpu}_x2")
@@ -150,59 +134,6 @@ def tiles(folder: str) -> str:
 
 
 _TILES = ("tiles", "tiles, two shots", "tiles, specialised warps")
-
-
-def _compared(run: dict[str, Any]) -> str:
-    """How many products were compared, at ten numbers of rows each, and in how many numbers bits differed."""
-    differing, kind = run["differing"], "random products" if run["benchmark"] == "invariance_random" else "products"
-    beside = run.get("beside", run["products"])  # of which so many with nothing promised, too
-    of_those = "" if beside == run["products"] else f" of {beside} of them"
-    return (
-        f"{run['products']} {kind} were compared at 10 numbers of rows each: {differing['None']} numbers{of_those} had"
-        f' other bits with `None`, {differing["batch"]} with `"batch"`.'
-    )
-
-
-def invariance_ranks(folder: str) -> str:
-    """What the same bits on any number of ranks cost, by layer and number of rows."""
-    (run,) = newest("invariance_ranks_{gpu}_x2")
-    rows = []
-    for row in run["times"]:
-        free, batch, ranks = (row["us"][level] for level in ("None", "batch", "ranks"))
-        cells = [f"`{row['layer']}`", str(row["M"]), f"`{row['plan']}`", us(free), us(batch), us(ranks)]
-        rows.append([*cells, f"{ranks / free:.2f}", changed(run)])
-    differing = sum(row["differing"] for row in run["times"])
-    text = (
-        "µs of Llama-3-8B's row-parallel layers with their all-reduce, in CUDA graphs, median, slowest rank. Of each"
-        f' row the result with `"ranks"` on two ranks was compared with that of one rank alone: {differing} numbers had'
-        " other bits."
-    )
-    text += "".join(map(_whole_models, newest("invariance_models_{gpu}_x2")))
-    head = ["layer", "rows", "kernel", "None", "batch", "ranks", "ranks / None", CHANGED]
-    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}"
-
-
-def _whole_models(run: dict[str, Any]) -> str:
-    """What comparing whole models' logits found, at each level."""
-    told = []
-    for model, layers, level in dict.fromkeys((row["model"], row["layers"], row["level"]) for row in run["rows"]):
-        rows = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
-        differing = sum(row["differing"] for row in rows)
-        batches = ", ".join(map(str, sorted({row["batch"] for row in rows})))
-        told.append(f'{model}, {layers} layers, `"{level}"`, batches of {batches}: {differing}')
-    return (
-        f" Of whole models with random weights the logits behind a prompt and of {run['steps']} steps, eagerly and from"
-        f" CUDA graphs ({run['date']}, commit {run['commit']}); numbers that had other bits: {'; '.join(told)}."
-    )
-
-
-_KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",
-          "ga": "`matmul_all_gather`", "linear": "a product without ranks"}  # fmt: skip
-
-
-def _cost(name: str, costs: list[float], run: dict[str, Any]) -> list[str]:
-    figures = [geometric_mean(costs), statistics.median(costs), max(costs)]
-    return [name, str(len(costs)), *(f"{each:.2f}" for each in figures if each), changed(run)]
 
 
 def _header(run: dict[str, Any], folder: str, text: str) -> str:

@@ -238,12 +238,14 @@ def _on_any_ranks(split: _Split, sequence_parallel: bool | int | str) -> _Split:
     """`split` as it has the same bits on any number of ranks. Raises where that cannot be."""
     if split.weights:
         raise ArgumentError(f"weights is {split.weights!r}: expected None with invariant='ranks'")
-    if split.experts or split.recurrent:
-        name = next(iter([*split.experts, *split.recurrent]))
-        raise StyleError(
-            f"{name} is split in a way of its own, and its sums differ by the number of ranks: with invariant='ranks'"
-            " expected a model of attention and dense products, or filter_fn to keep it whole"
-        )
+    for names, what in ((split.experts, "the sums over its experts"), (split.recurrent, "its state's sums")):
+        if names:
+            name = next(iter(names))
+            raise StyleError(
+                f"{name}: {what} are rounded on each rank before ranks add them, so they differ by the number of ranks;"
+                " with invariant='ranks' expected a model of attention and dense products. Another context, with"
+                f" invariant='batch' or None, splits it; a filter_fn that is False for {name!r} keeps it whole"
+            )
     if split.shares_tokens and sequence_parallel != "auto":
         raise ArgumentError(
             f"sequence_parallel is {sequence_parallel!r}: expected 'auto' or False with invariant='ranks', for one rank"

@@ -115,3 +115,4 @@ def test_what_goes_by_the_ranks_is_refused():
     ]
     assert all("ranks" in each for each in said + theirs), said
     assert "such as 128, 128" in said[2] and "cuts a leaf" in said[7]
+    assert "model.layers.0.mlp" in said[6] and "rounded on each rank" in said[6] and "invariant='batch'" in said[6]

@@ -1,0 +1,178 @@
+"""Tables of the page on the same bits: what is promised costs this much, and no bit differed.
+
+invariance            ops with the promise of any number of rows over those without, measured
+invariance predicted  the same by the planner's model, as it is now
+invariance accuracy   what a sum over ranks misses in the order of each promise, computed here
+invariance ranks      row-parallel layers with the promise of any number of ranks
+invariance models     steps and first tokens of a whole model at each level, and vLLM's with its own promise
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from typing import Any
+
+from iris_ops import sum_tree
+import torch
+
+from benchmarks.cases.invariance_costs import expected
+from benchmarks.measuring.tables import geometric_mean
+from benchmarks.tables.marks import CHANGED, changed, in_short, newest
+from benchmarks.tables.page_tables import figure, lines_of, us
+
+_FEW = 64  # rows of a decode step, at most
+_KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",
+          "ga": "`matmul_all_gather`", "linear": "a product without ranks"}  # fmt: skip
+
+
+def invariance(folder: str) -> str:
+    """What the same bits at every number of rows cost, by kind of call."""
+    (run,) = newest("invariance_{gpu}_x2")
+    kinds: dict[str, list[float]] = {}
+    for row in run["times"]:
+        kinds.setdefault(row["row"].split()[0], []).append(row["us"]["batch"] / row["us"]["None"])
+    everything = [cost for costs in kinds.values() for cost in costs]
+    rows = [_cost(_KINDS[kind], costs, run) for kind, costs in kinds.items()] + [_cost("all", everything, run)]
+    text = 'Time with `invariant="batch"` over the time with `None`, in CUDA graphs. '
+    text += " ".join(map(_compared, [run, *newest("invariance_random_{gpu}_x2")]))
+    head = ["call", "rows", "geometric mean", "median", "worst row", CHANGED]
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 1)}"
+
+
+@functools.cache
+def predicted(folder: str) -> str:
+    """The cost of the same bits at every number of rows by the planner's model."""
+    rows = []
+    for gpu in ("H100", "H200"):
+        for ranks in (2, 4, 8):
+            costs = [each["cost"] for each in expected(f"NVIDIA {gpu}", ranks)]
+            figures = f"{geometric_mean(costs):.3f}", f"{max(costs):.2f}", str(sum(cost > 1.05 for cost in costs))
+            rows.append([gpu, str(ranks), str(len(costs)), *figures])
+    head = ["GPU", "ranks", "rows", "geometric mean", "worst row", "rows above 1.05"]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---", *["---:"] * 5], *rows])
+
+
+@functools.cache
+def accuracy(folder: str) -> str:
+    """What sums miss of those in float64, in the order of each promise."""
+    rows = []
+    for K in (4096, 14336):
+        random = torch.Generator().manual_seed(1)
+        A, B = (torch.randn(*size, generator=random).bfloat16().double() for size in ((256, K), (K, 256)))
+        exact = A @ B
+        found = [_by_tree(A, B, 0, sum_tree.leaves_of(K))]
+        found += [_rounded(sum(_parts(A, B, ranks))) for ranks in (1, 2, 4, 8)]
+        found += [functools.reduce(lambda x, y: _rounded(x + y), _parts(A, B, ranks)) for ranks in (2, 4, 8)]
+        missed = [(each - exact).square().mean().div(exact.square().mean()).sqrt().item() for each in found]
+        rows.append([str(K), *(f"{100 * each:.2f} %" for each in missed)])
+    head = ["K", '`"ranks"`', "`None`: 1 rank", "2 ranks", "4 ranks", "8 ranks", "a ring as NCCL's: 2 ranks", "4 ranks"]
+    head.append("8 ranks")
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---:"] * len(head), *rows])
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.float().bfloat16().double()
+
+
+def _parts(A: torch.Tensor, B: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """What each rank has summed, rounded."""
+    return [_rounded(a @ b) for a, b in zip(A.chunk(ranks, dim=1), B.chunk(ranks), strict=True)]
+
+
+def _by_tree(A: torch.Tensor, B: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    if last - first == 1:
+        leaf = slice(*(sum_tree.border(A.shape[1], leaf) for leaf in (first, last)))
+        return _rounded(A[:, leaf] @ B[leaf])
+    middle = first + (last - first + 1) // 2
+    return _rounded(_by_tree(A, B, first, middle) + _by_tree(A, B, middle, last))
+
+
+def models(folder: str) -> str:
+    """Steps and first tokens of a whole model at each level, beside vLLM's with and without its own promise."""
+    found = [run for name in ("batch", "invariant") for run in newest(f"llm_*_{name}_{{gpu}}_x2")]
+    if not found:
+        return "Not measured yet."
+    run, rows = found[0], []
+    for row in run["rows"]:
+        results = {each["key"]: each for each in row["results"] if each["status"] == "ok"}
+        for kind, name in (("step", "step"), ("first", "first token")):
+            cells = [f"{row['batch']} x {row['prompt']}", name]
+            for base, *others in (("ours", "ours-batch", "ours-ranks"), ("vllm", "vllm-batch")):
+                ms = [results.get(key, {}).get(f"{kind}_graph_ms") for key in (base, *others)]
+                cells += [
+                    figure(ms[0]),
+                    *(f"{figure(each)} ({each / ms[0]:.2f})" if each and ms[0] else "" for each in ms[1:]),
+                ]
+            rows.append([*cells, changed(run)])
+    text = (
+        f"ms of {run['model']}, {run['layers']} layers, random weights, decoder layers compiled, CUDA graphs, median,"
+        " slowest rank; in brackets over the time without the promise. vLLM's is VLLM_BATCH_INVARIANT=1, of the same"
+        " run."
+    )
+    head = ["batch x prompt", "", "`None`", '`"batch"`', '`"ranks"`', "vLLM", "vLLM, invariant", CHANGED]
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 2)}"
+
+
+def _compared(run: dict[str, Any]) -> str:
+    """How many products were compared, at ten numbers of rows each, and in how many numbers bits differed."""
+    differing, kind = run["differing"], "random products" if run["benchmark"] == "invariance_random" else "products"
+    beside = run.get("beside", run["products"])  # of which so many with nothing promised, too
+    of_those = "" if beside == run["products"] else f" of {beside} of them"
+    ops: dict[str, int] = {}
+    for name, count in run["counted"].items() if kind != "products" else ():
+        for op in ["B in eight bits"] * ("eight bits" in name) or [name.rpartition(", ")[0].split(" ")[0].strip(",")]:
+            ops[op] = ops.get(op, 0) + count
+    which = "".join(f", `{op}` {count}" if "_" in op else f", {op} {count}" for op, count in ops.items())
+    return (
+        f"{run['products']} {kind} were compared at 10 numbers of rows each{which and f' ({which[2:]})'}:"
+        f' {differing["None"]} numbers{of_those} had other bits with `None`, {differing["batch"]} with `"batch"`'
+        f" ({run['date']}, commit {run['commit']})."
+    )
+
+
+def invariance_ranks(folder: str) -> str:
+    """What the same bits on any number of ranks cost, by layer and number of rows."""
+    (run,) = newest("invariance_ranks_{gpu}_x2")
+    rows = []
+    for row in run["times"]:
+        free, batch, ranks = (row["us"][level] for level in ("None", "batch", "ranks"))
+        cells = [f"`{row['layer']}`", str(row["M"]), f"`{row['plan']}`", us(free), us(batch), us(ranks)]
+        rows.append([*cells, f"{ranks / free:.2f}", changed(run)])
+    differing = sum(row["differing"] for row in run["times"])
+    text = (
+        "µs of Llama-3-8B's row-parallel layers with their all-reduce, in CUDA graphs, median, slowest rank. Of each"
+        f' row the result with `"ranks"` on two ranks was compared with that of one rank alone: {differing} numbers had'
+        " other bits."
+    )
+    text += "".join(map(_whole_models, newest("invariance_models_{gpu}_x2")))
+    few, many = (
+        geometric_mean([row["us"]["ranks"] / row["us"]["None"] for row in run["times"] if (row["M"] <= _FEW) == wanted])
+        for wanted in (True, False)
+    )
+    told = f"In the geometric mean that is {few:.2f} times the time of `None` up to {_FEW} rows, and {many:.2f} above."
+    head = ["layer", "rows", "kernel", "None", "batch", "ranks", "ranks / None", CHANGED]
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}\n\n{told}"
+
+
+def _whole_models(run: dict[str, Any]) -> str:
+    """What comparing whole models' logits found, at each level."""
+    told = []
+    for model, layers, level in dict.fromkeys((row["model"], row["layers"], row["level"]) for row in run["rows"]):
+        rows = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
+        differing = sum(row["differing"] for row in rows)
+        batches = ", ".join(map(str, sorted({row["batch"] for row in rows})))
+        told.append(f'{model}, {layers} layers, `"{level}"`, batches of {batches}: {differing}')
+    return (
+        f" Of whole models with random weights the logits behind a prompt and of {run['steps']} steps, eagerly and from"
+        f" CUDA graphs ({run['date']}, commit {run['commit']}); numbers that had other bits: {'; '.join(told)}."
+    )
+
+
+def _cost(name: str, costs: list[float], run: dict[str, Any]) -> list[str]:
+    figures = [geometric_mean(costs), statistics.median(costs), max(costs)]
+    return [name, str(len(costs)), *(f"{each:.2f}" for each in figures if each), changed(run)]
+
+
+def _header(run: dict[str, Any], folder: str, text: str) -> str:
+    return in_short([run], f"{text} [All figures]({folder}{run['file']}.json).")
