@@ -63,7 +63,7 @@ def check_padding(model: Any, mask: torch.Tensor | None) -> None:
     """Raises `ArgumentError` for padding in front of prompts of a model that does not pass over it."""
     if mask is None or bool(mask.all()):
         return
-    reason = UNPADDED.get(getattr(model.config, "model_type", None))
+    reason = UNPADDED.get(getattr(model.config, "model_type", ""))
     if reason is None and (biased := _biased_before_convolution(model)):
         reason = f"{_TAKES_IN}, for {biased} has a bias"
     if reason is not None:
