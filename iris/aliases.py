@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
@@ -36,10 +37,11 @@ def keywords(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return taking
 
 
-def fields(ours: dict[str, str], unused: dict[str, str]) -> Callable[[type[T]], type[T]]:
+def fields(ours: dict[str, str], unused: dict[str, str], assignable: bool = False) -> Callable[[type[T]], type[T]]:
     """A dataclass that takes the fields `ours` by either name, and `unused` ones, each with why it has no use here.
 
-    A first `unused` field that is given is told in a `UserWarning`; later ones of the class are not.
+    A first `unused` field that is given is told in a `UserWarning`; later ones of the class are not. `assignable`: of a
+    frozen class, fields may be set all the same, to what its constructor would take.
     """
 
     def taking(cls: type[T]) -> type[T]:
@@ -60,9 +62,17 @@ def fields(ours: dict[str, str], unused: dict[str, str]) -> Callable[[type[T]], 
         for alias, name in ours.items():
             setattr(cls, alias, property(attrgetter(name)))
         cls.aliases, cls.unused = ours, unused  # type: ignore[attr-defined]
+        if assignable:
+            cls.__setattr__ = _set_field  # type: ignore[assignment]
         return cls
 
     return taking
+
+
+def _set_field(config: Any, name: str, value: Any) -> None:
+    """Makes `config` what it would be with another value of a field; its hash changes, so it is found anew."""
+    changed = replace(config, **{config.aliases.get(name, name): value})
+    config.__dict__.update(changed.__dict__)
 
 
 def _renamed(call: str, given: dict[str, Any], ours: dict[str, str]) -> dict[str, Any]:

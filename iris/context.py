@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,7 @@ class Iris(tensors.TensorMethods):
         gpus = [rank.gpu for rank in told if rank.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
-        self.heap_size = rounded(heap_size, GRANULE)
+        self.heap_size = rounded(int(heap_size), GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
         try:
             ranks.together("the memory", self._furnish)  # every heap is mapped and zeroed before anyone writes to it
@@ -185,8 +186,12 @@ class Iris(tensors.TensorMethods):
         return self.peer_view(tensor, rank)
 
     def allocate_symmetric(self, *size: Any, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`empty(*size, dtype=dtype)` and `get_heap_bases()`, which together say where every rank's tensor lies."""
-        return self.empty(*size, dtype=dtype), self.get_heap_bases()
+        """`empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
+
+        Functions of kernels take the addresses for `heap_bases`, too: they differ by as much.
+        """
+        tensor = self.empty(*size, dtype=dtype)
+        return tensor, (self.heap_bases.view(torch.int64) + self.heap.offset(tensor)).view(torch.uint64)
 
     @aliases.keywords(source_rank="src")
     def broadcast(self, value: Any, src: int = 0) -> Any:
@@ -356,7 +361,7 @@ class _Told:
 
 def _refusal(heap_size: Any) -> IrisError | None:
     """What is wrong with this rank's arguments and environment: told to all ranks, so that none waits for it."""
-    if isinstance(heap_size, bool) or not isinstance(heap_size, int) or not 0 < heap_size <= _MAX_HEAP:
+    if isinstance(heap_size, bool) or not isinstance(heap_size, Integral) or not 0 < int(heap_size) <= _MAX_HEAP:
         return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
     try:
         agreement.wanted()

@@ -18,6 +18,10 @@ class ShapeError(ArgumentError, RuntimeError):
     """A tensor has the wrong number of dimensions or the wrong sizes."""
 
 
+class ConstructorError(ArgumentError, RuntimeError):
+    """A constructor of tensors on the heap was given what torch's own refuses."""
+
+
 class DtypeError(IrisError, TypeError, RuntimeError):
     """A tensor's dtype is not supported, or two dtypes that must agree do not."""
 

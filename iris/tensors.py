@@ -18,6 +18,7 @@ from . import aliases, platform
 from .errors import (
     ArgumentError,
     CaptureError,
+    ConstructorError,
     DeviceError,
     DtypeError,
     HeapExhausted,
@@ -79,7 +80,7 @@ class TensorMethods(Rank):
 
     def full(self, *size_and_value: Any, **options: Any) -> torch.Tensor:
         """As `torch.full(size, fill_value)`."""
-        return self._construct(torch.full, size_and_value, options)
+        return self._construct(torch.full, tuple(map(_flat, size_and_value)), options)
 
     def zeros_like(self, *like: Any, **options: Any) -> torch.Tensor:
         """As `torch.zeros_like(tensor)`; the tensor may lie anywhere."""
@@ -95,7 +96,7 @@ class TensorMethods(Rank):
 
     def randint(self, *bounds_and_size: Any, **options: Any) -> torch.Tensor:
         """As `torch.randint([low,] high, size)`."""
-        return self._construct(torch.randint, bounds_and_size, options)
+        return self._construct(torch.randint, tuple(map(_flat, bounds_and_size)), options)
 
     def arange(self, *bounds: Any, **options: Any) -> torch.Tensor:
         """As `torch.arange([start,] end[, step])`."""
@@ -246,9 +247,16 @@ def _sizes(given: tuple, options: dict[str, Any]) -> tuple:
     """Sizes as torch takes them: from arguments, from one tuple or list, or from one in another."""
     if not given and "size" in options:
         return ()
-    while len(given) == 1 and isinstance(given[0], (tuple, list)):
-        given = tuple(given[0])
-    return tuple(int(size) if isinstance(size, np.integer) else size for size in given) or ((),)
+    return _flat(given) or ((),)
+
+
+def _flat(size: Any) -> Any:
+    """A size that may be nested, as one tuple of integers; anything else as it is."""
+    if not isinstance(size, (tuple, list)):
+        return size
+    while len(size) == 1 and isinstance(size[0], (tuple, list)):
+        size = size[0]
+    return tuple(int(one) if isinstance(one, np.integer) else one for one in size)
 
 
 def _single(value: Any) -> Any:
@@ -283,5 +291,7 @@ def described(value: Any) -> str:
 def _translated(error: Exception, call: str) -> IrisError:
     """torch's complaint as one of ours, with the call that caused it."""
     text = re.sub(r" - got \(.*|\.$", "", str(error).splitlines()[0])  # what we added would confuse
-    kind = DtypeError if "not implemented for" in text else HeapExhausted if "Storage size" in text else ArgumentError
+    kind = (
+        DtypeError if "not implemented for" in text else HeapExhausted if "Storage size" in text else ConstructorError
+    )
     return kind(f"ctx.{call}: {text}. Expected what torch.{call.partition('(')[0]} takes.")

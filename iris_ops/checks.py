@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from iris.aliases import PAGE
 from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris.heap import check_tensor
 import torch
@@ -83,4 +84,7 @@ def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
 
 def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:
     if bias is not None and bias.shape[0] != B.shape[1]:
-        raise ShapeError(f"{op}: bias has {bias.shape[0]} elements; expected {B.shape[1]}, the columns of B")
+        raise ShapeError(
+            f"{op}: bias has {bias.shape[0]} elements; expected {B.shape[1]}, the columns of B. A bias of one element "
+            f"a row is added behind the op: out += bias[:, None] ({PAGE})"
+        )

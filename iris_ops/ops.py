@@ -197,12 +197,18 @@ class Ops(MixtureOps):
         return planned(problem, machine_of(self._ctx.device), explained, algorithm)
 
     def preamble(
-        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None
-    ) -> Workspace:
-        """A workspace with room for a call of `op` with such tensors. Collective; multiplies nothing."""
+        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,
+        workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
+        """A workspace with room for a call of `op` with such tensors. Collective; multiplies nothing.
+
+        It is `workspace`, what an earlier call returned, or the one that calls take when they are given none.
+        """
         self._ctx.check()
         prepared = self._prepare(op, out, A, B, None, config, None, None)
-        workspace = self._own_workspace()
+        if workspace is not None:
+            self._check_workspace(op, workspace)
+        workspace = workspace or self._own_workspace()
         if not prepared.problem.empty and workspace.reserve(prepared.num_flags, prepared.nbytes, prepared.exchange):
             self.forget_launches()
         return workspace

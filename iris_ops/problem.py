@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from iris.aliases import PAGE
 from iris.errors import ArgumentError, ShapeError
 from iris.invariance import RANKS, refusal
 import torch
@@ -255,6 +256,8 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
         if found and found.form == "cols" and m == n == 1:
             found = Problem(op, "rows", m, n, k, w, A.dtype)
         wanted = "A (M,K), B (K,N), out (M/w,N) or (M,N/w)"
+        if (rows, cols) == (m, n):
+            wanted += f", or ctx.ccl.reduce_scatter(out, A @ B) for this rank's tiles in an out (M,N) ({PAGE}),"
     if found is None:
         raise ShapeError(
             f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {wanted} with "

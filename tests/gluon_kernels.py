@@ -53,7 +53,7 @@ def gluon_atomics_kernel(flags, ctx_ptr, peer, BLOCK: gl.constexpr, LAYOUT: gl.c
     ctx.atomic_min(flags + 5 * BLOCK + i, i, peer, mask=mask)
     ctx.atomic_max(flags + 6 * BLOCK + i, i, peer, mask=mask)
     ctx.atomic_cas(flags + 7 * BLOCK + i, i, i + 1, peer)
-    ctx.atomic_add(flags + 8 * BLOCK, ctx.rank + 10 * ctx.world_size, peer, sem="release", scope="gpu")
+    ctx.atomic_add(flags + 8 * BLOCK, ctx.cur_rank + 10 * ctx.num_ranks, peer, sem="release", scope="gpu")
 
 
 @gluon.jit

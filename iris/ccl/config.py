@@ -27,10 +27,13 @@ class ReduceOp(Enum):
         "use_gluon": "one kernel serves each collective",
         "all_reduce_ring_slice_n": "a ring is cut into units of block_size_m * block_size_n",
     },
+    assignable=True,
 )
 @dataclass(frozen=True)
 class Config:
     """How a collective is carried out; the same on all ranks. What is None is chosen by shape and machine.
+
+    Fields may be set later; a value that the constructor would refuse is refused then.
 
     `block_size_m`, `block_size_n`: powers of two. Their product is how many elements a program moves at once; they are
     also the tile of a reduce-scatter whose `out` has the shape of its input, by default 128 x 128. `swizzle_size`: row

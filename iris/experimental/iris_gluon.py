@@ -33,10 +33,15 @@ __all__ = ["Iris", "IrisDeviceCtx", "iris"]
 
 @aggregate
 class IrisDeviceCtx(RemoteAccess):
-    """This rank's view of the heap inside a Gluon kernel. Make it with `IrisDeviceCtx.initialize`."""
+    """This rank's view of the heap inside a Gluon kernel. Make it with `IrisDeviceCtx.initialize`.
+
+    `cur_rank` and `num_ranks` are what ROCm/iris calls `rank` and `world_size` here.
+    """
 
     rank: tl.tensor
     world_size: tl.tensor
+    cur_rank: tl.tensor
+    num_ranks: tl.tensor
     ctx_ptr: tl.tensor
     tracing: DeviceTracing
 
@@ -44,6 +49,8 @@ class IrisDeviceCtx(RemoteAccess):
     def __init__(self, rank, world_size, ctx_ptr, tracing):
         self.rank = rank
         self.world_size = world_size
+        self.cur_rank = rank
+        self.num_ranks = world_size
         self.ctx_ptr = ctx_ptr
         self.tracing = tracing
 

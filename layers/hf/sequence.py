@@ -221,7 +221,10 @@ def check(model: nn.Module, styles: dict[str, str]) -> None:
     families = families_of(styles)
     for name, style in styles.items():
         if re.search(r"\.\d+\.", name) and style not in ("colwise", "rowwise") and "replica" not in style:
-            raise StyleError(f"{name} has style {style!r}: sequence parallel expects colwise and rowwise in a layer")
+            raise StyleError(
+                f"{name} has style {style!r}: sequence parallel expects colwise and rowwise in a layer; leave"
+                " sequence_parallel at 'auto', or pass False"
+            )
     for parent, children in families.items():
         module = model.get_submodule(parent)
         forward = type(module).forward

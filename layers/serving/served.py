@@ -14,6 +14,7 @@ from typing import Any
 
 from iris.errors import ArgumentError, IrisError
 import torch
+from torch import nn
 
 from ..hf.plans.bert import PLANS as BERT
 
@@ -34,6 +35,7 @@ UNPADDED = {
     ),
     "recurrent_gemma": _TAKES_IN,
 }  # fmt: skip
+_INTO_CONVOLUTION = ("in_proj", "q_proj", "k_proj", "v_proj")
 _INSTEAD = "use its generate()"
 # What a model may raise that a static cache, or a mask of its length, does not suit.
 _UNSUITED = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
@@ -59,12 +61,30 @@ def check_served(model: Any) -> None:
 
 def check_padding(model: Any, mask: torch.Tensor | None) -> None:
     """Raises `ArgumentError` for padding in front of prompts of a model that does not pass over it."""
-    kind = getattr(model.config, "model_type", None)
-    if mask is not None and kind in UNPADDED and not bool(mask.all()):
+    if mask is None or bool(mask.all()):
+        return
+    reason = UNPADDED.get(getattr(model.config, "model_type", ""))
+    if reason is None and (biased := _biased_before_convolution(model)):
+        reason = f"{_TAKES_IN}, for {biased} has a bias"
+    if reason is not None:
         raise ArgumentError(
-            f"prompts are padded to one length, but {type(model).__name__} {UNPADDED[kind]}: expected prompts of one"
-            " length in a call"
+            f"prompts are padded to one length, but {type(model).__name__} {reason}: expected prompts of one length in"
+            " a call"
         )
+
+
+def _biased_before_convolution(model: Any) -> str:
+    """The first projection with a bias in front of a convolution along the tokens; empty if there is none.
+
+    transformers sets padding to 0 in front of the projection, so the bias is what the convolution then sees of it.
+    """
+    for name, module in model.named_modules():
+        inside = dict(module.named_children())
+        if any(isinstance(each, nn.Conv1d) for each in inside.values()):
+            for child, linear in inside.items():
+                if child.startswith(_INTO_CONVOLUTION) and getattr(linear, "bias", None) is not None:
+                    return f"{name}.{child}"
+    return ""
 
 
 def wants_whole_masks(model: Any) -> bool:

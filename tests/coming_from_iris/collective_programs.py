@@ -2,6 +2,7 @@
 
 import iris
 from iris.ccl import Config, ReduceOp
+import pytest
 import torch
 
 
@@ -78,4 +79,22 @@ def messages_round_a_ring():
     if n > 1 and rank == 1:
         shmem.ccl.recv(theirs, src=0)
         assert (theirs == 7).all()
+    shmem.barrier()
+
+
+def a_configuration_that_changes():
+    shmem = iris.iris(1 << 22)
+    n = shmem.num_ranks
+    inp, out = shmem.full((64, 64), shmem.cur_rank + 1.0), shmem.zeros(64, 64)
+    config = Config(block_size_m=32, block_size_n=32)
+    for variant, distribution in (("two_shot", 0), ("two_shot", 1), ("one_shot", 0), ("two_shot", 1)):
+        config.all_reduce_variant, config.all_reduce_distribution = variant, distribution
+        out.fill_(float("nan"))
+        shmem.ccl.all_reduce(out, inp, config=config)
+        shmem.barrier()
+        assert (out == n * (n + 1) / 2).all()
+        assert shmem.ccl.plan("all_reduce", out, inp, config).variant == variant
+    with pytest.raises(ValueError, match="all_reduce_variant"):
+        config.all_reduce_variant = "three_shot"
+    assert config == Config(32, 32, all_reduce_variant="two_shot", all_reduce_distribution=1)
     shmem.barrier()

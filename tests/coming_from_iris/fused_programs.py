@@ -3,6 +3,7 @@
 import iris
 from iris import ops
 from iris.ops import FusedConfig
+import pytest
 import torch
 
 
@@ -69,3 +70,37 @@ def product_and_scattered_sum():
     shmem.barrier()
     want = sum(x.double() @ y.double() for x, y in zip(A, B, strict=True))
     _close(output, want[:, 16 * rank : 16 * (rank + 1)] if n > 1 else want)
+
+
+def arguments_by_position():
+    from iris.ops.config import FusedConfig
+
+    shmem = iris.iris(1 << 24)
+    n, rank = shmem.num_ranks, shmem.cur_rank
+    shards = [_random(16, 16, seed=i).to(shmem.device) for i in range(n)]
+    B = _random(16 * n, 16, seed=50).to(shmem.device)
+    bias = _random(16, seed=60).to(shmem.device)
+    config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
+    output = shmem.full((16, 16), float("nan"), dtype=torch.float16)
+    workspace = ops.all_gather_matmul_preamble(shmem, shards[rank], B, config)
+    ops.all_gather_matmul(shmem, output, shards[rank], B, bias, False, config, workspace)
+    shmem.barrier()
+    gathered = torch.cat(shards, 1).double().cpu() @ B.double().cpu()
+    _close(output, gathered + bias.double().cpu())
+    part = B[16 * rank : 16 * (rank + 1)]
+    workspace = ops.matmul_all_reduce_preamble(shmem, output, shards[rank], part, config, workspace)
+    ops.matmul_all_reduce(shmem, output, shards[rank], part, False, config, workspace)
+    shmem.barrier()
+    _close(output, gathered)
+
+
+def what_main_does_not_take():
+    shmem = iris.iris(1 << 24)
+    n = shmem.num_ranks
+    A, B = shmem.zeros((32, 16), dtype=torch.float16), shmem.zeros((16, 48 * n), dtype=torch.float16)
+    with pytest.raises(RuntimeError, match=r"out \+= bias\[:, None\]"):
+        shmem.ops.matmul_all_reduce(shmem.zeros_like(A @ B), A, B, bias=A[:, 0])
+    if n > 1:
+        with pytest.raises(RuntimeError, match="ctx.ccl.reduce_scatter.*coming-from-iris"):
+            shmem.ops.matmul_reduce_scatter(shmem.zeros((32, 48 * n), dtype=torch.float16), A, B)
+    shmem.barrier()

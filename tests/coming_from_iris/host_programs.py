@@ -15,6 +15,8 @@ def sizes_of_every_kind():
     for made in (ctx.zeros(2, 3), ctx.zeros(size), ctx.zeros([2, 3]), ctx.zeros((size,)), ctx.zeros(torch.Size(size))):
         assert made.shape == size and not made.any()
     assert ctx.ones(np.int64(4), np.int64(2)).shape == (4, 2)
+    for nested in ((size,), [size], (np.int64(2), np.int32(3))):
+        assert ctx.full(nested, 4).shape == ctx.randint(0, 9, nested).shape == ctx.rand(nested).shape == size
     assert ctx.zeros(*()).shape == ctx.randn(()).shape == ()
     assert ctx.empty(0).numel() == 0
     ctx.barrier()
@@ -33,6 +35,8 @@ def out_of_another_shape():
         ctx.zeros(12, out=torch.zeros(12, device=ctx.device))
     with pytest.raises(RuntimeError):
         ctx.zeros(3, device="meta")
+    with pytest.raises(RuntimeError):
+        ctx.randint(10, 5, (2, 3))
     with pytest.raises(ValueError):
         ctx.zeros(3, layout=torch.sparse_coo)
     ctx.barrier()
@@ -60,7 +64,8 @@ def random_numbers():
 
 
 def what_a_context_says_of_itself():
-    ctx = iris.iris(heap_size=1 << 20)
+    ctx = iris.iris(heap_size=np.int64(1 << 20))
+    assert type(ctx.heap_size) is int and ctx.heap_size == 1 << 20
     assert ctx.get_rank() == ctx.cur_rank == dist.get_rank()
     assert ctx.get_num_ranks() == ctx.num_ranks == dist.get_world_size()
     bases = ctx.get_heap_bases()
@@ -92,7 +97,8 @@ def a_peers_tensor():
     bases = ctx.get_heap_bases().tolist()
     assert remote.data_ptr() - bases[target] == buf.data_ptr() - bases[ctx.cur_rank]
     tensor, table = ctx.allocate_symmetric(16, dtype=torch.float32)
-    assert tensor.shape == (16,) and ctx.is_symmetric(tensor) and table.tolist() == bases
+    assert tensor.shape == (16,) and ctx.is_symmetric(tensor) and table.dtype == torch.uint64
+    assert table.tolist() == [base + tensor.data_ptr() - bases[ctx.cur_rank] for base in bases]
     ctx.barrier()
 
 

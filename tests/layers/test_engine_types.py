@@ -75,6 +75,28 @@ def test_padding_is_refused_where_the_model_does_not_pass_over_it(model_type: st
     assert all(ONE_LENGTH[model_type] in each.refusals["padded"] for each in outcomes)
 
 
+BIASED_STATES = {
+    "mamba2": {"use_bias": True},
+    "bamba": {"mamba_proj_bias": True},
+    "lfm2": {"conv_bias": True, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
+
+
+def biased_body(ctx: Any, model_type: str) -> None:
+    model = tiny.build(model_type, **BIASED_STATES[model_type])
+    layers.parallelize(model, ctx)
+    engine = layers.Engine(model, ctx, batch_size=2, max_length=16)
+    with pytest.raises(ArgumentError, match="takes padding into its state, for .*in_proj has a bias: expected prompts"):
+        engine.generate([[5, 6, 7], [8, 9]], 2)
+    assert len(engine.generate([[5, 6, 7], [8, 9, 10]], 2)) == 2
+
+
+@pytest.mark.parametrize("model_type", BIASED_STATES)
+@pytest.mark.some(1)
+def test_padding_is_refused_where_a_bias_would_bring_it_into_a_state(model_type: str) -> None:
+    run_ranks(2, biased_body, model_type)
+
+
 def hybrid_body(ctx: Any) -> list:
     model = tiny.build("qwen3_next")
     layers.parallelize(model, ctx)
