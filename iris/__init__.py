@@ -11,7 +11,7 @@ from . import platform, requirements
 requirements.check_triton()  # before anything imports it
 platform.prepare_triton()
 
-from . import ops  # noqa: E402
+from . import ops, triton_private  # noqa: E402
 from .aliases import PAGE  # noqa: E402
 from .context import Iris, iris  # noqa: E402
 from .device import tiles  # noqa: E402
@@ -33,6 +33,7 @@ from .log import DEBUG, ERROR, INFO, WARNING, logger, set_logger_level  # noqa: 
 from .timing import do_bench  # noqa: E402
 from .version import __version__  # noqa: E402
 
+triton_private.name_kernels_alike()
 Context = TritonContext = DeviceContext  # as ROCm/iris calls it, or called it once
 
 __all__ = [

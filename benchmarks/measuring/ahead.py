@@ -30,14 +30,11 @@ from iris.triton_private import (
     TensorDescriptor,
     compile_target,
     compile_without_gpu,
-    name_kernels_alike,
 )
 from iris_tp.bench.team import Team
 import torch
 from torch import distributed
 import triton
-
-name_kernels_alike()  # here and in the processes that compile
 
 
 @dataclass(frozen=True)

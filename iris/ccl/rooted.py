@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..device.tiles import HEADER
+from ..device.tiles import SPACE_HEADER
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_tensor
 from . import two_steps
@@ -129,8 +129,8 @@ def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torc
         )
     whole = 256 * ctx.num_ranks  # each rank's share of a half is whole 256 bytes
     half = -(-ctx.num_ranks * tiles * elements * dtype.itemsize // whole) * whole
-    space = ctx.heap.reserve((HEADER.value + half // 2,), torch.int32).fill_(-1)  # the sentinel
-    space[: HEADER.value] = 0
+    space = ctx.heap.reserve((SPACE_HEADER.value + half // 2,), torch.int32).fill_(-1)  # the sentinel
+    space[: SPACE_HEADER.value] = 0
     space[2] = half // 256
     ctx.barrier()  # no peer sends before this rank's space is empty
     return space

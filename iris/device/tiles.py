@@ -45,7 +45,7 @@ from .sync import advance, epoch_behind
 from .waits import WAITERS
 
 # int32 words before the values: [epoch, programs that finished, bytes of a half / 256, 0 ...].
-HEADER = tl.constexpr(64)
+SPACE_HEADER = tl.constexpr(64)
 _WAITER = tl.constexpr(WAITERS.index("a kernel"))
 
 
@@ -209,7 +209,7 @@ class Tiles:
         size: tl.constexpr = values.numel
         nbytes: tl.constexpr = values.dtype.primitive_bitwidth // 8
         half_bytes = tl.multiple_of(self.size.to(tl.int64) * 256, 256)
-        half = self.space + HEADER + (epoch_behind(self.last) & 1).to(tl.int64) * (half_bytes // 4)
+        half = self.space + SPACE_HEADER + (epoch_behind(self.last) & 1).to(tl.int64) * (half_bytes // 4)
         step = tl.multiple_of(half_bytes // (nbytes * self.ctx.world_size), 16)
         first = half.to(tl.pointer_type(values.dtype), bitcast=True)
         return first + tl.cast(number, tl.int64) * size, step
