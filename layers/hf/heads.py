@@ -93,7 +93,10 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
         )
     for child, of in module.named_modules():
         if isinstance(of, nn.ModuleList) and len(of) in (heads, kv_heads):
-            raise StyleError(f"{name}.{child} holds {len(of)} modules, one for each head: such a list is not split")
+            raise StyleError(
+                f"{name}.{child} holds {len(of)} modules, one for each head: such a list is not split; leave {name}"
+                " whole, by filter_fn"
+            )
     return split_heads(heads, kv_heads, world, rank)
 
 

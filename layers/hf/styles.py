@@ -193,7 +193,7 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
     if style not in known:
         why = f": {REFUSED[style]}" if style in REFUSED else f": expected one of {sorted(known)}"
         raise StyleError(f"style {style!r} of {name} is not served{why}")
-    if style in EXPERTS and name in modules or is_of_experts(name, styles):
+    if style in EXPERTS if name in modules else is_of_experts(name, styles):
         return
     if style == RECURRENT and name in modules:
         for linear in linears_of(name, modules[name]):

@@ -37,6 +37,11 @@ def bloom(**changes: Any) -> nn.Module:
     return transformers.BloomForCausalLM(config)
 
 
+def mixtral() -> nn.Module:
+    sizes = dict(hidden_size=16, intermediate_size=24, num_local_experts=3, num_hidden_layers=2, head_dim=8)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**models.PLAIN, **sizes}))
+
+
 class Attention(nn.Module):
     """Heads of 8, which it counts by itself, and reshapes to `width`: -1 is whatever there is."""
 
@@ -261,6 +266,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
         "layers.0 sums over 8 entries, of which a rank has 4",
     ),
     "heads by number": (lambda: Stack(lambda: Slopes(-1)), QKV, "layers.0 counts 4, of which a rank has 2"),
+    "an activation of experts": (
+        mixtral,
+        {"model.layers.*.mlp.experts": "moe_tp_experts", "model.layers.*.mlp.experts.act_fn": "colwise"},
+        "model.layers.0.mlp.experts.act_fn is a SiLUActivation: style 'colwise' splits a torch.nn.Linear only",
+    ),
     "the next token": (Steps, {"up": "colwise", "down": "rowwise"}, "Steps would fail in its forward"),
     "half": (lambda: Stack(Pair), {"layers.*.up": "colwise_gather_output", "layers.*.down": "rowwise"}, "layers.0"),
 }
