@@ -139,11 +139,13 @@ def run_ahead(tmp_path: Path, calls: str) -> str:
     return told.read_text()
 
 
+@pytest.mark.slow
 def test_what_is_compiled_ahead_is_found_again(tmp_path: Path) -> None:
     said = run_ahead(tmp_path, "calls")
     assert "forms 2, before 2, behind 2" in said and "the rank ended with 0" in said, said
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_ends_those_that_compile(tmp_path: Path) -> None:
     said = run_ahead(tmp_path, "failing")
     assert "no room" in said and "the rank ended with 1" in said, said
