@@ -162,10 +162,14 @@ def test_a_wrong_question_is_refused(arguments: tuple[str, ...], error: str, cap
 
 
 def test_forwards_with_all_arguments() -> None:
-    result = run("demo", "--help")
-    assert result.returncode == 0 and "--ranks" in result.stdout
     refused = run("bench", "ops", "--no-such-option", "7")
     assert refused.returncode == 2 and "--no-such-option 7" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_says_what_it_takes() -> None:
+    result = run("demo", "--help")
+    assert result.returncode == 0 and "--ranks" in result.stdout
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def _sleep(ctx):
     time.sleep(3600)  # as patient as a busy machine makes the limit
 
 
+@pytest.mark.slow  # ends a world of workers, which others must start anew
 def test_a_rank_that_hangs_ends_at_the_time_out_and_says_where_it_was():
     with pytest.raises(TimeoutError, match="in _sleep"):
         run_ranks(2, _sleep, timeout=1)
