@@ -9,7 +9,7 @@ import pytest
 
 from tests.planted.__main__ import FAST, run_tests, try_fault
 from tests.planted.faults import FAULTS, Fault
-from tests.processes import ROOT
+from tests.processes import ROOT, patient
 
 
 def test_names_are_different() -> None:
@@ -39,14 +39,14 @@ def test_a_fault_is_caught_or_missed_and_taken_out_again(tmp_path: Path, new: st
     kept = "def add(a, b):\n    return a + b\n"
     (tmp_path / "add.py").write_text(kept)
     (tmp_path / "test_add.py").write_text("from add import add\n\ndef test_add():\n    assert add(2, 1) == 3\n")
-    found = try_fault(tmp_path, Fault("swapped", "add.py", "a + b", new, ("test_add.py",)), FAST, 60)
+    found = try_fault(tmp_path, Fault("swapped", "add.py", "a + b", new, ("test_add.py",)), FAST, patient(60))
     assert (found["outcome"], found["by"]) == (outcome, by)
     assert (tmp_path / "add.py").read_text() == kept
 
 
 def test_a_text_or_tests_that_are_not_there_are_said(tmp_path: Path) -> None:
-    assert try_fault(tmp_path, FAULTS[0], FAST, 60)["outcome"] == "not there"
-    assert run_tests(tmp_path, FAULTS[0].tests, FAST, 60)["ended"] == "no such tests"
+    assert try_fault(tmp_path, FAULTS[0], FAST, patient(60))["outcome"] == "not there"
+    assert run_tests(tmp_path, FAULTS[0].tests, FAST, patient(60))["ended"] == "no such tests"
     (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
-    ended = run_tests(tmp_path, ["test_one.py::test_two"], FAST, 60)["ended"]
+    ended = run_tests(tmp_path, ["test_one.py::test_two"], FAST, patient(60))["ended"]
     assert ended == "no such tests", "a test that is not there fails nothing"
