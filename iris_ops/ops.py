@@ -340,7 +340,7 @@ class Ops(MixtureOps):
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
-        problem = promised(problem, self._ctx.invariant, depths)
+        problem = promised(problem, self._ctx.invariant, depths, bias is not None)
         if problem.depths and problem.depths[self._ctx.cur_rank] != problem.K:
             raise ShapeError(
                 f"{op}: A is {tuple(A.shape)} on rank {self._ctx.cur_rank}, whose depths are {problem.depths}; expected"

@@ -81,6 +81,8 @@ class Problem:
     (`planning/orders.py`)."""
     depths: tuple[int, ...] = ()
     """Each rank's K, of a sum that is to be the same on any number of ranks; else empty."""
+    biased: bool = False
+    """Whether a bias follows the ranks' sum, of which bits are promised; else False."""
 
     @property
     def asked(self) -> str:
@@ -156,8 +158,10 @@ def problem_asked(
     return promised(_planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8)), invariant, depths)
 
 
-def promised(problem: Problem, invariant: str | None, depths: Sequence[int] | None) -> Problem:
+def promised(problem: Problem, invariant: str | None, depths: Sequence[int] | None, biased: bool = False) -> Problem:
     """`problem`, of which bits are promised. `depths`: each rank's K, of a sum; None where all have the same.
+
+    `biased`: whether the call has a bias.
 
     Raises `ArgumentError` or `ShapeError` where the promise cannot be kept.
     """
@@ -168,7 +172,7 @@ def promised(problem: Problem, invariant: str | None, depths: Sequence[int] | No
             f"{problem.asked}: B is in eight bits, whose scales go by the rank; with invariant='ranks' expected weights"
             " in 16 bits or float32"
         )
-    problem = replace(problem, invariant=invariant)
+    problem = replace(problem, invariant=invariant, biased=biased and bool(invariant) and problem.op in SUMS)
     if depths is not None:
         known = isinstance(depths, Sequence) and all(type(each) is int and each >= 0 for each in depths)
         if not known or len(depths) != problem.world_size:

@@ -6,9 +6,11 @@ A sum of rounded numbers depends on its order. Here is what differs between the 
     part          where along K sums are kept apart, and then added: where ranks' parts of A do not end with a step
     eight_bits    whether the rows of A are rounded to eight bits before they are multiplied
     leaves        of a sum that is the same on any number of ranks, into how many K is cut (`sum_tree.py`)
+    early_bias    whether rank 0 adds a bias to its own sum, because a collective that follows knows of none
 
 And what does not, in no kernel: along K a tile is summed from 0 on in fp32; each rank's sum is rounded to the tensors'
-dtype, its own too; the ranks' are added in fp32 from rank 0 on; a bias comes behind that, and then it is rounded once.
+dtype, its own too; the ranks' are added in fp32 from rank 0 on; a bias comes behind that, but for an early one, and
+then it is rounded once.
 
 Two things have no order of their own, for they depend on how many rows there are: tiles that programs share along K
 (`stream_k.py`), and a library's product, which may cut K, and has other kernels for few rows.
@@ -54,11 +56,13 @@ class Order:
     part: int = 0
     eight_bits: bool = False
     leaves: int = 0
+    early_bias: bool = False
 
     def __str__(self) -> str:
         said = f"{self.instruction} of {self.step} along K"
         said += f", parts of {self.part}" if self.part else ""
         said += f", {self.leaves} leaves in a tree" if self.leaves else ""
+        said += ", the bias before the ranks' sums" if self.early_bias else ""
         return said + (", rows in eight bits" if self.eight_bits else "")
 
 
@@ -84,7 +88,7 @@ def of_stream(problem: Problem, config: FusedConfig, machine: Machine) -> Order 
 
 def of_library(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
     """Of `with_torch`: in calls that are to be invariant the product is `local/matmul.py`'s, else a library's."""
-    return of_product(problem, machine) if problem.invariant else None
+    return replace(of_product(problem, machine), early_bias=problem.biased) if problem.invariant else None
 
 
 def of_product(problem: Problem, machine: Machine) -> Order:

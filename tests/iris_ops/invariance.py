@@ -22,6 +22,7 @@ from iris_ops.problem import (
     part_of,
     part_size,
     problem_asked,
+    promised,
 )
 import torch
 
@@ -94,9 +95,8 @@ class Probe:
 
 def ways(ctx: iris.Iris, case: Case, M: int) -> list[FusedConfig]:
     """One configuration of each kernel that a plan for the case may take."""
-    asked = problem_asked(
-        case.op, M, case.N, case.K, ctx.num_ranks, case.dtype, case.form or None, invariant=ctx.invariant
-    )
+    asked = problem_asked(case.op, M, case.N, case.K, ctx.num_ranks, case.dtype, case.form or None)
+    asked = promised(asked, ctx.invariant, None, case.bias)
     machine = machine_of(ctx.device)
     wanted = orders.chosen(replace(asked, M=0), machine, _offers)
     alike = [each.config for each in _candidates(asked, machine, []) if each.order == wanted]

@@ -6,7 +6,9 @@ import random
 
 import iris
 from iris_ops import FusedConfig
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
+from iris_ops.planning.machine import machine_named
+from iris_ops.planning.plan import plan
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, problem_asked, promised
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from tests.reference import FORMS, Case
 
 pytestmark = both
 
+H200 = machine_named("NVIDIA H200", 132)
 FEW = (1, 2, 9, 33, 70)
 MANY = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 47, 64, 65, 100, 127, 128, 129, 160, 200, 255, 256, 257, 300)
 
@@ -115,6 +118,31 @@ _of_blocks = pytest.mark.skipif(ON_GPU, reason="of the interpreter, which adds u
 def test_a_way_of_another_order_is_noticed(check):
     found = run_ranks(2, check, Case(GATHER_MATMUL, "rows", 0, 80, 512, torch.float32, bias=False))
     assert any(found), "no bit differs, so these tests would see nothing"
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("op", [ALL_REDUCE, REDUCE_SCATTER])
+@pytest.mark.parametrize("machine", [H200, machine_named("interpreter", 1)])
+def test_a_bias_comes_before_the_ranks_sum_at_every_number_of_rows_or_at_none(op, fp8, machine):
+    """A collective knows of no bias, so rank 0 adds it before; in other ways it follows the sum."""
+    mixed = 0
+    for N, K in ((7648, 6688), (1600, 5184), (8192, 2048), (40, 24)):
+        asked = [problem_asked(op, M, N, K, 2, torch.bfloat16, fp8=fp8) for M in (1, 64, 129, 200, 300, 777, 8192)]
+        for biased in (False, True):
+            found = [plan(promised(each, "batch", None, biased), machine).algorithm for each in asked]
+            several = len({algorithm == "sequential" for algorithm in found}) == 2
+            assert not biased or not several, found
+            mixed += several
+    assert mixed or not (fp8 and op == REDUCE_SCATTER and machine == H200), "there is nothing to keep apart"
+
+
+@pytest.mark.gpu
+def test_a_bias_comes_last_behind_weights_in_eight_bits():
+    """At sizes of which a plan leaves some numbers of rows to a product and a collective, where there is no bias."""
+    places = [Place(M, M - 1, "random") for M in (1, 64, 129, 200, 300, 512)]
+    for bias in (True, False):
+        case = Case(REDUCE_SCATTER, "rows", 0, 6336, 992, torch.bfloat16, bias=bias)
+        no_difference(run_ranks(2, check_rows, case, places, True))
 
 
 def compare_levels(ctx: iris.Iris, M: int) -> tuple[str, str]:
