@@ -45,23 +45,10 @@ STEPS = [
     Step("ccl", "ccl --modes graph", 60),
     Step(
         "llm-8b",
-        "llm --model llama-3-8b --compile --contenders ours,nccl --batches 1,16,64 --prompts 128,2048",
-        110,
+        "llm --model llama-3-8b --compile --contenders ours,nccl,ours-batch,ours-ranks,vllm,vllm-batch"
+        " --batches 1,16,64 --prompts 128,2048 --rounds 2 --vllm-limit 190",
+        150,
         "llm_llama-3-8b_compiled_{gpu}",
-    ),
-    Step(
-        "vllm",
-        "llm --model llama-3-8b --compile --contenders ours,vllm --batches 1,16,64 --prompts 128,2048 --rounds 2"
-        " --vllm-limit 150",
-        90,
-        "llm_llama-3-8b_vllm_{gpu}",
-    ),
-    Step(
-        "invariant",
-        "llm --model llama-3-8b --layers 16 --compile --contenders ours,ours-batch,ours-ranks,vllm,vllm-batch"
-        " --batches 1,64 --prompts 128,2048 --rounds 2 --output 17 --vllm-limit 110",
-        60,
-        "llm_llama-3-8b_batch_{gpu}",
     ),
     Step("rma", "rma", 40),
     Step(

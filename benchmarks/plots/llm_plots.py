@@ -1,13 +1,13 @@
 """Results of benchmarks.llm as bars: how fast each contender is, cuBLAS + NCCL being 1.
 
 NAME.svg, NAME being the result file's. Above: tokens per second in steps replayed from a CUDA graph (where there are
-none, eager); below: the inverse of the time to first token, in the same way.
+none, eager); below: the inverse of the time to first token, in the same way. Without those that promise the same bits.
 """
 
 import json
 from pathlib import Path
 
-from benchmarks.cases.engines import NAMES, NCCL, OURS
+from benchmarks.cases.engines import NAMES, NCCL, OURS, PROMISING, VLLM_BATCH
 from benchmarks.plots.pictures import plt, save, sign
 
 PANELS = {
@@ -17,7 +17,8 @@ PANELS = {
 
 
 def bars(report: dict) -> plt.Figure:
-    names = {result["key"]: result["name"] for row in report["rows"] for result in row["results"]}
+    results = [result for row in report["rows"] for result in row["results"]]
+    names = {each["key"]: each["name"] for each in results if each["key"] not in (*PROMISING, VLLM_BATCH)}
     figure, panels = plt.subplots(2, 1, figsize=(max(7, 1.3 * len(report["rows"])), 7), layout="constrained")
     for axes, (title, (fields, label)) in zip(panels, PANELS.items(), strict=True):
         for place, key in enumerate(names):

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.cases.invariance_costs import expected
 from benchmarks.measuring.tables import geometric_mean
-from benchmarks.tables.marks import CHANGED, changed, in_short, newest
+from benchmarks.tables.marks import CHANGED, by_age, changed, in_short, newest
 from benchmarks.tables.page_tables import figure, lines_of, us
 
 _FEW = 64  # rows of a decode step, at most
@@ -90,10 +90,10 @@ def _by_tree(A: torch.Tensor, B: torch.Tensor, first: int, last: int) -> torch.T
 
 def models(folder: str) -> str:
     """Steps and first tokens of a whole model at each level, beside vLLM's with and without its own promise."""
-    found = [run for name in ("batch", "invariant") for run in newest(f"llm_*_{name}_{{gpu}}_x2")]
-    if not found:
+    run = next((run for run in by_age("llm_*_{gpu}_x2") if _has(run, "ours-batch")), None)
+    if run is None:
         return "Not measured yet."
-    run, rows = found[0], []
+    rows = []
     for row in run["rows"]:
         results = {each["key"]: each for each in row["results"] if each["status"] == "ok"}
         for kind, name in (("step", "step"), ("first", "first token")):
@@ -112,6 +112,10 @@ def models(folder: str) -> str:
     )
     head = ["batch x prompt", "", "`None`", '`"batch"`', '`"ranks"`', "vLLM", "vLLM, invariant", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 2)}"
+
+
+def _has(run: dict[str, Any], key: str) -> bool:
+    return any(each["key"] == key and each["status"] == "ok" for row in run["rows"] for each in row["results"])
 
 
 def _compared(run: dict[str, Any]) -> str:

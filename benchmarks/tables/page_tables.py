@@ -172,7 +172,7 @@ def models(ranks: int, folder: str, most: int | None = None) -> str:
     head = ["model", "batch x prompt", "step", *others.values(), "first token", *others.values(), CHANGED]
     text = "ms, CUDA graphs, decoder layers compiled; in brackets how many times ours, in bold where faster."
     if any(apart):
-        text += " vLLM, which takes the GPUs for itself, is compared with ours of its own run."
+        text += " vLLM, which has engine and ranks of its own, is timed before the others of its run."
     used = [each for run, beside_it in zip(runs, apart, strict=True) for each in (run, *beside_it)]
     return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
@@ -199,7 +199,9 @@ def mixtures(ranks: int, folder: str) -> str:
 
 
 def beside_vllm(run: Run) -> list[Run]:
-    """The run of the same model with vLLM in it on as many of the same GPUs, if there is one."""
+    """The run itself if vLLM is in it, else the newest of the same model with vLLM on as many of the same GPUs."""
+    if any("vllm" in _by_key(row) for row in run["rows"]):
+        return [run]
     found = newest(f"llm_{run['model']}_vllm_{{gpu}}_x{run['world']}")
     return [each for each in found if each["gpu"] == run["gpu"]]
 
