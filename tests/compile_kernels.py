@@ -71,6 +71,7 @@ _POINTEES = {
     ("lamport_kernel", "staging"): "i16",
     ("tree_matmul_kernel", "staging"): "i16",
     ("tree_matmul_kernel", "sums"): "bf16",
+    ("rms_norm_kernel", "total"): "bf16",
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }

@@ -28,7 +28,7 @@ from iris_ops.kernels.matmul_gather import matmul_gather_kernel
 from iris_ops.kernels.matmul_reduce import matmul_reduce_kernel
 from iris_ops.kernels.rmsnorm_epilogue import first_half_kernel
 from iris_ops.kernels.tree_matmul import tree_matmul_kernel
-from iris_ops.local import gating, skinny_matmul
+from iris_ops.local import gating, norm, skinny_matmul
 from iris_ops.local.decode_attention import pipeline_of, stretch_kernel, weigh_kernel
 from iris_ops.planning.candidates import fitting, tree_tiles
 from iris_ops.planning.machine import machine_named
@@ -169,6 +169,12 @@ def variants(target: GPUTarget):
     if cuda:
         yield "lamport_gather_first_folded", lamport_gather_matmul_kernel, gathering, {**few, **flags, "FOLDED": True}
     yield "first_half", first_half_kernel, dict(num_warps=4), dict(BLOCK_M=16, BLOCK_N=64, stride_on=1)
+    for name, columns, rows, without in (
+        ("norm", 4096, 1, {"residual": None, "total": None}),
+        ("norm_sum", 4096, 1, {}),
+    ):
+        constants = dict(N=columns, BLOCK_M=rows, BLOCK_N=columns, **without)
+        yield name, norm.rms_norm_kernel, dict(num_warps=8), constants
     yield "gate", gating.gate_kernel, dict(num_warps=8), dict(BLOCK_M=4, BLOCK_N=1024)
     arrival = dict(WORLD_SIZE=WORLD_SIZE, WAITER=3)
     yield "arrived", copy_gather.arrived_kernel, dict(num_warps=1), arrival

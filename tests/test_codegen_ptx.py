@@ -84,7 +84,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         kernel
         for kernel in compiled(target).values()
         if re.search(
-            "^(traced_)?lamport_(?!pair|two_shot)|^tree_|step_|skinny_|fp8_tiles|^gate$|^first_half$|^round_rows$|^moe_",
+            "^(traced_)?lamport_(?!pair|two_shot)|^tree_|step_|skinny_|fp8_tiles|^gate$|^norm|^first_half$|^round_rows$|^moe_",
             kernel.name,
         )
     ]
@@ -93,7 +93,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         steps = steps_of_launching(kernel)
         assert (steps["first"], steps["waits"], steps["leads"]) == ("griddepcontrol.wait", 1, 1), kernel.name
         # tensor cores: sums, fp32, gates
-        plain = {"step_weigh", "step_weigh_pairs", "step_wide", "gate", "first_half", "round_rows"}
+        plain = {"step_weigh", "step_weigh_pairs", "step_wide", "gate", "norm", "norm_sum", "first_half", "round_rows"}
         plain |= {"moe_route", "moe_route_counted", "moe_count", "moe_lamport_token", "moe_lamport_token_columns"}
         without = kernel.name in plain or "combine" in kernel.name
         assert steps["multiplies"] != without and not steps["multiplies_late"], kernel.name

@@ -85,7 +85,8 @@ class Op:
             yield "sums over", given["query"][-1]
             yield "sums over", given["key"][-2]
         elif name in _NORMS:
-            yield "normalises", given["input"][-len(given["normalized_shape"]) :]
+            across = given["normalized_shape"] if "normalized_shape" in given else given["weight"]
+            yield "normalises", given["input"][-len(across) :]
         elif name in _REDUCTIONS:
             yield "joins", _along(given.get("self"), given.get("dim"))
         elif name in _CUTS and isinstance(given.get("self"), torch.Size):

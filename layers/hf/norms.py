@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from iris_ops.local import norm
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -27,8 +28,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.weight.dtype:  # under torch.autocast: the wider of both, as of the module before
             return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
-        if self.invariant and torch.compiler.is_compiling():  # whose own sums go by the number of rows
-            return torch.ops.iris_ops.rms_norm(x, self.weight, self.eps)
+        if self.invariant:
+            return norm.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -38,7 +39,7 @@ class RMSNorm(nn.Module):
 def fuse_norms(model: nn.Module, invariant: str | None = None) -> int:
     """Exchanges the plain RMSNorms of `model`, which keep their weights; how many there were.
 
-    `invariant`: as in `iris.iris`; torch's own norm then stays one kernel in compiled code, which works row by row.
+    `invariant`: as in `iris.iris`; norms are then those of `iris_ops/local/norm.py`, in compiled code, too.
     """
     plain: dict[tuple, bool] = {}
     found = []
@@ -53,10 +54,10 @@ def fuse_norms(model: nn.Module, invariant: str | None = None) -> int:
             if kind not in plain:
                 plain[kind] = is_plain(module, eps)
             if plain[kind]:
-                norm: Any = module
-                found.append((parent, child, RMSNorm(norm.weight, eps, invariant).train(norm.training)))
-    for parent, child, norm in found:
-        setattr(parent, child, norm)
+                theirs: Any = module
+                found.append((parent, child, RMSNorm(theirs.weight, eps, invariant).train(theirs.training)))
+    for parent, child, ours in found:
+        setattr(parent, child, ours)
     return len(found)
 
 
@@ -77,10 +78,3 @@ def is_plain(module: Any, eps: float) -> bool:
     except Exception:  # whatever it wants beside its input
         return False
     return torch.is_tensor(result) and torch.allclose(result, F.rms_norm(x, (size,), trial.weight, eps), 1e-4, 1e-6)
-
-
-# An opaque operator for compilers.
-_library = torch.library.Library("iris_ops", "FRAGMENT")
-_library.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
-_library.impl("rms_norm", lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), "CompositeExplicitAutograd")
-torch.library.register_fake("iris_ops::rms_norm", lambda x, weight, eps: torch.empty_like(x), lib=_library)

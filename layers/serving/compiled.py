@@ -45,7 +45,7 @@ from ..hf.gated_mlp import GatedMLP
 from ..hf.norms import RMSNorm
 from ..hf.styles import is_hooked
 from ..sharded import ShardedLinear
-from . import step_norms
+from . import step_norms, whole_norms
 from .prefill_attention import is_places
 
 if TYPE_CHECKING:
@@ -220,6 +220,7 @@ class _Backend:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
         self.left = not step_norms.fold(graph.graph)
+        whole_norms.fold(graph.graph)
         graph.recompile()
         return self._compile(graph, inputs, **self.options)
 

@@ -1,0 +1,108 @@
+"""RMSNorms whose rows have the same bits however many there are, with the residual's sum before them.
+
+    rms_norm(x, weight, eps)                  x / sqrt(mean(x^2) + eps) * weight, over the last dimension
+    add_rms_norm(x, residual, weight, eps)    (total, rms_norm(total)) of total = x + residual, rounded
+
+Compilers split a row's sum by the number of rows. Here a program has whole rows, in tiles whose sides depend on the
+width alone, and both functions add a row's squares in one order. Sums are in fp32, and a result is rounded once. On
+CPUs torch's own norm works row by row, and the functions are its.
+"""
+
+from __future__ import annotations
+
+from iris import platform
+from iris.device import arch
+import torch
+from torch.nn import functional as F
+import triton
+import triton.language as tl
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDEST = 1 << 15  # elements of a row that a program's registers hold
+_AT_ONCE = 1024  # elements of a program, of rows that are shorter; of the interpreter's, which likes large blocks
+_INTERPRETED = 1 << 16
+_ALIGNMENT = 16  # bytes: code for other places in memory loads in another order
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, residual, weight, total, out, rows, eps, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """out [rows, N] of x [rows, N]; with `residual`, of their sum, which goes to `total`. Both are None, or neither."""
+    arch.follow()
+    r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_N)
+    factors = tl.load(weight + c, mask=c < N, other=0.0).to(tl.float32)
+    place, inside = r[:, None] * N + c[None, :], (r < rows)[:, None] & (c < N)[None, :]
+    h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        h += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        rounded = arch.round_to(h, total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=inside)
+        h = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(h * h, 1) / N + eps)
+    tl.store(out + place, arch.round_to(h * scale[:, None] * factors[None, :], out.dtype.element_ty), mask=inside)
+    arch.lead()
+
+
+def normed(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(total, out) by the kernel; total is None without `residual`. x, residual [..., N] and weight [N] of a dtype."""
+    N, cuda = weight.shape[0], x.device.type == "cuda"
+    x, residual = _in_place(x), None if residual is None else _in_place(residual)
+    out = torch.empty_like(x)
+    total = None if residual is None else torch.empty_like(x)
+    rows, block_n = x.numel() // max(1, N), triton.next_power_of_2(N)
+    block_m = max(1, (_AT_ONCE if cuda else _INTERPRETED) // block_n)
+    if x.numel():
+        rms_norm_kernel[triton.cdiv(rows, block_m),](
+            x, residual, _in_place(weight), total, out, rows, eps, N=N, BLOCK_M=block_m, BLOCK_N=block_n,
+            num_warps=min(16, max(4, block_n // 512)), **platform.launch_options(x.device),
+        )  # fmt: skip
+    return total, out
+
+
+def _in_place(t: torch.Tensor) -> torch.Tensor:
+    """`t`, or a copy that is contiguous and begins where all code for it expects."""
+    t = t.contiguous()
+    return t if t.data_ptr() % _ALIGNMENT == 0 else t.clone()
+
+
+def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype in _DTYPES and weight.shape[0] <= _WIDEST
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return normed(x, weight, eps)[1] if _serves(x, weight) else F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if _serves(x, weight):
+        total, out = normed(x, weight, eps, residual)
+        assert total is not None
+        return total, out
+    total = x + residual
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+# Opaque operators for compilers.
+_library = torch.library.Library("iris_ops", "FRAGMENT")
+_library.define("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor")
+_library.define("add_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
+_library.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
+_library.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+torch.library.register_fake("iris_ops::rms_norm", lambda x, weight, eps: _like(x), lib=_library)
+torch.library.register_fake(
+    "iris_ops::add_rms_norm", lambda x, residual, weight, eps: (_like(x), _like(x)), lib=_library
+)
+rms_norm = torch.ops.iris_ops.rms_norm
+add_rms_norm = torch.ops.iris_ops.add_rms_norm

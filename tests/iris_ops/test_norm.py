@@ -1,0 +1,71 @@
+"""RMSNorms that work row by row: against float64, and the same bits for a row among any others."""
+
+from __future__ import annotations
+
+import iris
+from iris_ops.local import norm
+import pytest
+import torch
+
+from tests.checks import poison
+from tests.harness import both, run_ranks
+
+pytestmark = both
+
+ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+SIZES = [(1, 4096), (3, 64), (70, 100), (2, 5120), (5, 1), (300, 128), (0, 64), (2, 20000)]
+EPS = 1e-5
+
+
+def drawn(device: torch.device, dtype: torch.dtype, *size: int) -> torch.Tensor:
+    return torch.randn(*size).mul_(torch.rand(*size[:1], *[1] * (len(size) - 1)) * 3).to(device, dtype)
+
+
+def reference(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    h, weight = h.double(), weight.double()
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def body(ctx: iris.Iris, dtype: torch.dtype) -> None:
+    for rows, N in SIZES:
+        x, residual, weight = (drawn(ctx.device, dtype, *size) for size in ((rows, N), (rows, N), (N,)))
+        for h, (total, out) in (
+            (x, norm.normed(x, weight, EPS)), (x + residual, norm.normed(x, weight, EPS, residual)),
+            (x + residual, norm.add_rms_norm(x, residual, weight, EPS)), (x, (None, norm.rms_norm(x, weight, EPS))),
+        ):  # fmt: skip
+            assert total is None or torch.equal(total, h), (rows, N)
+            exact = reference(h, weight)
+            assert (out.double() - exact).abs().le(ULP[dtype] * exact.abs() + 1e-6).all(), (rows, N)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_against_float64(dtype: torch.dtype) -> None:
+    run_ranks(1, body, dtype)
+
+
+def rows_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
+    """Where a row has other bits than alone: among others, elsewhere in memory, of a view, behind its sum."""
+    said = []
+    for N in (64, 96, 2048):
+        row, other, weight = (drawn(ctx.device, dtype, *size) for size in ((1, N), (1, N), (N,)))
+        alone = norm.normed(row + other, weight, EPS)[1].view(torch.uint8)
+        for rows in (1, 2, 3, 17, 65, 130):
+            for place in {0, rows // 2, rows - 1}:
+                held = poison(torch.empty(rows * N + 1, dtype=dtype, device=ctx.device))
+                for begin in (0, 1):  # bytes 0 and 2 or 4: between vectors, which other code would load
+                    x = held[begin : begin + rows * N].view(rows, N)
+                    poison(x)[place] = row[0]
+                    residual = torch.zeros_like(x)
+                    residual[place] = other[0]
+                    total = x + residual
+                    for name, found in (
+                        ("sum", norm.normed(x, weight, EPS, residual)[1]), ("norm", norm.normed(total, weight, EPS)[1])
+                    ):  # fmt: skip
+                        if not found[place : place + 1].view(torch.uint8).equal(alone):
+                            said.append(f"{name} of {rows} rows of {N}, place {place}, begin {begin}")
+    return said
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
+    assert run_ranks(1, rows_body, dtype) == [[]]
