@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.checks import poison
-from tests.harness import both, run_ranks
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
 
-pytestmark = both
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [1])]
 
 ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 SIZES = [(1, 4096), (3, 64), (70, 100), (2, 5120), (5, 1), (300, 128), (0, 64), (2, 20000)]
@@ -39,8 +39,8 @@ def body(ctx: iris.Iris, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_against_float64(dtype: torch.dtype) -> None:
-    run_ranks(1, body, dtype)
+def test_against_float64(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(world_size, body, dtype)
 
 
 def rows_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
@@ -67,5 +67,6 @@ def rows_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
-    assert run_ranks(1, rows_body, dtype) == [[]]
+def test_a_row_has_the_same_bits_among_any_others(world_size: int, dtype: torch.dtype) -> None:
+    for said in run_ranks(world_size, rows_body, dtype):
+        assert not said

@@ -11,10 +11,10 @@ from layers.serving import whole_norms
 import pytest
 import torch
 
-from tests.harness import both, run_ranks
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
 
-pytestmark = both
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])]
 
 
 def graphs_of(patch: pytest.MonkeyPatch) -> list[list]:
@@ -48,8 +48,8 @@ def engine_body(ctx: iris.Iris, invariant: str | None) -> tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize("invariant", ["batch", None])
-def test_a_compiled_layer_s_norms_take_their_sums_along(invariant: str | None) -> None:
-    for whole, compiled, counts in run_ranks(2, engine_body, invariant):
+def test_a_compiled_layer_s_norms_take_their_sums_along(world_size: int, invariant: str | None) -> None:
+    for whole, compiled, counts in run_ranks(world_size, engine_body, invariant):
         assert set(counts) <= {(2, 0), (0, 0)} and ((2, 0) in counts) == bool(invariant), counts
         error = (compiled.double() - whole.double()).norm()
         assert torch.equal(compiled, whole) if invariant else error <= 2**-6 * whole.double().norm()
@@ -115,5 +115,5 @@ def assert_folds(function: Callable, folds: int) -> None:
         assert torch.equal(mine, whole), function.__name__
 
 
-def test_only_a_sum_that_nothing_changes_is_folded() -> None:
-    run_ranks(1, functions_body)
+def test_only_a_sum_that_nothing_changes_is_folded(world_size: int) -> None:
+    run_ranks(world_size, functions_body)
