@@ -47,7 +47,7 @@ STEPS = [
         "llm-8b",
         "llm --model llama-3-8b --compile --contenders ours,nccl,ours-batch,ours-ranks,vllm,vllm-batch"
         " --batches 1,16,64 --prompts 128,2048 --rounds 2 --vllm-limit 190",
-        150,
+        200,
         "llm_llama-3-8b_compiled_{gpu}",
     ),
     Step("rma", "rma", 40),

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.cases.invariance_costs import expected
 from benchmarks.measuring.tables import geometric_mean
-from benchmarks.tables.marks import CHANGED, by_age, changed, in_short, newest
+from benchmarks.tables.marks import CHANGED, by_age, changed, gpus, header, in_short, newest
 from benchmarks.tables.page_tables import figure, lines_of, us
 
 _FEW = 64  # rows of a decode step, at most
@@ -90,28 +90,29 @@ def _by_tree(A: torch.Tensor, B: torch.Tensor, first: int, last: int) -> torch.T
 
 def models(folder: str) -> str:
     """Steps and first tokens of a whole model at each level, beside vLLM's with and without its own promise."""
-    run = next((run for run in by_age("llm_*_{gpu}_x2") if _has(run, "ours-batch")), None)
-    if run is None:
+    runs = [run for run in by_age("llm_*_{gpu}_x2") if _has(run, "ours-batch")]
+    if not runs:
         return "Not measured yet."
     rows = []
-    for row in run["rows"]:
-        results = {each["key"]: each for each in row["results"] if each["status"] == "ok"}
-        for kind, name in (("step", "step"), ("first", "first token")):
-            cells = [f"{row['batch']} x {row['prompt']}", name]
-            for base, *others in (("ours", "ours-batch", "ours-ranks"), ("vllm", "vllm-batch")):
-                ms = [results.get(key, {}).get(f"{kind}_graph_ms") for key in (base, *others)]
-                cells += [
-                    figure(ms[0]),
-                    *(f"{figure(each)} ({each / ms[0]:.2f})" if each and ms[0] else "" for each in ms[1:]),
-                ]
-            rows.append([*cells, changed(run)])
+    for run in runs:
+        for row in run["rows"]:
+            results = {each["key"]: each for each in row["results"] if each["status"] == "ok"}
+            for kind, name in (("step", "step"), ("first", "first token")):
+                cells = [str(run["layers"]), f"{row['batch']} x {row['prompt']}", name]
+                for base, *others in (("ours", "ours-batch", "ours-ranks"), ("vllm", "vllm-batch")):
+                    ms = [results.get(key, {}).get(f"{kind}_graph_ms") for key in (base, *others)]
+                    cells += [
+                        figure(ms[0]),
+                        *(f"{figure(each)} ({each / ms[0]:.2f})" if each and ms[0] else "" for each in ms[1:]),
+                    ]
+                rows.append([*cells, changed(run)])
     text = (
-        f"ms of {run['model']}, {run['layers']} layers, random weights, decoder layers compiled, CUDA graphs, median,"
-        " slowest rank; in brackets over the time without the promise. vLLM's is VLLM_BATCH_INVARIANT=1, of the same"
-        " run."
+        f"ms of {' and '.join(sorted({run['model'] for run in runs}))}, random weights, decoder layers compiled, CUDA"
+        " graphs, median, slowest rank; in brackets over the time without the promise. vLLM's is"
+        " VLLM_BATCH_INVARIANT=1, of the same run."
     )
-    head = ["batch x prompt", "", "`None`", '`"batch"`', '`"ranks"`', "vLLM", "vLLM, invariant", CHANGED]
-    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 2)}"
+    head = ["layers", "batch x prompt", "", "`None`", '`"batch"`', '`"ranks"`', "vLLM", "vLLM, invariant", CHANGED]
+    return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 3)}"
 
 
 def _has(run: dict[str, Any], key: str) -> bool:
@@ -149,7 +150,7 @@ def invariance_ranks(folder: str) -> str:
         f' row the result with `"ranks"` on two ranks was compared with that of one rank alone: {differing} numbers had'
         " other bits."
     )
-    text += "".join(map(_whole_models, newest("invariance_models_{gpu}_x2")))
+    text += _whole_models(by_age("invariance_models*_{gpu}_x2"))
     few, many = (
         geometric_mean([row["us"]["ranks"] / row["us"]["None"] for row in run["times"] if (row["M"] <= _FEW) == wanted])
         for wanted in (True, False)
@@ -159,17 +160,19 @@ def invariance_ranks(folder: str) -> str:
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}\n\n{told}"
 
 
-def _whole_models(run: dict[str, Any]) -> str:
+def _whole_models(runs: list[dict[str, Any]]) -> str:
     """What comparing whole models' logits found, at each level."""
     told = []
-    for model, layers, level in dict.fromkeys((row["model"], row["layers"], row["level"]) for row in run["rows"]):
-        rows = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
-        differing = sum(row["differing"] for row in rows)
-        batches = ", ".join(map(str, sorted({row["batch"] for row in rows})))
-        told.append(f'{model}, {layers} layers, `"{level}"`, batches of {batches}: {differing}')
+    for run in runs:
+        for model, layers, level in dict.fromkeys((row["model"], row["layers"], row["level"]) for row in run["rows"]):
+            rows = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
+            differing = sum(row["differing"] for row in rows)
+            batches = ", ".join(map(str, sorted({row["batch"] for row in rows})))
+            told.append(f'{model}, {layers} layers, `"{level}"`, batches of {batches}: {differing}')
+        told[-1] += f" ({run['date']}, {gpus(run)}, commit {run['commit']})"
     return (
-        f" Of whole models with random weights the logits behind a prompt and of {run['steps']} steps, eagerly and from"
-        f" CUDA graphs ({run['date']}, commit {run['commit']}); numbers that had other bits: {'; '.join(told)}."
+        " Of whole models with random weights the logits behind a prompt and of three steps were compared, eagerly and"
+        f" from CUDA graphs; numbers that had other bits: {'; '.join(told)}."
     )
 
 

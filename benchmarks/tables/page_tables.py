@@ -14,7 +14,7 @@ from iris_tp.bench.rows import CALLS
 from benchmarks.measuring import report
 from benchmarks.measuring.tables import geometric_mean
 from benchmarks.tables.ccl_table import size_name
-from benchmarks.tables.marks import CHANGED, changed, current, gpus, header, in_short, newest, run_of
+from benchmarks.tables.marks import CHANGED, by_age, changed, current, gpus, header, in_short, newest, run_of
 
 Run = dict[str, Any]
 Wanted = tuple[str, int, int, int] | tuple[str, int, int, int, str]
@@ -91,7 +91,7 @@ def readme(_folder: str) -> str:
         apart = [each for each in beside_vllm(run) if current(each)]
         # the smallest batch of each model; of a single model its three batches, too
         for row in run["rows"][: 3 if len(runs) == 1 else 1]:
-            results, vllm = _by_key(row), _beside_ms(_of_size(apart, row), "vllm", "step")
+            results, vllm = _by_key(row), _vllm_ms(apart, row, "step")
             cells = [f"{MODELS[run['model']]}, a step, ms", f"{row['batch']} x {row['prompt']}"]
             cells += [figure(_ms(results["ours"], "step")), _beside_ms(results, "nccl", "step")]
             rows.append([*cells, f"vLLM {vllm}" if vllm else "", changed(run)])
@@ -166,23 +166,27 @@ def models(ranks: int, folder: str, most: int | None = None) -> str:
             for kind in ("step", "first"):
                 cells.append(figure(_ms(results["ours"], kind)))
                 cells += [
-                    _beside_ms(_of_size(beside_it, row) if key == "vllm" else results, key, kind) for key in others
+                    _vllm_ms(beside_it, row, kind) if key == "vllm" else _beside_ms(results, key, kind)
+                    for key in others
                 ]
             rows.append([*cells, changed(run)])
     head = ["model", "batch x prompt", "step", *others.values(), "first token", *others.values(), CHANGED]
     text = "ms, CUDA graphs, decoder layers compiled; in brackets how many times ours, in bold where faster."
     if any(apart):
-        text += " vLLM, which has engine and ranks of its own, is timed before the others of its run."
+        text += (
+            " vLLM, which has an engine of its own, is compared with ours of its own run, the best for it of several."
+        )
     used = [each for run, beside_it in zip(runs, apart, strict=True) for each in (run, *beside_it)]
     return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
 
 def mixtures(ranks: int, folder: str) -> str:
     """Steps and first tokens of whole mixtures of experts, or of some of their layers, beside cuBLAS + NCCL."""
-    runs = [run for model in MIXTURES for run in newest(f"llm_{model}*_{{gpu}}_x{ranks}")]
+    kinds = ("", "_compiled")  # a model's steps as they are launched, and from a compiler
+    runs = [run for model in MIXTURES for kind in kinds for run in newest(f"llm_{model}*layers{kind}_{{gpu}}_x{ranks}")]
     rows = []
     for run in runs:
-        of = f"{run['model']}, {run['layers']} layers"
+        of = f"{run['model']}, {run['layers']} layers{', compiled' * run['compiled']}"
         for number, row in enumerate(run["rows"]):
             results = _by_key(row)
             if "ours" in results:
@@ -192,25 +196,26 @@ def mixtures(ranks: int, folder: str) -> str:
                 rows.append([*cells, changed(run)])
     head = ["model", "batch x prompt", "step", "cuBLAS + NCCL", "first token", "cuBLAS + NCCL", CHANGED]
     text = (
-        "ms, CUDA graphs, not compiled, random weights and uneven routers; in brackets how many times ours. The rival's"
-        " experts are torch's grouped product."
+        "ms, CUDA graphs, random weights and uneven routers; in brackets how many times ours. The rival's experts are"
+        " torch's grouped product. Layers are compiled where it says so."
     )
     return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
 
 def beside_vllm(run: Run) -> list[Run]:
-    """The run itself if vLLM is in it, else the newest of the same model with vLLM on as many of the same GPUs."""
-    if any("vllm" in _by_key(row) for row in run["rows"]):
-        return [run]
-    found = newest(f"llm_{run['model']}_vllm_{{gpu}}_x{run['world']}")
-    return [each for each in found if each["gpu"] == run["gpu"]]
+    """The runs of the same model with vLLM in them on as many of the same GPUs, the newest first."""
+    found = by_age(f"llm_{run['model']}_*{{gpu}}_x{run['world']}")
+    whole = (each for each in found if each["gpu"] == run["gpu"] and each["layers"] == run["layers"])
+    return [each for each in whole if any("vllm" in _by_key(row) for row in each["rows"])]
 
 
-def _of_size(runs: list[Run], row: dict) -> dict[str, dict]:
-    """What `runs` found for a batch and prompt as in `row`."""
+def _vllm_ms(runs: list[Run], row: dict, kind: str) -> str:
+    """What vLLM takes for a batch and prompt as in `row`, in that run in which it does best beside ours."""
     sizes = ("batch", "prompt")
     alike = (each for run in runs for each in run["rows"] if all(each[size] == row[size] for size in sizes))
-    return next(map(_by_key, alike), {})
+    found = [results for results in map(_by_key, alike) if _ms(results.get("vllm", {}), kind)]
+    best = min(found, key=lambda results: _ms(results["vllm"], kind) / _ms(results["ours"], kind), default={})
+    return _beside_ms(best, "vllm", kind)
 
 
 def _by_key(row: dict) -> dict[str, dict]:
