@@ -249,6 +249,10 @@ class _LayerCache:
         self.values.index_copy_(2, at, values)
         return self.keys, self.values
 
+    def get_seq_length(self, *_: object) -> torch.Tensor:
+        """How many tokens there are before those that are new."""
+        return self.start
+
 
 def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
     """The list of the model's `count` decoder layers, of which the attention of each knows its index in the cache."""

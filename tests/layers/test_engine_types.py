@@ -97,6 +97,23 @@ def test_padding_is_refused_where_a_bias_would_bring_it_into_a_state(model_type:
     run_ranks(2, biased_body, model_type)
 
 
+def scaled_body(ctx: Any) -> None:
+    layers_of = {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}
+    model = tiny.build("llama4_text", floor_scale=4, **layers_of)
+    layers.parallelize(model, ctx)
+    prompts = engine.prompts((6, 4))
+    with pytest.raises(ArgumentError, match="scales queries by their places in the cache, .* from token 4 on: exp"):
+        layers.Engine(model, ctx, batch_size=2, max_length=16).generate(prompts, 1)
+    layers.Engine(model, ctx, batch_size=2, max_length=3).generate([[1, 2], [3]], 1)  # has no such token
+    expected = layers.Engine(model, ctx, batch_size=2, max_length=16).generate(prompts[:1], 3)
+    compiled = layers.Engine(model, ctx, batch_size=2, max_length=16, compile="eager")
+    assert compiled.generate(prompts[:1], 3) == expected
+
+
+def test_padding_is_refused_where_queries_are_scaled_by_their_places_in_the_cache() -> None:
+    run_ranks(2, scaled_body, timeout=400)
+
+
 def hybrid_body(ctx: Any) -> list:
     model = tiny.build("qwen3_next")
     layers.parallelize(model, ctx)
