@@ -114,6 +114,21 @@ def test_padding_is_refused_where_queries_are_scaled_by_their_places_in_the_cach
     run_ranks(2, scaled_body, timeout=400)
 
 
+def kinds_body(ctx: Any) -> None:
+    model = tiny.build("beam")
+    layers.parallelize(model, ctx)
+    rows = [engine.prompts((12, 12)), *map(engine.prompts, engine.LENGTHS.values()), [[1, 2, 3], [4, 5]]]
+    eager, compiled = (layers.Engine(model, ctx, 2, 13, compile=each) for each in (False, "eager"))
+    assert [compiled.generate(each, 1 + (len(each[0]) < 12)) for each in rows] == [
+        eager.generate(each, 1 + (len(each[0]) < 12)) for each in rows
+    ]
+
+
+def test_layers_of_many_kinds_are_compiled_for_all_kinds_of_calls() -> None:
+    """Three kinds of layers, of mixtures or not, with windows or not: in steps, and in prompts padded or not."""
+    run_ranks(2, kinds_body, timeout=400)
+
+
 def hybrid_body(ctx: Any) -> list:
     model = tiny.build("qwen3_next")
     layers.parallelize(model, ctx)
