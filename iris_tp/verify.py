@@ -23,10 +23,11 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+from iris.errors import ArgumentError
 import torch
 
 from . import launch, verify_ranks
-from .verify_runs import LENGTH, STEPS, modes_on, run_batch, unlike
+from .verify_runs import LENGTH, STEPS, NotComparedError, modes_on, run_batch, run_ranks, split, unlike
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -55,8 +56,9 @@ def batch(
 ) -> list[Finding]:  # fmt: skip
     """A finding for each batch of a split `model`. Collective; all ranks find the same, of their own logits.
 
-    `thorough`: in the first, middle and last place, with padding and without; else in the middle, without. `modes`: of
-    "eager" and "graphs" those that are run; by default all that there are on the device.
+    `thorough`: in the first, middle and last place, with padding, where the model passes over it, and without; else in
+    the middle, without. `modes`: of "eager" and "graphs" those that are run; by default all that there are on the
+    device.
     Raises `ArgumentError` as `layers.Engine` does.
     """
     config: Any = model.config
@@ -64,12 +66,13 @@ def batch(
     draw = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, words, (length,), generator=draw).tolist()
     room = length + LONGER + steps + 1
+    paddings = (0, LONGER) if thorough and _passes_over_padding(model, room) else (0,)
     found = []
     for mode in modes or modes_on(ctx.device):
         alone = run_batch(model, ctx, mode, [prompt], 0, room, steps, compile)
         for size in batches:
             for place in sorted({0, size // 2, size - 1}) if thorough else [size // 2]:
-                for padding in (0, LONGER) if size > 1 and thorough else (0,):
+                for padding in paddings if size > 1 else (0,):
                     others = torch.randint(3, words, (size, length + padding), generator=draw).tolist()
                     others[place] = prompt
                     logits, seen = run_batch(model, ctx, mode, others, place, room, steps, compile)
@@ -77,6 +80,16 @@ def batch(
                     first = _first(alone[1], seen) if differing and mode == "eager" else ""
                     found.append(Finding(mode, size, place, padding, differing, first))
     return found
+
+
+def _passes_over_padding(model: torch.nn.Module, room: int) -> bool:
+    from layers.serving.served import check_padding
+
+    try:
+        check_padding(model, torch.tensor([[False, True]]), room)
+    except ArgumentError:
+        return False
+    return True
 
 
 def _first(alone: list, among: list) -> str:
@@ -96,11 +109,7 @@ def table(found: Sequence[Finding]) -> str:
 
 
 def _rank_main(args: argparse.Namespace, results: Path) -> None:
-    import iris
-    import layers
-
-    with iris.iris(int(args.heap_gib * 2**30), invariant=args.invariant) as ctx:
-        model = layers.from_pretrained(args.model, ctx, dtype=getattr(torch, args.dtype))
+    with split(args, results) as (model, ctx):
         found = batch(model, ctx, args.batches, args.steps, args.length, args.compile)
         (results / f"{ctx.cur_rank}.json").write_text(json.dumps([vars(each) for each in found]))
 
@@ -113,8 +122,8 @@ def main(argv: list[str]) -> int:
     how_many = "how many; default: one a GPU, or 3 on CPUs. For ranks several, of which each is compared with the first"
     parser.add_argument("--ranks", type=_numbers, help=how_many)
     parser.add_argument("--batches", type=_numbers, help="sizes, as 2,7,64, which is the default; on CPUs 2,7")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"tokens behind the prompt (default {STEPS})")
-    parser.add_argument("--length", type=int, default=LENGTH, help=f"of the prompt, in tokens (default {LENGTH})")
+    parser.add_argument("--steps", type=_number, default=STEPS, help=f"tokens behind the prompt (default {STEPS})")
+    parser.add_argument("--length", type=_number, default=LENGTH, help=f"of the prompt, in tokens (default {LENGTH})")
     parser.add_argument("--compile", action="store_true", help="decoder layers compiled, as Engine(compile=True)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--heap-gib", type=float, default=1.0, help="symmetric heap of a rank (default 1)")
@@ -126,10 +135,19 @@ def main(argv: list[str]) -> int:
         args.batches = args.batches or verify_ranks.BATCHES
         if "RANK" in os.environ:
             parser.error("verify ranks starts its own ranks: call it without torchrun")
+        if len(args.ranks) < 2:
+            parser.error(
+                f"--ranks is {args.ranks[0]}: expected several numbers, of which each is compared with the first"
+            )
     else:
         args.batches = args.batches or (BATCHES if torch.cuda.is_available() else BATCHES[:-1])
         if args.ranks and len(args.ranks) > 1:
             parser.error(f"--ranks is {','.join(map(str, args.ranks))}: expected one number, or the level ranks")
+    try:
+        for ranks in args.ranks or ():
+            launch.check_ranks(ranks)
+    except ValueError as error:
+        parser.error(str(error))
     if args.model is None:
         from . import smollm2
 
@@ -137,20 +155,34 @@ def main(argv: list[str]) -> int:
             print("iris-tp verify: first " + " && ".join(lacking), file=sys.stderr)
             return 2
         args.model = str(smollm2.checkpoint())
-    if args.level == "ranks":
-        return verify_ranks.main(args)
+    try:
+        return verify_ranks.main(args) if args.level == "ranks" else _main(args)
+    except NotComparedError as error:
+        print(f"iris-tp verify: {error}", file=sys.stderr)
+        return 2
+
+
+def _main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="iris-verify-") as folder:
-        launch.run(_rank_main, args.ranks[0] if args.ranks else None, args, Path(folder))
+        run_ranks(_rank_main, args.ranks[0] if args.ranks else None, args, Path(folder))
         by_rank = [
             [Finding(**each) for each in json.loads(path.read_text())] for path in sorted(Path(folder).glob("*.json"))
         ]
     worst = max(by_rank, key=lambda found: sum(each.differing for each in found))
     print(table(worst))
+    if max(args.batches) > 1 and not any(each.padding for each in worst):
+        print("without padding: an engine takes prompts of one length only for this model")
     differing = sum(each.differing > 0 for each in worst)
     said = "no" if differing else "yes, the same bits"
     print(f"{len(worst)} batches on {len(by_rank)} ranks, {differing} differ: {said}")
     return 1 if differing else 0
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 on")
+    return int(text)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    return tuple(map(_number, text.split(",")))

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import launch
-from .verify_runs import LENGTH, STEPS, modes_on, run_batch, unlike
+from .verify_runs import LENGTH, STEPS, modes_on, run_batch, run_ranks, split, unlike
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -75,14 +74,9 @@ def read(
 
 
 def _rank_main(args: argparse.Namespace, results: Path) -> None:
-    import iris
-    import layers
-
-    with iris.iris(int(args.heap_gib * 2**30), invariant=args.invariant) as ctx:
-        model = layers.from_pretrained(args.model, ctx, dtype=getattr(torch, args.dtype))
-        torch.save(
-            read(model, ctx, args.batches, args.steps, args.length, args.compile), results / f"{ctx.cur_rank}.pt"
-        )
+    with split(args, results) as (model, ctx):
+        found = read(model, ctx, args.batches, args.steps, args.length, args.compile)
+        torch.save(found, results / f"{ctx.cur_rank}.pt")
 
 
 def compared(first: list, others: list[list], ranks: int) -> list[Finding]:
@@ -121,7 +115,7 @@ def main(args: argparse.Namespace) -> int:
     first: list | None = None
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory(prefix="iris-verify-") as folder:
-            launch.run(_rank_main, ranks, args, Path(folder))
+            run_ranks(_rank_main, ranks, args, Path(folder))
             readings = [torch.load(path) for path in sorted(Path(folder).glob("*.pt"))]
         first = readings[0] if first is None else first
         found += compared(first, readings, ranks)

@@ -26,6 +26,7 @@ import torch
 from ..fp8 import scaled_matmul
 from ..kernels.hopper import gather_matmul, operands
 from ..planning.machine import machine_of
+from ..planning.orders import least_rows
 from ..planning.product_model import local_problem, specialised
 from ..with_torch import torch_matmul
 from . import gating, skinny_matmul
@@ -65,7 +66,8 @@ def multiply(
         nothing = kept.nothing
         gather_matmul.product(ctx, kept.calls, kept.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
     else:
-        out.copy_(skinny_matmul.skinny_matmul(A, B.t(), bias))
+        least = least_rows(machine_of(A.device))
+        out.copy_(skinny_matmul.skinny_matmul(A, B.t(), bias, least=least))
 
 
 def _by_blocks(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -156,15 +156,16 @@ def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -
     return rows if _has_room(min(rows, _BLOCKS[-1]), gated, device) else _LEAST_ROWS
 
 
-def block_of(rows: int, programs: int, room: int) -> int:
+def block_of(rows: int, programs: int, room: int, least: int = _LEAST_ROWS) -> int:
     """Into blocks of how many rows they are divided, if each takes so many programs and `room` run at once."""
-    whole = min(max(_LEAST_ROWS, triton.next_power_of_2(rows)), _BLOCKS[-1])
-    return next(block for block in _BLOCKS if block == whole or -(-rows // block) * programs <= room)
+    whole = min(max(least, triton.next_power_of_2(rows)), _BLOCKS[-1])
+    blocks = (block for block in _BLOCKS if block >= least)
+    return next(block for block in blocks if block == whole or -(-rows // block) * programs <= room)
 
 
-def tile_of(rows: int, outputs: int, gated: bool, room: int) -> tuple[int, int]:
-    """(rows, outputs) of a program's block, if `room` programs run at once."""
-    block = block_of(rows, triton.cdiv(outputs, BLOCK_N), room)
+def tile_of(rows: int, outputs: int, gated: bool, room: int, least: int = _LEAST_ROWS) -> tuple[int, int]:
+    """(rows, outputs) of a program's block, if `room` programs run at once; of no fewer rows than `least`."""
+    block = block_of(rows, triton.cdiv(outputs, BLOCK_N), room, least)
     narrow = block == 32 and rows % 64 == 0 and not gated  # as many programs, and each weight is read half as often
     return (64, NARROW_N) if narrow else (block, BLOCK_N)
 
@@ -208,13 +209,14 @@ def skinny_matmul(
     squares: torch.Tensor | None = None,
     eps: float = 0.0,
     launched: bool = True,
+    least: int = _LEAST_ROWS,
 ) -> torch.Tensor:
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
     `scale` [N]: the weight is in eight bits, see `iris_ops/fp8/scaled_matmul.py`; x is in bf16 then, and `streams` must
     hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]:
     rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched` False the kernel is
-    compiled and loaded only, and what is returned is not filled.
+    compiled and loaded only, and what is returned is not filled. `least`: rows of a block, at least.
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     (M, K), N = rows.shape, _width(weight, gated)
@@ -224,7 +226,7 @@ def skinny_matmul(
         skinny_stream.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)
         return out
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
-    block_m, block_n = tile_of(M, N, gated, platform.num_programs(x.device))
+    block_m, block_n = tile_of(M, N, gated, platform.num_programs(x.device), least)
     block_k, stages = depth(platform.shared_bytes(x.device), gated, block_m, block_n)
     # by TMA fewer rows take as long or longer
     a, tma_a = rows_operand(rows, (block_m, block_k)) if block_m == _BLOCKS[-1] else (rows, False)

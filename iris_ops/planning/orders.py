@@ -99,6 +99,11 @@ def of_product(problem: Problem, machine: Machine) -> Order:
     return Order(*_instruction(problem, whole, machine), eight_bits=problem.fp8)
 
 
+def least_rows(machine: Machine) -> int:
+    """Of a block of `local/skinny_matmul.py`: on AMD fewer have another instruction than `of_product` says."""
+    return 32 if machine.name.startswith("AMD") else 16
+
+
 def _instruction(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[str, int]:
     if machine.name == INTERPRETER:
         return "block", config.depth(problem.fp8)

@@ -195,7 +195,7 @@ def _tie(model: nn.Module, stored: dict[str, Source], device: torch.device) -> N
     """
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         (module, key), (other, of) = (_owner(model, name) for name in (target, source))
-        if target in stored or getattr(module, "tied_to", None):
+        if target in stored or (key == "weight" and getattr(module, "tied_to", None)):
             continue
         if hasattr(module, "load_shard") or hasattr(other, "load_shard"):
             _load(model, target, stored[source], device)

@@ -107,4 +107,5 @@ def _renamed(model: Any, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, 
 
 
 def _elsewhere(name: str, pattern: str) -> str:
-    return f"{shown(name)} is stored in another layout ({pattern}): save it once with transformers"
+    remedy = "load it with transformers, and save it once with save_original_format=False"
+    return f"{shown(name)} is stored in another layout ({pattern}): {remedy}"

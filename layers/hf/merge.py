@@ -32,6 +32,7 @@ from ..linear import ColumnParallelLinear
 from ..shard import Shard
 
 _ANY = True  # which is the same in a copy of the model
+_FILLED = "_is_hf_initialized"  # transformers initialises no tensor that has this mark
 
 
 class Slice(nn.Module):
@@ -63,11 +64,17 @@ class Slice(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.merged.weight[self.start : self.stop]
+        return self._rows(self.merged.weight)
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return None if self.merged.bias is None else self.merged.bias[self.start : self.stop]
+        return None if self.merged.bias is None else self._rows(self.merged.bias)
+
+    def _rows(self, whole: torch.Tensor) -> torch.Tensor:
+        rows: Any = whole[self.start : self.stop]
+        if hasattr(whole, _FILLED):  # a view does not inherit it, and would be filled anew
+            setattr(rows, _FILLED, getattr(whole, _FILLED))
+        return rows
 
     @property
     def weight_scale(self) -> torch.Tensor | None:

@@ -111,7 +111,7 @@ def check_prompts(model: Any, prompts: Any, mask: Any, rows: int, max_length: in
                 f" {dtypes[0]} on {device}"
             )
     check_tokens("prompts", prompts, words_of(model))
-    check_padding(model, mask)
+    check_padding(model, mask, max_length)
     if mask is not None and not mask[:, -1].all():  # whose logits would be those of padding
         raise ArgumentError("mask is False at the end of a row: expected padding in front of the prompts")
 

@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from transformers import StaticCache
 
 _NORM = "input_layernorm"
+# Kinds of layers times kinds of calls: steps, prompts with and without padding, those that fill the cache. Of dense
+# layers and mixtures, with windows and without, there are more than torch's 8.
+_MOST_KINDS = 64
+_CONTEXT = "Developer debug context:"  # of torch's errors, whose first line may name no culprit
 
 
 class CompiledLayers:
@@ -98,7 +102,7 @@ class CompiledLayers:
             vars(module)["forward"] = functools.partial(self._rotate, module)
         try:
             # One layer's hooks are not another's, though torch asks by default for hooks that were there first only.
-            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, recompile_limit=_MOST_KINDS):
                 yield
         finally:
             for module in [*self.layers, *rotary]:
@@ -129,9 +133,11 @@ class CompiledLayers:
         self._backend.left = False
         try:
             self._known = self._compiled(layer, following, normed, name, *self._caches[index], args, given)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise self._refusal(layer, " ".join(lines[: 1 + lines[0].endswith(":")])) from error  # who raised what
+            said = lines[: 1 + lines[0].endswith(":")]  # who raised what
+            said += [line.partition(_CONTEXT)[2] for line in lines if _CONTEXT in line]
+            raise self._refusal(layer, " ".join(said)) from error
         if self._backend.left:  # compiled just now, with a half that found nobody to take it: whole norms are faster
             self._halved = index + 1  # but this one stays: the next step may be captured, and must not compile
         self._version = _version(self._known[0])
@@ -249,6 +255,10 @@ class _LayerCache:
         self.keys.index_copy_(2, at, keys)
         self.values.index_copy_(2, at, values)
         return self.keys, self.values
+
+    def get_seq_length(self, *_: object) -> torch.Tensor:
+        """How many tokens there are before those that are new."""
+        return self.start
 
 
 def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:

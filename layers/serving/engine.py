@@ -188,7 +188,7 @@ class Engine:
             check_no_autocast(self.tokens.device.type)
             tokens = tokens_of(prompts, words_of(self.model))
             rows, mask = padded_before(tokens, max_new_tokens, self.batch_size, self.max_length)
-            check_padding(self.model, mask)
+            check_padding(self.model, mask, self.max_length)
             return stops(stop), tokens, (rows, mask)
 
         ends, prompts, (rows, mask) = checked(self.ctx, "Engine.generate", check)

@@ -59,18 +59,29 @@ def check_served(model: Any) -> None:
         raise ArgumentError(f"model is a {name}, which has {UNSERVED[kind]}: {_INSTEAD}")
 
 
-def check_padding(model: Any, mask: torch.Tensor | None) -> None:
-    """Raises `ArgumentError` for padding in front of prompts of a model that does not pass over it."""
+def check_padding(model: Any, mask: torch.Tensor | None, max_length: int) -> None:
+    """Raises `ArgumentError` for padding in front of prompts of a model that does not pass over it.
+
+    `max_length`: how many tokens the cache has room for.
+    """
     if mask is None or bool(mask.all()):
         return
     reason = UNPADDED.get(getattr(model.config, "model_type", ""))
     if reason is None and (biased := _biased_before_convolution(model)):
         reason = f"{_TAKES_IN}, for {biased} has a bias"
+    if reason is None and (first := _scaled_from(model)) <= max_length:
+        reason = f"scales queries by their places in the cache, padding included, from token {first} on"
     if reason is not None:
         raise ArgumentError(
             f"prompts are padded to one length, but {type(model).__name__} {reason}: expected prompts of one length in"
             " a call"
         )
+
+
+def _scaled_from(model: Any) -> float:
+    """The first token whose query Llama 4 scales, in layers without rotary embedding; infinite if it scales none."""
+    tuned = (each for each in model.modules() if getattr(each, "attn_temperature_tuning", False))
+    return min((each.floor_scale for each in tuned if not each.use_rope), default=float("inf"))
 
 
 def _biased_before_convolution(model: Any) -> str:

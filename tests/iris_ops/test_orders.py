@@ -6,7 +6,8 @@ from dataclasses import replace
 import random
 
 from iris.errors import ArgumentError
-from iris_ops import sum_tree
+from iris_ops import FusedConfig, sum_tree
+from iris_ops.local import skinny_matmul
 from iris_ops.planning import orders
 from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import INTERPRETER, machine_named
@@ -20,6 +21,18 @@ from tests.reference import FORMS
 
 MACHINES = {"NVIDIA H100": 132, "NVIDIA H200": 132, "AMD Instinct MI300X": 304, "NVIDIA A100": 108, INTERPRETER: 1}
 ROWS = (1, 3, 16, 17, 64, 65, 128, 200, 256, 512, 1000, 4096, 16384, 60000)
+
+
+@pytest.mark.parametrize("name", [name for name in MACHINES if name != INTERPRETER])
+def test_a_product_without_ranks_is_of_one_instruction(name):
+    """By the tiles of `skinny_matmul`, which go by the number of rows, and which multiply columns by rows."""
+    machine = machine_named(name, MACHINES[name])
+    for rows in (*range(1, 66), 100, 128, 200, 1000, 4096):
+        for columns in (64, 1024, 4096, 28672):
+            problem = Problem(GATHER_MATMUL, "rows", rows, columns, 1024, 1, torch.bfloat16, invariant="batch")
+            m, n = skinny_matmul.tile_of(rows, columns, False, machine.num_programs, orders.least_rows(machine))
+            tile = FusedConfig(m, n, algorithm="one_shot")
+            assert orders.of_tiles(problem, tile, machine) == orders.of_product(problem, machine), (rows, columns, tile)
 
 
 def order_of(problem: Problem, machine) -> orders.Order | None:

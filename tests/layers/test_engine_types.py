@@ -97,6 +97,38 @@ def test_padding_is_refused_where_a_bias_would_bring_it_into_a_state(model_type:
     run_ranks(2, biased_body, model_type)
 
 
+def scaled_body(ctx: Any) -> None:
+    layers_of = {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}
+    model = tiny.build("llama4_text", floor_scale=4, **layers_of)
+    layers.parallelize(model, ctx)
+    prompts = engine.prompts((6, 4))
+    with pytest.raises(ArgumentError, match="scales queries by their places in the cache, .* from token 4 on: exp"):
+        layers.Engine(model, ctx, batch_size=2, max_length=16).generate(prompts, 1)
+    layers.Engine(model, ctx, batch_size=2, max_length=3).generate([[1, 2], [3]], 1)  # has no such token
+    expected = layers.Engine(model, ctx, batch_size=2, max_length=16).generate(prompts[:1], 3)
+    compiled = layers.Engine(model, ctx, batch_size=2, max_length=16, compile="eager")
+    assert compiled.generate(prompts[:1], 3) == expected
+
+
+def test_padding_is_refused_where_queries_are_scaled_by_their_places_in_the_cache() -> None:
+    run_ranks(2, scaled_body, timeout=400)
+
+
+def kinds_body(ctx: Any) -> None:
+    model = tiny.build("beam")
+    layers.parallelize(model, ctx)
+    rows = [engine.prompts((12, 12)), *map(engine.prompts, engine.LENGTHS.values()), [[1, 2, 3], [4, 5]]]
+    eager, compiled = (layers.Engine(model, ctx, 2, 13, compile=each) for each in (False, "eager"))
+    assert [compiled.generate(each, 1 + (len(each[0]) < 12)) for each in rows] == [
+        eager.generate(each, 1 + (len(each[0]) < 12)) for each in rows
+    ]
+
+
+def test_layers_of_many_kinds_are_compiled_for_all_kinds_of_calls() -> None:
+    """Three kinds of layers, of mixtures or not, with windows or not: in steps, and in prompts padded or not."""
+    run_ranks(2, kinds_body, timeout=400)
+
+
 def hybrid_body(ctx: Any) -> list:
     model = tiny.build("qwen3_next")
     layers.parallelize(model, ctx)

@@ -203,6 +203,16 @@ class Normed(Marked):
         return F.layer_norm(gate, gate.shape[-1:]) * up
 
 
+class Limited(Marked):
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def between(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
 class Block(nn.Module):
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -250,3 +260,10 @@ def test_activations_that_the_ops_have_are_recognised() -> None:
     found = {name: form_of("experts", module, {}).activation for name, module in kinds.items()}
     assert found["gpt_oss"].limit == 7.0 and found["gpt_oss"].shift == 1.0
     assert all(found[name].kind == "silu" and found[name].limit is None for name in found if name != "gpt_oss")
+
+
+@pytest.mark.parametrize("limit", [0.5, 7.0, 20.0, 1000.0])
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_a_limit_is_recognised_however_large_it_is(limit: float) -> None:
+    assert form_of("experts", Limited(limit), {}).activation.limit == limit
+    assert form_of("experts", Marked(), {}).activation.limit is None

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 import torch
 
+from tests.coverage_of_models import tiny
 from tests.harness import WORLDS, agreed, both, once, run_ranks
 from tests.layers import models
 
@@ -181,3 +182,20 @@ def test_a_tied_head_that_is_not_split_like_the_embedding_is_loaded(world_size: 
     folder, split = str(saved("tied")), case == "by rows"
     for result in run_ranks(world_size, whole_head_body, folder, HEADS[case], split):
         models.assert_logits(result, "tied")
+
+
+def typed_body(ctx, folder: str, model_type: str) -> None:
+    loaded, split = layers.from_pretrained(folder, ctx, dtype=torch.float32), tiny.build(model_type).to(ctx.device)
+    parallelize(split, ctx)
+    found, expected = loaded.state_dict(), split.state_dict()
+    assert found.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@two_ranks
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "bert"])
+def test_nothing_that_was_loaded_is_initialised_anew_or_left_empty(world_size: int, tmp_path: Path, model_type) -> None:
+    """RecurrentGemma's attention initialises its merged linears, and has a buffer to be computed; BERT ties a bias."""
+    folder = agreed(tmp_path)
+    once(lambda: tiny.build(model_type).save_pretrained(folder))
+    run_ranks(world_size, typed_body, str(folder), model_type)

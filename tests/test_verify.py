@@ -1,0 +1,60 @@
+"""`iris-tp verify` as a user runs it: what it says, and its exit status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+import subprocess
+
+from iris_tp import cli
+import pytest
+
+from tests.coverage_of_models import tiny
+from tests.harness import UNDER_TORCHRUN
+from tests.test_cli import run
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+
+
+def verified(folder: Path, model_type: str, level: str, *options: str) -> subprocess.CompletedProcess:
+    tiny.build(model_type).save_pretrained(folder)
+    return run("verify", level, "--model", str(folder), "--batches", "3", "--steps", "1", *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [((), 0, "6 batches on 2 ranks, 0 differ: yes, the same bits"), (("--nothing",), 1, "3 differ: no")],
+)
+def test_it_exits_with_whether_bits_differ(options: tuple[str, ...], code: int, said: str, tmp_path: Path) -> None:
+    result = verified(tmp_path, "llama", "batch", "--ranks", "2", *options)
+    assert result.returncode == code, result.stderr
+    assert said in result.stdout
+
+
+def test_a_model_of_one_length_is_compared_without_padding(tmp_path: Path) -> None:
+    result = verified(tmp_path, "bart", "batch", "--ranks", "2")
+    assert result.returncode == 0, result.stderr
+    assert "3 batches on 2 ranks, 0 differ" in result.stdout and "without padding: an engine" in result.stdout
+
+
+def test_what_is_refused_is_said_in_a_line(tmp_path: Path) -> None:
+    result = verified(tmp_path, "mixtral", "ranks", "--ranks", "2,1")
+    assert result.returncode == 2 and not result.stdout
+    assert "iris-tp verify: StyleError: model.layers.0.mlp.experts: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("ranks", "--ranks", "2"), "--ranks is 2: expected several"),
+        (("ranks", "--ranks", "1,0"), "'0': expected a number from 1 on"),
+        (("batch", "--ranks", "1,2"), "--ranks is 1,2: expected one number"),
+        (("batch", "--batches", "0"), "'0': expected a number from 1 on"),
+        (("batch", "--length", "-1"), "'-1': expected a number from 1 on"),
+    ],
+)
+def test_a_wrong_question_is_refused(arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["verify", *arguments])
+    assert error in capsys.readouterr().err
