@@ -169,11 +169,8 @@ def variants(target: GPUTarget):
     if cuda:
         yield "lamport_gather_first_folded", lamport_gather_matmul_kernel, gathering, {**few, **flags, "FOLDED": True}
     yield "first_half", first_half_kernel, dict(num_warps=4), dict(BLOCK_M=16, BLOCK_N=64, stride_on=1)
-    for name, columns, rows, without in (
-        ("norm", 4096, 1, {"residual": None, "total": None}),
-        ("norm_sum", 4096, 1, {}),
-    ):
-        constants = dict(N=columns, BLOCK_M=rows, BLOCK_N=columns, **without)
+    for name, without in (("norm", {"residual": None, "total": None}), ("norm_sum", {})):
+        constants = dict(OFFSET=0.0, N=4096, BLOCK_M=1, BLOCK_N=4096, **without)
         yield name, norm.rms_norm_kernel, dict(num_warps=8), constants
     yield "gate", gating.gate_kernel, dict(num_warps=8), dict(BLOCK_M=4, BLOCK_N=1024)
     arrival = dict(WORLD_SIZE=WORLD_SIZE, WAITER=3)

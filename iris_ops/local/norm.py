@@ -1,7 +1,8 @@
 """RMSNorms whose rows have the same bits however many there are, with the residual's sum before them.
 
-    rms_norm(x, weight, eps)                  x / sqrt(mean(x^2) + eps) * weight, over the last dimension
-    add_rms_norm(x, residual, weight, eps)    (total, rms_norm(total)) of total = x + residual, rounded
+    rms_norm(x, weight, eps, offset)                  x / sqrt(mean(x^2) + eps) * (weight + offset), over the last
+                                                      dimension
+    add_rms_norm(x, residual, weight, eps, offset)    (total, rms_norm(total)) of total = x + residual, rounded
 
 Compilers split a row's sum by the number of rows. Here a program has whole rows, in tiles whose sides depend on the
 width alone, and both functions add a row's squares in one order. Sums are in fp32, and a result is rounded once. On
@@ -26,13 +27,14 @@ _ALIGNMENT = 16  # bytes: code for other places in memory loads in another order
 
 @triton.jit
 def rms_norm_kernel(
-    x, residual, weight, total, out, rows, eps, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    x, residual, weight, total, out, rows, eps, OFFSET: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """out [rows, N] of x [rows, N]; with `residual`, of their sum, which goes to `total`. Both are None, or neither."""
     arch.follow()
     r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_N)
-    factors = tl.load(weight + c, mask=c < N, other=0.0).to(tl.float32)
+    factors = tl.load(weight + c, mask=c < N, other=0.0).to(tl.float32) + OFFSET
     place, inside = r[:, None] * N + c[None, :], (r < rows)[:, None] & (c < N)[None, :]
     h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -46,7 +48,7 @@ def rms_norm_kernel(
 
 
 def normed(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, offset: float = 0.0
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(total, out) by the kernel; total is None without `residual`. x, residual [..., N] and weight [N] of a dtype."""
     N, cuda = weight.shape[0], x.device.type == "cuda"
@@ -57,8 +59,8 @@ def normed(
     block_m = max(1, (_AT_ONCE if cuda else _INTERPRETED) // block_n)
     if x.numel():
         rms_norm_kernel[triton.cdiv(rows, block_m),](
-            x, residual, _in_place(weight), total, out, rows, eps, N=N, BLOCK_M=block_m, BLOCK_N=block_n,
-            num_warps=min(16, max(4, block_n // 512)), **platform.launch_options(x.device),
+            x, residual, _in_place(weight), total, out, rows, eps, OFFSET=float(offset), N=N, BLOCK_M=block_m,
+            BLOCK_N=block_n, num_warps=min(16, max(4, block_n // 512)), **platform.launch_options(x.device),
         )  # fmt: skip
     return total, out
 
@@ -73,25 +75,32 @@ def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in _DTYPES and weight.shape[0] <= _WIDEST
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return normed(x, weight, eps)[1] if _serves(x, weight) else F.rms_norm(x, weight.shape, weight, eps)
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    if _serves(x, weight):
+        return normed(x, weight, eps, offset=offset)[1]
+    if not offset:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)  # in which a weight with its offset is not rounded
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps).to(x.dtype)
 
 
 def _add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if _serves(x, weight):
-        total, out = normed(x, weight, eps, residual)
+        total, out = normed(x, weight, eps, residual, offset)
         assert total is not None
         return total, out
     total = x + residual
-    return total, F.rms_norm(total, weight.shape, weight, eps)
+    return total, _rms_norm(total, weight, eps, offset)
 
 
 # Opaque operators for compilers.
 _library = torch.library.Library("iris_ops", "FRAGMENT")
-_library.define("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor")
-_library.define("add_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
+_library.define("rms_norm(Tensor input, Tensor weight, float eps, float offset=0.0) -> Tensor")
+_library.define(
+    "add_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps, float offset=0.0) -> (Tensor, Tensor)"
+)
 _library.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
 _library.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
 
@@ -100,9 +109,9 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-torch.library.register_fake("iris_ops::rms_norm", lambda x, weight, eps: _like(x), lib=_library)
+torch.library.register_fake("iris_ops::rms_norm", lambda x, weight, eps, offset=0.0: _like(x), lib=_library)
 torch.library.register_fake(
-    "iris_ops::add_rms_norm", lambda x, residual, weight, eps: (_like(x), _like(x)), lib=_library
+    "iris_ops::add_rms_norm", lambda x, residual, weight, eps, offset=0.0: (_like(x), _like(x)), lib=_library
 )
 rms_norm = torch.ops.iris_ops.rms_norm
 add_rms_norm = torch.ops.iris_ops.add_rms_norm

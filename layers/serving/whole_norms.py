@@ -36,9 +36,9 @@ def _adds_alike(total: fx.Node) -> bool:
 
 
 def _fold(graph: fx.Graph, total: fx.Node, node: fx.Node) -> None:
-    _, weight, eps = node.args
+    _, *others = node.args
     with graph.inserting_before(total):
-        both = graph.call_function(norm.add_rms_norm, (*total.args, weight, eps))
+        both = graph.call_function(norm.add_rms_norm, (*total.args, *others))
         parts = [graph.call_function(operator.getitem, (both, i)) for i in range(2)]
     for before, part in zip((total, node), parts, strict=True):
         part.meta = dict(before.meta)

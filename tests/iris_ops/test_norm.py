@@ -21,21 +21,24 @@ def drawn(device: torch.device, dtype: torch.dtype, *size: int) -> torch.Tensor:
     return torch.randn(*size).mul_(torch.rand(*size[:1], *[1] * (len(size) - 1)) * 3).to(device, dtype)
 
 
-def reference(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    h, weight = h.double(), weight.double()
+def reference(h: torch.Tensor, weight: torch.Tensor, offset: float) -> torch.Tensor:
+    h, weight = h.double(), weight.double() + offset
     return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weight
 
 
 def body(ctx: iris.Iris, dtype: torch.dtype) -> None:
     for rows, N in SIZES:
         x, residual, weight = (drawn(ctx.device, dtype, *size) for size in ((rows, N), (rows, N), (N,)))
-        for h, (total, out) in (
-            (x, norm.normed(x, weight, EPS)), (x + residual, norm.normed(x, weight, EPS, residual)),
-            (x + residual, norm.add_rms_norm(x, residual, weight, EPS)), (x, (None, norm.rms_norm(x, weight, EPS))),
-        ):  # fmt: skip
-            assert total is None or torch.equal(total, h), (rows, N)
-            exact = reference(h, weight)
-            assert (out.double() - exact).abs().le(ULP[dtype] * exact.abs() + 1e-6).all(), (rows, N)
+        for offset in (0.0, 1.0):
+            for h, (total, out) in (
+                (x, norm.normed(x, weight, EPS, offset=offset)),
+                (x + residual, norm.normed(x, weight, EPS, residual, offset)),
+                (x + residual, norm.add_rms_norm(x, residual, weight, EPS, offset)),
+                (x, (None, norm.rms_norm(x, weight, EPS, offset))),
+            ):
+                assert total is None or torch.equal(total, h), (rows, N)
+                exact = reference(h, weight, offset)
+                assert (out.double() - exact).abs().le(ULP[dtype] * exact.abs() + 1e-6).all(), (rows, N, offset)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

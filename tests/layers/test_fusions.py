@@ -111,7 +111,8 @@ def test_a_module_that_uses_its_input_otherwise_is_left_alone(world_size: int) -
         assert names == ["block.a", "block.b", "block.down"]
 
 
-def norms_body(ctx, name: str) -> list[str]:
+def norms_body(ctx, name: str, invariant: str | None) -> list[str]:
+    ctx.invariant = invariant
     model = models.build(name)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -128,9 +129,12 @@ def norms_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [1])
-@pytest.mark.parametrize("name, kind", [("qk_norm", "RMSNorm"), ("offset_norm", "GemmaRMSNorm")])
-def test_plain_norms_are_exchanged(world_size: int, name: str, kind: str) -> None:
-    for kinds in run_ranks(world_size, norms_body, name):
+@pytest.mark.parametrize(
+    "name, kind, invariant",
+    [("qk_norm", "RMSNorm", None), ("offset_norm", "GemmaRMSNorm", None), ("offset_norm", "RMSNorm", "batch")],
+)
+def test_plain_norms_are_exchanged(world_size: int, name: str, kind: str, invariant: str | None) -> None:
+    for kinds in run_ranks(world_size, norms_body, name, invariant):
         assert len(kinds) >= 5 and set(kinds) == {kind}
 
 

@@ -139,7 +139,14 @@ def engine_body(ctx: iris.Iris, name: str, level: str | None) -> list:
 
 
 @pytest.mark.skipif(ON_GPU, reason="`iris-tp verify` is for GPUs, too")
-@pytest.mark.parametrize(("world_size", "name"), [(2, "kv2"), pytest.param(3, "sliding", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [
+        (2, "kv2"),
+        pytest.param(3, "sliding", marks=pytest.mark.slow),
+        pytest.param(2, "offset_norm", marks=pytest.mark.slow),
+    ],
+)
 def test_an_engine_gives_a_prompt_the_same_bits_in_any_batch(world_size, name):
     pytest.importorskip("transformers")
     for found in run_ranks(world_size, engine_body, name, "batch"):
