@@ -70,15 +70,27 @@ def header(runs: Iterable[dict[str, Any]], folder: str, text: str = "") -> str:
 
 def in_short(runs: Iterable[dict[str, Any]], text: str) -> str:
     """The same without the runs' names."""
-    by_machine: dict[str, set[str]] = {}
+    by_machine: dict[str, dict[str, set[str]]] = {}
     for run in runs:
-        by_machine.setdefault(machine(run), set()).add(when(run))
-    return filled(" ".join([text, *(f"{where}: {'; '.join(sorted(dates))}." for where, dates in by_machine.items())]))
+        dates = by_machine.setdefault(f"{gpus(run)}, {run['dtype']}; {_versions(run)}", {})
+        dates.setdefault(run["date"], set()).update([run["commit"]] if run.get("commit") else [])
+    told = []
+    for where, dates in by_machine.items():
+        days = [f"{date}{_commits(commits)}" for date, commits in sorted(dates.items())]
+        told.append(f"{where}: {'; '.join(days)}.")
+    return filled(" ".join([text, *told]))
+
+
+def _commits(commits: set[str]) -> str:
+    return f", commit{'s' * (len(commits) > 1)} {', '.join(sorted(commits))}" if commits else ""
 
 
 def machine(run: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {run['versions'][name]}" for name in VERSIONS if run["versions"].get(name))
-    return f"{run['world']} x {run['gpu']}, {run['dtype']}; {versions}"
+    return f"{run['world']} x {run['gpu']}, {run['dtype']}; {_versions(run)}"
+
+
+def _versions(run: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {run['versions'][name]}" for name in VERSIONS if run["versions"].get(name))
 
 
 def when(run: dict[str, Any]) -> str:
