@@ -15,7 +15,7 @@ import torch
 
 from ..device.tiles import SPACE_HEADER
 from ..errors import ArgumentError, DtypeError, ShapeError
-from ..heap import check_tensor
+from ..heap import check_memory, check_tensor, check_written, span
 from . import two_steps
 from .config import ReduceOp
 from .problem import SUMMED, bits
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def broadcast(rings: Rings, group: Group, tensor: torch.Tensor, src: int) -> None:
     op = "broadcast"
-    check(op, "tensor", tensor, group.ctx)
+    check(op, "tensor", tensor, group.ctx, written=True)  # on the root, too: ranks that have one raise alike
     check_rank(op, "src", src, group)
     _agree(group, tensor.shape, tensor.dtype)
     words = rings.words(tensor)
@@ -65,7 +65,7 @@ def gather(rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tens
 
 def scatter(rings: Rings, group: Group, out: torch.Tensor, inp: torch.Tensor | None, src: int) -> None:
     op = "scatter"
-    check(op, "out", out, group.ctx)
+    check(op, "out", out, group.ctx, written=True)
     check_rank(op, "src", src, group)
     if group.rank == src:
         _check_whole(op, "inp", inp, "out", out, group)
@@ -92,7 +92,7 @@ def reduce(
     if inp.dtype not in SUMMED:
         raise DtypeError(f"{op}: inp has dtype {inp.dtype}; expected one of {', '.join(map(str, SUMMED))}")
     if group.rank == dst:
-        check(op, "out", out, group.ctx)
+        check(op, "out", out, group.ctx, written=True)
         assert out is not None
         if (out.shape, out.dtype) != (inp.shape, inp.dtype):
             raise ShapeError(
@@ -174,12 +174,16 @@ def _move(
         rings.move(op, listed(sends) + here, listed(takes))
 
 
-def check(op: str, name: str, tensor: Any, ctx: Rank) -> None:
+def check(op: str, name: str, tensor: Any, ctx: Rank, written: bool = False) -> None:
+    """Raises a typed error for anything but a strided tensor in the device's memory; `written`: that may be written."""
     check_tensor(op, name, tensor, ctx.device)
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{op}: {name} has layout {tensor.layout}; expected a strided tensor")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{op}: {name} requires grad, and there is no backward; call it under torch.no_grad()")
+    check_memory(op, (name,), (tensor.data_ptr(),), (span(tensor),))
+    if written:
+        check_written(op, name, tensor)
 
 
 def check_rank(op: str, name: str, rank: Any, group: Group) -> None:
@@ -189,7 +193,7 @@ def check_rank(op: str, name: str, rank: Any, group: Group) -> None:
 
 def _check_whole(op: str, name: str, whole: Any, part_name: str, part: torch.Tensor, group: Group) -> None:
     """`whole` has the parts of all ranks, one after the other."""
-    check(op, name, whole, group.ctx)
+    check(op, name, whole, group.ctx, written=name == "out")
     wanted = (group.size * part.shape[0], *part.shape[1:]) if part.ndim else None
     if tuple(whole.shape) != wanted or whole.dtype != part.dtype:
         raise ShapeError(
