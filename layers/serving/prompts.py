@@ -56,11 +56,11 @@ def padded_before(
     return padded, None if mask.all() else mask
 
 
-def stops(stop: int | Iterable[int] | None, words: int) -> set[int]:
+def stops(stop: Any, words: int) -> set[int]:
     """The tokens after which a row ends, of a vocabulary of so many `words`: of others no row would ever end."""
     try:
         one = not isinstance(stop, Iterable) or (isinstance(stop, torch.Tensor) and stop.dim() == 0)
-        several: Any = () if stop is None else (stop,) if one else tuple(stop)
+        several = () if stop is None else (stop,) if one else tuple(stop)
         if isinstance(stop, bytes) or any(isinstance(token, bool) for token in several):
             raise TypeError
         ends = {index(token) for token in several}
