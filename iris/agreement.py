@@ -19,6 +19,7 @@ from .errors import ArgumentError, PlatformError
 from .group import Ranks, by_rank
 
 ENV_DEBUG = "IRIS_DEBUG"
+REFUSAL = "refusal"  # the fact of a call whose arguments a rank refuses
 
 
 def wanted() -> bool:
@@ -55,6 +56,11 @@ def _difference(call: str, number: int, said: dict[int, tuple[str, dict[str, str
     calls = {peer: name for peer, (name, _) in said.items()}
     if len(set(calls.values())) > 1:
         return f"ranks differ in their call number {number}: {by_rank(calls)}; {_EXPECTED}"
+    refusals = {peer: facts[REFUSAL] for peer, (_, facts) in said.items() if REFUSAL in facts}
+    if refusals:  # where all refuse, each has an error of its own
+        first = min(refusals)
+        some = len(refusals) < len(said)
+        return f"rank {first} refused a call that others did not refuse: {refusals[first]}" if some else None
     for name in dict.fromkeys(name for _, facts in said.values() for name in facts):
         values = {peer: facts.get(name) for peer, (_, facts) in said.items()}
         if len(set(values.values())) > 1:

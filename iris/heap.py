@@ -265,6 +265,12 @@ def check_memory(call: str, names: Sequence[str], begins: Sequence[int], spans: 
             )
 
 
+def check_written(call: str, name: str, t: torch.Tensor) -> None:
+    """Raises for a tensor that is written, several of whose elements are one in memory."""
+    if t.numel() and any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+        raise ArgumentError(f"{call}: {name} {tuple(t.shape)} has strides {t.stride()}; expected no expanded tensor")
+
+
 def _first_byte(tensor: torch.Tensor) -> int:
     # not tensor.data_ptr(), which is 0 for an empty tensor
     offset: Any = tensor.storage_offset()  # an int, for torch does not trace here

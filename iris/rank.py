@@ -8,7 +8,7 @@ so no module below imports the context, and the context can import each of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 import logging
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from . import failures, platform
+from .agreement import REFUSAL
 from .barrier import DeviceBarrier
 from .device import waits
-from .errors import ArgumentError, CaptureError, ClosedError, ExpertError, NotSymmetricError, PeerLostError, ThreadError
+from .errors import (
+    ArgumentError,
+    CaptureError,
+    ClosedError,
+    ExpertError,
+    IrisError,
+    NotSymmetricError,
+    PeerLostError,
+    ThreadError,
+)
 from .launch import relaunch
 
 if TYPE_CHECKING:
@@ -162,6 +172,24 @@ class Rank:
             return
         with self.exchanging():
             self.agreement.compare(range(self.num_ranks) if members is None else members, call, **facts)
+
+    def tell_refusal(self, call: str, members: Sequence[int] | None, error: IrisError) -> None:
+        """With IRIS_DEBUG=1: tells the ranks that compare this `call` that this one refuses its arguments by `error`.
+
+        They raise, too, where they would use what an earlier or a later call of this rank sends.
+        """
+        if self.agreement is not None:
+            with suppress(ArgumentError, PeerLostError):  # this rank raises its own
+                self.compare(call, members, **{REFUSAL: error})
+
+    @contextmanager
+    def telling_refusals(self, call: str, members: Sequence[int] | None) -> Iterator[None]:
+        """Around the checks of a `call`: does `tell_refusal` where they raise."""
+        try:
+            yield
+        except IrisError as error:
+            self.tell_refusal(call, members, error)
+            raise
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from iris.aliases import PAGE
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris.heap import check_tensor
+from iris.heap import check_tensor, check_written
 import torch
 
 from .problem import DTYPES, FP8, SCALED
@@ -43,8 +43,7 @@ def check_tensors(
             raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same")
         if any(size > _MAX_SIZE for size in t.shape):
             raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes below 2**31")
-    if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
+    check_written(op, "out", out)
 
 
 def _check_scale(op: str, B: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weakref import proxy
 
 from iris import aliases, platform
-from iris.errors import ArgumentError, ShapeError
+from iris.errors import ArgumentError, IrisError, ShapeError
 from iris.heap import check_memory, span
 from iris.invariance import RANKS
 from iris.launch import relaunch
@@ -252,16 +252,20 @@ class Ops(MixtureOps):
     ) -> Workspace:  # fmt: skip
         """A call that cannot be repeated as it is."""
         ctx = self._ctx
-        check_async(op, async_op)
-        prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, epilogue, scale, depths))
-        problem, addresses = prepared.problem, calls.addresses(key)
-        if workspace is not None:
-            self._check_workspace(op, workspace)
-        if epilogue is None:
-            check_memory(op, NAMES, addresses, prepared.spans)
-            check_overlap(op, addresses, prepared.spans)
-        else:
-            rmsnorm_epilogue.check_places((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES), addresses, prepared.spans)
+        try:
+            check_async(op, async_op)
+            prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, epilogue, scale, depths))
+            problem, addresses = prepared.problem, calls.addresses(key)
+            if workspace is not None:
+                self._check_workspace(op, workspace)
+            if epilogue is None:
+                check_memory(op, NAMES, addresses, prepared.spans)
+                check_overlap(op, addresses, prepared.spans)
+            else:
+                rmsnorm_epilogue.check_places((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES), addresses, prepared.spans)
+        except IrisError as error:
+            ctx.tell_refusal(op, None, error)
+            raise
         if bias is not None and bias.stride(0) != 1:
             bias, key = bias.contiguous(), None  # elsewhere in each call
         if op == MATMUL_GATHER and problem.form == "rows" and B.shape[1] < problem.N:

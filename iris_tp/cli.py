@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
 
         return show(examine())
     if args.html is not None:
-        if args.op is not None:
-            parser.error("plan: --html takes no op and no sizes: the page has a grid of them")
+        if args != parser.parse_args(["plan", f"--html={args.html}"]):
+            parser.error("plan: --html takes no op, no sizes and no other option: the page has a grid of them")
         return _plan_page(Path(args.html))
     if args.K is None:
         parser.error("plan: the following arguments are required: op, M, N, K (or --html FILE)")
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("M", type=int, nargs="?", help="rows of the whole result; of a mixture, tokens")
     plan.add_argument("N", type=int, nargs="?", help="columns of the whole result; of moe_gate_up, of its gate alone")
     plan.add_argument("K", type=int, nargs="?", help="depth that one rank multiplies")
-    plan.add_argument("--html", metavar="FILE", help="in place of op and sizes: a page to move them in")
+    plan.add_argument("--html", metavar="FILE", help="in place of all else: a page to move it in")
     plan.add_argument("--ranks", "--world", dest="world", type=int, default=4, help="how many (default 4)")
     plan.add_argument("--gpu", choices=_GPUS, help="default: this machine's, or h200 where there is none")
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

@@ -147,6 +147,8 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
         (("matmul_all_reduce", "1", "2", "x"), "invalid int value: 'x'"),
         (("matmul_all_reduce", "1", "2", "3", "4"), "unrecognized arguments: 4"),
         (("matmul_all_reduce", "1", "2", "3", "--gpu", "abacus"), "invalid choice: 'abacus'"),
+        (("--html", "page.html", "--ranks", "2"), "--html takes no op, no sizes and no other option"),
+        (("--html", "page.html", "--fp8"), "--html takes no op, no sizes and no other option"),
     ],
 )
 def test_a_wrong_question_is_refused(arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture) -> None:

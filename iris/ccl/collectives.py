@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import platform
-from ..errors import ArgumentError
+from ..errors import ArgumentError, IrisError
 from ..heap import check_memory, span
 from ..launch import relaunch
 from ..launch.streams import check_async
@@ -189,15 +189,19 @@ class Collectives(RootedCalls):
     ) -> Workspace:  # fmt: skip
         """A call that is not among those that were made before."""
         ctx, calls = self._ctx, self._calls
-        check_async(op, async_op)
-        prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
-        if workspace is not None:
-            workspace = self._workspace_of(op, prepared.members, workspace)
-        (to, at), (got, given) = calls.addresses(key), prepared.spans
+        try:
+            check_async(op, async_op)
+            prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
+            if workspace is not None:
+                workspace = self._workspace_of(op, prepared.members, workspace)
+            (to, at), (got, given) = calls.addresses(key), prepared.spans
+            check_memory(op, ("out", "inp"), (to, at), (got, given))
+            if at < to + got and to < at + given:
+                check_overlap(op, out, inp, prepared.members.rank)
+        except IrisError as error:
+            ctx.tell_refusal(op, self._group(group).ranks, error)
+            raise
         problem, chosen = prepared.problem, prepared.plan
-        check_memory(op, ("out", "inp"), (to, at), (got, given))
-        if at < to + got and to < at + given:
-            check_overlap(op, out, inp, prepared.members.rank)
         if ctx.agreement is not None:
             facts: dict[str, Any] = {"shapes": problem, "plan": chosen, "async_op": async_op}
             own = workspace is None or workspace is self._workspaces.get(prepared.members)

@@ -72,7 +72,7 @@ def slots_for(max_numel: Any, dtype: Any) -> int:
 def exchange(op: str, rings: Rings, group: Group, messages: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
     """Sends and takes all of `messages`, whose peers count in `group`; `names`: how errors call tensor and peer."""
     for message, (name, peer_name) in zip(messages, names, strict=True):
-        check(op, name, message.tensor, group.ctx)
+        check(op, name, message.tensor, group.ctx, written=message.kind == "recv")
         check_rank(op, peer_name, message.peer, group)
     kinds = [message.kind for message in messages]
     _check_room(op, rings, kinds, messages)

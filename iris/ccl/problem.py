@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ArgumentError, DtypeError, ShapeError
-from ..heap import check_tensor, extent
+from ..heap import check_tensor, check_written, extent
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
@@ -135,8 +135,7 @@ def check_tensors(op: str, out: torch.Tensor, inp: torch.Tensor, device: torch.d
             raise ArgumentError(f"{op}: {name} requires grad, and there is no backward; call it under torch.no_grad()")
     if out.dtype != inp.dtype:
         raise DtypeError(f"{op}: out has dtype {out.dtype} and inp has {inp.dtype}; expected the same")
-    if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
+    check_written(op, "out", out)
 
 
 def check_overlap(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int) -> None:

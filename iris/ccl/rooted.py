@@ -15,7 +15,7 @@ import torch
 
 from ..device.tiles import SPACE_HEADER
 from ..errors import ArgumentError, DtypeError, ShapeError
-from ..heap import check_tensor
+from ..heap import check_memory, check_tensor, check_written, span
 from . import two_steps
 from .config import ReduceOp
 from .problem import SUMMED, bits
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 def broadcast(rings: Rings, group: Group, tensor: torch.Tensor, src: int) -> None:
     op = "broadcast"
-    check(op, "tensor", tensor, group.ctx)
-    check_rank(op, "src", src, group)
-    _agree(group, tensor.shape, tensor.dtype)
+    with group.ctx.telling_refusals(op, group.ranks):
+        check(op, "tensor", tensor, group.ctx, written=True)  # on the root, too: ranks that have one raise alike
+        check_rank(op, "src", src, group)
+    _agree(op, group, tensor, src=src)
     words = rings.words(tensor)
     if count := two_steps.pieces(op, words.nbytes, group.size):
         two_steps.broadcast(rings, group, words.fill() if group.rank == src else words, src, count)
@@ -46,11 +47,12 @@ def broadcast(rings: Rings, group: Group, tensor: torch.Tensor, src: int) -> Non
 
 def gather(rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor, dst: int) -> None:
     op = "gather"
-    check(op, "inp", inp, group.ctx)
-    check_rank(op, "dst", dst, group)
-    if group.rank == dst:
-        _check_whole(op, "out", out, "inp", inp, group)
-    _agree(group, inp.shape, inp.dtype)
+    with group.ctx.telling_refusals(op, group.ranks):
+        check(op, "inp", inp, group.ctx)
+        check_rank(op, "dst", dst, group)
+        if group.rank == dst:
+            _check_whole(op, "out", out, "inp", inp, group)
+    _agree(op, group, inp, dst=dst)
     own = rings.words(inp)
     if group.rank != dst:
         _move(rings, op, own.nbytes, [(own.fill(), dst)], [])
@@ -65,11 +67,12 @@ def gather(rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tens
 
 def scatter(rings: Rings, group: Group, out: torch.Tensor, inp: torch.Tensor | None, src: int) -> None:
     op = "scatter"
-    check(op, "out", out, group.ctx)
-    check_rank(op, "src", src, group)
-    if group.rank == src:
-        _check_whole(op, "inp", inp, "out", out, group)
-    _agree(group, out.shape, out.dtype)
+    with group.ctx.telling_refusals(op, group.ranks):
+        check(op, "out", out, group.ctx, written=True)
+        check_rank(op, "src", src, group)
+        if group.rank == src:
+            _check_whole(op, "inp", inp, "out", out, group)
+    _agree(op, group, out, src=src)
     own = rings.words(out)
     if group.rank != src:
         _move(rings, op, own.nbytes, [], [(own, src)])
@@ -84,21 +87,10 @@ def reduce(
     rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor | None, dst: int, reduce_op: Any
 ) -> None:  # fmt: skip
     op = "reduce"
-    check(op, "inp", inp, group.ctx)
+    with group.ctx.telling_refusals(op, group.ranks):
+        _check_reduce(op, group, out, inp, dst, reduce_op)
     assert inp is not None
-    check_rank(op, "dst", dst, group)
-    if reduce_op is not None and reduce_op is not ReduceOp.SUM:
-        raise ArgumentError(f"{op}: op is {reduce_op!r}; expected None or iris.ccl.ReduceOp.SUM")
-    if inp.dtype not in SUMMED:
-        raise DtypeError(f"{op}: inp has dtype {inp.dtype}; expected one of {', '.join(map(str, SUMMED))}")
-    if group.rank == dst:
-        check(op, "out", out, group.ctx)
-        assert out is not None
-        if (out.shape, out.dtype) != (inp.shape, inp.dtype):
-            raise ShapeError(
-                f"{op}: out is {tuple(out.shape)} of {out.dtype}; expected {tuple(inp.shape)} of {inp.dtype}, as inp"
-            )
-    _agree(group, inp.shape, inp.dtype)
+    _agree(op, group, inp, dst=dst)
     dtype, n, size = bits(inp, summed=True).dtype, inp.numel(), inp.itemsize
     own = rings.words(inp).fill(aside=group.rank == dst and out is not None and out is not inp and meets(inp, out))
     total = rings.words(out) if group.rank == dst and out is not None else own
@@ -120,6 +112,21 @@ def reduce(
         total.empty()
 
 
+def _check_reduce(op: str, group: Group, out: Any, inp: Any, dst: int, reduce_op: Any) -> None:
+    check(op, "inp", inp, group.ctx)
+    check_rank(op, "dst", dst, group)
+    if reduce_op is not None and reduce_op is not ReduceOp.SUM:
+        raise ArgumentError(f"{op}: op is {reduce_op!r}; expected None or iris.ccl.ReduceOp.SUM")
+    if inp.dtype not in SUMMED:
+        raise DtypeError(f"{op}: inp has dtype {inp.dtype}; expected one of {', '.join(map(str, SUMMED))}")
+    if group.rank == dst:
+        check(op, "out", out, group.ctx, written=True)
+        if (out.shape, out.dtype) != (inp.shape, inp.dtype):
+            raise ShapeError(
+                f"{op}: out is {tuple(out.shape)} of {out.dtype}; expected {tuple(inp.shape)} of {inp.dtype}, as inp"
+            )
+
+
 def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """The memory that `iris/device/tiles.py` lays out, empty."""
     sound = all(type(count) is int and 0 < count < 1 << 31 for count in (tiles, elements))
@@ -136,9 +143,9 @@ def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torc
     return space
 
 
-def _agree(group: Group, shape: torch.Size, dtype: torch.dtype) -> None:
+def _agree(op: str, group: Group, tensor: torch.Tensor, **root: int) -> None:
     group.ctx.side.join()
-    group.ctx.compare("a collective with a root", group.ranks, shape=tuple(shape), dtype=dtype)
+    group.ctx.compare(op, group.ranks, **root, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def _others(group: Group) -> Iterator[int]:
@@ -174,12 +181,16 @@ def _move(
         rings.move(op, listed(sends) + here, listed(takes))
 
 
-def check(op: str, name: str, tensor: Any, ctx: Rank) -> None:
+def check(op: str, name: str, tensor: Any, ctx: Rank, written: bool = False) -> None:
+    """Raises a typed error for anything but a strided tensor in the device's memory; `written`: that may be written."""
     check_tensor(op, name, tensor, ctx.device)
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{op}: {name} has layout {tensor.layout}; expected a strided tensor")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{op}: {name} requires grad, and there is no backward; call it under torch.no_grad()")
+    check_memory(op, (name,), (tensor.data_ptr(),), (span(tensor),))
+    if written:
+        check_written(op, name, tensor)
 
 
 def check_rank(op: str, name: str, rank: Any, group: Group) -> None:
@@ -189,7 +200,7 @@ def check_rank(op: str, name: str, rank: Any, group: Group) -> None:
 
 def _check_whole(op: str, name: str, whole: Any, part_name: str, part: torch.Tensor, group: Group) -> None:
     """`whole` has the parts of all ranks, one after the other."""
-    check(op, name, whole, group.ctx)
+    check(op, name, whole, group.ctx, written=name == "out")
     wanted = (group.size * part.shape[0], *part.shape[1:]) if part.ndim else None
     if tuple(whole.shape) != wanted or whole.dtype != part.dtype:
         raise ShapeError(

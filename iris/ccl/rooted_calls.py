@@ -196,9 +196,11 @@ class RootedCalls:
         self._ctx.check()
         key = _key(op, tensors, root, reduce_op, group, async_op, config)
         if (workspace := self._made_again(key)) is None:
-            check_async(op, async_op)
-            check_options(op, None, config)
-            workspace = self._workspace_of(op, self._group(group), None)
+            members = self._group(group)
+            with self._ctx.telling_refusals(op, members.ranks):
+                check_async(op, async_op)
+                check_options(op, None, config)
+            workspace = self._workspace_of(op, members, None)
             rings = Rings(workspace, "rooted", self._kernels)
             act(rings, workspace.group)
             self._keep(key, rings, workspace)

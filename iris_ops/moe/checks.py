@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, DtypeError, ExpertError, ShapeError
-from iris.heap import check_memory, extent
+from iris.heap import check_memory, check_written, extent
 import torch
 
 from ..checks import check_kind
@@ -128,8 +128,7 @@ def describe_down(
 
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:
-    if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ArgumentError(f"{op}: out {tuple(out.shape)} has strides {out.stride()}; expected no expanded tensor")
+    check_written(op, "out", out)
     others = {name: t for name, t in given.items() if t is not None and name != "out"}
     places = {name: extent(t) for name, t in {"out": out, **others}.items()}
     check_memory(op, tuple(places), [b for b, _ in places.values()], [e - b for b, e in places.values()])

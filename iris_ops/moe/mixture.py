@@ -102,9 +102,10 @@ class Mixture:
         key = key_of(op, parts)
         if self._steps.again(key):
             return
-        problem = checks.describe_down(op, ctx, out, A, B, experts, weights, bias, shared)
-        chosen = self._chosen(problem, config)
-        self._look(op, experts, problem.experts)
+        with ctx.telling_refusals(op, None):
+            problem = checks.describe_down(op, ctx, out, A, B, experts, weights, bias, shared)
+            chosen = self._chosen(problem, config)
+            self._look(op, experts, problem.experts)
         ctx.compare(
             op, T=problem.tokens, k=problem.top_k, E=problem.experts, H=problem.N, dtype=problem.dtype,
             algorithm=chosen.algorithm, bias="given" if bias is not None else "none",

@@ -122,6 +122,8 @@ def check_logits(logits: Any, shape: torch.Size, device: torch.device) -> None:
         raise ArgumentError(f"logits is a {type(logits).__name__}: expected a tensor")
     if logits.shape != shape or logits.device != device:
         raise ArgumentError(f"logits is {list(logits.shape)} on {logits.device}: expected {list(shape)} on {device}")
+    if not logits.is_floating_point() or logits.layout is not torch.strided:
+        raise ArgumentError(f"logits is {logits.layout} of {logits.dtype}: expected a strided tensor of floats")
 
 
 def check_no_autocast(device_type: str) -> None:

@@ -86,12 +86,12 @@ class Engine:
 
     `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share:
     it holds the batch of one of them at a time.
-    `decode_attention`: whether a model that uses torch's attention attends by `decode_attention`, and in prompts by
+    `step_attention`: whether a model that uses torch's attention attends by `decode_attention`, and in prompts by
     `prefill_attention` (by default on GPUs). `compile`: whether its decoder layers are compiled when they are first
     used, which takes seconds and saves kernels in each step; by inductor, or by the backend of torch.compile that it
     names. `prompt_graphs`: of how many shapes of prompts, up to 8192 tokens in all, graphs are kept, those used last
     (short ones are padded to few lengths); they hold the memory that the largest needs while it runs. None with
-    `graphs` or `decode_attention` off. What is captured must stay as it is: a model whose modules, hooks or tensors are
+    `graphs` or `step_attention` off. What is captured must stay as it is: a model whose modules, hooks or tensors are
     exchanged needs a new engine.
     """
 
@@ -189,7 +189,7 @@ class Engine:
             tokens = tokens_of(prompts, words_of(self.model))
             rows, mask = padded_before(tokens, max_new_tokens, self.batch_size, self.max_length)
             check_padding(self.model, mask, self.max_length)
-            return stops(stop), tokens, (rows, mask)
+            return stops(stop, words_of(self.model)), tokens, (rows, mask)
 
         ends, prompts, (rows, mask) = checked(self.ctx, "Engine.generate", check)
         rows, mask = rows.to(self.tokens.device), None if mask is None else mask.to(self.tokens.device)

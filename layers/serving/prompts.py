@@ -56,14 +56,19 @@ def padded_before(
     return padded, None if mask.all() else mask
 
 
-def stops(stop: int | Iterable[int] | None) -> set[int]:
-    """The tokens after which a row ends."""
+def stops(stop: Any, words: int) -> set[int]:
+    """The tokens after which a row ends, of a vocabulary of so many `words`: of others no row would ever end."""
     try:
         one = not isinstance(stop, Iterable) or (isinstance(stop, torch.Tensor) and stop.dim() == 0)
-        several: Any = () if stop is None else (stop,) if one else stop
-        return {index(token) for token in several}
+        several = () if stop is None else (stop,) if one else tuple(stop)
+        if isinstance(stop, bytes) or any(isinstance(token, bool) for token in several):
+            raise TypeError
+        ends = {index(token) for token in several}
     except TypeError:
         raise ArgumentError(f"stop is {stop!r}: expected None, a token, or several") from None
+    if outside := sorted(token for token in ends if not 0 <= token < words):
+        raise ArgumentError(f"stop has {outside[0]}: expected tokens from 0 to {words - 1}, the vocabulary")
+    return ends
 
 
 def common_length(batch: int, length: int, weights: float) -> int:

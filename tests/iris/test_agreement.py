@@ -102,6 +102,23 @@ DIFFERENT = {
         ),
         r"all_reduce: plan differs between ranks: Plan\(variant='one_shot'.* on rank 0, Plan\(variant='two_shot'",
     ),
+    "refusal": (
+        lambda ctx, r: ctx.ccl.all_reduce(torch.empty(4), None if r == 1 else torch.ones(4)),
+        r"all_reduce: inp is NoneType; expected",
+    ),
+    "op's refusal": (
+        lambda ctx, r: ctx.ops.matmul_all_reduce(torch.empty(4, 6), torch.ones(4, 5 + r % 2), torch.ones(5, 6)),
+        r"matmul_all_reduce: A is \(4, 6\), B is \(5, 6\)",
+    ),
+    "root's refusal": (
+        lambda ctx, r: ctx.ccl.scatter(torch.empty(4), None if r else torch.ones(4)),
+        r"scatter: out is \(4,\) of torch.float32, inp is \(4,\)",
+    ),
+    "receiver's refusal": (
+        lambda ctx, r: ctx.ccl.broadcast(torch.ones(4) if r < 2 else [1.0]),
+        "broadcast: tensor is list; expected",
+    ),
+    "root": (lambda ctx, r: ctx.ccl.broadcast(torch.ones(4), r % 2), "broadcast: src differs between ranks: 0 on"),
     "collective": (
         lambda ctx, r: ctx.ccl.all_reduce(torch.empty(4 + r), torch.ones(4 + r)),
         r"all_reduce: shapes differs between ranks: Problem\(.*n=4.* on rank 0, Problem\(.*n=5",

@@ -95,6 +95,12 @@ def test_peers_count_in_their_group(world_size):
     run_ranks(world_size, _in_groups)
 
 
+def _freed(t):
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
 def _refused(ctx):
     ctx.ccl.init_p2p(8, torch.float32)
     x, there = torch.zeros(4, device=ctx.device), (ctx.cur_rank + 1) % ctx.num_ranks
@@ -113,6 +119,8 @@ def _refused(ctx):
         ("p2p_op_list is 'send'", lambda: batch("send")),
         (r"p2p_op_list\[1\].peer is True", lambda: batch([P2POp("send", x, there), P2POp("recv", x, True)])),
         (r"p2p_op_list\[0\].tensor requires grad", lambda: batch([P2POp("send", x.clone().requires_grad_(), there)])),
+        ("recv: tensor .*no expanded", lambda: ctx.ccl.recv(x[:1].expand(4), there)),
+        ("send: tensor has no memory of its own", lambda: ctx.ccl.send(_freed(x), there)),
         ("P2POp: op is 'broadcast'", lambda: batch([P2POp("broadcast", x, there)])),
     ]
     for text, call in calls:

@@ -74,16 +74,30 @@ def _refused(ctx):
         (ArgumentError, "reduce: op is 'max'", lambda: ctx.ccl.reduce(x, x, op="max")),
         (ArgumentError, "config is dict", lambda: ctx.ccl.broadcast(x, config={})),
         (ArgumentError, "requires grad", lambda: ctx.ccl.broadcast(x.clone().requires_grad_())),
+        (ArgumentError, "broadcast: tensor has no memory of its own", lambda: ctx.ccl.broadcast(_freed(x))),
+        (ArgumentError, "gather: inp has no memory of its own", lambda: ctx.ccl.gather(whole, _freed(x))),
+        (ArgumentError, "scatter: out has no memory of its own", lambda: ctx.ccl.scatter(_freed(x), whole)),
+        (ArgumentError, "reduce: inp has no memory of its own", lambda: ctx.ccl.reduce(x, _freed(x))),
+        (ArgumentError, "broadcast: tensor .*no expanded", lambda: ctx.ccl.broadcast(x[:1].expand(2, 3))),
+        (ArgumentError, "scatter: out .*no expanded", lambda: ctx.ccl.scatter(x[:1].expand(2, 3), whole)),
     ]
     if ctx.cur_rank == 0:  # where it is looked at
         calls += [
             (ShapeError, r"out is \(2, 3\)", lambda: ctx.ccl.gather(x, x) if ctx.num_ranks > 1 else _raise()),
             (ShapeError, "of torch.int32", lambda: ctx.ccl.reduce(x.int(), x)),
+            (ArgumentError, "gather: out .*no expanded", lambda: ctx.ccl.gather(x[:1].expand(len(whole), 3), x)),
+            (ArgumentError, "reduce: out .*no expanded", lambda: ctx.ccl.reduce(x[:1].expand(2, 3), x)),
         ]
     for kind, text, call in calls:
         with pytest.raises(kind, match=text):
             call()
     ctx.barrier()
+
+
+def _freed(t):
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
 
 
 def _raise():

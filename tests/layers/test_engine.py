@@ -169,6 +169,10 @@ def refused_body(ctx) -> None:
         ({"temperature": 1.0, "seed": 1 << 70}, "seed is 11"),
         ({"stop": 1.0}, "stop is 1.0"),
         ({"stop": ["."]}, r"stop is \['.'\]"),
+        ({"stop": True}, "stop is True"),
+        ({"stop": b"7"}, "stop is b'7'"),
+        ({"stop": [7, 120]}, "stop has 120: expected tokens from 0 to 119, the vocabulary"),
+        ({"stop": -1}, "stop has -1"),
     ]:
         with pytest.raises(ArgumentError, match=words):
             engine.generate([[1]], 2, **options)
@@ -216,6 +220,8 @@ def refused_body(ctx) -> None:
             (first[:, :-1], r"logits is \[2, 119\] on .*: expected \[2, 120\] on"),
             (first[:1], r"logits is \[1, 120\]"),
             (first[:, None], r"logits is \[2, 1, 120\]"),
+            (first.long(), "logits is torch.strided of torch.int64: expected a strided tensor of floats"),
+            (first.to_sparse(), "logits is torch.sparse_coo of"),
             (first.to("meta"), f"logits is .* on meta: expected .* on {ctx.device}"),
         ]:
             with pytest.raises(ArgumentError, match=words):

@@ -110,9 +110,9 @@ PLANNER = [
     ),
     Fault(
         "an expanded out is written",
-        "iris_ops/checks.py",
-        "if out.numel() and any(size > 1 and stride == 0",
-        "if out.numel() and any(size > 1 and stride < 0",
+        "iris/heap.py",
+        "if t.numel() and any(size > 1 and stride == 0",
+        "if t.numel() and any(size > 1 and stride < 0",
         ARGUMENTS,
     ),
     Fault(

@@ -179,6 +179,13 @@ COMPARED = [
         (f"{_AGREEMENT}test_what_differs_is_said_on_every_rank[variant]",),
     ),
     Fault(
+        "a refusal is not told",
+        "iris/rank.py",
+        "self.compare(call, members, **{REFUSAL: error})",
+        "pass",
+        (f"{_AGREEMENT}test_what_differs_is_said_on_every_rank[refusal]",),
+    ),
+    Fault(
         "generate compares no tokens",
         "layers/hf/generation.py",
         '        compare(ctx, "generate", own=self.generation_config, **given.arguments)\n',
