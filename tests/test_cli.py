@@ -120,6 +120,7 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
         ((GATE_UP, "1", "8", "8"), f"experts is None for {GATE_UP}; expected an integer from 1 to 4096"),
         ((GATE_UP, "1", "8", "8", "--experts", "0"), "experts is 0"),
         ((GATE_UP, "1", "8", "8", *_MIXTURE, "--top-k", "65"), "top_k is 65 for moe_gate_up; expected an integer from"),
+        ((GATE_UP, "1", "8", "8", "--experts", "4", "--top-k", "5"), "top_k is 5 for moe_gate_up; expected at most 4"),
         ((GATE_UP, "-1", "8", "8", *_MIXTURE), "M is -1; expected an integer"),
         ((GATE_UP, "1", "8", "8", *_MIXTURE, "--fp8"), "fp8 is True for moe_gate_up; expected False"),
         (

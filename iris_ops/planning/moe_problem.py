@@ -94,11 +94,13 @@ def moe_problem_asked(
     for name, size, most in (("experts", experts, MOST_EXPERTS), ("top_k", top_k, MOST_CHOSEN)):
         if type(size) is not int or not 1 <= size <= most:
             raise ArgumentError(f"{name} is {size!r} for {op}; expected an integer from 1 to {most}")
+    assert experts is not None
+    if top_k > experts:
+        raise ArgumentError(f"top_k is {top_k} for {op}; expected at most {experts}, the experts that there are")
     if form not in (None, "rows"):
         raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
     if fp8:
         raise ArgumentError(f"fp8 is True for {op}; expected False: experts are multiplied in the tokens' dtype")
-    assert experts is not None
     return MoeProblem(
         op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows"
     )
