@@ -2,7 +2,7 @@
 
     layout       outputs, one after the other                                 found in
     by head      q, k and v of a head, then those of the next                 GPT-NeoX, BLOOM, Falcon RW
-    blocks       q of all heads, k of all kv heads, v of all kv heads         GPT-2, MPT; Falcon 7B, StarCoder
+    blocks       q of all heads, k of all kv heads, v of all kv heads         GPT-2, MPT; Falcon 7B, StarCoder, DBRX
     by group     the query heads of a kv head, its k, its v, the next group   Falcon 40B
     by shard     of each of `mp_num` parts of the heads, q, then v, then k    CodeGen
 
@@ -28,6 +28,7 @@ from ..shard import HeadSplit, Range, Shard
 
 BY_HEAD, BLOCKS, BY_GROUP, BY_SHARD = "by head", "blocks", "by group", "by shard"
 _SHARDS = "mp_num"
+_SIZED = "Wqkv"  # of whose outputs DBRX's module takes its hidden_size for the queries
 # Arguments of an attention's forward that have entries for each head.
 _BIASES = ("alibi", "position_bias")
 _MASK = "attention_mask"
@@ -40,7 +41,7 @@ def layout_of(module: Any, child: str) -> str | None:
         return BY_GROUP if getattr(module, "new_decoder_architecture", False) else BLOCKS if several else BY_HEAD
     if child == "c_attn":
         return BY_HEAD if several is False else BLOCKS
-    if child == "Wqkv" and hasattr(module, "clip_qkv"):
+    if child == _SIZED and hasattr(module, "clip_qkv"):
         return BLOCKS
     return BY_SHARD if child == "qkv_proj" and isinstance(getattr(module, _SHARDS, None), int) else None
 
@@ -107,6 +108,8 @@ def keep_own_heads(module: Any, heads: HeadSplit) -> None:
     """Makes attention `module` run on what is of `heads`: its one projection's part, and biases that it is given."""
     if isinstance(getattr(module, _SHARDS, None), int):
         setattr(module, _SHARDS, 1)
+    if hasattr(module, _SIZED) and isinstance(getattr(module, "hidden_size", None), int):
+        module.hidden_size = module.hidden_size // heads.num_heads * heads.num_local_heads
     takes = inspect.signature(type(module).forward).parameters
     if heads.num_local_heads < heads.num_heads and any(name in takes for name in _BIASES):
         module.register_forward_pre_hook(_OwnHeads(heads), with_kwargs=True)

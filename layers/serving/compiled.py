@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 import functools
+import inspect
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -112,10 +113,14 @@ class CompiledLayers:
             self._known = None, None
         torch._foreach_add_(self._lengths, length)
 
-    def _forward(self, index: int, length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        layer, given = self.layers[index], {key: value for key, value in kwargs.items() if value is not self.cache}
+    def _forward(self, index: int, length: int, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layers[index]
+        if any(each is self.cache for each in args):  # GPT-2's: all but hidden states by their names
+            names = list(inspect.signature(type(layer).forward).parameters)[2:]
+            args, kwargs = args[:1], {**dict(zip(names, args[1:], strict=False)), **kwargs}
+        given = {key: value for key, value in kwargs.items() if value is not self.cache}
         if len(given) + 1 != len(kwargs) or not args:
-            raise self._refusal(layer, "it is not called with hidden states first, and the cache by name")
+            raise self._refusal(layer, "it is not called with hidden states first, and the cache after them")
         name = next(iter(kwargs.keys() - given.keys()))
         following, normed = None, None
         if self._norms:
@@ -132,7 +137,7 @@ class CompiledLayers:
                         torch._dynamo.mark_dynamic(each, dim)
         self._backend.left = False
         try:
-            self._known = self._compiled(layer, following, normed, name, *self._caches[index], args, given)
+            made, *known = self._compiled(layer, following, normed, name, *self._caches[index], args, given)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             said = lines[: 1 + lines[0].endswith(":")]  # who raised what
@@ -140,8 +145,9 @@ class CompiledLayers:
             raise self._refusal(layer, " ".join(said)) from error
         if self._backend.left:  # compiled just now, with a half that found nobody to take it: whole norms are faster
             self._halved = index + 1  # but this one stays: the next step may be captured, and must not compile
-        self._version = _version(self._known[0])
-        return self._known[0]
+        self._known = tuple(known)
+        self._version = _version(known[0])
+        return made
 
     def _normed(self, index: int, length: int, hidden: torch.Tensor) -> Any:
         """What the norm of layer `index` makes of its input: of a step of few rows in two halves (`step_norms`)."""
@@ -164,19 +170,28 @@ class CompiledLayers:
 def _run(
     layer: Any, following: Any, normed: Any, name: str, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor,
     args: tuple, kwargs: dict,
-) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    """What is compiled: a layer's forward, with its part of the cache as argument `name`, and the norm that follows."""
+) -> tuple[Any, torch.Tensor, Any]:  # fmt: skip
+    """What is compiled: a layer's forward, with its part of the cache as argument `name`, and the norm that follows.
+
+    Gives what the layer returns, the hidden states, which some return first in a tuple, and their norm.
+    """
     kwargs = {name: _LayerCache(keys, values, start), **kwargs}
     if following is None:
-        return type(layer).forward(layer, *args, **kwargs), None
+        made = type(layer).forward(layer, *args, **kwargs)
+        return made, _hidden_of(made), None
     halves = isinstance(normed, tuple)
     own = layer.input_layernorm
     own.known = args[0], step_norms.second_half(normed[0], normed[1], own.norm.eps) if halves else normed
-    hidden = type(layer).forward(layer, *args, **kwargs)
+    made = type(layer).forward(layer, *args, **kwargs)
+    hidden = _hidden_of(made)
     own.known = None, None
     # by its class, for hooks are not what is guarded
     ahead = step_norms.first_half(hidden, following.weight) if halves else type(following).forward(following, hidden)
-    return hidden, ahead
+    return made, hidden, ahead
+
+
+def _hidden_of(made: Any) -> torch.Tensor:
+    return made[0] if isinstance(made, tuple) else made
 
 
 def _length_dims(of: torch.Tensor) -> tuple[int, ...]:
@@ -265,7 +280,7 @@ def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
     """The list of the model's `count` decoder layers, of which the attention of each knows its index in the cache."""
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList) and len(stack) == count:
-            indices = [{m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx")} for layer in stack]
+            indices = [{getattr(m, "layer_idx", None) for m in layer.modules()} - {None} for layer in stack]
             if indices == [{index} for index in range(count)] and not any("forward" in vars(each) for each in stack):
                 return list(stack)
     raise ArgumentError(

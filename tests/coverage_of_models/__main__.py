@@ -2,6 +2,7 @@
 
     python -m tests.coverage_of_models --engine --write          all types on 2 and on 3 ranks: an hour on two cores
     python -m tests.coverage_of_models --only mixtral --report   one of them, and what became of its modules
+    ... --only mixtral dbrx --engine --write                     other rows of the page for these
     python -m tests.coverage_of_models --json FILE               goes on where FILE ends
     python -m tests.coverage_of_models --json FILE --engine      what an engine makes of each type in FILE, too
 
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("--engine", action="store_true", help="try each type that is split in an engine, on 2 ranks")
     parser.add_argument("--again", action="store_true", help="try what the file has, too")
     parser.add_argument("--merge", type=Path, help="results of another run, on other ranks, to take the worse of")
-    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md; with --only, their rows")
     parser.add_argument("--report", action="store_true", help="print each report")
     arguments = parser.parse_args()
     results = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
@@ -53,7 +54,9 @@ def main() -> int:
     if arguments.merge:
         results = table.merged(results, json.loads(arguments.merge.read_text()))
     if arguments.write:
-        table.PLACE.write_text(table.render(results, arguments.ranks))
+        some = {name: results[name] for name in arguments.only or ()}
+        page = table.updated(table.PLACE.read_text(), some) if some else table.render(results, arguments.ranks)
+        table.PLACE.write_text(page)
     counts: dict[str, int] = {}
     for row in results.values():
         counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 import inspect
+from types import MappingProxyType
 from typing import Any
 
 from iris.errors import IrisError
@@ -15,6 +17,7 @@ from torch import nn
 from tests.coverage_of_models.tiny import build
 
 BATCH, TOKENS, NEW = 2, 6, 2
+NONE: Mapping[str, Any] = MappingProxyType({})  # of a type's settings are others
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ def answer(model: Any, device: torch.device | str = "cpu") -> Answer:
     return Answer(logits, torch.stack(words).tolist())
 
 
-def split_body(ctx: Any, model_type: str) -> Outcome:
-    """On a rank: the type's tiny model, split by what `parallelize` takes by default."""
-    model = build(model_type)
+def split_body(ctx: Any, model_type: str, others: Mapping[str, Any] = NONE) -> Outcome:
+    """On a rank: the type's tiny model, with `others` of its settings, split by what `parallelize` takes by default."""
+    model = build(model_type, **others)
     try:
         report = layers.parallelize(model, ctx)
     except IrisError as error:
@@ -77,9 +80,9 @@ def split_share(model: Any) -> float:
     return split / whole
 
 
-def reference(model_type: str) -> tuple[Answer, Answer, str]:
+def reference(model_type: str, others: Mapping[str, Any] = NONE) -> tuple[Answer, Answer, str]:
     """The unsplit model's answers in float32 and in float64, and why the second is in float32 if it is."""
-    model: Any = build(model_type)
+    model: Any = build(model_type, **others)
     single = answer(model)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")

@@ -4,6 +4,7 @@ that the unsplit model gives without a cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 import inspect
 from typing import Any
@@ -13,6 +14,7 @@ import layers
 from layers.serving.cache import cache_name
 import torch
 
+from tests.coverage_of_models.compare import NONE
 from tests.coverage_of_models.tiny import build
 
 NEW = 3
@@ -33,9 +35,9 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [row[:length] for row, length in zip(drawn, lengths, strict=True)]
 
 
-def served_body(ctx: Any, model_type: str) -> Served:
+def served_body(ctx: Any, model_type: str, others: Mapping[str, Any] = NONE) -> Served:
     """On a rank."""
-    model = build(model_type)
+    model = build(model_type, **others)
     layers.parallelize(model, ctx)
     answers: dict[str, tuple[list[list[int]], torch.Tensor]] = {}
     refusals: dict[str, str] = {}
@@ -92,15 +94,14 @@ def expected(model: Any, rows: list[list[int]], words: list[list[int]]) -> torch
     return torch.stack(found, dim=1)
 
 
-def judge(model_type: str, outcomes: list[Served]) -> str:
+def judge(model_type: str, outcomes: list[Served], others: Mapping[str, Any] = NONE) -> str:
     """ "yes", "one length" where padding is refused, "no: why", or "wrong: how"."""
     first = outcomes[0]
     if failed := next((each.failure for each in outcomes if each.failure), ""):
         return f"wrong: fails, {failed}"
     if any(each.refusals != first.refusals for each in outcomes):
         return "wrong: ranks differ in what they refuse"
-    single = build(model_type)
-    double = build(model_type)
+    single, double = (build(model_type, **others) for _ in range(2))
     if hasattr(double, "set_experts_implementation"):
         double.set_experts_implementation("eager")
     try:

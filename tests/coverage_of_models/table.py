@@ -69,9 +69,7 @@ def render(results: dict[str, dict[str, Any]], ranks: list[int]) -> str:
     parts = [_HEAD.format(all=len(results), ranks=over, **versions, **outcomes)]
     split = {name: row for name, row in sorted(results.items()) if row["outcome"] == "split"}
     lines = ["| type | split | plan | engine | note |", "|---|---:|---|---|---|"]
-    for name, row in split.items():
-        plan = "built in" if name in PLANS else "own"
-        lines.append(f"| {name} | {100 * row['share']:.0f} % | {plan} | {_engine(row)} | {_cell(row['message'])} |")
+    lines += [_split_line(name, row) for name, row in split.items()]
     parts.append("## Split\n\n" + "\n".join(lines) + "\n")
     parts.append(_STATES)
     for outcome, title in (("refused", "Refused"), ("untried", "Not tried"), ("wrong", "Wrong")):
@@ -80,6 +78,22 @@ def render(results: dict[str, dict[str, Any]], ranks: list[int]) -> str:
             table = [f"| {name} | {_cell(row['message'])} |" for name, row in rows.items()]
             parts.append(f"## {title}\n\n" + "\n".join(["| type | why |", "|---|---|", *table]) + "\n")
     return "\n".join(parts)
+
+
+def updated(page: str, results: dict[str, dict[str, Any]]) -> str:
+    """`page` with other rows for the types in `results`, all of which it has as split ones."""
+    lines = page.splitlines(keepends=True)
+    for name, row in results.items():
+        found = [i for i, line in enumerate(lines) if re.match(rf"\| {re.escape(name)} \| \d+ % \| (own|built)", line)]
+        if row["outcome"] != "split" or len(found) != 1:
+            raise ValueError(f"{name} is {row['outcome']}, and the page has {len(found)} rows of it: make all of it")
+        lines[found[0]] = _split_line(name, row) + "\n"
+    return "".join(lines)
+
+
+def _split_line(name: str, row: dict[str, Any]) -> str:
+    plan = "built in" if name in PLANS else "own"
+    return f"| {name} | {100 * row['share']:.0f} % | {plan} | {_engine(row)} | {_cell(row['message'])} |"
 
 
 def _engine(row: dict[str, Any]) -> str:

@@ -55,6 +55,17 @@ def test_the_page_tells_all_outcomes_and_of_two_runs_the_worse() -> None:
     assert "| | 1 | 1 | 0 | 1 |" in page
 
 
+def test_rows_of_the_page_are_exchanged_for_types_that_stay_split() -> None:
+    rows = {name: {"outcome": "split", "share": 0.5, "message": ""} for name in ("gpt2", "mamba2")}
+    page = table.render(rows, [2, 3])
+    other = {"outcome": "split", "share": 0.75, "message": "why", "engine": "yes"}
+    lines = table.updated(page, {"mamba2": other}).splitlines()
+    assert [line for line in lines if line not in page.splitlines()] == ["| mamba2 | 75 % | built in | yes | why |"]
+    for results in ({"mamba2": {**other, "outcome": "refused"}}, {"bloom": other}):
+        with pytest.raises(ValueError, match="make all of it"):
+            table.updated(page, results)
+
+
 def test_tiny_models_are_the_same_wherever_they_are_built() -> None:
     one, other = (tiny.build("mixtral").state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -129,6 +129,31 @@ def test_layers_of_many_kinds_are_compiled_for_all_kinds_of_calls() -> None:
     run_ranks(2, kinds_body, timeout=400)
 
 
+# An index that is None in MLPs, a cache that is no keyword, layers that return tuples.
+COMPILED = {"hunyuan_v1_dense": {}, "gpt2": {}, "falcon": {}, "falcon, with ALiBi": {"alibi": True}}
+
+
+def compiled_body(ctx: Any, case: str) -> tuple[list, list]:
+    model = tiny.build(case.partition(",")[0], **COMPILED[case])
+    layers.parallelize(model, ctx)
+    rows = [engine.prompts((9, 9)), *map(engine.prompts, engine.LENGTHS.values())]
+    eager, compiled = (layers.Engine(model, ctx, 2, 16, compile=each) for each in (False, "eager"))
+    found = []
+    for each in (eager, compiled):
+        logits, made = engine._answer(each, rows[2])[1], [each.generate(prompts, 4) for prompts in rows]
+        found.append((logits, made))
+    (expected, words), (logits, others) = found
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    return words, others
+
+
+@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.some(1)
+def test_layers_are_compiled_however_they_are_given_the_cache_and_return_hidden_states(case: str) -> None:
+    for words, others in run_ranks(2, compiled_body, case, timeout=400):
+        assert words == others
+
+
 def hybrid_body(ctx: Any) -> list:
     model = tiny.build("qwen3_next")
     layers.parallelize(model, ctx)

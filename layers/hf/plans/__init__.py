@@ -3,6 +3,7 @@
     dense        decoders of the plain kind under many names, and those with one fused projection
     bert         encoders that are run as decoders
     mixtures     experts, latent attention
+    completed    mixtures whose own plan leaves attention or shared experts whole
     recurrent    state spaces, linear attentions, convolutions, and hybrids of them with attention
 
 A plan is data: patterns of module names, in which `*` stands for one name, to the names of styles (see `styles`). One
@@ -17,9 +18,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import bert, dense, mixtures, recurrent
+from . import bert, completed, dense, mixtures, recurrent
 
-PLANS: dict[str, dict[str, str]] = {**dense.PLANS, **bert.PLANS, **mixtures.PLANS, **recurrent.PLANS}
+PLANS: dict[str, dict[str, str]] = {
+    **dense.PLANS, **bert.PLANS, **mixtures.PLANS, **completed.PLANS, **recurrent.PLANS
+}  # fmt: skip
 
 
 def built_in(model: Any) -> tuple[str, dict[str, str]] | None:
