@@ -282,7 +282,7 @@ def check(engine, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         read = engine.prefill(prompts).float()  # the second time it is captured, if at all
         if kind == "eager" or len(engine.prompts):
             logits[f"prompt, {kind}"] = read
-        engine.accept(torch.nn.functional.one_hot(last, read.shape[1]))
+        engine.accept(torch.nn.functional.one_hot(last, read.shape[1]).to(read.dtype))
         if kind == "eager":
             logits["step, eager"] = engine.step().float()
             engine.decode(2)  # captures, and replays once
