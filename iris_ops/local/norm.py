@@ -4,6 +4,8 @@
                                                       dimension
     add_rms_norm(x, residual, weight, eps, offset)    (total, rms_norm(total)) of total = x + residual, rounded
 
+    layer_norm(x, weight, bias, eps)                  torch's, whose kernel works row by row, but not a compiler's
+
 Compilers split a row's sum by the number of rows. Here a program has whole rows, in tiles whose sides depend on the
 width alone, and both functions add a row's squares in one order. Sums are in fp32, and a result is rounded once. On
 CPUs torch's own norm works row by row, and the functions are its.
@@ -101,6 +103,12 @@ _library.define("rms_norm(Tensor input, Tensor weight, float eps, float offset=0
 _library.define(
     "add_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps, float offset=0.0) -> (Tensor, Tensor)"
 )
+_library.define("layer_norm(Tensor input, Tensor weight, Tensor? bias, float eps) -> Tensor")
+_library.impl(
+    "layer_norm",
+    lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps),
+    "CompositeExplicitAutograd",
+)
 _library.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
 _library.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
 
@@ -109,9 +117,11 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+torch.library.register_fake("iris_ops::layer_norm", lambda x, weight, bias, eps: _like(x), lib=_library)
 torch.library.register_fake("iris_ops::rms_norm", lambda x, weight, eps, offset=0.0: _like(x), lib=_library)
 torch.library.register_fake(
     "iris_ops::add_rms_norm", lambda x, residual, weight, eps, offset=0.0: (_like(x), _like(x)), lib=_library
 )
 rms_norm = torch.ops.iris_ops.rms_norm
 add_rms_norm = torch.ops.iris_ops.add_rms_norm
+layer_norm = torch.ops.iris_ops.layer_norm

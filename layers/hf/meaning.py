@@ -31,7 +31,7 @@ _REDUCTIONS = frozenset(
      "norm", "linalg_vector_norm", "logsumexp", "any", "all", "median", "topk", "sort", "cumsum", "cumprod", "_softmax",
      "_log_softmax", "_safe_softmax", "count_nonzero")
 )  # fmt: skip
-_NORMS = frozenset(("native_layer_norm", "_fused_rms_norm", "rms_norm"))
+_NORMS = frozenset(("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"))
 _CUTS = frozenset(
     ("slice", "split", "split_with_sizes", "chunk", "select", "unbind", "narrow", "flip", "roll", "unfold")
 )

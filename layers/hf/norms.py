@@ -2,11 +2,13 @@
 
 A module is exchanged only if it is a plain RMSNorm: a copy of it with a random weight is tried beside torch's function.
 In bf16 and fp16 torch's function rounds once, where the module rounds twice. A norm that adds one to its weight, as
-Gemma's and Qwen3-Next's do, stays, unless the same bits are promised: then both kinds are `iris_ops/local/norm.py`'s.
+Gemma's and Qwen3-Next's do, stays, unless the same bits are promised: then both kinds are `iris_ops/local/norm.py`'s,
+and so are layer norms, found likewise. What is spelled out otherwise sums by the number of rows on GPUs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import copy
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from .styles import is_hooked
 
 _OFFSETS = 0.0, 1.0  # that modules add to their weights
+_NAMES = "RMSNorm", "LayerNorm"  # as those of their classes end
 
 
 class RMSNorm(nn.Module):
@@ -38,48 +41,96 @@ class RMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}" + (f", offset={self.offset}" if self.offset else "")
 
 
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension; the same bits among any rows."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float):
+        super().__init__()
+        self.weight, self.bias, self.eps = weight, bias, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return norm.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
 def fuse_norms(model: nn.Module, invariant: str | None = None) -> int:
     """Exchanges the plain RMSNorms of `model`, which keep their weights; how many there were.
 
-    `invariant`: as in `iris.iris`; norms are then those of `iris_ops/local/norm.py`, in compiled code, too.
+    `invariant`: as in `iris.iris`; norms are then those of `iris_ops/local/norm.py`, in compiled code, too, and layer
+    norms are exchanged as well.
     """
-    offsets: dict[tuple, float | None] = {}
+    made: dict[tuple, Callable[[Any], nn.Module] | None] = {}
     found = []
     for parent in model.modules():
         for child, module in parent.named_children():
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-            if not type(module).__name__.endswith("RMSNorm") or isinstance(module, RMSNorm) or eps is None:
+            if not type(module).__name__.endswith(_NAMES) or isinstance(module, (RMSNorm, LayerNorm)) or eps is None:
                 continue
             if is_hooked(module):  # which would be lost
                 continue
             kind = type(module), eps, *((name, p.shape) for name, p in module.named_parameters())
-            if kind not in offsets:
-                offsets[kind] = offset_of(module, eps)
-            if (offset := offsets[kind]) == 0 or offset and invariant:
-                theirs: Any = module
-                found.append((parent, child, RMSNorm(theirs.weight, eps, invariant, offset).train(theirs.training)))
+            if kind not in made:
+                made[kind] = _exchange(module, eps, invariant)
+            if make := made[kind]:
+                found.append((parent, child, make(module).train(module.training)))
     for parent, child, ours in found:
         setattr(parent, child, ours)
     return len(found)
 
 
+def _exchange(module: Any, eps: float, invariant: str | None) -> Callable[[Any], nn.Module] | None:
+    """What makes one of ours of a module of this kind; None where there is none that computes the same."""
+    if type(module).__name__.endswith("RMSNorm"):
+        if (offset := offset_of(module, eps)) is None or offset and not invariant:
+            return None
+        return lambda theirs: RMSNorm(theirs.weight, eps, invariant, offset)
+    if not invariant or not is_layer_norm(module, eps):
+        return None
+    return lambda theirs: LayerNorm(theirs.weight, theirs.bias if "bias" in theirs._parameters else None, eps)
+
+
 @torch.no_grad()
 def offset_of(module: Any, eps: float) -> float | None:
     """What `module` adds to its weight, if it computes what RMSNorm does, seen by trying; None if it does not."""
+    if (tried := _tried(module, ["weight"])) is None:
+        return None
+    trial, x, result = tried
+    for offset in _OFFSETS:
+        if torch.allclose(result, F.rms_norm(x, trial.weight.shape, trial.weight + offset, eps), 1e-4, 1e-6):
+            return offset
+    return None
+
+
+@torch.no_grad()
+def is_layer_norm(module: Any, eps: float) -> bool:
+    """Whether it computes what LayerNorm does, seen by trying."""
+    if not (tried := _tried(module, ["weight"]) or _tried(module, ["weight", "bias"])):
+        return False
+    trial, x, result = tried
+    exact = F.layer_norm(x, trial.weight.shape, trial.weight, trial._parameters.get("bias"), eps)
+    return torch.allclose(result, exact, 1e-4, 1e-6)
+
+
+@torch.no_grad()
+def _tried(module: Any, names: list[str]) -> tuple[Any, torch.Tensor, torch.Tensor] | None:
+    """A copy of `module` with random parameters, an input, and the result; None if its parameters have other names."""
     parameters = dict(module.named_parameters())
-    if list(parameters) != ["weight"] or module.weight.dim() != 1 or list(module.children()):
+    sizes = {p.shape for p in parameters.values()}
+    if list(parameters) != names or len(sizes) > 1 or module.weight.dim() != 1 or list(module.children()):
         return None
     random = torch.Generator("cpu").manual_seed(0)
     here: dict[str, Any] = {"generator": random, "device": "cpu"}  # be torch's default another
     trial = copy.deepcopy(module)
     size = module.weight.shape[0]
-    trial.weight = nn.Parameter(torch.randn(size, **here))
+    for name in names:
+        setattr(trial, name, nn.Parameter(torch.randn(size, **here)))
     x = torch.randn(3, size, **here) * torch.tensor([[1e-3], [1.0], [1e3]], device="cpu")  # eps counts in the first row
     try:
         result = trial(x)
     except Exception:  # whatever it wants beside its input
         return None
-    for offset in _OFFSETS if torch.is_tensor(result) else ():
-        if torch.allclose(result, F.rms_norm(x, (size,), trial.weight + offset, eps), 1e-4, 1e-6):
-            return offset
-    return None
+    return (trial, x, result) if torch.is_tensor(result) else None

@@ -138,6 +138,29 @@ def test_plain_norms_are_exchanged(world_size: int, name: str, kind: str, invari
         assert len(kinds) >= 5 and set(kinds) == {kind}
 
 
+def test_layer_norms_are_exchanged_where_bits_are_promised() -> None:
+    from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    torch.manual_seed(3)
+    like = [nn.LayerNorm(64), nn.LayerNorm(64, 1e-3, bias=False), CohereLayerNorm(64)]
+    unlike = [
+        nn.LayerNorm(64, elementwise_affine=False),
+        nn.LayerNorm((2, 64)),
+        T5LayerNorm(64),
+        CohereLayerNorm((2, 64)),
+    ]
+    theirs = nn.ModuleList([*like, *unlike])
+    for parameter in theirs.parameters():
+        nn.init.uniform_(parameter, 0.5, 2)
+    alone, promised = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    assert fuse_norms(alone) == 0 and fuse_norms(promised, "batch") == len(like)
+    assert list(promised.state_dict()) == list(theirs.state_dict())
+    x = torch.randn(5, 2, 64)
+    for mine, before in zip(promised, theirs, strict=True):
+        assert torch.allclose(mine(x), before(x), atol=1e-5)
+
+
 def test_a_fused_norm_rounds_no_worse() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
