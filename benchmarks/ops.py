@@ -26,17 +26,22 @@ from iris_tp.bench.rows import LINK_GB_S, Row
 from iris_tp.bench.team import Team, launch
 import torch
 
+from benchmarks import moe
 from benchmarks.measuring import report, shapes
 from benchmarks.rivals import everyone
 from benchmarks.rivals.contender import GEMM, Contender
 from benchmarks.tables import ops_table
+
+MIXTURES = "moe"  # among --shapes: the ops of mixtures of experts, in place of the four
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser)
     parser.add_argument("--ops", type=report.some_of(shapes.CALLS), default="ar,rs,ag,ga", help="some of ar,rs,ag,ga")
-    parser.add_argument("--shapes", help=f"some of {','.join(shapes.SETS)}; default: facts, on CPUs tiny")
+    parser.add_argument(
+        "--shapes", help=f"{MIXTURES}, or some of {','.join(shapes.SETS)}; default: facts, on CPUs tiny"
+    )
     parser.add_argument(
         "--rows", type=report.sizes, help='only these sizes, as "8192,8192,7168;512,8192,2048"; all, of --shapes given'
     )
@@ -257,6 +262,12 @@ def replayed_error(inputs: Inputs, batch: timing.Batch, out: torch.Tensor, alone
 
 
 def main() -> None:
+    """With `--shapes moe` the ops are those of mixtures: `benchmarks.moe` takes the other arguments."""
+    asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    asked.add_argument("--shapes")
+    chosen, others = asked.parse_known_args()
+    if chosen.shapes == MIXTURES:
+        sys.exit(moe.main(others))
     args = parse()
     sys.exit(launch(run, args, limit_s=args.time_limit + 150))
 

@@ -9,7 +9,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
+from benchmarks import moe, ops  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
+
+
+def test_the_ops_of_mixtures_are_shapes_of_the_ops_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(moe, "main", lambda argv: given.append(argv) or 7)
+    monkeypatch.setattr(sys, "argv", ["ops", "--ranks", "2", "--shapes", "moe", "--tokens", "3"])
+    with pytest.raises(SystemExit, match="7"):
+        ops.main()
+    assert given == [["--ranks", "2", "--tokens", "3"]]
 
 
 @pytest.mark.slow
