@@ -174,7 +174,8 @@ def models(ranks: int, folder: str, most: int | None = None) -> str:
     text = "ms, CUDA graphs, decoder layers compiled; in brackets how many times ours, in bold where faster."
     if any(apart):
         text += (
-            " vLLM, which has an engine of its own, is compared with ours of its own run, the best for it of several."
+            " vLLM is compared with ours of the same run; of several runs the table shows the one in which vLLM does"
+            " best."
         )
     used = [each for run, beside_it in zip(runs, apart, strict=True) for each in (run, *beside_it)]
     return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()

@@ -1,14 +1,13 @@
 """RMSNorms whose rows have the same bits however many there are, with the residual's sum before them.
 
-    rms_norm(x, weight, eps, offset)                  x / sqrt(mean(x^2) + eps) * (weight + offset), over the last
+    rms_norm(x, weight, eps, offset)                  x / sqrt(mean(x^2) + eps) * (weight + offset) over the last
                                                       dimension
     add_rms_norm(x, residual, weight, eps, offset)    (total, rms_norm(total)) of total = x + residual, rounded
-
-    layer_norm(x, weight, bias, eps)                  torch's, whose kernel works row by row, but not a compiler's
+    layer_norm(x, weight, bias, eps)                  torch's kernel, which works row by row, in compiled code too
 
 Compilers split a row's sum by the number of rows. Here a program has whole rows, in tiles whose sides depend on the
 width alone, and both functions add a row's squares in one order. Sums are in fp32, and a result is rounded once. On
-CPUs torch's own norm works row by row, and the functions are its.
+CPUs torch's own norm works row by row, so the functions call it.
 """
 
 from __future__ import annotations
