@@ -5,7 +5,7 @@ Models have the shapes of Llama-3-8B and Qwen3-32B and random weights, the same 
     batch   a context with `invariance="batch"` reads and continues a prompt alone, and in batches of 7, 64 and 200
     ranks   contexts with "ranks", one of all ranks and one of a single rank, do so, and are compared
 
-eagerly and, on GPUs, from CUDA graphs; with `--compile` also with compiled decoder layers. Compared are the logits
+eagerly and, on GPUs, from CUDA graphs; with `--compile` also from CUDA graphs of compiled decoder layers. Compared are the logits
 behind the prompt and of each step, bit by bit, and so the tokens. Writes a JSON file. Exits with 1 where a bit differs.
 """
 
@@ -97,7 +97,8 @@ def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) 
         given = {"batches": sizes, "steps": args.steps, "length": LENGTH, "thorough": False}
         ahead([ctx], partial(verify.batch, parted, ctx, **given, modes=("eager",)))
         for compiled in (False, True)[: 1 + (args.compile and team.cuda)]:
-            keep("batch", compiled, verify.batch(parted, ctx, compile=compiled, **given))
+            modes = ("graphs",) if compiled else None
+            keep("batch", compiled, verify.batch(parted, ctx, compile=compiled, modes=modes, **given))
     del parted
     alone = iris.iris(heap, group=args.groups[team.rank], invariant="ranks")
     with iris.iris(heap, invariant="ranks") as ctx, alone:
@@ -110,7 +111,8 @@ def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) 
         eager = ("eager",)
         ahead([alone, ctx], lambda: read(one, alone, False, modes=eager), lambda: read(many, ctx, False, modes=eager))
         for compiled in (False, True)[: 1 + (args.compile and team.cuda)]:
-            first, others = read(one, alone, compiled), read(many, ctx, compiled)
+            modes = ("graphs",) if compiled else None
+            first, others = read(one, alone, compiled, modes=modes), read(many, ctx, compiled, modes=modes)
             keep("ranks", compiled, verify_ranks.compared(first, [others], team.world))
     return found
 

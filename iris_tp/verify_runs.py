@@ -59,12 +59,14 @@ def modes_on(device: torch.device) -> tuple[str, ...]:
 
 
 class _Watch:
-    """What modules gave for one row, in the order in which they were called."""
+    """What modules gave for one row, in the order in which they were called; of `compiled` ones, as a whole."""
 
-    def __init__(self, model: torch.nn.Module, place: int, batch: int, length: int) -> None:
+    def __init__(self, model: torch.nn.Module, compiled: list, place: int, batch: int, length: int) -> None:
         self.place, self.batch, self.length = place, batch, length
         self.seen: list[tuple[str, str, torch.Tensor]] = []
-        watched = [(name, each) for name, each in model.named_modules() if _is_leaf(each)]
+        inside = {module for layer in compiled for module in layer.modules()}  # hooks there would compile each apart
+        named = model.named_modules()
+        watched = [(name, each) for name, each in named if each in compiled or (_is_leaf(each) and each not in inside)]
         self._hooks = [each.register_forward_hook(self._hook(name)) for name, each in watched]
 
     def _hook(self, name: str) -> Any:
@@ -76,7 +78,8 @@ class _Watch:
         return keep
 
     def _row(self, output: Any) -> torch.Tensor | None:
-        """The row's own tokens, without its padding."""
+        """The row's own tokens, without its padding; a layer may return them in a tuple."""
+        output = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(output, torch.Tensor) or output.dim() < 2:
             return None
         if output.shape[0] != self.batch:
@@ -96,8 +99,8 @@ def _is_leaf(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def _watching(model: torch.nn.Module, place: int, batch: int, length: int) -> Iterator[_Watch]:
-    watch = _Watch(model, place, batch, length)
+def _watching(model: torch.nn.Module, compiled: list, place: int, batch: int, length: int) -> Iterator[_Watch]:
+    watch = _Watch(model, compiled, place, batch, length)
     try:
         yield watch
     finally:
@@ -110,8 +113,10 @@ def run_batch(
 ) -> tuple[list[torch.Tensor], list[tuple[str, str, torch.Tensor]]]:  # fmt: skip
     """(the row's logits behind its prompt and of each step, what modules gave for it while the prompts were read)."""
     import layers
+    from layers.serving.compiled import decoder_layers
 
     engine = layers.Engine(model, ctx, len(prompts), room, graphs=mode == "graphs", compile=compile)
+    compiled = decoder_layers(model, len(engine.cache.layers)) if compile else []
     longest = max(map(len, prompts))
     rows = torch.tensor([[0] * (longest - len(row)) + row for row in prompts], device=ctx.device)
     mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in prompts], device=ctx.device)
@@ -122,7 +127,7 @@ def run_batch(
         if mode == "graphs":
             logits = [engine.prefill(rows, given)]
         else:
-            with _watching(model, place, len(prompts), len(prompts[place])) as watch:
+            with _watching(model, compiled, place, len(prompts), len(prompts[place])) as watch:
                 logits = [engine.read(rows, given)]
                 seen = watch.seen
         logits = [logits[0][place].clone()]

@@ -1,7 +1,7 @@
 """A gated product without an exchange, such as the first half of a gated MLP whose input is whole (see `gating`).
 
 Warp-specialised programs compute it where the model says that they take less time than torch's product and the gate
-behind it.
+behind it. With `ctx.invariant` the product is `matmul.py`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..planning.machine import machine_of
 from ..planning.tile_model import gemm_us
 from ..planning.torch_model import expected_us, gate_us
 from ..problem import DTYPES, GATHER_MATMUL, Problem
-from . import gating
+from . import gating, matmul
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -72,6 +72,9 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
     """
     check(A, B, bias)
     out = A.new_empty(A.shape[0], B.shape[1] // 2)
+    if ctx.invariant:
+        matmul.gated(ctx, out, A, B, bias)
+        return out
     problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, True)
     config = chosen(problem, machine_of(ctx.device))
     if config is None or as_stored(B) is B or operands.supports(config, A, B, out):

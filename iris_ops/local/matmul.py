@@ -16,7 +16,7 @@ Which one depends on sizes, but all of one machine sum a row in one order (`plan
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from iris import fixed_order, registry
 from iris.launch import relaunch
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ..fp8 import scaled_matmul
+from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
 from ..planning.machine import machine_of
 from ..planning.orders import least_rows
@@ -58,16 +59,28 @@ def multiply(
     if A.dtype.itemsize != 2:
         _by_blocks(out, A, B, bias)
         return
-    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype)
-    config = specialised(problem, machine_of(A.device))
-    if config is not None and operands.supports(config, A, B, out) is None:
+    _in_16_bits(ctx, out, A, B, bias, False)
+
+
+def _in_16_bits(
+    ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, gated: bool
+) -> None:
+    """On a GPU, by one kernel: the product, or a gated one, each half of which it rounds as it does a product."""
+    machine = machine_of(A.device)
+    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, gated)
+    config = specialised(problem, machine)
+    stored = not gated or as_stored(B) is not B  # as these programs need two halves
+    bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
+    if config is not None and stored and operands.supports(config, A, B, out) is None:
         kept = ctx.once(_Kept)
-        bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
         nothing = kept.nothing
         gather_matmul.product(ctx, kept.calls, kept.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
+        return
+    options: dict[str, Any] = {"gated": gated, "least": least_rows(machine)}
+    if out.is_contiguous():
+        skinny_matmul.skinny_matmul(A, B.t(), bias, **options, out=out)
     else:
-        least = least_rows(machine_of(A.device))
-        out.copy_(skinny_matmul.skinny_matmul(A, B.t(), bias, least=least))
+        out.copy_(skinny_matmul.skinny_matmul(A, B.t(), bias, **options))
 
 
 def _by_blocks(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -83,7 +96,13 @@ def gated(
     ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
     scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`out` [M, N/2] = silu of the first half of the product's columns, times the second half."""
+    """`out` [M, N/2] = silu of the first half of the product's columns, times the second half.
+
+    Both halves are rounded before, however it is computed.
+    """
+    if out.numel() and scale is None and A.device.type == "cuda" and A.dtype.itemsize == 2:
+        _in_16_bits(ctx, out, A, B, bias, True)
+        return
     both = A.new_empty(A.shape[0], B.shape[1])
     multiply(ctx, both, A, B, bias, scale)
     gating.gate(out, both)

@@ -210,17 +210,19 @@ def skinny_matmul(
     eps: float = 0.0,
     launched: bool = True,
     least: int = _LEAST_ROWS,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
     `scale` [N]: the weight is in eight bits, see `iris_ops/fp8/scaled_matmul.py`; x is in bf16 then, and `streams` must
     hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]:
     rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched` False the kernel is
-    compiled and loaded only, and what is returned is not filled. `least`: rows of a block, at least.
+    compiled and loaded only, and what is returned is not filled. `least`: rows of a block, at least. `out`: what is
+    filled and returned in place of a new tensor, contiguous.
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     (M, K), N = rows.shape, _width(weight, gated)
-    out = x.new_empty(*x.shape[:-1], N)
+    out = x.new_empty(*x.shape[:-1], N) if out is None else out
     if scale is not None:
         rows, weight = map(in_whole_vectors, (rows, weight))
         skinny_stream.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)

@@ -1,7 +1,8 @@
 """Gated MLPs, `down(silu(gate(x)) * up(x))`, whose first half is one kernel.
 
 With few rows the kernel is `skinny_matmul`'s. With many rows, on a GPU with warp-specialised kernels, it is
-`hopper_gather_matmul_kernel`, whether the rows are here or, with sequence parallelism, spread over the ranks.
+`hopper_gather_matmul_kernel`, whether the rows are here or, with sequence parallelism, spread over the ranks. With
+`iris.iris(invariant=...)` one of the two serves any number of rows on any GPU.
 
 A module is exchanged only if its forward reads just so, its gate and up are one product (see `merge`), its activation
 is silu, and nobody else has hooked it. What it holds stays, under the same names. The kernel passes over gate, up and
@@ -43,13 +44,17 @@ class GatedMLP(nn.Module):
         vars(self).update((key, held) for key, held in vars(mlp).items() if not key.startswith("_forward_pre_hooks"))
         self._product = product
         self._whole = self._passed_over()  # in a tuple: no further children
+        self._invariant = bool(product.merged.ctx.invariant)
         self._hopper_configs = platform.has_warp_specialisation(product.merged.ctx.device)  # a compiler would warn
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         (x,) = *args, *kwargs.values()  # by whatever name
         merged = self.merged
         x = merged.check(x, merged.in_features)
-        if merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
+        if self._invariant and keeps_bits(x, merged):
+            if self._is_whole():
+                return self.down_proj(merged.gated(x))
+        elif merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
             alone = not self._product.exchanges(x)
             few = alone and skinny_matmul.serves(x, merged.weight, merged.bias, True, merged.weight_scale)
             many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._hopper_configs)
@@ -74,13 +79,22 @@ class GatedMLP(nn.Module):
         return same and not any(is_hooked(each) for each in now)
 
 
+def keeps_bits(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:
+    """Whether one kernel gates the product of `x` in a way that does not go by the number of rows."""
+    serves = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and merged.weight_scale is None
+    return serves and x.dtype == merged.dtype and not _wants_gradient(x, merged)
+
+
 def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, specialised: bool) -> bool:
     """Whether a warp-specialised kernel may multiply `x`: it has many rows, or a number that a compiler leaves open."""
     if not specialised or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
         return False
+    return not _wants_gradient(x, merged) and not statically_known_true(x.shape[:-1].numel() <= FEW)
+
+
+def _wants_gradient(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:
     held = [t for t in (x, merged.weight, merged.bias) if t is not None]
-    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in held)
-    return not wants_gradient and not statically_known_true(x.shape[:-1].numel() <= FEW)
+    return torch.is_grad_enabled() and any(t.requires_grad for t in held)
 
 
 def fuse_gates(model: nn.Module) -> int:

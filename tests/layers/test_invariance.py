@@ -7,7 +7,7 @@ import random
 
 import iris  # before triton: it may set up the interpreter
 from iris_ops.kernels import rmsnorm_epilogue
-from iris_ops.local import decode_attention, matmul
+from iris_ops.local import decode_attention, gating, matmul
 from iris_tp import verify
 import layers
 from layers.hf import whole_products
@@ -44,13 +44,15 @@ def linear_body(ctx: iris.Iris, dtype: torch.dtype, bias: bool) -> dict[str, lis
     outer = torch.nn.Linear(144, 96, bias).to(dtype)
     made = {
         "column": layers.ColumnParallelLinear.from_linear(inner, ctx=ctx),
+        "gated": layers.ColumnParallelLinear.from_linear(inner, ctx=ctx).gated,
         "gathered": layers.ColumnParallelLinear.from_linear(inner, gather_output=True, ctx=ctx),
         "row": layers.RowParallelLinear.from_linear(outer, ctx=ctx),
         "row, partial": layers.RowParallelLinear.from_linear(outer, reduce_results=False, ctx=ctx),
     }
     found = {}
     for name, layer in made.items():
-        width = layer.in_features if layer.dim == 0 else layer.weight.shape[1]
+        held = getattr(layer, "__self__", layer)
+        width = held.in_features if held.dim == 0 else held.weight.shape[1]
         found[name] = different(layer, torch.randn(1, width).to(ctx.device, dtype))
     return found
 
@@ -62,6 +64,34 @@ def linear_body(ctx: iris.Iris, dtype: torch.dtype, bias: bool) -> dict[str, lis
 def test_layers_give_a_row_the_same_bits(world_size, dtype, bias):
     for found in run_ranks(world_size, linear_body, dtype, bias):
         assert not any(found.values()), found
+
+
+def gated_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
+    """Where a gated product has other bits than its two halves, gated behind a product, or is no such product."""
+    ctx.invariant = "batch"
+    torch.manual_seed(2)
+    weight, bias = torch.randn(2 * 192, 320) / 16, torch.randn(2 * 192)
+    B, bias = weight.to(ctx.device, dtype).t(), bias.to(ctx.device, dtype)
+    said = []
+    for M in (*ROWS, 700):
+        A = torch.randn(M, 320).to(ctx.device, dtype)
+        found, behind, both = (A.new_full((M, width), float("nan")) for width in (192, 192, 384))
+        matmul.gated(ctx, found, A, B, bias)
+        matmul.multiply(ctx, both, A, B, bias)
+        gating.gate(behind, both)
+        if not found.view(torch.uint8).equal(behind.view(torch.uint8)):
+            said.append(f"{M} rows: {int((found != behind).sum())} numbers differ")
+        gate, up = torch.addmm(bias.double(), A.double(), B.double()).chunk(2, 1)
+        exact = torch.nn.functional.silu(gate) * up
+        if not (found - exact).abs().max() <= 0.03 * exact.abs().max():
+            said.append(f"{M} rows: wrong")
+    return said
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gated_product_has_the_bits_of_its_halves(dtype):
+    for said in run_ranks(1, gated_body, dtype):
+        assert not said
 
 
 def plain_body(ctx: iris.Iris) -> list[str]:
