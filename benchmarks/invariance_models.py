@@ -5,8 +5,9 @@ Models have the shapes of Llama-3-8B and Qwen3-32B and random weights, the same 
     batch   a context with `invariance="batch"` reads and continues a prompt alone, and in batches of 7, 64 and 200
     ranks   contexts with "ranks", one of all ranks and one of a single rank, do so, and are compared
 
-eagerly and, on GPUs, from CUDA graphs; with `--compile` also from CUDA graphs of compiled decoder layers. Compared are the logits
-behind the prompt and of each step, bit by bit, and so the tokens. Writes a JSON file. Exits with 1 where a bit differs.
+eagerly and, on GPUs, from CUDA graphs; with `--compile` also from CUDA graphs of compiled decoder layers. Compared are
+the logits behind the prompt and of each step, bit by bit, and so the tokens. Writes a JSON file. Exits with 1 where a
+bit differs.
 """
 
 import argparse
