@@ -149,11 +149,15 @@ def beside(dev: torch.device) -> dict[str, bool]:
 
 
 @functools.cache
-def launch_options(dev: torch.device) -> dict[str, bool]:
-    """The options of `beside`, and the one that makes products and sums one instruction, whatever the default is."""
+def launch_options(dev: torch.device, fused: bool = True) -> dict[str, bool]:
+    """The options of `beside`, and the one that makes products and sums one instruction, whatever the default is.
+
+    `fused`: False for a kernel whose tiles lie in registers in several ways, where bits must not depend on that: which
+    sums find their product beside them would.
+    """
     from .triton_private import FUSED
 
-    return FUSED | beside(dev)
+    return (FUSED if fused else dict.fromkeys(FUSED, False)) | beside(dev)
 
 
 def timeout_s() -> float:

@@ -212,7 +212,8 @@ def variants(target: GPUTarget):
             yield f"{name}_folded", skinny_matmul.skinny_matmul_kernel, options, constants | dict(FOLDED=True)
     for in_pairs in (False, True):  # as an invariant context has them added
         name, constants = "step_weigh_pairs" if in_pairs else "step_weigh", dict(PARTS=256, COLUMNS=32)
-        yield name, weigh_kernel, dict(num_warps=4), dict(constants, IN_PAIRS=in_pairs)
+        options = dict(num_warps=4, enable_fp_fusion=not in_pairs)
+        yield name, weigh_kernel, options, dict(constants, IN_PAIRS=in_pairs)
     yield from moe_variants(target, machine, WORLD_SIZE)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)

@@ -25,6 +25,7 @@ import triton.language as tl
 _BLOCK, _WARPS, _STAGES = 32, 4, 3
 _MOST_SCANNED, _TOLD_BYTES = 4096, 4096
 _MOST_PARTS, _COLUMNS = 256, 32  # of a program that weighs
+_HELD, _OF_A_WARP = 4096, 1024  # numbers of one, where stretches are of one length; so many at most have one warp
 _STRETCH = 128  # of a cache, where it must not depend on the batch
 # One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
 # blocks a program could read before its first one and behind its last one, or while a second kernel weighs.
@@ -214,10 +215,13 @@ def decode_attention(
         **platform.launch_options(q.device),
     )  # fmt: skip
     if not whole:
-        columns = min(padded, _COLUMNS)
+        held, columns = triton.next_power_of_2(parts), min(padded, _COLUMNS)
+        if invariant:  # stretches are many, and short: fewer programs, with more columns each
+            columns = max(columns, min(padded, _HELD // held))
         weigh_kernel[(batch * heads, triton.cdiv(dim, columns))](
-            stretches, weights, out, parts, dim, PARTS=triton.next_power_of_2(parts), COLUMNS=columns,
-            IN_PAIRS=invariant, num_warps=4, **platform.launch_options(q.device),
+            stretches, weights, out, parts, dim, PARTS=held, COLUMNS=columns, IN_PAIRS=invariant,
+            num_warps=1 if invariant and held * columns <= _OF_A_WARP else 4,
+            **platform.launch_options(q.device, fused=not invariant),
         )  # fmt: skip
     return out
 
