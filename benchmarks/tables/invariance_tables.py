@@ -89,30 +89,55 @@ def _by_tree(A: torch.Tensor, B: torch.Tensor, first: int, last: int) -> torch.T
 
 
 def models(folder: str) -> str:
-    """Steps and first tokens of a whole model at each level, beside vLLM's with and without its own promise."""
-    runs = [run for run in by_age("llm_*_{gpu}_x2") if _has(run, "ours-batch")]
+    """Steps and first tokens of a whole model at each level, beside vLLM's with and without its own promise.
+
+    Each of the two is of the latest run that has it, and is compared with what promises nothing in the same run.
+    """
+    runs = [run for run in by_age("llm_*_{gpu}_x2") if _has(run, "ours-batch") or _has(run, "vllm-batch")]
     if not runs:
         return "Not measured yet."
-    rows = []
+    sizes = {(run["model"], run["layers"], row["batch"], row["prompt"]) for run in runs for row in run["rows"]}
+    rows, shown = [], {}
+    for model, layers, batch, prompt in sorted(sizes):
+        for kind, name in (("step", "step"), ("first", "first token")):
+            cells, marks = [model, str(layers), f"{batch} x {prompt}", name], []
+            for base, *others in (("ours", "ours-batch", "ours-ranks"), ("vllm", "vllm-batch")):
+                run, results = _latest(runs, (model, layers, batch, prompt), others[0])
+                ms = [results.get(key, {}).get(f"{kind}_graph_ms") for key in (base, *others)]
+                cells += [
+                    figure(ms[0]),
+                    *(f"{figure(each)} ({each / ms[0]:.2f})" if each and ms[0] else "" for each in ms[1:]),
+                ]
+                shown |= {run["file"]: run} if run else {}
+                marks += [changed(run)] if run and base == "ours" else []
+            rows.append([*cells, *(marks or [""])])
+    text = (
+        "ms, random weights, decoder layers compiled, CUDA graphs, median, slowest rank; in brackets over the time"
+        " without the promise, of the same run. vLLM's is VLLM_BATCH_INVARIANT=1; the last column speaks of ours."
+    )
+    head = [
+        "model",
+        "layers",
+        "batch x prompt",
+        "",
+        "`None`",
+        '`"batch"`',
+        '`"ranks"`',
+        "vLLM",
+        "vLLM, invariant",
+        CHANGED,
+    ]
+    return f"{header(shown.values(), folder, text)}\n\n{lines_of(head, rows, 4)}"
+
+
+def _latest(runs: list[dict[str, Any]], size: tuple, key: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The first of `runs` that has measured `key` at this size, and all that it measured there, by key."""
     for run in runs:
         for row in run["rows"]:
             results = {each["key"]: each for each in row["results"] if each["status"] == "ok"}
-            for kind, name in (("step", "step"), ("first", "first token")):
-                cells = [str(run["layers"]), f"{row['batch']} x {row['prompt']}", name]
-                for base, *others in (("ours", "ours-batch", "ours-ranks"), ("vllm", "vllm-batch")):
-                    ms = [results.get(key, {}).get(f"{kind}_graph_ms") for key in (base, *others)]
-                    cells += [
-                        figure(ms[0]),
-                        *(f"{figure(each)} ({each / ms[0]:.2f})" if each and ms[0] else "" for each in ms[1:]),
-                    ]
-                rows.append([*cells, changed(run)])
-    text = (
-        f"ms of {' and '.join(sorted({run['model'] for run in runs}))}, random weights, decoder layers compiled, CUDA"
-        " graphs, median, slowest rank; in brackets over the time without the promise. vLLM's is"
-        " VLLM_BATCH_INVARIANT=1, of the same run."
-    )
-    head = ["layers", "batch x prompt", "", "`None`", '`"batch"`', '`"ranks"`', "vLLM", "vLLM, invariant", CHANGED]
-    return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 3)}"
+            if (run["model"], run["layers"], row["batch"], row["prompt"]) == size and key in results:
+                return run, results
+    return None, {}
 
 
 def _has(run: dict[str, Any], key: str) -> bool:
@@ -168,11 +193,12 @@ def _whole_models(runs: list[dict[str, Any]]) -> str:
             rows = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
             differing = sum(row["differing"] for row in rows)
             batches = ", ".join(map(str, sorted({row["batch"] for row in rows})))
-            told.append(f'{model}, {layers} layers, `"{level}"`, batches of {batches}: {differing}')
+            how = " and compiled" * any(row["mode"] == "compiled" for row in rows)
+            told.append(f'{model}, {layers} layers, `"{level}"`{how}, batches of {batches}: {differing}')
         told[-1] += f" ({run['date']}, {gpus(run)}, commit {run['commit']})"
     return (
         " Of whole models with random weights the logits behind a prompt and of three steps were compared, eagerly and"
-        f" from CUDA graphs; numbers that had other bits: {'; '.join(told)}."
+        f" from CUDA graphs, and where it says so compiled; numbers that had other bits: {'; '.join(told)}."
     )
 
 
