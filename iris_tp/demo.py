@@ -167,10 +167,12 @@ def main(argv: list[str] | None = None) -> int:
 
         logging.disable_progress_bar()
 
+    launch.import_ahead(args.ranks, "transformers.models.llama.modeling_llama")  # while the unsplit model generates
     started = time.time()
     say(started, "preparing SmolLM2-135M-Instruct (the first time, it is converted from GGUF to safetensors)")
     task = Task(smollm2.checkpoint(), args.prompt, args.tokens, getattr(torch, args.dtype), started, args.engine)
     say(started, "generating with the unsplit model on the CPU in float32")
+    torch.set_num_threads(1)  # beside other processes two threads wait for each other
     expected = reference(task)
     where = "GPUs" if on_gpu else "CPUs, with the Triton interpreter,"
     say(started, f"starting {args.ranks} ranks on {where} in {args.dtype}")

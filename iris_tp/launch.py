@@ -2,10 +2,14 @@
 
 `run(rank_main, ranks, *args)` calls `rank_main(*args)` once per rank with torchrun's environment set, so that a rank
 needs only `iris.iris()`. The first rank that fails ends the others, and `run` raises: nothing waits for a dead rank.
+
+Without GPUs one server imports what every rank needs, and ranks are forked from it: to import torch and transformers
+takes seconds of a core for each. A process of CUDA cannot be forked, so with GPUs each rank begins anew.
 """
 
 from collections.abc import Callable, Iterator
 import contextlib
+from multiprocessing import forkserver
 import os
 from typing import Any
 
@@ -52,8 +56,11 @@ def started(rank_main: Callable[..., None], ranks: int, *args: Any) -> Iterator[
     """The ranks' processes, to be joined; at the end of the block those that still run are killed."""
     # The parent serves the ranks' rendezvous, as torchrun does: a port that is bound here cannot be taken by another.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with _threads(None if torch.cuda.is_available() else max(1, len(os.sched_getaffinity(0)) // ranks)):
-        context = multiprocessing.spawn(_rank, (ranks, store.port, rank_main, args), nprocs=ranks, join=False)
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    import_ahead(ranks)
+    with _threads(ranks):
+        given = ranks, store.port, dict(os.environ), rank_main, args
+        context = multiprocessing.start_processes(_rank, given, nprocs=ranks, join=False, start_method=method)
     try:
         yield context
     finally:
@@ -62,21 +69,36 @@ def started(rank_main: Callable[..., None], ranks: int, *args: Any) -> Iterator[
                 process.kill()
 
 
+def import_ahead(ranks: int, *modules: str) -> None:
+    """Has the server of later ranks import what they need, and `modules`, while the caller goes on; not with GPUs."""
+    if "RANK" in os.environ or torch.cuda.is_available():
+        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["iris.device", *modules, f"{__package__}.preloaded"]
+    )
+    with _threads(ranks):
+        forkserver.ensure_running()
+
+
 @contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Processes started meanwhile use `count` threads. The interpreter computes in numpy, which asks at import."""
+def _threads(ranks: int) -> Iterator[None]:
+    """Without GPUs processes started meanwhile share the cores: the interpreter is numpy's, which asks at import."""
     name = "OMP_NUM_THREADS"
-    if count is None or name in os.environ:
+    if torch.cuda.is_available() or name in os.environ:
         yield
         return
-    os.environ[name] = str(count)
+    os.environ[name] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     try:
         yield
     finally:
         del os.environ[name]
 
 
-def _rank(rank: int, ranks: int, port: int, rank_main: Callable[..., None], args: tuple) -> None:
+def _rank(
+    rank: int, ranks: int, port: int, environment: dict[str, str], rank_main: Callable[..., None], args: tuple
+) -> None:
+    os.environ.clear()  # a server keeps that of its start
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -1,0 +1,18 @@
+"""What every rank needs, imported once by the server that ranks are forked from (`launch.py`).
+
+iris comes before transformers, which imports triton: it may set up the interpreter.
+"""
+
+import atexit
+import gc
+import os
+
+import iris.device  # noqa: F401
+import iris_ops.torch_ops  # noqa: F401
+import layers  # noqa: F401
+import torch._dynamo  # noqa: F401
+import torch.distributed.tensor  # noqa: F401
+
+atexit.register(os._exit, 0)  # the server's end, without a list of what triton's binding still holds
+gc.collect()
+gc.freeze()  # ranks need not look through it for garbage, nor copy the memory that it lies in
