@@ -151,7 +151,8 @@ class LLM:
 """
 
 
-@pytest.mark.parametrize("broken", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
 def test_two_of_vllm_start_together_and_are_timed_in_turn(tmp_path: Path, monkeypatch, broken: bool) -> None:
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     monkeypatch.syspath_prepend(tmp_path)

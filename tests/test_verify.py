@@ -31,6 +31,7 @@ def test_it_exits_with_whether_bits_differ(options: tuple[str, ...], code: int, 
     assert said in result.stdout
 
 
+@pytest.mark.slow
 def test_a_model_of_one_length_is_compared_without_padding(tmp_path: Path) -> None:
     result = verified(tmp_path, "bart", "batch", "--ranks", "2")
     assert result.returncode == 0, result.stderr

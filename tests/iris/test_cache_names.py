@@ -44,6 +44,7 @@ print(names["first"], names["second"])
 """
 
 
+@pytest.mark.slow
 def test_the_name_of_a_kernel_does_not_depend_on_what_was_compiled_before(tmp_path: Path) -> None:
     script = tmp_path / "kernels.py"
     script.write_text(KERNELS)

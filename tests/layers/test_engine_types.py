@@ -124,6 +124,7 @@ def kinds_body(ctx: Any) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_layers_of_many_kinds_are_compiled_for_all_kinds_of_calls() -> None:
     """Three kinds of layers, of mixtures or not, with windows or not: in steps, and in prompts padded or not."""
     run_ranks(2, kinds_body, timeout=400)

@@ -217,7 +217,10 @@ def mixture_body(ctx: iris.Iris, name: str, compile: bool | str) -> tuple[list, 
 @pytest.mark.skipif(ON_GPU, reason="`iris-tp verify` is for GPUs, too")
 @pytest.mark.parametrize(
     ("name", "compile"),
-    [("mixtral", False), ("mixtral", "eager"), pytest.param("qwen3_moe", False, marks=pytest.mark.slow)],
+    [
+        ("mixtral", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mixtral", "eager"), ("qwen3_moe", False))),
+    ],
 )
 def test_a_mixture_gives_a_prompt_the_same_bits_and_routes_it_row_by_row(name, compile):
     pytest.importorskip("transformers")
