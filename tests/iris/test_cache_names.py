@@ -7,6 +7,8 @@ from pathlib import Path
 import subprocess
 import sys
 
+import pytest
+
 from tests.processes import ROOT, patient, python_path
 
 KERNELS = """
