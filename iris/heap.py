@@ -267,8 +267,34 @@ def check_memory(call: str, names: Sequence[str], begins: Sequence[int], spans: 
 
 def check_written(call: str, name: str, t: torch.Tensor) -> None:
     """Raises for a tensor that is written, several of whose elements are one in memory."""
-    if t.numel() and any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-        raise ArgumentError(f"{call}: {name} {tuple(t.shape)} has strides {t.stride()}; expected no expanded tensor")
+    if t.is_contiguous() or not t.numel() or not _meets_itself(t):
+        return
+    raise ArgumentError(
+        f"{call}: {name} {tuple(t.shape)} has strides {t.stride()}; expected no expanded tensor, and none whose rows"
+        " overlap"
+    )
+
+
+def _meets_itself(t: torch.Tensor) -> bool:
+    """Whether two elements of `t` have one address."""
+    dims = sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
+    beyond = 1  # of what smaller strides reach
+    for stride, size in dims:
+        if stride < beyond:
+            break
+        beyond += stride * (size - 1)
+    else:
+        return False
+    if dims[0][0] == 0:
+        return True
+    if len(dims) == 2:
+        (narrow, columns), (wide, rows) = dims
+        common = math.gcd(narrow, wide)
+        return wide // common < columns and narrow // common < rows  # so many steps of the one are some of the other
+    places = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        places = (places[:, None] + torch.arange(size) * stride).flatten().unique()
+    return len(places) < t.numel()
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

@@ -228,6 +228,7 @@ def refuse(ctx: iris.Iris) -> None:
         (ArgumentError, "overlaps inp", lambda: ccl.all_to_all(x, x)),
         (ArgumentError, "overlaps inp", lambda: ccl.all_reduce(x[1:], x[:-1])),
         (ArgumentError, "no expanded tensor", lambda: ccl.all_reduce(x[:1].expand(400, -1), y)),
+        (ArgumentError, "whose rows overlap", lambda: ccl.all_reduce(x.as_strided(x.shape, (1, 1)), y)),
         (ArgumentError, "requires grad", lambda: ccl.all_reduce(x, y.clone().requires_grad_())),
         (ArgumentError, "rows that stand one stride apart", lambda: ccl.all_reduce(holes, holes.clone())),
         (

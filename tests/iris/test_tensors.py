@@ -1,9 +1,13 @@
 """Constructors: what torch gives, on the heap, at the same offset on all ranks; bad calls raise and take nothing."""
 
+import itertools
+import operator
 import os
+import random
 
 import iris
-from iris import errors
+from iris import errors, heap
+from iris.errors import ArgumentError
 import pytest
 import torch
 
@@ -307,3 +311,21 @@ def _two_contexts(ctx):
 @pytest.mark.parametrize("world_size", WORLDS[:2])
 def test_a_tensor_of_another_heap_is_refused(world_size):
     run_ranks(world_size, _two_contexts)
+
+
+def test_what_meets_itself_is_found_whatever_its_strides() -> None:
+    draw = random.Random(0)
+    seen = set()
+    for _ in range(4000):
+        shape = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
+        strides = [draw.randint(0, 9) for _ in shape]
+        places = [sum(map(operator.mul, each, strides)) for each in itertools.product(*map(range, shape))]
+        meets = len(set(places)) < len(places)
+        seen.add((meets, len(shape)))
+        t = torch.zeros(200).as_strided(shape, strides)
+        if not meets:
+            heap.check_written("call", "t", t)
+        else:
+            with pytest.raises(ArgumentError, match="call: t .* has strides"):
+                heap.check_written("call", "t", t)
+    assert len(seen) == 8

@@ -132,6 +132,8 @@ def refuse_overlaps(ctx: iris.Iris) -> None:
     ctx.ops.matmul_all_reduce(c, a, a, b[0])  # operands may overlap each other
     with pytest.raises(ArgumentError, match="out"):  # rows of one memory: which of them should remain?
         ctx.ops.matmul_all_reduce(c[:1].expand(16, 16), a, b)
+    with pytest.raises(ArgumentError, match="out .* whose rows overlap"):
+        ctx.ops.matmul_all_reduce(c.as_strided((16, 16), (15, 1)), a, b)
     check_case(ctx, good_case(ALL_REDUCE))
 
 

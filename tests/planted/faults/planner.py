@@ -111,8 +111,8 @@ PLANNER = [
     Fault(
         "an expanded out is written",
         "iris/heap.py",
-        "if t.numel() and any(size > 1 and stride == 0",
-        "if t.numel() and any(size > 1 and stride < 0",
+        "if stride < beyond:",
+        "if stride < 0:",
         ARGUMENTS,
     ),
     Fault(
