@@ -98,8 +98,7 @@ def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) 
         given = {"batches": sizes, "steps": args.steps, "length": LENGTH, "thorough": False}
         ahead([ctx], partial(verify.batch, parted, ctx, **given, modes=("eager",)))
         for compiled in (False, True)[: 1 + (args.compile and team.cuda)]:
-            modes = ("graphs",) if compiled else None
-            keep("batch", compiled, verify.batch(parted, ctx, compile=compiled, modes=modes, **given))
+            keep("batch", compiled, verify.batch(parted, ctx, compile=compiled, modes=_modes(compiled), **given))
     del parted
     alone = iris.iris(heap, group=args.groups[team.rank], invariant="ranks")
     with iris.iris(heap, invariant="ranks") as ctx, alone:
@@ -112,10 +111,14 @@ def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) 
         eager = ("eager",)
         ahead([alone, ctx], lambda: read(one, alone, False, modes=eager), lambda: read(many, ctx, False, modes=eager))
         for compiled in (False, True)[: 1 + (args.compile and team.cuda)]:
-            modes = ("graphs",) if compiled else None
-            first, others = read(one, alone, compiled, modes=modes), read(many, ctx, compiled, modes=modes)
+            first, others = (read(*each, compiled, modes=_modes(compiled)) for each in ((one, alone), (many, ctx)))
             keep("ranks", compiled, verify_ranks.compared(first, [others], team.world))
     return found
+
+
+def _modes(compiled: bool) -> tuple[str, ...] | None:
+    """Compiled layers from graphs only, whose first pass is eager: each mode would compile them anew."""
+    return ("graphs",) if compiled else None
 
 
 def run(team: Team, args: argparse.Namespace) -> None:

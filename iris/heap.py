@@ -290,7 +290,7 @@ def _meets_itself(t: torch.Tensor) -> bool:
     if len(dims) == 2:
         (narrow, columns), (wide, rows) = dims
         common = math.gcd(narrow, wide)
-        return wide // common < columns and narrow // common < rows  # so many steps of the one are some of the other
+        return wide // common < columns and narrow // common < rows  # as far by the one as by the other
     places = torch.zeros(1, dtype=torch.int64)
     for stride, size in dims:
         places = (places[:, None] + torch.arange(size) * stride).flatten().unique()

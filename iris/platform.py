@@ -152,8 +152,8 @@ def beside(dev: torch.device) -> dict[str, bool]:
 def launch_options(dev: torch.device, fused: bool = True) -> dict[str, bool]:
     """The options of `beside`, and the one that makes products and sums one instruction, whatever the default is.
 
-    `fused`: False for a kernel whose tiles lie in registers in several ways, where bits must not depend on that: which
-    sums find their product beside them would.
+    `fused`: False keeps products and sums apart. A compiler can only make one instruction of a product and a sum that
+    one thread holds, so with True a result's bits may depend on how a tile is spread over threads.
     """
     from .triton_private import FUSED
 

@@ -13,6 +13,6 @@ import layers  # noqa: F401
 import torch._dynamo  # noqa: F401
 import torch.distributed.tensor  # noqa: F401
 
-atexit.register(os._exit, 0)  # the server's end, without a list of what triton's binding still holds
+atexit.register(os._exit, 0)  # nanobind would print what triton still holds when Python ends
 gc.collect()
 gc.freeze()  # ranks need not look through it for garbage, nor copy the memory that it lies in

@@ -25,7 +25,7 @@ import triton.language as tl
 _BLOCK, _WARPS, _STAGES = 32, 4, 3
 _MOST_SCANNED, _TOLD_BYTES = 4096, 4096
 _MOST_PARTS, _COLUMNS = 256, 32  # of a program that weighs
-_HELD, _OF_A_WARP = 4096, 1024  # numbers of one, where stretches are of one length; so many at most have one warp
+_HELD, _OF_A_WARP = 4096, 1024  # numbers that a program holds with `invariant`, at most, and with one warp
 _STRETCH = 128  # of a cache, where it must not depend on the batch
 # One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
 # blocks a program could read before its first one and behind its last one, or while a second kernel weighs.

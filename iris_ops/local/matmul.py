@@ -69,7 +69,7 @@ def _in_16_bits(
     machine = machine_of(A.device)
     problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, gated)
     config = specialised(problem, machine)
-    stored = not gated or as_stored(B) is not B  # as these programs need two halves
+    stored = not gated or as_stored(B) is not B  # the specialised kernel reads B as two matrices [N, K]
     bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
     if config is not None and stored and operands.supports(config, A, B, out) is None:
         kept = ctx.once(_Kept)
@@ -98,7 +98,7 @@ def gated(
 ) -> None:  # fmt: skip
     """`out` [M, N/2] = silu of the first half of the product's columns, times the second half.
 
-    Both halves are rounded before, however it is computed.
+    Each way to compute it rounds both halves before it gates them.
     """
     if out.numel() and scale is None and A.device.type == "cuda" and A.dtype.itemsize == 2:
         _in_16_bits(ctx, out, A, B, bias, True)

@@ -80,7 +80,7 @@ class GatedMLP(nn.Module):
 
 
 def keeps_bits(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:
-    """Whether one kernel gates the product of `x` in a way that does not go by the number of rows."""
+    """Whether `merged.gated` serves `x` on an invariant context: the answer is the same at every number of rows."""
     serves = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and merged.weight_scale is None
     return serves and x.dtype == merged.dtype and not _wants_gradient(x, merged)
 
