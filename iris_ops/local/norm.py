@@ -3,7 +3,8 @@
     rms_norm(x, weight, eps, offset)                  x / sqrt(mean(x^2) + eps) * (weight + offset) over the last
                                                       dimension
     add_rms_norm(x, residual, weight, eps, offset)    (total, rms_norm(total)) of total = x + residual, rounded
-    layer_norm(x, weight, bias, eps)                  torch's kernel, which works row by row, in compiled code too
+    layer_norm(x, weight, bias, eps)                  torch's kernel, which works row by row, in compiled code too; other
+                                                      places in memory get a copy, for it has other code for them
 
 Compilers split a row's sum by the number of rows. Here a program has whole rows, in tiles whose sides depend on the
 width alone, and both functions add a row's squares in one order. Sums are in fp32, and a result is rounded once. On
@@ -85,6 +86,10 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float =
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps).to(x.dtype)
 
 
+def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return F.layer_norm(_in_place(x) if x.device.type == "cuda" else x, weight.shape, weight, bias, eps)
+
+
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,11 +108,7 @@ _library.define(
     "add_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps, float offset=0.0) -> (Tensor, Tensor)"
 )
 _library.define("layer_norm(Tensor input, Tensor weight, Tensor? bias, float eps) -> Tensor")
-_library.impl(
-    "layer_norm",
-    lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps),
-    "CompositeExplicitAutograd",
-)
+_library.impl("layer_norm", _layer_norm, "CompositeExplicitAutograd")
 _library.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
 _library.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
 

@@ -1,4 +1,4 @@
-"""RMSNorms that work row by row: against float64, and the same bits for a row among any others."""
+"""Norms that work row by row: against float64, and the same bits for a row among any others."""
 
 from __future__ import annotations
 
@@ -46,12 +46,33 @@ def test_against_float64(world_size: int, dtype: torch.dtype) -> None:
     run_ranks(world_size, body, dtype)
 
 
+def layer_norm_reference(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    h = h.double() - h.double().mean(-1, keepdim=True)
+    normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weight.double()
+    return normed if bias is None else normed + bias.double()
+
+
+def layer_norm_body(ctx: iris.Iris, dtype: torch.dtype) -> None:
+    for rows, N in SIZES:
+        x, weight, bias = (drawn(ctx.device, dtype, *size) for size in ((rows, N), (N,), (N,)))
+        for added in (None, bias):
+            out, exact = norm.layer_norm(x, weight, added, EPS), layer_norm_reference(x, weight, added)
+            allowed = ULP[dtype] * exact.abs() + 1e-5  # the mean and the bias cancel
+            assert (out.double() - exact).abs().le(allowed).all(), (rows, N, added is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_layer_norms_against_float64(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(world_size, layer_norm_body, dtype)
+
+
 def rows_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
     """Where a row has other bits than alone: among others, elsewhere in memory, of a view, behind its sum."""
     said = []
     for N in (64, 96, 2048):
-        row, other, weight = (drawn(ctx.device, dtype, *size) for size in ((1, N), (1, N), (N,)))
+        row, other, weight, bias = (drawn(ctx.device, dtype, *size) for size in ((1, N), (1, N), (N,), (N,)))
         alone = norm.normed(row + other, weight, EPS)[1].view(torch.uint8)
+        centred = [norm.layer_norm(row + other, weight, added, EPS).view(torch.uint8) for added in (None, bias)]
         for rows in (1, 2, 3, 17, 65, 130):
             for place in {0, rows // 2, rows - 1}:
                 held = poison(torch.empty(rows * N + 1, dtype=dtype, device=ctx.device))
@@ -61,11 +82,18 @@ def rows_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
                     residual = torch.zeros_like(x)
                     residual[place] = other[0]
                     total = x + residual
-                    for name, found in (
-                        ("sum", norm.normed(x, weight, EPS, residual)[1]), ("norm", norm.normed(total, weight, EPS)[1])
-                    ):  # fmt: skip
-                        if not found[place : place + 1].view(torch.uint8).equal(alone):
+                    x.copy_(total)
+                    for name, found, expected in (
+                        ("norm", norm.normed(x, weight, EPS)[1], alone),
+                        ("layer norm", norm.layer_norm(x, weight, None, EPS), centred[0]),
+                        ("layer norm with a bias", norm.layer_norm(x, weight, bias, EPS), centred[1]),
+                    ):
+                        if not found[place : place + 1].view(torch.uint8).equal(expected):
                             said.append(f"{name} of {rows} rows of {N}, place {place}, begin {begin}")
+                    poison(x)[place] = row[0]
+                    found = norm.normed(x, weight, EPS, residual)[1]
+                    if not found[place : place + 1].view(torch.uint8).equal(alone):
+                        said.append(f"sum of {rows} rows of {N}, place {place}, begin {begin}")
     return said
 
 
