@@ -2,8 +2,8 @@
 
 A part is a name and the modules in which it begins: a kernel of `iris_ops`, the collectives, the plans, an engine. Its
 digest covers these modules and those modules of `DEVICE` that they import, at any depth and also inside functions: the
-code that runs on GPUs, not the host's code around it. Comments, docstrings and blank lines do not count, so that words
-can be mended without a mark on every table. The plans are a part of their own.
+code that runs on GPUs, neither the host's code around it nor the interpreter that CPUs have. Comments, docstrings and
+blank lines do not count, so that words can be mended without a mark on every table. The plans are a part of their own.
 
 `recorded(report)` goes into each JSON file as "code". `changes(report)` compares it with the sources as they stand. A
 file that is older than these digests cannot be judged: it says `UNKNOWN`.
@@ -26,6 +26,7 @@ DEVICE = (
     "iris.device.", "iris.ccl.", "iris_ops.kernels.", "iris_ops.with_torch.", "iris_ops.local.", "iris_ops.fp8.",
     "iris_ops.moe.",
 )  # fmt: skip
+_ON_CPUS = "iris.device.interpreter."
 PLANS = "plans"
 UNKNOWN = "unknown: before digests"
 _PLANNING = ("iris_ops.planning.",)
@@ -119,8 +120,12 @@ def _reached(beginnings: Iterable[str]) -> set[str]:
             continue
         found.add(name)
         if file := _file(name):
-            waiting += [each for each in _imports_of_file(name, file) if each.startswith(DEVICE)]
+            waiting += [each for each in _imports_of_file(name, file) if _is_measured(each)]
     return found
+
+
+def _is_measured(name: str) -> bool:
+    return name.startswith(DEVICE) and not name.startswith(_ON_CPUS)
 
 
 @functools.cache
@@ -139,7 +144,8 @@ def _modules(name: str) -> list[str]:
         return [name]
     folder = ROOT / name[:-1].replace(".", "/")
     files = [file for file in sorted(folder.rglob("*.py")) if file.name != "__init__.py"]
-    return [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    return [each for each in names if not each.startswith(_ON_CPUS)]
 
 
 def imports(name: str, text: str, package: bool = False) -> list[str]:
