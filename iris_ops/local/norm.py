@@ -3,8 +3,9 @@
     rms_norm(x, weight, eps, offset)                  x / sqrt(mean(x^2) + eps) * (weight + offset) over the last
                                                       dimension
     add_rms_norm(x, residual, weight, eps, offset)    (total, rms_norm(total)) of total = x + residual, rounded
-    layer_norm(x, weight, bias, eps)                  torch's kernel, which works row by row, in compiled code too; other
-                                                      places in memory get a copy, for it has other code for them
+    layer_norm(x, weight, bias, eps)                  torch's kernel, which works row by row, in compiled code too; x is
+                                                      copied where it begins between vectors, for which torch has
+                                                      other code
 
 Compilers split a row's sum by the number of rows. Here a program has whole rows, in tiles whose sides depend on the
 width alone, and both functions add a row's squares in one order. Sums are in fp32, and a result is rounded once. On
