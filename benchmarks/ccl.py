@@ -46,7 +46,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="four sizes")
     parser.add_argument("--sweep", action="store_true", help="our variants x programs x blocks instead of the rivals")
     args = parser.parse_args(argv)
-    report.settle(args, argv, "ccl_sweep" if args.sweep else "ccl")
+    report.settle(args, argv, "ccl_sweep" if args.sweep else "ccl", module="ccl")
     args.time_limit = args.time_limit or (90 if args.sweep else 45)
     args.command = args.command.replace("benchmarks.ccl_sweep", "benchmarks.ccl")
     gpu = args.device == "cuda"

@@ -62,7 +62,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="GPU", help="what the planner expects, for a GPU by name; needs none")
     parser.add_argument("--table", type=Path, metavar="FILE", help="prints what a file holds, as rows of a table")
     args = parser.parse_args(argv)
-    report.settle(args, argv, "invariance_random" if args.random else "invariance")
+    report.settle(args, argv, "invariance_random" if args.random else "invariance", module="invariance")
     return args
 
 

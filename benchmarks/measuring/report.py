@@ -87,14 +87,14 @@ def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
     return chosen
 
 
-def settle(args: argparse.Namespace, argv: list[str] | None, benchmark: str) -> None:
-    """Fills in the defaults that depend on the device."""
+def settle(args: argparse.Namespace, argv: list[str] | None, benchmark: str, module: str = "") -> None:
+    """Fills in the defaults that depend on the device. `module`: that of the command, if it has another name."""
     gpu = args.device == "cuda"
     if args.ranks is None:
         args.ranks = torch.cuda.device_count() if gpu else 2
     args.heap_gib = args.heap_gib or (8 if gpu else 0.25)
     args.benchmark = benchmark
-    args.command = command(benchmark, sys.argv[1:] if argv is None else argv)
+    args.command = command(module or benchmark, sys.argv[1:] if argv is None else argv)
 
 
 def modes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
@@ -105,10 +105,10 @@ def modes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str
     return found
 
 
-def command(benchmark: str, argv: list[str]) -> str:
+def command(module: str, argv: list[str]) -> str:
     """The command line as anybody can repeat it: without this machine's output folder."""
     line = " ".join(f"'{word}'" if re.search(r"[\s;]", word) else word for word in argv)
-    return re.sub(r" ?--out[ =]\S+", "", f"python -m benchmarks.{benchmark} {line}").strip()
+    return re.sub(r" ?--out[ =]\S+", "", f"python -m benchmarks.{module} {line}").strip()
 
 
 def describe_run(team: Team, args: argparse.Namespace) -> dict:
