@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+import json
 from pathlib import Path
 
 from iris_ops.planning.machine import machine_named
@@ -11,10 +12,10 @@ from iris_ops.problem import problem_asked
 import pytest
 import torch
 
-from benchmarks import again, ccl, llm, norms, ops, rma
+from benchmarks import again, ccl, invariance, llm, norms, ops, rma
 from benchmarks.measuring import freshness, report
 from benchmarks.report import main
-from benchmarks.tables import docs_tables, marks, pages
+from benchmarks.tables import docs_tables, invariance_tables, marks, page_tables, pages
 
 KERNELS = "iris_ops/kernels"
 
@@ -120,6 +121,93 @@ def test_a_table_without_a_place_is_told() -> None:
 def test_a_rival_that_is_newly_ahead_is_in_the_table_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docs_tables, "_REASONS", {})
     assert docs_tables.UNEXPLAINED in docs_tables.lost(now=True)
+
+
+def test_a_sentence_with_figures_stays_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"cost": "2 %", "rows": "|"}
+    targets = [(name, "README.md", lambda _, text=text: text) for name, text in made.items()]
+    monkeypatch.setattr(pages, "TARGETS", targets)
+    text = "It is <!-- cost -->1 %<!-- end --> more.\n<!-- rows -->\n\n<!-- end -->\n"
+    assert pages.rendered("README.md", text) == text.replace("1 %", "2 %").replace("\n\n", "\n|\n")
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for results, which are not kept in mind beyond the test."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    for kept in (marks.run_of, marks._changes):
+        kept.cache_clear()
+    yield tmp_path
+    for kept in (marks.run_of, marks._changes):
+        kept.cache_clear()
+
+
+def measure_llm(folder: Path, gpu: str, day: int, rows: dict[tuple[int, int], dict[str, float]], code: bool) -> None:
+    """A result file of Llama-3-8B; of each batch and prompt what a step takes, and half as much a first token."""
+    run = {"benchmark": "llm_llama-3-8b_compiled", "model": "llama-3-8b", "layers": 32, "world": 2, "dtype": "bfloat16"}
+    run |= {"gpu": f"NVIDIA {gpu.upper()}", "date": f"2026-01-{day:02}", "versions": {"torch": "2"}, "rows": []}
+    run |= {"code": {"llm": "others"}} if code else {}
+    for (batch, prompt), times in rows.items():
+        results = [
+            {"key": key, "name": key, "status": "ok", "step_graph_ms": ms, "first_graph_ms": ms / 2}
+            for key, ms in times.items()
+        ]
+        run["rows"].append({"batch": batch, "prompt": prompt, "results": results})
+    (folder / f"llm_llama-3-8b_compiled_{gpu}_x2.json").write_text(json.dumps(run))
+
+
+def cells_of(table: str) -> list[list[str]]:
+    """The rows of a table below its rule, without the mark in the last column."""
+    lines = [line.split("|")[1:-2] for line in table.splitlines() if line.startswith("|")]
+    return [list(map(str.strip, line)) for line in lines[2:]]
+
+
+def test_a_row_that_a_newer_run_does_not_have_stays_with_its_gpu(results: Path) -> None:
+    """And vLLM of another GPU stands in where it was not measured on this one, with that GPU's name."""
+    ours, vllm = {"ours": 2.0, "nccl": 3.0}, {"vllm": 5.0}
+    measure_llm(results, "h100", 2, {(1, 128): ours | vllm, (64, 128): ours}, code=True)
+    measure_llm(
+        results, "h200", 1, {(1, 128): {"ours": 1.0, "vllm": 1.5}, (64, 128): ours | vllm, (16, 128): ours}, code=True
+    )
+    mine, nccl, theirs = ["2.00", "1.00"], ["3.00 (1.50x)", "1.50 (1.50x)"], ["5.00 (2.50x)", "2.50 (2.50x)"]
+    expected = [
+        ["Llama-3-8B, H100", "1 x 128", mine[0], nccl[0], theirs[0], mine[1], nccl[1], theirs[1]],
+        ["", "64 x 128", mine[0], nccl[0], f"H200: {theirs[0]}", mine[1], nccl[1], f"H200: {theirs[1]}"],
+        ["Llama-3-8B, H200", "16 x 128", mine[0], nccl[0], "", mine[1], nccl[1], ""],
+    ]
+    table = page_tables.models(2, "")
+    assert cells_of(table) == expected
+    assert "2 x NVIDIA H100" in table and "2 x NVIDIA H200" in table
+    # README has a row's GPUs in a column of its own
+    assert [row[1] for row in cells_of(page_tables.readme(""))] == ["2 x H100", "2 x H100", "2 x H200"]
+
+
+def test_without_digests_the_newest_run_of_a_model_stands_alone(results: Path) -> None:
+    ours = {"ours": 2.0, "nccl": 3.0}
+    measure_llm(results, "h100", 2, {(1, 128): ours}, code=False)
+    measure_llm(results, "h200", 1, {(1, 128): ours, (16, 128): ours | {"vllm": 1.0}}, code=False)
+    assert cells_of(page_tables.models(2, "")) == [
+        ["Llama-3-8B", "1 x 128", "2.00", "3.00 (1.50x)", "1.00", "1.50 (1.50x)"]
+    ]
+
+
+def test_what_a_promise_costs_names_the_gpus_of_each_row(results: Path) -> None:
+    promised = {"ours": 2.0, "ours-batch": 2.1, "ours-ranks": 2.2}
+    measure_llm(results, "h100", 2, {(1, 128): promised, (16, 128): promised | {"ours-batch": 2.12}}, code=True)
+    measure_llm(results, "h200", 1, {(1, 128): promised | {"vllm": 4.0, "vllm-batch": 8.0}}, code=True)
+    first = cells_of(invariance_tables.models(""))[0]
+    assert first[:2] + first[4:] == [
+        *("llama-3-8b, H100", "32", "2.00", "2.10 (1.05)", "2.20 (1.10)", "H200: 4.00", "H200: 8.00 (2.00)"),
+    ]
+    told = 'On 2 x H100 a decode step takes 5 to 6 % longer with `"batch"` and 10 % longer with `"ranks"`.'
+    assert invariance_tables.step_costs("") == told
+
+
+def test_a_recorded_command_is_one_that_runs(tmp_path: Path) -> None:
+    """The module's name, where a benchmark's is another."""
+    place = ["--device", "cpu", "--out", str(tmp_path)]
+    for module, option in ((invariance, "--random"), (ccl, "--sweep")):
+        assert module.parse([option, *place]).command == f"python -m {module.__name__} {option} --device cpu"
 
 
 @pytest.mark.parametrize("step", again.STEPS, ids=lambda step: step.key)

@@ -4,11 +4,13 @@ invariance            ops with the promise of any number of rows over those with
 invariance predicted  the same by the planner's model, as it is now
 invariance accuracy   what a sum over ranks misses in the order of each promise, computed here
 invariance ranks      row-parallel layers with the promise of any number of ranks
+invariance costs      a sentence of the README: what each level costs a decode step of such a model
 invariance models     steps and first tokens of a whole model at each level, and vLLM's with its own promise
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
 import statistics
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 
 from benchmarks.cases.invariance_costs import expected
 from benchmarks.measuring.tables import geometric_mean
-from benchmarks.tables.marks import CHANGED, by_age, changed, gpus, header, in_short, newest
+from benchmarks.tables.marks import CHANGED, by_age, changed, gpu_of, gpus, header, in_short, newest
 from benchmarks.tables.page_tables import figure, lines_of, us
 
 _FEW = 64  # rows of a decode step, at most
@@ -93,41 +95,55 @@ def models(folder: str) -> str:
 
     Each of the two is of the latest run that has it, and is compared with what promises nothing in the same run.
     """
-    runs = [run for run in by_age("llm_*_{gpu}_x2") if _has(run, "ours-batch") or _has(run, "vllm-batch")]
+    runs = _of_levels()
     if not runs:
         return "Not measured yet."
-    sizes = {(run["model"], run["layers"], row["batch"], row["prompt"]) for run in runs for row in run["rows"]}
     rows, shown = [], {}
-    for model, layers, batch, prompt in sorted(sizes):
+    for size in _sizes(runs):
+        model, layers, batch, prompt = size
+        (own, ours), (other, theirs) = (_latest(runs, size, key) for key in ("ours-batch", "vllm-batch"))
+        shown |= {run["file"]: run for run in (own, other) if run}
+        named = f"{gpu_of(other)}: " if own and other and own["gpu"] != other["gpu"] else ""
         for kind, name in (("step", "step"), ("first", "first token")):
-            cells, marks = [model, str(layers), f"{batch} x {prompt}", name], []
-            for base, *others in (("ours", "ours-batch", "ours-ranks"), ("vllm", "vllm-batch")):
-                run, results = _latest(runs, (model, layers, batch, prompt), others[0])
-                ms = [results.get(key, {}).get(f"{kind}_graph_ms") for key in (base, *others)]
-                cells += [
-                    figure(ms[0]),
-                    *(f"{figure(each)} ({each / ms[0]:.2f})" if each and ms[0] else "" for each in ms[1:]),
-                ]
-                shown |= {run["file"]: run} if run else {}
-                marks += [changed(run)] if run and base == "ours" else []
-            rows.append([*cells, *(marks or [""])])
+            cells = [f"{model}, {gpu_of(own)}" if own else model, str(layers), f"{batch} x {prompt}", name]
+            cells += _over_first(ours, ("ours", "ours-batch", "ours-ranks"), kind)
+            cells += [f"{named}{cell}" if cell else "" for cell in _over_first(theirs, ("vllm", "vllm-batch"), kind)]
+            rows.append([*cells, changed(own) if own else ""])
     text = (
         "ms, random weights, decoder layers compiled, CUDA graphs, median, slowest rank; in brackets over the time"
-        " without the promise, of the same run. vLLM's is VLLM_BATCH_INVARIANT=1; the last column speaks of ours."
+        " without the promise, of the same run. vLLM's is VLLM_BATCH_INVARIANT=1, and its cells name the GPU where it"
+        " is another; the last column speaks of ours."
     )
-    head = [
-        "model",
-        "layers",
-        "batch x prompt",
-        "",
-        "`None`",
-        '`"batch"`',
-        '`"ranks"`',
-        "vLLM",
-        "vLLM, invariant",
-        CHANGED,
-    ]
-    return f"{header(shown.values(), folder, text)}\n\n{lines_of(head, rows, 4)}"
+    head = ["model", "layers", "batch x prompt", "", "`None`", '`"batch"`', '`"ranks"`', "vLLM", "vLLM, invariant"]
+    return f"{header(shown.values(), folder, text)}\n\n{lines_of([*head, CHANGED], rows, 4)}"
+
+
+def step_costs(_folder: str) -> str:
+    """A sentence: by how much each level lengthens a decode step, at the cheapest row of `models` and the dearest."""
+    runs, told, where = _of_levels(), [], {}
+    for key in ("ours-batch", "ours-ranks"):
+        costs = []
+        for run, results in (_latest(runs, size, key) for size in _sizes(runs)):
+            if run:
+                costs.append(100 * results[key]["step_graph_ms"] / results["ours"]["step_graph_ms"] - 100)
+                where[gpus(run)] = run
+        span = " to ".join(dict.fromkeys(f"{cost:.0f}" for cost in (min(costs), max(costs))))
+        told.append(f'{span} % longer with `"{key.removeprefix("ours-")}"`')
+    return f"On {' and '.join(where)} a decode step takes {' and '.join(told)}."
+
+
+def _of_levels() -> list[dict[str, Any]]:
+    return [run for run in by_age("llm_*_{gpu}_x2") if _has(run, "ours-batch") or _has(run, "vllm-batch")]
+
+
+def _sizes(runs: list[dict[str, Any]]) -> list[tuple]:
+    return sorted({(run["model"], run["layers"], row["batch"], row["prompt"]) for run in runs for row in run["rows"]})
+
+
+def _over_first(results: dict[str, Any], keys: Sequence[str], kind: str) -> list[str]:
+    """The times of `keys`, with how many times that of the first each of the others is."""
+    first, *others = (results.get(key, {}).get(f"{kind}_graph_ms") for key in keys)
+    return [figure(first), *(f"{figure(each)} ({each / first:.2f})" if each and first else "" for each in others)]
 
 
 def _latest(runs: list[dict[str, Any]], size: tuple, key: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -157,7 +173,7 @@ def _compared(run: dict[str, Any]) -> str:
     return (
         f"{run['products']} {kind} were compared at 10 numbers of rows each{which and f' ({which[2:]})'}:"
         f' {differing["None"]} numbers{of_those} had other bits with `None`, {differing["batch"]} with `"batch"`'
-        f" ({run['date']}, commit {run['commit']})."
+        f" ({run['date']}, {gpus(run)}, commit {run['commit']})."
     )
 
 

@@ -54,8 +54,12 @@ def current(run: dict[str, Any]) -> bool:
     return bool(run.get("code"))
 
 
+def gpu_of(run: dict[str, Any]) -> str:
+    return run["gpu"].removeprefix("NVIDIA ").split()[0]
+
+
 def gpus(run: dict[str, Any]) -> str:
-    return f"{run['world']} x {run['gpu'].removeprefix('NVIDIA ').split()[0]}"
+    return f"{run['world']} x {gpu_of(run)}"
 
 
 def header(runs: Iterable[dict[str, Any]], folder: str, text: str = "") -> str:

@@ -14,7 +14,7 @@ from iris_tp.bench.rows import CALLS
 from benchmarks.measuring import report
 from benchmarks.measuring.tables import geometric_mean
 from benchmarks.tables.ccl_table import size_name
-from benchmarks.tables.marks import CHANGED, by_age, changed, current, gpus, header, in_short, newest, run_of
+from benchmarks.tables.marks import CHANGED, by_age, changed, current, gpu_of, gpus, header, in_short, newest, run_of
 
 Run = dict[str, Any]
 Wanted = tuple[str, int, int, int] | tuple[str, int, int, int, str]
@@ -86,19 +86,18 @@ def timed(row: dict[str, Any], mode: str = "graph") -> dict[str, float]:
 def readme(_folder: str) -> str:
     """Rows of ops and steps of models on two GPUs, of current runs only, with vLLM where it was measured."""
     used, rows = _op_rows(OPS_TWO, README_ROWS, floor=False)
-    runs = [run for model in MODELS for run in newest(f"llm_{model}_compiled_{{gpu}}_x2") if current(run)]
-    for run in runs:
-        apart = [each for each in beside_vllm(run) if current(each)]
-        # the smallest batch of each model; of a single model its three batches, too
-        for row in run["rows"][: 3 if len(runs) == 1 else 1]:
-            results, vllm = _by_key(row), _vllm_ms(apart, row, "step")
-            cells = [f"{MODELS[run['model']]}, a step, ms", f"{row['batch']} x {row['prompt']}"]
-            cells += [figure(_ms(results["ours"], "step")), _beside_ms(results, "nccl", "step")]
-            rows.append([*cells, f"vLLM {vllm}" if vllm else "", changed(run)])
-        used += [run, *apart]
-    head = ["op, µs", "M, N, K", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
+    rows = [[op, gpus(run), *cells] for run, (op, *cells) in zip(used, rows, strict=True)]
+    of_models = [found for model in MODELS if (found := _latest_rows(model, 2)) and current(found[0][0])]
+    # the smallest batch of each model; of a single model its three batches, too
+    for run, row in (each for found in of_models for each in found[: 3 if len(of_models) == 1 else 1]):
+        vllm = _vllm(run, row, "step")
+        cells = [f"{MODELS[run['model']]}, a step, ms", gpus(run), f"{row['batch']} x {row['prompt']}"]
+        cells += [figure(_ms(_by_key(row)["ours"], "step")), _beside_ms(_by_key(row), "nccl", "step")]
+        rows.append([*cells, f"vLLM {_vllm_ms(run, vllm, 'step')}" if vllm else "", changed(run)])
+        used += [run, *vllm[:1]]
+    head = ["op, µs", "GPUs", "M, N, K", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
     text = "In CUDA graphs, median, slowest rank. In brackets: how many times ours, in bold where faster."
-    return f"\n{in_short(used, text)}\n\n{lines_of(head, rows, 2)}"
+    return f"\n{in_short(used, text)}\n\n{lines_of(head, rows, 3)}"
 
 
 def ops(patterns: Sequence[str], wanted: Sequence[Wanted], folder: str) -> str:
@@ -151,34 +150,45 @@ def _size(row: dict[str, Any]) -> str:
     return f"{row['M']}, {row['N']}, {row['K']}" + (f" ({form})" if form != "rows" else "")
 
 
-def models(ranks: int, folder: str, most: int | None = None) -> str:
+def models(ranks: int, folder: str) -> str:
     """Steps and first tokens of whole models, compiled, beside cuBLAS + NCCL and, where it was measured, vLLM."""
-    runs = [run for model in MODELS for run in newest(f"llm_{model}_compiled_{{gpu}}_x{ranks}")]
-    apart = [beside_vllm(run) for run in runs]
-    others = {"nccl": "cuBLAS + NCCL"} | ({"vllm": "vLLM"} if any(apart) else {})
-    rows = []
-    for run, beside_it in zip(runs, apart, strict=True):
-        for number, row in enumerate(run["rows"][:most]):
-            results = _by_key(row)
-            if "ours" not in results:
-                continue
-            cells = [MODELS[run["model"]] if not number else "", f"{row['batch']} x {row['prompt']}"]
-            for kind in ("step", "first"):
-                cells.append(figure(_ms(results["ours"], kind)))
-                cells += [
-                    _vllm_ms(beside_it, row, kind) if key == "vllm" else _beside_ms(results, key, kind)
-                    for key in others
-                ]
-            rows.append([*cells, changed(run)])
-    head = ["model", "batch x prompt", "step", *others.values(), "first token", *others.values(), CHANGED]
+    shown = [each for model in MODELS for each in _latest_rows(model, ranks)]
+    with_vllm = any(_vllm(*each, kind) for each in shown for kind in ("step", "first"))
+    several = len({gpu_of(run) for run, _ in shown}) > 1
+    rows, used, before = [], [run for run, _ in shown], ""
+    for run, row in shown:
+        name = MODELS[run["model"]] + f", {gpu_of(run)}" * several
+        cells = [name if name != before else "", f"{row['batch']} x {row['prompt']}"]
+        for kind in ("step", "first"):
+            cells += [figure(_ms(_by_key(row)["ours"], kind)), _beside_ms(_by_key(row), "nccl", kind)]
+            vllm = _vllm(run, row, kind)
+            cells += [_vllm_ms(run, vllm, kind)] * with_vllm
+            used += vllm[:1]
+        rows.append([*cells, changed(run)])
+        before = name
+    others = ["cuBLAS + NCCL", *["vLLM"] * with_vllm]
+    head = ["model", "batch x prompt", "step", *others, "first token", *others, CHANGED]
     text = "ms, CUDA graphs, decoder layers compiled; in brackets how many times ours, in bold where faster."
-    if any(apart):
+    if with_vllm:
         text += (
-            " vLLM is compared with ours of the same run; of several runs the table shows the one in which vLLM does"
-            " best."
+            " vLLM is compared with ours of the same run: of runs on these GPUs the one in which vLLM does best, else"
+            " one on other GPUs, which the cell names."
         )
-    used = [each for run, beside_it in zip(runs, apart, strict=True) for each in (run, *beside_it)]
     return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
+
+
+def _latest_rows(model: str, ranks: int) -> list[tuple[Run, dict[str, Any]]]:
+    """Each batch and prompt of a compiled model, of the latest current run that has it, with that run.
+
+    A run that found no room for a batch hides no earlier one that did. Without a current run the newest stands alone.
+    """
+    runs = by_age(f"llm_{model}_compiled_{{gpu}}_x{ranks}")
+    found: dict[tuple[int, int], tuple[Run, dict[str, Any]]] = {}
+    for run in [each for each in runs if current(each)] or runs[:1]:
+        for row in run["rows"]:
+            if "ours" in _by_key(row):
+                found.setdefault((row["batch"], row["prompt"]), (run, row))
+    return list(found.values())
 
 
 def mixtures(ranks: int, folder: str) -> str:
@@ -203,20 +213,28 @@ def mixtures(ranks: int, folder: str) -> str:
     return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
 
-def beside_vllm(run: Run) -> list[Run]:
-    """The runs of the same model with vLLM in them on as many of the same GPUs, the newest first."""
-    found = by_age(f"llm_{run['model']}_*{{gpu}}_x{run['world']}")
-    whole = (each for each in found if each["gpu"] == run["gpu"] and each["layers"] == run["layers"])
-    return [each for each in whole if any("vllm" in _by_key(row) for row in each["rows"])]
+def _vllm(run: Run, row: dict, kind: str) -> tuple[Run, dict[str, dict]] | tuple[()]:
+    """Of runs with vLLM at the batch and prompt of `row`, the one in which it does best beside ours, and its results.
+
+    Of those on the same GPUs, if there is such a run, else of others.
+    """
+    found = []
+    for other in by_age(f"llm_{run['model']}_*{{gpu}}_x{run['world']}"):
+        for each in other["rows"] if current(other) and other["layers"] == run["layers"] else ():
+            results = _by_key(each)
+            alike = all(each[size] == row[size] for size in ("batch", "prompt"))
+            if alike and _ms(results.get("vllm", {}), kind) and _ms(results.get("ours", {}), kind):
+                found.append((other, results))
+    found = [each for each in found if each[0]["gpu"] == run["gpu"]] or found
+    return min(found, key=lambda each: _ms(each[1]["vllm"], kind) / _ms(each[1]["ours"], kind), default=())
 
 
-def _vllm_ms(runs: list[Run], row: dict, kind: str) -> str:
-    """What vLLM takes for a batch and prompt as in `row`, in that run in which it does best beside ours."""
-    sizes = ("batch", "prompt")
-    alike = (each for run in runs for each in run["rows"] if all(each[size] == row[size] for size in sizes))
-    found = [results for results in map(_by_key, alike) if _ms(results.get("vllm", {}), kind)]
-    best = min(found, key=lambda results: _ms(results["vllm"], kind) / _ms(results["ours"], kind), default={})
-    return _beside_ms(best, "vllm", kind)
+def _vllm_ms(run: Run, vllm: tuple[Run, dict[str, dict]] | tuple[()], kind: str) -> str:
+    """What vLLM takes, with the GPU where that of `run` is another."""
+    if not vllm:
+        return ""
+    other, results = vllm
+    return f"{gpu_of(other)}: " * (other["gpu"] != run["gpu"]) + _beside_ms(results, "vllm", kind)
 
 
 def _by_key(row: dict) -> dict[str, dict]:

@@ -1,7 +1,8 @@
 """Which table stands on which page, and the pages as the results have them now; `benchmarks/report.py` writes them.
 
-A table stands between `<!-- NAME -->` and `<!-- end -->`. `TARGETS` says on which page, so that moving a table is one
-line here and the two comments there. The tables beside the result files have every row; `EVERY_ROW` makes them.
+A table stands between `<!-- NAME -->` and `<!-- end -->`, and so does a sentence with figures, in one line with both.
+`TARGETS` says on which page, so that moving a table is one line here and the two comments there. The tables beside the
+result files have every row; `EVERY_ROW` makes them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def _of_kernel(name: str, folder: str) -> str:
 # name of the table, its page, and what makes it, given the way from the page to the result files
 TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("readme", "README.md", page_tables.readme),
+    ("invariance costs", "README.md", invariance_tables.step_costs),
     ("models x4", "docs/benchmarks.md", partial(page_tables.models, 4)),
     ("models x2", "docs/benchmarks.md", partial(page_tables.models, 2)),
     ("ops x4", "docs/benchmarks.md", partial(page_tables.ops, page_tables.OPS_FOUR, page_tables.FOUR)),
@@ -104,13 +106,13 @@ def rendered(page: str, text: str) -> str:
     folder = Path(os.path.relpath(report.RESULTS, (ROOT / page).parent)).as_posix() + "/"
     for name, of, make in TARGETS:
         if of == page:
-            place = re.compile(rf"<!-- {re.escape(name)} -->\n.*?<!-- end -->", re.DOTALL)
+            place = re.compile(rf"(<!-- {re.escape(name)} -->)(\n?).*?<!-- end -->", re.DOTALL)
             if not place.search(text):
                 raise LookupError(
                     f"{page}: expected <!-- {name} --> and <!-- end -->, for benchmarks/tables/pages.py names it"
                 )
-            whole = f"<!-- {name} -->\n{make(folder)}\n<!-- end -->"
-            text = place.sub(lambda _, whole=whole: whole, text)
+            made = make(folder)
+            text = place.sub(lambda old, made=made: f"{old[1]}{old[2]}{made}{old[2]}<!-- end -->", text)
     return text
 
 
