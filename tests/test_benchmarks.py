@@ -275,7 +275,7 @@ def test_what_there_was_no_time_for_is_told(tmp_path):
     run_benchmark("ops", 1, "--rows", "16,48,32", "--time-limit", "0.01", "--out", str(tmp_path))
     report = json.loads((tmp_path / "ops_cpu_x1.json").read_text())
     assert [row["op"] for row in report["rows"]] == ["ar"]
-    told = "Left out for want of time: rs 16, 48, 32; ag 16, 48, 32; ga 16, 48, 32."
+    told = "Left out for want of time or memory: rs 16, 48, 32; ag 16, 48, 32; ga 16, 48, 32."
     assert ops_table.render(report, ["eager"]).endswith(told)
 
 

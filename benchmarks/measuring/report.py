@@ -140,8 +140,8 @@ def driver_version() -> str | None:
 
 
 def left_out(report: dict) -> list[str]:
-    """What the run had no time for, in a line, if there is such."""
-    return [f"Left out for want of time: {'; '.join(report['left_out'])}."] if report.get("left_out") else []
+    """What the run had no time for, or ended before for want of memory, in a line, if there is such."""
+    return [f"Left out for want of time or memory: {'; '.join(report['left_out'])}."] if report.get("left_out") else []
 
 
 def headline(report: dict) -> str:
