@@ -20,6 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ENV_INTERPRET = "TRITON_INTERPRET"
 ENV_TIMEOUT = "IRIS_TIMEOUT"
 ENV_SHARE_GPUS = "IRIS_SHARE_GPUS"
+ENV_REPLAY = "IRIS_REPLAY"
 _ENV_BUFFER_OPS = "AMDGCN_USE_BUFFER_OPS"
 
 # A kernel's wait ends after this long. Ranks drift apart while they compile; in the interpreter they are slow,
@@ -49,6 +50,14 @@ def prepare_triton() -> None:
             "Import iris first, or set TRITON_INTERPRET=1 before Python starts."
         )
     os.environ[ENV_INTERPRET] = "1"
+
+
+def replaying() -> bool:
+    """Whether the interpreter may run kernels again by what it has recorded of them (`device/interpreter/replay.py`).
+
+    `IRIS_REPLAY=0` has it run their Python each time, so that a `print` or a breakpoint in one is met each time.
+    """
+    return os.environ.get(ENV_REPLAY) != "0"
 
 
 def keep_addresses_whole() -> None:

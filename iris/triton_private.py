@@ -45,7 +45,8 @@ try:
 
     # The rest is what `device/interpreter` reads or replaces.
     # A value: a numpy array and its dtype. What an operation does to such, and the one object that all kernels share.
-    TensorHandle, InterpreterBuilder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    TensorHandle, TensorDescHandle = interpreter.TensorHandle, interpreter.TensorDescHandle
+    InterpreterBuilder, InterpretedFunction = interpreter.InterpreterBuilder, interpreter.InterpretedFunction
     builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
     # What brings two operands to one type and shape.
     Semantic = interpreter.TritonSemantic

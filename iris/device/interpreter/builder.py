@@ -130,15 +130,14 @@ class Builder(InterpreterBuilder):
     def create_descriptor_load(self, desc, indices, *hints):
         element = desc.base.dtype.element_ty
         inside, where = _window(desc, indices, _memory_type(element))
-        block = np.array(inside)
         if element.name == "bf16":
-            block = floats.from_bits(block)
-        if block.shape != tuple(desc.block_shape):
-            whole = np.zeros(desc.block_shape, block.dtype)
-            if desc.padding == PADDED_WITH_NAN:
-                whole.fill(np.nan)
-            whole[where] = block
-            block = whole
+            inside = floats.from_bits(np.array(inside))
+        if inside.shape == tuple(desc.block_shape):
+            return TensorHandle(np.array(inside), element)
+        block = np.zeros(desc.block_shape, inside.dtype)
+        if desc.padding == PADDED_WITH_NAN:
+            block.fill(np.nan)
+        block[where] = inside
         return TensorHandle(block, element)
 
     def create_descriptor_store(self, desc, value, indices):

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...errors import IrisError
 from ...triton_private import GridExecutor, InterpreterError, builder, implicit, interpreter
+from . import replay
 
 
 def prepare() -> None:
@@ -48,12 +49,13 @@ class Launch(GridExecutor):
         assert len(grid) <= 3, "grid must have at most 3 dimensions"
         columns, rows, layers = (*grid, 1, 1)[:3]
         builder.set_grid_dim(columns, rows, layers)
+        run = replay.runner(self.fn, given)
         places = itertools.product(range(columns), range(rows), range(layers))
         try:
             with np.errstate(all="ignore"):  # no GPU warns
                 for place in places:
                     builder.set_grid_idx(*place)
-                    self.fn(**given)
+                    run()
         except Exception as error:
             found = error
             while isinstance(found, InterpreterError) and found.__cause__ is not None:  # of functions that are called

@@ -1,7 +1,7 @@
 """Operators of values, which in Triton's interpreter take some tens of microseconds of checks and conversions each.
 
-What type a result has follows from the operands' types alone. So the first operation on operands of given types is
-Triton's own; its result's type is kept, and later ones are one operation of numpy's on the same arrays. That goes for
+What type a result has follows from the operands' types alone. So with the first operands of given types Triton's own
+way is gone once, to learn the result's type; all operations are then one of numpy's on the same arrays. That goes for
 integers of 32 and 64 bits, float32, truth values, and addresses plus integers; all else remains Triton's.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import numpy as np
 
 from ...triton_private import Semantic, TensorHandle, core, interpreter, numpy_type, semantic
+from . import replay
 
 _INTEGERS = {"int32": np.int32, "int64": np.int64}
 _NUMBERS = _INTEGERS | {"fp32": np.float32}
@@ -64,7 +66,28 @@ def prepare() -> None:
     _replace(Semantic, "binary_op_type_checking_impl", _of_one_type)
     _replace(Semantic, "to_tensor", _a_tensor)
     _replace(core, "_unwrap_if_constexpr", _plain)
-    tensor.__index__ = lambda self: self.handle.data.item()
+    tensor.__index__ = _number
+    tensor.__bool__ = _truth
+    tensor.T = property(_transposed)
+
+
+def _number(tensor):
+    return replay.read(tensor.handle.data, _item)
+
+
+def _item(data):
+    return data.item()
+
+
+def _truth(tensor):
+    data = tensor.handle.data
+    return replay.read(data, bool) if data.size == 1 else True  # as Triton has it
+
+
+def _transposed(tensor):
+    data = replay.computed(np.transpose, tensor.handle.data)
+    *others, rows, columns = tensor.type.shape
+    return core.tensor(TensorHandle(data, tensor.handle.dtype), core.block_type(tensor.dtype, [*others, columns, rows]))
 
 
 def direct_builtins() -> None:
@@ -104,16 +127,16 @@ def _operator(whole: Callable, ufunc: Callable, kinds: dict, of_addresses: bool 
             key, data = (self.type.name, kind), other
         else:
             return whole(self, other)
-        found = known.get(key)
+        if key not in known:
+            known[key] = _remembered(self, other, kind, replay.apart(whole, self, other))
+        found = known[key]
         if found is None or kind is int and not -(2**31) <= other < 2**31:
-            result = whole(self, other)
-            if key not in known:
-                known[key] = _remembered(self, other, kind, result)
-            return result
+            return whole(self, other)
         type_, scalar, width = found
         if width:
-            return core.tensor(TensorHandle(_moved(self.handle.data, data, width), self.handle.dtype), type_)
-        return core.tensor(TensorHandle(ufunc(self.handle.data, data), scalar), type_)
+            moved = replay.computed(_moved, self.handle.data, data, width)
+            return core.tensor(TensorHandle(moved, self.handle.dtype), type_)
+        return core.tensor(TensorHandle(replay.computed(ufunc, self.handle.data, data), scalar), type_)
 
     def _remembered(self, other, kind, result):
         """(type of the result, its scalar type, bytes of an element where addresses are added to), or None."""
@@ -149,12 +172,10 @@ def _of_one_shape(whole: Callable) -> Callable:
 
     def quick(self, lhs, rhs):
         key = lhs.type.name, rhs.type.name
-        found = known.get(key)
-        if found is None:
-            left, right = whole(self, lhs, rhs)
+        if key not in known:
+            left, right = replay.apart(whole, self, lhs, rhs)
             known[key] = left.type, right.type, tuple(size.value for size in left.shape)
-            return left, right
-        left, right, shape = found
+        left, right, shape = known[key]
         return _seen(lhs, left, shape), _seen(rhs, right, shape)
 
     return quick
@@ -163,7 +184,7 @@ def _of_one_shape(whole: Callable) -> Callable:
 def _seen(value, type_, shape):
     if value.type.name == type_.name:
         return value
-    return core.tensor(TensorHandle(_spread(value.handle.data, shape), value.handle.dtype), type_)
+    return core.tensor(TensorHandle(replay.computed(_spread, value.handle.data, shape), value.handle.dtype), type_)
 
 
 def _spread(data, shape):
@@ -212,14 +233,16 @@ def _with_axes(whole: Callable) -> Callable:
         if type(slices) is not tuple or not all(each is None or each == slice(None) for each in slices):
             return whole(self, slices)
         key = self.type.name, tuple(each is None for each in slices)
-        found = known.get(key)
-        if found is None:
-            result = whole(self, slices)
-            known[key] = result.type
-            return result
-        return core.tensor(TensorHandle(self.handle.data[slices], self.handle.dtype), found)
+        if key not in known:
+            known[key] = replay.apart(whole, self, slices).type
+        data = replay.computed(getitem, self.handle.data, slices)
+        return core.tensor(TensorHandle(data, self.handle.dtype), known[key])
 
     return quick
+
+
+def _as_kind(data, kind):
+    return data.astype(kind, copy=False)
 
 
 def _cast(whole: Callable) -> Callable:
@@ -233,13 +256,11 @@ def _cast(whole: Callable) -> Callable:
         if dtype.name == self.dtype.name:
             return self
         key = self.type.name, dtype.name
-        found = known.get(key)
-        if found is None:
-            result = whole(self, dtype)
-            if (self.dtype.name, dtype.name) in _WIDER:
-                known[key] = result.type, numpy_type(dtype)
-            return result
-        type_, kind = found
-        return core.tensor(TensorHandle(self.handle.data.astype(kind, copy=False), dtype), type_)
+        if (self.dtype.name, dtype.name) not in _WIDER:
+            return whole(self, dtype)
+        if key not in known:
+            known[key] = replay.apart(whole, self, dtype).type, numpy_type(dtype)
+        type_, kind = known[key]
+        return core.tensor(TensorHandle(replay.computed(_as_kind, self.handle.data, kind), dtype), type_)
 
     return quick
