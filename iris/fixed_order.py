@@ -20,8 +20,14 @@ _ROWS, _COLUMNS = 16, 64
 
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """float32 a [M, K] @ b [K, N], both of any float dtype up to float32; the order of each sum depends on K only."""
+    """float32 a [M, K] @ b [K, N], both of any float dtype up to float32; the order of each sum depends on K only.
+
+    So it is the same for the transposed product, which is taken where less is filled up, and for operands of either
+    layout in memory.
+    """
     (rows, depth), columns = a.shape, b.shape[1]
+    if rows > columns:
+        return product(b.T, a.T).T
     wide, deep = _up(columns, _COLUMNS), _up(depth, _COLUMNS)
     high = _up(rows, _up(_SMALL // (wide * deep) + 1, _ROWS))
     return np.matmul(_filled(a, high, deep), _filled(b, deep, wide))[:rows, :columns]
@@ -32,9 +38,10 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _filled(x: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """`x` in float32, row after row in memory, with zeros behind."""
-    if x.shape == (rows, columns) and x.flags.c_contiguous and x.dtype == np.float32:
+    """`x` in float32, row after row or column after column in memory, with zeros behind."""
+    by_columns = x.flags.f_contiguous and not x.flags.c_contiguous
+    if x.shape == (rows, columns) and (by_columns or x.flags.c_contiguous) and x.dtype == np.float32:
         return x
-    whole = np.zeros((rows, columns), np.float32)
+    whole = np.zeros((rows, columns), np.float32, "F" if by_columns else "C")
     whole[: x.shape[0], : x.shape[1]] = x
     return whole

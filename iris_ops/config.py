@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from iris import aliases
+from iris import aliases, platform
 from iris.errors import ArgumentError
 
 ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather")
@@ -46,7 +46,8 @@ class FusedConfig:
     """How a fused op is computed. All ranks pass equal configurations, and an op ignores fields of other ops.
 
         field                       what it decides
-        block_m, block_n, block_k   the tile of the product, powers of two; in eight bits a block is twice as deep
+        block_m, block_n, block_k   the tile of the product, powers of two from 16, in the interpreter also fewer rows;
+                                    in eight bits a block is twice as deep
         group_m                     how many row blocks neighbouring programs share, which then lie in the L2 cache
         num_warps, num_stages       warps of a program, and stages of its ring of operands in shared memory
         num_programs                size of the persistent grid, at most the chip's multiprocessors; 0 takes them all
@@ -95,8 +96,9 @@ class FusedConfig:
                 raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected an integer from {least} below 2**31")
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a power of two from 16")
+            least = 1 if name == "block_m" and platform.interpreting() else 16  # as tensor cores take them
+            if value < least or value & (value - 1):
+                raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a power of two from {least}")
         shallow = min(self.block_m, self.block_n, self.block_k)
         if self.block_m * self.block_n * self.block_k // shallow > MOST_ELEMENTS:
             raise ArgumentError(

@@ -26,7 +26,7 @@ DEVICE = (
     "iris.device.", "iris.ccl.", "iris_ops.kernels.", "iris_ops.with_torch.", "iris_ops.local.", "iris_ops.fp8.",
     "iris_ops.moe.",
 )  # fmt: skip
-_ON_CPUS = "iris.device.interpreter."
+_ON_CPUS = "iris.device.interpreter.", "iris_ops.planning.interpreted"
 PLANS = "plans"
 UNKNOWN = "unknown: before digests"
 _PLANNING = ("iris_ops.planning.",)

@@ -14,8 +14,7 @@ from math import gcd
 
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
-from ..sum_tree import BLOCK
-from . import tritonblas
+from . import interpreted, tritonblas
 from .machine import INTERPRETER, Machine
 from .tile_model import (
     FP8_TILES,
@@ -27,7 +26,6 @@ from .tile_model import (
 )
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 
-_MOST_INTERPRETED = 1 << 19  # elements of a block
 # Into how many parts a tile is cut at most that programs share.
 _SHARES = 4
 # Row blocks, of all owners together, that a wave of 132 programs works on: then it reads least of A and B together.
@@ -42,7 +40,7 @@ def lamport(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     if problem.fp8:
         tiles = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
     elif machine.name == INTERPRETER:
-        tiles = _interpreted(problem)
+        tiles = interpreted.tiles(problem)
     else:
         tiles = fitting(problem.dtype.itemsize, machine, few=True)
         tiles = tuple(tile for tile in tiles if tile[1] >= 64 or _narrow(problem, *tile[:2], machine))
@@ -52,7 +50,7 @@ def lamport(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
 def overlapped(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     """Portable tiles; where there are warp-specialised kernels, only those lower than theirs."""
     if machine.name == INTERPRETER:
-        tiles = _interpreted(problem)
+        tiles = interpreted.tiles(problem)
     else:
         tiles = tuple(tritonblas.tiles(problem, machine.name)) or fitting(problem.dtype.itemsize, machine, few=False)
     found = _tiled(tiles, ("overlapped",), _movers(problem, machine))
@@ -63,11 +61,6 @@ def overlapped(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     if machine.warp_specialised and problem.dtype.itemsize == 2 and aligned:
         return [each for each in found if each.block_m < min(specialised_tiles(machine.architecture).overlapped)[0]]
     return found
-
-
-def _interpreted(problem: Problem) -> tuple[tuple[int, int, int, int, int], ...]:
-    blocks = product(*(_powers(size) for size in problem.gemm))
-    return tuple((m, n, k, 4, 1) for m, n, k in blocks if max(m * n, m * k, n * k) <= _MOST_INTERPRETED)
 
 
 def _movers(problem: Problem, machine: Machine) -> int:
@@ -101,9 +94,7 @@ def brought(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
 def tree(problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
     """The tiles of few rows, of blocks of which leaves are multiples; less deep ones where they must be."""
     if machine.name == INTERPRETER:
-        depth = next(each for each in (128, BLOCK) if problem.tree.depth % each == 0)  # of which its bits depend
-        sides = product(_powers(problem.M), _powers(problem.N))
-        tiles = tuple((m, n, depth, 4, 1) for m, n in sides if m * n <= _MOST_INTERPRETED)
+        tiles = interpreted.tree_tiles(problem)
     else:
         tiles = tree_tiles(problem.tree.depth, problem.dtype.itemsize, machine)
         tiles = tuple(tile for tile in tiles if tile[1] >= 64 or _narrow(problem, *tile[:2], machine))
@@ -214,9 +205,3 @@ def _splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     if gemm_tiles(problem, config) <= programs_of(config, machine.num_programs):
         return 2
     return min((1, 2), key=lambda splits: gemm_us(problem, replace(config, splits=splits), machine))
-
-
-def _powers(size: int) -> list[int]:
-    """The powers of two worth trying for a dimension in the interpreter, where few large blocks are best."""
-    whole = min(1024, max(16, 1 << max(0, size - 1).bit_length()))
-    return [block for block in (whole, whole // 2, whole // 4) if 16 <= block <= 1024] or [1024]

@@ -31,7 +31,9 @@ def test_a_column_has_the_same_bits_among_any_others(N, K):
     whole = fixed_order.product(a, b)
     for width in {1, min(N, 16), min(N, 64)}:
         assert fixed_order.product(a, b[:, :width]).tobytes() == np.ascontiguousarray(whole[:, :width]).tobytes()
-    assert fixed_order.product(b.T, a.T).T.tolist() == whole.tolist()  # nor does it matter which is which
+    for x in (a, np.asfortranarray(a)):  # nor does it matter which is which, or how they lie in memory
+        for y in (b, np.asfortranarray(b)):
+            assert fixed_order.product(y.T, x.T).T.tolist() == fixed_order.product(x, y).tolist() == whole.tolist()
 
 
 def test_the_plain_product_has_other_bits():

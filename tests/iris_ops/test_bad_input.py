@@ -227,7 +227,8 @@ def test_an_exhausted_heap_is_reported_and_smaller_calls_work(world_size: int, o
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("block_m", 8),
+        ("block_m", 8 if ON_GPU else 12),  # in the interpreter a tile may be as low as one row
+        ("block_n", 8),
         ("block_n", 48),
         ("block_k", 0),
         ("block_k", -16),

@@ -1,0 +1,32 @@
+"""Tiles in Triton's interpreter, where few large blocks are best: each costs Python's time, whatever its size."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from ..problem import Problem
+from ..sum_tree import BLOCK
+
+_MOST = 1 << 19  # elements of a block
+
+Tile = tuple[int, int, int, int, int]
+"""(rows, columns, depth, warps, stages)"""
+
+
+def tiles(problem: Problem) -> tuple[Tile, ...]:
+    M, N, K = problem.gemm
+    blocks = product(_powers(M, 1), _powers(N, most=8192), _powers(K))
+    return tuple((m, n, k, 4, 1) for m, n, k in blocks if max(m * n, m * k, n * k) <= _MOST)
+
+
+def tree_tiles(problem: Problem) -> tuple[Tile, ...]:
+    """Those of `tree_matmul`, all of one depth, of which its bits depend."""
+    depth = next(each for each in (128, BLOCK) if problem.tree.depth % each == 0)
+    sides = product(_powers(problem.M, 1), _powers(problem.N, most=8192))
+    return tuple((m, n, depth, 4, 1) for m, n in sides if m * n <= _MOST)
+
+
+def _powers(size: int, least: int = 16, most: int = 1024) -> list[int]:
+    """The powers of two worth trying for a dimension."""
+    whole = min(most, max(least, 1 << max(0, size - 1).bit_length()))
+    return [whole >> i for i in range(4) if whole >> i >= least]
