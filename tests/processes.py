@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 from dataclasses import dataclass
 import faulthandler
+import gc
 import importlib
 import io
 import multiprocessing as mp
@@ -66,9 +67,15 @@ def _child_environment() -> dict[str, str]:
 def prepare_process(stacks: str | None = None) -> None:
     """One thread, no orphans, and on SIGUSR1 a report of where the process stands."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    torch.set_num_threads(1)
+    save_time()
     if stacks:
         faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=False)  # noqa: SIM115
+
+
+def save_time() -> None:
+    """Garbage is sought seldom, and threads do not wait for each other: cores are few."""
+    gc.set_threshold(20_000, 10, 10)
+    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
