@@ -27,7 +27,7 @@ import numpy as np
 from ... import platform
 from ...triton_private import TensorDescHandle, TensorHandle, core
 
-_PLAIN_RUNS = 2  # of a kernel's programs, before one is recorded
+_PLAIN_RUNS = 8  # of a kernel's programs, before one is recorded: to record costs half a run more
 _MOST_STRETCHES = 500  # of a recording; what is not in it then runs as ever
 _MOST_OPERATIONS = 5000  # of a run
 _MOST_BYTES = 128 << 20  # of a run's arrays, which stay until it ends
