@@ -99,10 +99,21 @@ def shares(args: argparse.Namespace) -> tuple[list[Share], list[Share]]:
     files = sorted(str(path) for path in given if _FOR_GPUS.search(path.read_text()))
     seconds = {file: _SECONDS.get(file.removeprefix("tests/"), _OTHERS) for file in files}
     alone = tuple(file for file in files if file.endswith(_ALONE))
-    most = max(_LEAST_SECONDS, sum(seconds.values()) / args.jobs)  # so that all shares begin at once
+    beside = {file: each for file, each in seconds.items() if file not in alone}
+    most = max(_LEAST_SECONDS, sum(beside.values()) / args.jobs)
+    found = _cut(beside, most)
+    while len(found) > args.jobs:  # all begin at once; one that began later would end alone
+        most *= 1.02
+        found = _cut(beside, most)
+    found.sort(key=lambda share: -share.seconds)
+    return found, [Share(sum(map(seconds.__getitem__, alone)), alone)] if alone else []
+
+
+def _cut(seconds: dict[str, float], most: float) -> list[Share]:
+    """Shares of these files of about `most` seconds at most."""
     found: list[Share] = []
     together: list[str] = []
-    for file in sorted(set(files) - set(alone), key=lambda file: -seconds[file]):
+    for file in sorted(seconds, key=lambda file: -seconds[file]):
         cut = math.ceil(seconds[file] / most)
         if cut > 1:
             found += [Share(seconds[file] / cut, (file,), number, cut) for number in range(1, cut + 1)]
@@ -113,8 +124,7 @@ def shares(args: argparse.Namespace) -> tuple[list[Share], list[Share]]:
         while together and sum(map(seconds.__getitem__, [*taken, together[-1]])) <= most:
             taken.append(together.pop())
         found.append(Share(sum(map(seconds.__getitem__, taken)), tuple(taken)))
-    found.sort(key=lambda share: -share.seconds)
-    return found, [Share(sum(map(seconds.__getitem__, alone)), alone)] if alone else []
+    return found
 
 
 def run(args: argparse.Namespace, logs: Path, heap: int, share: Share, turn: str = "") -> tuple[str, bool]:
