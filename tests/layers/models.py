@@ -95,6 +95,15 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 MORE["transposed"] = ("GPT2", {"hidden_size": 32, "n_inner": 40})
 
 
+# For what takes its time for each layer.
+ONE_LAYER = "one_layer"
+SHALLOW: dict[str, tuple[str, dict[str, Any]]] = {
+    ONE_LAYER: (
+        "Llama",
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "num_hidden_layers": 1},
+    ),
+}
+
 # Whose heads or words run out on more ranks.
 FEW = ("tied", "kv2", "kv1", "nine_heads", "two_heads", "vocab257")
 
@@ -110,7 +119,7 @@ def cases(names: Iterable[str]) -> list[tuple[int, str]]:
 def config_of(name: str):
     import transformers
 
-    architecture, changes = (CONFIGS | MORE | MIXTURES)[name]
+    architecture, changes = (CONFIGS | MORE | MIXTURES | SHALLOW)[name]
     return getattr(transformers, f"{architecture}Config")(**{**PLAIN, **changes})
 
 
