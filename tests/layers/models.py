@@ -151,12 +151,12 @@ def logits(model: nn.Module, device: torch.device | str = "cpu") -> torch.Tensor
 
 
 def generate(model: nn.Module, device: torch.device | str = "cpu", **options: Any) -> torch.Tensor:
-    """Five tokens after the prompt; with `padded=True`, as if the second row began with two tokens of padding."""
+    """Three tokens after the prompt; with `padded=True`, as if the second row began with two tokens of padding."""
     if options.pop("padded", False):
         mask = torch.ones(2, 7, dtype=torch.long, device=device)
         mask[1, :2] = 0
         options["attention_mask"] = mask
-    return model.generate(prompt().to(device), max_new_tokens=5, **{"do_sample": False, **options})
+    return model.generate(prompt().to(device), max_new_tokens=3, **{"do_sample": False, **options})
 
 
 @cache

@@ -108,10 +108,10 @@ def sampled_body(ctx) -> list:
         {},
         {"temperature": 3.0},  # each rank's own seed, of which rank 0's counts
     ]
-    results = [engine.generate(models.prompt(), 6, **each) for each in options]
+    results = [engine.generate(models.prompt(), 4, **each) for each in options]
     for _ in range(2):
         torch.manual_seed(100 + ctx.cur_rank)
-        results += [engine.generate(models.prompt(), 6, temperature=3.0) for _ in range(2)]
+        results += [engine.generate(models.prompt(), 4, temperature=3.0) for _ in range(2)]
     return results
 
 

@@ -60,7 +60,7 @@ def copied_body(ctx, name: str, options: dict) -> None:
 
 @two_ranks
 @pytest.mark.parametrize("name", COPIED)
-@pytest.mark.some(2)
+@pytest.mark.some(1, on_gpus=2)
 def test_a_copy_has_weights_of_its_own_and_the_same_context(world_size: int, name: str) -> None:
     run_ranks(world_size, copied_body, name, COPIED[name])
 

@@ -253,6 +253,7 @@ def test_compiled_layers_read_prompts_by_it(world_size: int, name: str) -> None:
 @torch.no_grad()
 @pytest.mark.skipif(DEVICE != "cpu", reason="needs no ranks")
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(8, on_gpus=len(FAMILIES))
 def test_padded_prompts_of_every_family(family: str) -> None:
     """As by transformers' masks, also where some layers have windows and others none."""
     model = build(family, FAMILIES[family])

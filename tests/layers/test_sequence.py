@@ -48,6 +48,7 @@ def shared_body(ctx, name: str) -> tuple:
 
 
 @pytest.mark.parametrize("world_size, name", CASES)
+@pytest.mark.some(1, on_gpus=len(CASES))
 def test_logits_and_tokens_are_the_unsplit_models(world_size: int, name: str) -> None:
     results = run_ranks(world_size, shared_body, name)
     whole = models.build(name)

@@ -83,6 +83,7 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
         ((70,), 20, 136),
     ],
 )
+@pytest.mark.some(7, on_gpus=14)
 def test_rows_scaled_by_the_second_half_of_a_norm(monkeypatch, rows, outputs: int, depth: int, gated: bool) -> None:
     if outputs == 200:  # in narrow tiles
         monkeypatch.setattr(skinny_matmul.platform, "num_programs", lambda device: 9)
