@@ -41,9 +41,9 @@ def greedy_body(ctx, name: str) -> list:
     engine = layers.Engine(model, ctx, batch_size=3, max_length=16)
     prompts = models.prompt().tolist()
     return [
-        engine.generate(prompts, 5),  # a row is left over
-        engine.generate([prompts[0], prompts[1][2:]], 5),  # two tokens of padding
-        engine.generate(models.prompt(), 5),  # the padding is forgotten
+        engine.generate(prompts, models.NEW),  # a row is left over
+        engine.generate([prompts[0], prompts[1][2:]], models.NEW),  # two tokens of padding
+        engine.generate(models.prompt(), models.NEW),  # the padding is forgotten
         engine.generate(prompts, 4, stop=7),
     ]
 

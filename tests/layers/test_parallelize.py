@@ -131,7 +131,7 @@ def clock_body(ctx) -> None:
     model, _ = split(ctx, "plain")
     with pytest.raises(ArgumentError, match="max_time is 5"):
         models.generate(model, ctx.device, max_time=5.0)
-    assert models.generate(model, ctx.device).shape == (2, 12)
+    assert models.generate(model, ctx.device).shape == (2, 7 + models.NEW)
 
 
 @ranks(2)

@@ -194,7 +194,7 @@ def engine_body(ctx, name: str) -> tuple[list, list]:
 
     def tokens(**options) -> list:
         engine = layers.Engine(model, ctx, batch_size=2, max_length=16, **options)
-        return engine.generate(models.prompt().tolist(), 5)
+        return engine.generate(models.prompt().tolist(), models.NEW)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_attention, "prefill_attention", counted)

@@ -80,7 +80,7 @@ def engine_body(ctx) -> list:
     rows, made = models.prompt().tolist(), []
     for batch in ([rows[0]], [rows[0], rows[1][2:]]):  # 7 tokens; 14, with two of padding
         engine = layers.Engine(model, ctx, len(batch), 14)
-        made.append((engine.generate(batch, 5), engine.generate(batch, 5)))
+        made.append((engine.generate(batch, models.NEW), engine.generate(batch, models.NEW)))
         assert len(seen[0]) == 2 and len(seen[1]) == 3, "prompts are shared, steps are not"
         seen.clear()
     engine = layers.Engine(model, ctx, 1, 8)  # no room behind

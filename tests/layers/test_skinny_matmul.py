@@ -275,7 +275,7 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
         patch.setattr(skinny_matmul, "skinny_matmul", counted)
         patch.setattr(skinny_matmul, "serves", lambda x, weight, *_: 0 < x.shape[:-1].numel() <= 6)
         engine = layers.Engine(model, ctx, batch_size=2, max_length=16)
-        return engine.generate(models.prompt().tolist(), 5), calls, exchanged
+        return engine.generate(models.prompt().tolist(), models.NEW), calls, exchanged
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="has the functions of its process exchanged")
