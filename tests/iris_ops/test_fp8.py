@@ -281,6 +281,7 @@ def lie(ctx: iris.Iris, config: FusedConfig | None, room: float) -> None:
 
 @pytest.mark.parametrize("rounded", [False] if ON_GPU or not scales_rows() else [False, True])
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+@pytest.mark.some(1, on_gpus=2)
 def test_operands_may_lie_anyhow(world_size: int, rounded: bool) -> None:
     run_ranks(world_size, lying_body, rounded)
 

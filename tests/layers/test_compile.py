@@ -226,6 +226,7 @@ def shared_tokens_body(ctx) -> None:
         engine.generate([row + row[:5] for row in rows], 2)
 
 
+@pytest.mark.some(0, on_gpus=1)
 def test_layers_that_share_tokens_are_compiled_once_for_all_lengths(world_size: int) -> None:
     run_ranks(world_size, shared_tokens_body)
 
