@@ -140,6 +140,8 @@ class Compilation:
         for target, found in self._found.items():
             kernels = {name: record.Known(k.digest, k.shared, k.asked) for name, k in found.result().items()}
             record.write(target, kernels)
+            digests = sorted((self._folder / target.replace(" ", "_")).glob("*.digest"))
+            record.write_sources(target, {each.with_suffix(".key").read_text(): each.read_text() for each in digests})
 
     def close(self) -> None:
         """Ends what nobody waited for."""

@@ -4,12 +4,15 @@ PATTERN, a regular expression, leaves only the variants whose names it matches; 
 With a fourth argument, kernels whose digests are recorded (`tests/record.py`) are not compiled.
 
 Processes of their own, because the interpreter must be off. Several with one empty DIR share the work. Writes
-DIR/<kernel>.<ptx or amdgcn>, and DIR/<kernel>.digest; no GPU is needed.
+DIR/<kernel>.<ptx or amdgcn>, DIR/<kernel>.digest, and DIR/<kernel>.key of its source; no GPU is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
+import contextlib
+import functools
 from functools import partial
 import inspect
 import os
@@ -21,7 +24,13 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-from iris import platform  # noqa: E402
+import triton  # noqa: E402
+
+# Part of triton's keys, though not of the code that it makes; kernels that are imported may be asked for theirs.
+_Jitted = getattr(triton.runtime.jit, "JITCallable", triton.runtime.jit.JITFunction)
+_Jitted.starting_line_number = property(lambda self: 0, lambda self, line: None)
+
+from iris import platform, triton_private  # noqa: E402
 from iris.triton_private import FUSED  # noqa: E402
 from iris_ops.fp8 import tile_matmul  # noqa: E402
 from iris_ops.launch import LAUNCHERS  # noqa: E402
@@ -31,7 +40,6 @@ from iris_ops.planning.plan import plan  # noqa: E402
 from iris_ops.planning.workspace_size import workspace_size  # noqa: E402
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem  # noqa: E402
 import torch  # noqa: E402
-import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
@@ -117,8 +125,60 @@ class _NoCache:
     def put(self, data: Any, filename: str) -> None: ...
 
 
-def digest_of(make: Callable[[], Any]) -> str:
-    """Of the kernel that `make()` would compile, by what triton's front end hands to its compiler."""
+def key_of(source: ASTSource, target: GPUTarget, options: Any) -> str:
+    """Of all that triton's front end makes a kernel from: as triton's cache has it, but for the lines it is on."""
+    constants = repr(_keys(sorted(source.constants.items())))
+    return record.digest(make_backend(target).hash(), options.hash(), source.hash(), constants, _unknown_to_triton())
+
+
+@functools.cache
+def _unknown_to_triton() -> str:
+    """What else kernels depend on, but for lines: what is replaced in triton, and what asks for the platform."""
+    return "".join(ast.dump(ast.parse(inspect.getsource(module))) for module in (triton_private, platform))
+
+
+def _keys(given: Any) -> Any:
+    """Constants, with keys in place of functions."""
+    if isinstance(given, tuple | list):
+        return [_keys(each) for each in given]
+    return getattr(given, "cache_key", given)
+
+
+@contextlib.contextmanager
+def _known_sources(known: dict[str, str], found: list[str]) -> Iterator[None]:
+    """Of sources whose keys are in `known` the front end makes nothing. All keys go to `found`."""
+
+    def stopping(make_ir: Callable) -> Callable:
+        def instead(self: ASTSource, target: GPUTarget, options: Any, *others: Any) -> Any:
+            found.append(key_of(self, target, options))
+            if found[-1] in known:
+                raise _Digest(known[found[-1]])
+            return make_ir(self, target, options, *others)
+
+        return instead
+
+    kept = {kind: kind.make_ir for kind in (ASTSource, GluonASTSource)}
+    for kind, make_ir in kept.items():
+        kind.make_ir = stopping(make_ir)
+    try:
+        yield
+    finally:
+        for kind, make_ir in kept.items():
+            kind.make_ir = make_ir
+
+
+def digest_of(make: Callable[[], Any], known: dict[str, str]) -> tuple[str, str]:
+    """(key, digest) of the kernel that `make()` would compile: by what triton's front end hands to its compiler.
+
+    `known`: digests by the keys of what the front end would make them from.
+    """
+    found: list[str] = []
+    with _known_sources(known, found):
+        digest = _digest_of(make)
+    return found[-1], digest
+
+
+def _digest_of(make: Callable[[], Any]) -> str:
 
     def stopping(backend: Any = None, stages: Any = None, options: Any = None, *others: Any) -> tuple[str, str]:
         def stop(module: Any, metadata: dict) -> None:
@@ -286,9 +346,13 @@ def main(target_name: str, folder: str, pattern: str = "", recorded: str = "") -
     known = record.read(target_name) if recorded else {}
     if target.backend == "hip":
         platform.keep_addresses_whole()
+    sources = record.read_sources(target_name)
     for name, make in wanted_variants(target, pattern, Path(folder)):
-        digest = digest_of(make) if record.is_of_this_triton(target_name) or record.WRITING else ""
+        key, digest = "", ""
+        if record.is_of_this_triton(target_name) or record.WRITING:
+            key, digest = digest_of(make, sources)
         Path(folder, f"{name}.digest").write_text(digest)
+        Path(folder, f"{name}.key").write_text(key)
         if name in known and known[name].digest == digest:
             continue
         compiled = make()

@@ -7,6 +7,8 @@ is not recorded. The others answer from the record, and the tests judge these an
 - `make compiled` compiles all of them and writes the record anew.
 - `make test-all` compiles all of them, too, and fails where an answer is not the recorded one.
 - The digest holds the version of triton, too: with another triton nothing is recorded, and all is compiled.
+- To make a digest takes a tenth of a second. So `<target>.sources.json` has digests by keys, which name all that the
+  front end would make the kernel from. Only a kernel whose key is not there is made.
 - Where a check in `tests/assembly.py` changes, its old answers say nothing: all is compiled.
 """
 
@@ -60,6 +62,24 @@ def read(target: str) -> dict[str, Known]:
         return {}
     kept = json.loads(path_of(target).read_text())
     return {name: Known(**each) for name, each in kept["kernels"].items()} if kept["checks"] == checks() else {}
+
+
+def sources_of(target: str) -> Path:
+    return FOLDER / f"{target}.sources.json"
+
+
+def read_sources(target: str) -> dict[str, str]:
+    """Digests by keys of kernels' sources (`compile_kernels.key_of`): of a source that is not there it is made."""
+    path = sources_of(target)
+    if WRITING or not path.exists():
+        return {}
+    kept = json.loads(path.read_text())
+    return kept["digests"] if kept["triton"] == version("triton") else {}
+
+
+def write_sources(target: str, digests: dict[str, str]) -> None:
+    kept = {"triton": version("triton"), "digests": digests}
+    sources_of(target).write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
 
 
 def write(target: str, kernels: dict[str, Known]) -> None:

@@ -137,7 +137,7 @@ def test_true_logits_keep_an_attention_of_the_models_own_once_an_engine_makes_it
         assert torch.allclose(logits[name], expected[:, place], 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_wrong_contender_and_one_that_raises_are_named(alone, dtype):  # noqa: F811
     with iris.iris(1 << 24) as ctx:
         model = whole_models.build("tiny", 1, ctx, getattr(torch, dtype))

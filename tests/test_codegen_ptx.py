@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests import fresh
 from tests.assembly import (
     AMONG_PROGRAMS,
     CAS_A_REPORT,
@@ -37,7 +35,6 @@ from tests.assembly import (
     unfenced_loads,
     unordered_releases,
 )
-from tests.processes import ROOT, patient, python_path
 
 pytestmark = pytest.mark.compile
 
@@ -126,9 +123,7 @@ def test_kernels_for_gpus_before_hopper_neither_wait_nor_lead() -> None:
         "        ptx = compile_kernel(kernel, GPUTarget('cuda', 89, 32), options, **constants).asm['ptx']\n"
         "        print(ptx.count('.target sm_89'), ptx.count('griddepcontrol'))"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
-    line = [sys.executable, "-c", compiling]
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(300))
+    done = fresh.run(compiling, TRITON_INTERPRET="0")
     assert done.stdout.split() == ["1", "0"] * 2, done.stderr[-4000:]
 
 

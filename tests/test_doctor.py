@@ -8,7 +8,7 @@ from iris import agreement, requirements
 from iris.errors import PlatformError
 from iris.launch import graphs
 from iris.memory.allocators import ALLOCATORS
-from iris_tp import doctor
+from iris_tp import cli, doctor
 import pytest
 import torch
 
@@ -16,12 +16,18 @@ from tests.processes import ROOT
 from tests.test_cli import run
 
 
-def test_doctor_examines_this_machine() -> None:
-    result = run("doctor")
-    assert result.returncode == (1 if re.search(r"^ *FIX ", result.stdout, re.M) else 0), result.stderr
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_doctor_examines_this_machine(apart: bool, capsys: pytest.CaptureFixture) -> None:
+    """Called here, and as a user runs it."""
+    if apart:
+        result = run("doctor")
+        code, said = result.returncode, result.stdout
+    else:
+        code, said = cli.main(["doctor"]), capsys.readouterr().out
+    assert code == (1 if re.search(r"^ *FIX ", said, re.M) else 0), said
     for name in ("python", "torch", "triton", "numpy", "safetensors"):
-        assert re.search(rf"^ *ok  {name} \d", result.stdout, re.M), result.stdout
-    assert "GPU" in result.stdout and "/dev/shm" in result.stdout
+        assert re.search(rf"^ *ok  {name} \d", said, re.M), said
+    assert "GPU" in said and "/dev/shm" in said
 
 
 def test_doctor_wants_the_versions_of_the_package() -> None:

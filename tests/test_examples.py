@@ -159,6 +159,19 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     assert launch.default_ranks() == 3
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the host has little to compute")
+def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "OMP_NUM_THREADS"
+    monkeypatch.setenv(name, "7")
+    with launch._threads(3):
+        assert os.environ[name] == "7"
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    with launch._threads(3):
+        assert os.environ[name] == "2"
+    assert name not in os.environ
+
+
 def test_no_ranks_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         launch.check_ranks(0)

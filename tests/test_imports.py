@@ -2,16 +2,14 @@
 
 import ast
 from collections.abc import Iterator
-import os
+import functools
 from pathlib import Path
-import subprocess
-import sys
 
 import iris
 import pytest
 import torch
 
-from tests.processes import patient
+from tests import fresh
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,7 +46,12 @@ def imports(
 
 def imports_of(path: Path, functions: bool) -> list[tuple[int, str]]:
     package = path.relative_to(ROOT).parent.parts
-    return list(imports(ast.parse(path.read_text()), package, functions))
+    return list(imports(parsed(path), package, functions))
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 @pytest.mark.parametrize("package, names, lazily_allowed", FORBIDDEN)
@@ -72,12 +75,13 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in named.items()}
 
 
+@functools.cache
 def arrows(lazy_and_typing: bool) -> dict[str, set[str]]:
     """What each module imports: modules of these packages, and triton."""
     known, found = modules(), {}
     for name, path in known.items():
         package = tuple(name.split(".")) if path.stem == "__init__" else tuple(name.split("."))[:-1]
-        seen = {each for _, each in imports(ast.parse(path.read_text()), package, lazy_and_typing, lazy_and_typing)}
+        seen = {each for _, each in imports(parsed(path), package, lazy_and_typing, lazy_and_typing)}
         # `from package import module` is an arrow to the module, not to the package around it
         seen -= {each.rpartition(".")[0] for each in seen if each in known}
         found[name] = {each if each in known else "triton" for each in seen if each in known or _is_triton(each)}
@@ -165,7 +169,7 @@ def test_one_module_has_all_private_names_of_triton(package: str) -> None:
 
 def _of_triton(path: Path) -> Iterator[tuple[int, str]]:
     """Lines that read attributes of triton that may change: `triton.runtime...`, `gl._name`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             inner = node.value.id == "triton" and node.attr in ("runtime", "knobs", "compiler", "backends")
             if inner or node.value.id in ("triton", "tl", "gl") and node.attr.startswith("_"):
@@ -177,7 +181,7 @@ def test_each_launch_says_whether_products_and_sums_are_fused(package: str) -> N
     """By `**FUSED`, by `platform.launch_options` or `_rounding`, which have it, or by `repeat.launch`."""
     wrong = []
     for path in sorted((ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Subscript) and ast.unparse(called.value).endswith("kernel"):
                 spread = [ast.unparse(each.value) for each in node.keywords if each.arg is None]
@@ -194,10 +198,7 @@ def test_imports_sees_each_form() -> None:
 
 
 def run_python(code: str) -> str:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=patient(120)
-    )
+    result = fresh.run(code)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -36,6 +36,8 @@ def test_a_kernel_is_compiled_if_its_code_has_changed_and_only_then(tmp_path: Pa
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=patient(300))
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == ["gate", "arrived", "device_barrier"]
+    known = {path.stem for path in folder.glob("*.key") if path.read_text() in record.read_sources("sm_90")}
+    assert known == {"gate"}, "which has the same source on other lines"
     compiled = {path.stem: path.read_text() for path in folder.glob("*.ptx")}
     assert compiled.keys() == {"arrived", "device_barrier"} and after in compiled["device_barrier"]
 
@@ -64,5 +66,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.
     checks.write_text("another check")
     monkeypatch.setattr(record, "CHECKS", checks)
     assert record.is_of_this_triton("sm_90") and record.read("sm_90") == {}
+    record.write_sources("sm_90", {"key": "1"})
+    assert record.read_sources("sm_90") == {"key": "1"} and record.read_sources("gfx942") == {}
     monkeypatch.setattr(record, "version", lambda name: "4.0.0")
+    assert record.read_sources("sm_90") == {}
     assert not record.is_of_this_triton("sm_90")

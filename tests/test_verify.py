@@ -10,25 +10,35 @@ import pytest
 
 from tests.coverage_of_models import tiny
 from tests.harness import UNDER_TORCHRUN
+from tests.processes import forkserver
 from tests.test_cli import run
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
 
 
-def verified(folder: Path, model_type: str, level: str, *options: str) -> subprocess.CompletedProcess:
+def asked(folder: Path, model_type: str, level: str, *options: str) -> tuple[str, ...]:
     tiny.build(model_type).save_pretrained(folder)
-    return run("verify", level, "--model", str(folder), "--batches", "3", "--steps", "1", *options)
+    return "verify", level, "--model", str(folder), "--batches", "3", "--steps", "1", *options
+
+
+def verified(folder: Path, model_type: str, level: str, *options: str) -> subprocess.CompletedProcess:
+    return run(*asked(folder, model_type, level, *options))
 
 
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [((), 0, "6 batches on 2 ranks, 0 differ: yes, the same bits"), (("--nothing",), 1, "3 differ: no")],
 )
-def test_it_exits_with_whether_bits_differ(options: tuple[str, ...], code: int, said: str, tmp_path: Path) -> None:
-    result = verified(tmp_path, "llama", "batch", "--ranks", "2", *options)
-    assert result.returncode == code, result.stderr
-    assert said in result.stdout
+def test_it_exits_with_whether_bits_differ(
+    options: tuple[str, ...], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Called here: its ranks are forked from the server of all tests' ranks, and only they compute."""
+    forkserver()
+    found = cli.main([*asked(tmp_path, "llama", "batch", "--ranks", "2", *options)])
+    printed = capsys.readouterr()
+    assert found == code, printed.err
+    assert said in printed.out
 
 
 @pytest.mark.slow
@@ -38,7 +48,17 @@ def test_a_model_of_one_length_is_compared_without_padding(tmp_path: Path) -> No
     assert "3 batches on 2 ranks, 0 differ" in result.stdout and "without padding: an engine" in result.stdout
 
 
-def test_what_is_refused_is_said_in_a_line(tmp_path: Path) -> None:
+def test_what_is_refused_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    forkserver()
+    arguments = asked(tmp_path, "mixtral", "ranks", "--ranks", "2,1")
+    capsys.readouterr()  # what transformers says of the folder
+    assert cli.main([*arguments]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.startswith("iris-tp verify: StyleError: model.layers.0.mlp.experts: ")
+
+
+@pytest.mark.slow
+def test_ranks_say_nothing_beside_that_line(tmp_path: Path) -> None:
     result = verified(tmp_path, "mixtral", "ranks", "--ranks", "2,1")
     assert result.returncode == 2 and not result.stdout
     assert "iris-tp verify: StyleError: model.layers.0.mlp.experts: " in result.stderr

@@ -1,12 +1,9 @@
 """What goes wrong outside: ranks that die or do not come, memory that is not there, environments that do not fit."""
 
-from concurrent.futures import ThreadPoolExecutor
 import os
 from pathlib import Path
 import resource
 import signal
-import subprocess
-import sys
 import time
 
 import iris
@@ -18,7 +15,8 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from tests.processes import patient, python_path, run_fresh
+from tests import fresh
+from tests.processes import patient, run_fresh
 
 WAITS = {
     "device_barrier": lambda ctx: ctx.device_barrier(),
@@ -176,29 +174,15 @@ def test_memory_that_one_rank_cannot_have_raises_on_all(limited):
         assert end.exitcode == 0, end.traceback
 
 
-def _python(code: str, **env: str) -> subprocess.CompletedProcess:
-    inherited = {name: value for name, value in os.environ.items() if name != platform.ENV_INTERPRET}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=inherited | {"PYTHONPATH": python_path()} | env,
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-    )
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_triton_imported_before_iris_is_an_error_that_says_what_to_do():
     works = "import iris; ctx = iris.iris(1 << 20); ctx.barrier(); print(ctx.ones(2).sum().item())"
     ways = (("import triton; ", {"TRITON_INTERPRET": "1"}), ("import torch; ", {}))
-    with ThreadPoolExecutor() as pool:
-        started = pool.submit(_python, "import triton; import iris")
-        others = [pool.submit(_python, first + works, **env) for first, env in ways]
-    late = started.result()
+    late = fresh.run("import triton; import iris")
     assert late.returncode == 1
     assert "iris.errors.PlatformError: triton was imported before iris" in late.stderr
     assert "Import iris first, or set TRITON_INTERPRET=1" in late.stderr
-    for done in (other.result() for other in others):
+    for done in (fresh.run(first + works, **env) for first, env in ways):
         assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr
 
 

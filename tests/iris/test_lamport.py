@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from multiprocessing import shared_memory
 import time
 
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tests.harness import ON_GPU
-from tests.processes import patient
+from tests.processes import forkserver, patient
 
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -62,7 +61,7 @@ def look_kernel(word, out, SIZE: tl.constexpr):
 def test_words_of_16_bits_are_loaded_whole() -> None:
     """While another process stores them: by memcpy, some hundred of a million loads were half and half."""
     words, seen = [-1, 0x1234], set()
-    start = multiprocessing.get_context("spawn")
+    start = forkserver()
     ready, enough = start.Event(), start.Event()
     memory = shared_memory.SharedMemory(create=True, size=64)
     memory.buf[:2] = b"\xff\xff"

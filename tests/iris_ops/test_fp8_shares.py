@@ -106,7 +106,7 @@ def numbers_body(ctx: iris.Iris, op: str, form: str, M, N, K, bias, dtype, confi
 @pytest.mark.parametrize("case", CASES + MANY if ON_GPU else CASES, ids=lambda case: "x".join(map(str, case[:3])))
 @pytest.mark.parametrize("op, form", OPS)
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [1, 3])
-@pytest.mark.some(24)
+@pytest.mark.some(14, on_gpus=24)
 def test_numbers(world_size: int, op: str, form: str, case: tuple) -> None:
     if case[-1] is not None and op != REDUCE_SCATTER and case[-1].warp_specialised:
         pytest.skip("no program warp-specialised pushes these")

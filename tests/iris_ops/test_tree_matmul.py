@@ -80,7 +80,7 @@ def check(world_size: int, case: Case, depths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(("op", "form"), SUMS)
-@pytest.mark.some(8)
+@pytest.mark.some(5, on_gpus=8)
 def test_any_ranks_sum_as_one_does(world_size, op, form, dtype):
     rng = random.Random()
     for M in (1, 20, 70):
@@ -105,16 +105,16 @@ SPECIALISED = FusedConfig(128, 128, 64, num_warps=8, num_stages=5, warp_speciali
 
 
 @pytest.mark.skipif(2 not in WORLDS, reason="between two ranks")
-@pytest.mark.some(3, on_gpus=8)  # each value of each parameter
+@pytest.mark.some(3, on_gpus=16)  # each value of each parameter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("op", "form"), SUMS[:2])
 @pytest.mark.parametrize("few_programs", [False, True])
 @pytest.mark.parametrize("high", [False, True])
-def test_specialised_warps_sum_as_one_rank_does(high, few_programs, op, form):
+def test_specialised_warps_sum_as_one_rank_does(high, few_programs, op, form, dtype):
     """On Hopper; elsewhere the portable kernel stands in for them. Leaves are of one width, of two, and cut short."""
     config = SPECIALISED if high else replace(SPECIALISED, block_m=64, num_warps=4, num_stages=8)
     config = replace(config, num_programs=3) if few_programs else config
     for M, K in ((70, 512), (300, 4096 if ON_GPU else 512), (200, 11000 if ON_GPU else 2232)):
-        for dtype in (torch.bfloat16, torch.float16):
-            kinds = dict(transposed=M != 200, on_heap=M == 70, seed=random.randrange(1 << 20))
-            case = Case(op, form, M, 520 if ON_GPU else 72, K, dtype, config=config, **kinds)
-            check(2, case, sum_tree.shares(K, 2))
+        kinds = dict(transposed=M != 200, on_heap=M == 70, seed=random.randrange(1 << 20))
+        case = Case(op, form, M, 520 if ON_GPU else 72, K, dtype, config=config, **kinds)
+        check(2, case, sum_tree.shares(K, 2))

@@ -95,6 +95,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 MORE["transposed"] = ("GPT2", {"hidden_size": 32, "n_inner": 40})
 
 
+NEW = 4  # tokens that a model generates
+
+# For what takes its time for each layer.
+ONE_LAYER = "one_layer"
+SHALLOW: dict[str, tuple[str, dict[str, Any]]] = {
+    ONE_LAYER: (
+        "Llama",
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "num_hidden_layers": 1},
+    ),
+}
+
 # Whose heads or words run out on more ranks.
 FEW = ("tied", "kv2", "kv1", "nine_heads", "two_heads", "vocab257")
 
@@ -110,7 +121,7 @@ def cases(names: Iterable[str]) -> list[tuple[int, str]]:
 def config_of(name: str):
     import transformers
 
-    architecture, changes = (CONFIGS | MORE | MIXTURES)[name]
+    architecture, changes = (CONFIGS | MORE | MIXTURES | SHALLOW)[name]
     return getattr(transformers, f"{architecture}Config")(**{**PLAIN, **changes})
 
 
@@ -142,12 +153,12 @@ def logits(model: nn.Module, device: torch.device | str = "cpu") -> torch.Tensor
 
 
 def generate(model: nn.Module, device: torch.device | str = "cpu", **options: Any) -> torch.Tensor:
-    """Five tokens after the prompt; with `padded=True`, as if the second row began with two tokens of padding."""
+    """`NEW` tokens after the prompt; with `padded=True`, as if the second row began with two tokens of padding."""
     if options.pop("padded", False):
         mask = torch.ones(2, 7, dtype=torch.long, device=device)
         mask[1, :2] = 0
         options["attention_mask"] = mask
-    return model.generate(prompt().to(device), max_new_tokens=5, **{"do_sample": False, **options})
+    return model.generate(prompt().to(device), max_new_tokens=NEW, **{"do_sample": False, **options})
 
 
 @cache

@@ -39,12 +39,13 @@ def close(ctx, result: torch.Tensor, eager: torch.Tensor) -> bool:
     return torch.allclose(result, eager, rtol=1e-3, atol=1e-3 * float(eager.abs().max()))
 
 
-NINE_HEADS = "nine_heads"  # on three kv heads, as SmolLM2 has them: two ranks' parts differ
+# Nine heads on three kv heads, as SmolLM2 has them: two ranks' parts differ. Whole models take long to compile.
+WHOLE = models.ONE_LAYER
 
 
 @torch.no_grad()
 def model_body(ctx) -> torch.Tensor:
-    model = models.build(NINE_HEADS)
+    model = models.build(WHOLE)
     layers.parallelize(model, ctx)
     run, tokens = compiled(model, ctx), models.prompt().to(ctx.device)
     torch._dynamo.mark_dynamic(tokens, 1)
@@ -59,13 +60,13 @@ def model_body(ctx) -> torch.Tensor:
 def test_a_split_model_compiles_to_one_graph(world_size: int) -> None:
     for result in run_ranks(world_size, model_body):
         if not UNDER_TORCHRUN:
-            models.assert_logits(result, NINE_HEADS)
+            models.assert_logits(result, WHOLE)
 
 
 @torch.no_grad()
 def engine_body(ctx) -> None:
     """An engine on a compiled model; on GPUs it captures the compiled step and replays it."""
-    model, prompts = models.build("tied"), models.prompt().to(ctx.device)
+    model, prompts = models.build(WHOLE), models.prompt().to(ctx.device)
     layers.parallelize(model, ctx)
     count = 8 if ON_GPU else 4
     expected = layers.Engine(model, ctx, 2, 32).generate(prompts, count)
@@ -225,6 +226,7 @@ def shared_tokens_body(ctx) -> None:
         engine.generate([row + row[:5] for row in rows], 2)
 
 
+@pytest.mark.some(0, on_gpus=1)
 def test_layers_that_share_tokens_are_compiled_once_for_all_lengths(world_size: int) -> None:
     run_ranks(world_size, shared_tokens_body)
 

@@ -122,7 +122,7 @@ def engine_body(ctx, name: str) -> tuple[list, str]:
     layers.parallelize(model, ctx)
     engine = layers.Engine(model, ctx, batch_size=2, max_length=16, step_attention=True)
     prompts = models.prompt().tolist()
-    tokens = engine.generate(prompts, 5), engine.generate([prompts[0], prompts[1][2:]], 5)
+    tokens = engine.generate(prompts, models.NEW), engine.generate([prompts[0], prompts[1][2:]], models.NEW)
     assert torch.equal(models.generate(model, ctx.device).cpu(), models.expected(name)[2]), "generate() as before"
     return tokens, model.config._attn_implementation
 

@@ -41,9 +41,9 @@ def greedy_body(ctx, name: str) -> list:
     engine = layers.Engine(model, ctx, batch_size=3, max_length=16)
     prompts = models.prompt().tolist()
     return [
-        engine.generate(prompts, 5),  # a row is left over
-        engine.generate([prompts[0], prompts[1][2:]], 5),  # two tokens of padding
-        engine.generate(models.prompt(), 5),  # the padding is forgotten
+        engine.generate(prompts, models.NEW),  # a row is left over
+        engine.generate([prompts[0], prompts[1][2:]], models.NEW),  # two tokens of padding
+        engine.generate(models.prompt(), models.NEW),  # the padding is forgotten
         engine.generate(prompts, 4, stop=7),
     ]
 
@@ -108,10 +108,10 @@ def sampled_body(ctx) -> list:
         {},
         {"temperature": 3.0},  # each rank's own seed, of which rank 0's counts
     ]
-    results = [engine.generate(models.prompt(), 6, **each) for each in options]
+    results = [engine.generate(models.prompt(), 4, **each) for each in options]
     for _ in range(2):
         torch.manual_seed(100 + ctx.cur_rank)
-        results += [engine.generate(models.prompt(), 6, temperature=3.0) for _ in range(2)]
+        results += [engine.generate(models.prompt(), 4, temperature=3.0) for _ in range(2)]
     return results
 
 

@@ -44,6 +44,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
 }  # fmt: skip
 
 RARE = {"falcon_rw", "falcon_40b", "codegen"}  # beside which others do the same and one thing more
+if not UNDER_TORCHRUN:
+    RARE |= {"falcon_rw_eager", "santacoder"}  # whose layouts others have, too
 
 # Before transformers 5.20 or so, CodeGen's attention computes for four parts of all heads, and says so nowhere.
 _CODEGEN = transformers.models.codegen.modeling_codegen.CodeGenAttention

@@ -59,7 +59,7 @@ def merged_body(ctx, name: str) -> tuple:
 
 @three
 @pytest.mark.parametrize("name", ["bias", "kv1", "nine_heads", "qk_norm"])
-@pytest.mark.some(2)
+@pytest.mark.some(1, on_gpus=2)
 def test_merged_linears_give_the_same_model(world_size: int, name: str) -> None:
     for logits, tokens, style in run_ranks(world_size, merged_body, name):
         models.assert_logits(logits, name)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 from iris import platform
 from layers.serving import inductor_waits
@@ -15,7 +12,7 @@ import pytest
 import torch
 import torch._inductor.config as config
 
-from tests.processes import ROOT, patient, python_path
+from tests import fresh
 
 WAIT = "tl.extra.cuda.gdc_wait()"
 
@@ -23,9 +20,8 @@ WAIT = "tl.extra.cuda.gdc_wait()"
 @pytest.fixture(scope="module")
 def generated() -> dict[str, list[str]]:
     """Of a graph's name, its code as inductor would have it, and as we do."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
-    command = [sys.executable, "-m", "tests.inductor_code"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(300))
+    program = "import runpy; runpy.run_module('tests.inductor_code', run_name='__main__')"
+    done = fresh.run(program, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -95,7 +95,7 @@ def served_body(ctx, folder: str, name: str) -> dict[str, Any]:
     for key, value in twin.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
     logits = models.logits(model, ctx.device).cpu()
-    words = layers.Engine(model, ctx, batch_size=2, max_length=16).generate(models.prompt(), 5)
+    words = layers.Engine(model, ctx, batch_size=2, max_length=16).generate(models.prompt(), models.NEW)
     layers.save_pretrained(model, f"{folder}/{name}-again", ctx)
     again = layers.from_pretrained(f"{folder}/{name}-again", ctx)  # experts in one tensor
     for key, value in model.state_dict().items():

@@ -34,7 +34,7 @@ def greedy_body(ctx, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size, name", models.cases([*models.CONFIGS, *models.MORE]))
-@pytest.mark.some(8)
+@pytest.mark.some(5, on_gpus=8)
 def test_logits_and_greedy_tokens_are_the_unsplit_models(world_size: int, name: str) -> None:
     results = run_ranks(world_size, greedy_body, name)
     _, _, tokens = models.expected(name)
@@ -53,7 +53,7 @@ def attention_body(ctx, name: str, attention: str, padded: bool) -> tuple[torch.
 @ranks(3, 4)
 @pytest.mark.parametrize("attention, padded", [("eager", False), ("sdpa", True)])
 @pytest.mark.parametrize("name", ["kv2", "kv1", "nine_heads"])
-@pytest.mark.some(3)
+@pytest.mark.some(2, on_gpus=3)
 def test_groups_of_heads_are_right_however_attention_repeats_them(
     world_size: int, name: str, attention: str, padded: bool
 ) -> None:
@@ -131,7 +131,7 @@ def clock_body(ctx) -> None:
     model, _ = split(ctx, "plain")
     with pytest.raises(ArgumentError, match="max_time is 5"):
         models.generate(model, ctx.device, max_time=5.0)
-    assert models.generate(model, ctx.device).shape == (2, 12)
+    assert models.generate(model, ctx.device).shape == (2, 7 + models.NEW)
 
 
 @ranks(2)

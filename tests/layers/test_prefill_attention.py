@@ -194,7 +194,7 @@ def engine_body(ctx, name: str) -> tuple[list, list]:
 
     def tokens(**options) -> list:
         engine = layers.Engine(model, ctx, batch_size=2, max_length=16, **options)
-        return engine.generate(models.prompt().tolist(), 5)
+        return engine.generate(models.prompt().tolist(), models.NEW)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_attention, "prefill_attention", counted)
@@ -253,6 +253,7 @@ def test_compiled_layers_read_prompts_by_it(world_size: int, name: str) -> None:
 @torch.no_grad()
 @pytest.mark.skipif(DEVICE != "cpu", reason="needs no ranks")
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(8, on_gpus=len(FAMILIES))
 def test_padded_prompts_of_every_family(family: str) -> None:
     """As by transformers' masks, also where some layers have windows and others none."""
     model = build(family, FAMILIES[family])

@@ -60,7 +60,7 @@ def load_body(ctx, folder: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size, name", models.cases([*models.CONFIGS, "nine_heads", "two_heads", "fused"]))
-@pytest.mark.some(6)
+@pytest.mark.some(3, on_gpus=6)
 def test_loaded_by_slices_is_split_in_memory(world_size: int, saved, name: str) -> None:
     for result, tokens in run_ranks(world_size, load_body, str(saved(name)), name):
         models.assert_logits(result, name)
@@ -194,6 +194,7 @@ def typed_body(ctx, folder: str, model_type: str) -> None:
 
 @two_ranks
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "bert"])
+@pytest.mark.some(1, on_gpus=2)
 def test_nothing_that_was_loaded_is_initialised_anew_or_left_empty(world_size: int, tmp_path: Path, model_type) -> None:
     """RecurrentGemma's attention initialises its merged linears, and has a buffer to be computed; BERT ties a bias."""
     folder = agreed(tmp_path)

@@ -48,6 +48,7 @@ def shared_body(ctx, name: str) -> tuple:
 
 
 @pytest.mark.parametrize("world_size, name", CASES)
+@pytest.mark.some(1, on_gpus=len(CASES))
 def test_logits_and_tokens_are_the_unsplit_models(world_size: int, name: str) -> None:
     results = run_ranks(world_size, shared_body, name)
     whole = models.build(name)
@@ -79,7 +80,7 @@ def engine_body(ctx) -> list:
     rows, made = models.prompt().tolist(), []
     for batch in ([rows[0]], [rows[0], rows[1][2:]]):  # 7 tokens; 14, with two of padding
         engine = layers.Engine(model, ctx, len(batch), 14)
-        made.append((engine.generate(batch, 5), engine.generate(batch, 5)))
+        made.append((engine.generate(batch, models.NEW), engine.generate(batch, models.NEW)))
         assert len(seen[0]) == 2 and len(seen[1]) == 3, "prompts are shared, steps are not"
         seen.clear()
     engine = layers.Engine(model, ctx, 1, 8)  # no room behind

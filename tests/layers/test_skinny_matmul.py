@@ -83,6 +83,7 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
         ((70,), 20, 136),
     ],
 )
+@pytest.mark.some(7, on_gpus=14)
 def test_rows_scaled_by_the_second_half_of_a_norm(monkeypatch, rows, outputs: int, depth: int, gated: bool) -> None:
     if outputs == 200:  # in narrow tiles
         monkeypatch.setattr(skinny_matmul.platform, "num_programs", lambda device: 9)
@@ -274,7 +275,7 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
         patch.setattr(skinny_matmul, "skinny_matmul", counted)
         patch.setattr(skinny_matmul, "serves", lambda x, weight, *_: 0 < x.shape[:-1].numel() <= 6)
         engine = layers.Engine(model, ctx, batch_size=2, max_length=16)
-        return engine.generate(models.prompt().tolist(), 5), calls, exchanged
+        return engine.generate(models.prompt().tolist(), models.NEW), calls, exchanged
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="has the functions of its process exchanged")
@@ -282,12 +283,12 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
 @pytest.mark.parametrize("sequence_parallel", [False, 4], ids=["all tokens", "sequence parallel"])
 @pytest.mark.some(2)
 def test_the_engine_makes_the_same_tokens_by_it(name: str, gates: int, sequence_parallel: bool | int) -> None:
-    """14 tokens of prompts, and four behind; shared, each of three ranks has six of them, as few as are served."""
-    whole = models.generate(models.build(name))[:, 7:].tolist()
+    """14 tokens of prompts, and three behind; shared, each of three ranks has six of them, as few as are served."""
+    whole, steps = models.generate(models.build(name))[:, 7:].tolist(), models.NEW - 1
     for tokens, calls, exchanged in run_ranks(3, engine_body, name, sequence_parallel):
         assert tokens == whole
-        assert exchanged == gates and calls.count(True) == 4 * gates
-        assert calls.count(False) == 4 * (2 if gates else 4)  # qkv, and gate and up where they are not gated
+        assert exchanged == gates and calls.count(True) == steps * gates
+        assert calls.count(False) == steps * (2 if gates else 4)  # qkv, and gate and up where they are not gated
 
 
 def swapped_body(ctx, fuse: bool) -> list[str]:

@@ -155,7 +155,7 @@ def other_products_body(ctx, weights: str | None) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
-@pytest.mark.some(1)
+@pytest.mark.some(0, on_gpus=1)
 def test_norms_before_other_products_stay_whole(world_size: int, weights: str | None) -> None:
     run_ranks(world_size, other_products_body, weights)
 

@@ -48,6 +48,7 @@ def engine_body(ctx: iris.Iris, invariant: str | None) -> tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize("invariant", ["batch", None])
+@pytest.mark.some(1, on_gpus=2)
 def test_a_compiled_layer_s_norms_take_their_sums_along(world_size: int, invariant: str | None) -> None:
     for whole, compiled, counts in run_ranks(world_size, engine_body, invariant):
         assert set(counts) <= {(2, 0), (0, 0)} and ((2, 0) in counts) == bool(invariant), counts
