@@ -9,30 +9,45 @@ marked `slow`, `make test-all` and `make test-gpu-all` nothing. These are marked
   rank, but for the first of a test's cases; kernels for a vendor's second architecture.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 import fcntl
 import gc
 import os
+import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import assembly, compilation, harness, processes, record
+from tests import assembly, record
 
-if harness.ON_GPU:
-    from tests import compile_once
+if TYPE_CHECKING:
+    from tests import compilation
 
-    compile_once.prepare()
-
+_UNDER_TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
 _SECOND_TARGETS = assembly.CUDA[1:] + assembly.HIP[1:]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Imports iris before any test imports triton; not where other processes run the tests."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    from tests import harness
+
+    if harness.ON_GPU:
+        from tests import compile_once
+
+        compile_once.prepare()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    reason = "runs without torchrun" if harness.UNDER_TORCHRUN else "needs GPUs: torchrun -m pytest -m gpu"
+    reason = "runs without torchrun" if _UNDER_TORCHRUN else "needs GPUs: torchrun -m pytest -m gpu"
     for item in items:
-        if (item.get_closest_marker("gpu") is not None) != harness.UNDER_TORCHRUN:
+        if (item.get_closest_marker("gpu") is not None) != _UNDER_TORCHRUN:
             item.add_marker(pytest.mark.skip(reason=reason))
-    if not harness.UNDER_TORCHRUN:
+    if not _UNDER_TORCHRUN:
         _mark_worlds_and_targets(items)
     _mark_all_but_some(items)
     yield  # `-m` takes what it wants
@@ -71,7 +86,7 @@ def _mark_all_but_some(items: list[pytest.Item]) -> None:
 
 def _wanted(cases: int, n: int | None = None, on_gpus: int | None = None) -> int:
     """How many of the cases `some(n, on_gpus=...)` keeps."""
-    kept = n if on_gpus is None or not harness.UNDER_TORCHRUN else on_gpus
+    kept = n if on_gpus is None or not _UNDER_TORCHRUN else on_gpus
     return cases if kept is None else kept
 
 
@@ -86,6 +101,8 @@ def _cases_of(items: list[pytest.Item]) -> list[list[pytest.Item]]:
 
 def pytest_collection_finish() -> None:
     """What is imported now stays, and is not looked through for garbage again and again, a tenth of all time."""
+    from tests import processes
+
     gc.collect()
     gc.freeze()
     processes.save_time()
@@ -106,7 +123,7 @@ def _our_turn() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _workers_end():
     yield
-    harness.close_pools()
+    sys.modules["tests.harness"].close_pools()
 
 
 @pytest.fixture(scope="session")
@@ -114,6 +131,8 @@ def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[compilation.Compilation]:
     """Of a target's name, its kernels by name: in rare forms too where slow tests look at them."""
+    from tests import compilation
+
     folder = tmp_path_factory.getbasetemp()
     beside = "PYTEST_XDIST_WORKER" in os.environ  # whose folders stand in one
     whole = any("compiled" in item.fixturenames and item.get_closest_marker("slow") for item in request.session.items)
@@ -127,7 +146,7 @@ def compiled(
 @pytest.fixture(scope="session", autouse=True)
 def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
     """What the tests to come want compiled is, from the first test on."""
-    if harness.UNDER_TORCHRUN:
+    if _UNDER_TORCHRUN:
         return
     wanting = [item for item in request.session.items if "compiled" in item.fixturenames]
     for target in dict.fromkeys(

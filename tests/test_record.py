@@ -37,7 +37,7 @@ def test_a_kernel_is_compiled_if_its_code_has_changed_and_only_then(tmp_path: Pa
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == ["gate", "arrived", "device_barrier"]
     known = {path.stem for path in folder.glob("*.key") if path.read_text() in record.read_sources("sm_90")}
-    assert known == {"gate"}, "which has the same source on other lines"
+    assert known == {"gate"}, "whose source is the same, on other lines; `make compiled` writes the keys of sources"
     compiled = {path.stem: path.read_text() for path in folder.glob("*.ptx")}
     assert compiled.keys() == {"arrived", "device_barrier"} and after in compiled["device_barrier"]
 

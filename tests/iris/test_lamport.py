@@ -71,7 +71,7 @@ def test_words_of_16_bits_are_loaded_whole() -> None:
         assert ready.wait(60)
         word, out = torch.frombuffer(memory.buf, dtype=torch.int16, count=1), torch.empty(1 << 16, dtype=torch.int16)
         begin = time.monotonic()
-        while (elapsed := time.monotonic() - begin) < 1 or len(seen) < len(words) and elapsed < patient(20):
+        while (elapsed := time.monotonic() - begin) < 0.5 or len(seen) < len(words) and elapsed < patient(20):
             look_kernel[(1,)](word, out, len(out))
             seen |= set(out.unique().tolist())
         del word

@@ -263,8 +263,9 @@ def _turns(ctx):
     """Rings go round many times, by sizes that stand otherwise each time; captured on GPUs."""
     rank, n = ctx.cur_rank, ctx.num_ranks
     after, before = (rank + 1) % n, (rank - 1) % n
-    ctx.ccl.init_p2p(5 << 20, torch.uint8)
-    counts = [3, 70_000, 20_000, 1_100_000 if ON_GPU or n == 2 else 150_000, 1]
+    # for few ranks of the interpreter as many slots in proportion: messages go round once and a half
+    ctx.ccl.init_p2p(5 << 20 if ON_GPU or n != 2 else 5 << 18, torch.uint8)
+    counts = [3, 70_000, 20_000, 1_100_000 if ON_GPU else 275_000 if n == 2 else 150_000, 1]
     mine = [torch.zeros(count, dtype=torch.int32, device=ctx.device) for count in counts]
     theirs = [torch.zeros_like(each) for each in mine]
 
@@ -281,7 +282,7 @@ def _turns(ctx):
         with torch.cuda.graph(graph):
             calls()
         again = graph.replay
-    for turn in range(100 if ON_GPU else 2):
+    for turn in range(100 if ON_GPU else 3):
         for one, other in zip(mine, theirs, strict=True):
             one.copy_(torch.arange(one.numel()) * 7 + 1000 * turn + rank)
             other.fill_(-5)

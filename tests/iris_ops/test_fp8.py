@@ -150,7 +150,14 @@ def test_rounded_rows_in_the_interpreter(world_size: int, algorithm: str) -> Non
 
 @pytest.mark.skipif(ON_GPU and not platform.has_warp_specialisation(torch.device("cuda")), reason="for Hopper")
 @pytest.mark.parametrize(
-    "rows, columns, depth", [(17, 48, 144), (64, 528, 256), (100, 320, 272), (128, 17408, 128), (300, 528, 144)]
+    "rows, columns, depth",
+    [
+        (17, 48, 144),
+        (64, 528, 256),
+        (100, 320, 272),
+        pytest.param(128, 17408, 128, marks=[] if ON_GPU else pytest.mark.slow),
+        (300, 528, 144),
+    ],
 )
 def test_products_of_tens_of_rows(rows: int, columns: int, depth: int) -> None:
     """`fp8_tiles`, with and without a bias, into rows that stand apart."""

@@ -97,7 +97,7 @@ def check_served(ctx: iris.Iris, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("op, form", PUSHED)
-@pytest.mark.some(5, on_gpus=3)
+@pytest.mark.some(6, on_gpus=3)
 def test_op_is_right(world_size: int, op: str, form: str) -> None:
     """Both dtypes and layouts of B, with and without bias, `out` on the heap or not, rows that stand apart."""
     called = [
@@ -153,7 +153,7 @@ def test_random_calls(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("op, form", [(op, form) for op, form in PUSHED if form != "cols"])
-@pytest.mark.some(3, on_gpus=1)
+@pytest.mark.some(4, on_gpus=1)
 def test_parts_may_be_empty(world_size: int, op: str, form: str) -> None:
     """A rank that has none itself is served by portable kernels: nothing can be loaded or stored by TMA."""
     called = [case_of(op, form, turn, M=world_size + 1) for turn in range(len(CONFIGS))]
@@ -177,7 +177,7 @@ def check_uneven(ctx: iris.Iris, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("op, form", [(op, form) for op, form in PUSHED if op in (ALL_REDUCE, REDUCE_SCATTER)])
-@pytest.mark.some(3, on_gpus=1)
+@pytest.mark.some(4, on_gpus=1)
 def test_ranks_may_differ_in_depth(world_size: int, op: str, form: str) -> None:
     """By a step along K, and so that one has nothing to multiply, for which a portable kernel serves."""
     depths = [64 * world_size + 1, max(1, world_size - 1)]
@@ -211,7 +211,7 @@ def check_mixed(ctx: iris.Iris, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("op, form", PUSHED)
-@pytest.mark.some(5, on_gpus=2)
+@pytest.mark.some(6, on_gpus=2)
 def test_ranks_with_and_without_specialised_warps_work_together(world_size: int, op: str, form: str) -> None:
     """Short and empty parts, too, of which each kind of kernel computes other tiles."""
     called = [case_of(op, form, turn, transposed=turn % 2 == 0) for turn in range(len(CONFIGS))]

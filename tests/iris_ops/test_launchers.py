@@ -34,8 +34,8 @@ from tests.reference import FORMS
 
 MACHINES = [
     machine_named("NVIDIA H200", 132),
-    machine_named("AMD Instinct MI300X", 304),
     machine_named("some other GPU", 66),
+    machine_named("AMD Instinct MI300X", 304),
     replace(machine_named("NVIDIA of another name", 114), warp_specialised=True),
 ]
 SIZES = [0, 1, 2, 3, 7, 8, 17, 64, 97, 128, 129, 512, 1000, 2048, 4097, 8192, 28672, 70000]

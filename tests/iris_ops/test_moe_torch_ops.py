@@ -52,6 +52,6 @@ def compiled_body(ctx: iris.Iris, scatter: bool) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("scatter", [False, True])
-@pytest.mark.some(1, on_gpus=3)
+@pytest.mark.some(3)
 def test_compiled_code_has_the_same_bits(world_size: int, scatter: bool) -> None:
     run_ranks(world_size, compiled_body, scatter)

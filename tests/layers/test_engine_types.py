@@ -66,7 +66,7 @@ def test_masks_of_eager_attention_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 def test_a_type_that_an_engine_cannot_serve_is_refused(model_type: str) -> None:
     for outcome in run_ranks(2, engine.served_body, model_type, timeout=400):
         with pytest.raises(ArgumentError, match=REFUSED[model_type].replace("()", r"\(\)")):

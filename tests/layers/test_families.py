@@ -134,8 +134,9 @@ def split_body(ctx, families: dict[str, dict[str, Any]]) -> dict[str, tuple[torc
     return results
 
 
-# Of each kind one: plain, windows, merged and fused projections, sinks, norms by head, linear attention.
-QUICK = ("llama", "gemma2", "phi3", "gpt_neox", "granite_swa", "cohere", "hrm_text", "qwen3_5_text", "gemma4_text")
+# Of each kind one: plain, windows, merged and fused projections, sinks, norms by head and of all, linear attention.
+QUICK = ("llama", "gemma2", "phi3", "gpt_neox", "granite_swa", "cohere", "hrm_text", "olmo2", "qwen3_5_text")
+QUICK += ("gemma4_text",)
 RUNS = {"whole": (WORLDS[0], FAMILIES)}
 if not UNDER_TORCHRUN:
     RUNS = {

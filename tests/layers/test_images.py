@@ -100,7 +100,7 @@ def image_body(ctx: Any, kind: str) -> tuple[Any, str]:
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.some(1, on_gpus=2)
+@pytest.mark.some(2)
 def test_a_prompt_with_an_image_gives_the_unsplit_models_logits(world_size: int, kind: str) -> None:
     whole = build(kind)
     single = answers(whole, kind)

@@ -194,7 +194,6 @@ def typed_body(ctx, folder: str, model_type: str) -> None:
 
 @two_ranks
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "bert"])
-@pytest.mark.some(1, on_gpus=2)
 def test_nothing_that_was_loaded_is_initialised_anew_or_left_empty(world_size: int, tmp_path: Path, model_type) -> None:
     """RecurrentGemma's attention initialises its merged linears, and has a buffer to be computed; BERT ties a bias."""
     folder = agreed(tmp_path)
