@@ -1,5 +1,5 @@
 # make demo [RANKS=n]   a real language model on several ranks, compared with the unsplit one
-# make test [JOBS=n]    style, then the tests that need no GPU, but for slow ones, in n processes; 4 keep two cores busy
+# make test [JOBS=n]    style, then the tests that need no GPU, but for slow ones, in n processes; 3 keep two cores busy
 # make test-all         style, then every test that needs no GPU
 # make lint             style, and types, which are a test, too
 # make compiled         what tests ask of compiled kernels, anew, in tests/compiled: after a change of a kernel
@@ -21,7 +21,7 @@ RANKS ?=
 PAIRS ?=
 QUICK ?=
 SECONDS ?= 600
-JOBS ?= 4
+JOBS ?= 3
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
