@@ -18,14 +18,15 @@ takes is an argument's, another operation's or a constant; where one is not, the
 from __future__ import annotations
 
 from collections.abc import Callable
-import copy
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ... import platform
-from ...triton_private import TensorDescHandle, TensorHandle, core
+from ...triton_private import TensorHandle, core
+from . import operations
+from .operations import ARRAYS
 
 _PLAIN_RUNS = 8  # of a kernel's programs, before one is recorded: to record costs half a run more
 _MOST_STRETCHES = 500  # of a recording; what is not in it then runs as ever
@@ -36,7 +37,6 @@ _MOST_RECORDINGS = 256  # the oldest goes first
 _PACKAGES = ("iris", "iris_ops", "layers")
 # Operations without an operand whose result is not the same in each run, and those whose result does not matter.
 _EFFECTS = {"create_get_program_id", "create_get_num_programs", "create_print", "create_assert", "create_assume"}
-_ARRAYS = np.ndarray, np.generic
 
 current: Recorder | None = None
 """Who is told of each operation that is done; None where none is recorded."""
@@ -134,7 +134,7 @@ class Recorder:
         """`function` of arrays and of what is the same in each run."""
         if self.ahead:
             return self._known(function)
-        slots: list[Any] = [self.slots.get(id(each)) if isinstance(each, _ARRAYS) else -1 for each in operands]
+        slots: list[Any] = [self.slots.get(id(each)) if isinstance(each, ARRAYS) else -1 for each in operands]
         result = apart(function, *operands)
         if None in slots:
             return self._stop(result)
@@ -165,11 +165,11 @@ class Recorder:
         if self.ahead:
             return self._known(function)
         holders: list[tuple[TensorHandle, int]] = []
-        held = _held(args, self.slots, holders), _held(named, self.slots, holders)
+        held = operations.held(args, self.slots, holders), operations.held(named, self.slots, holders)
         result = apart(partial(function, **named) if named else function, *args)
-        if any(slot is None for _, slot in holders) or not _can_be_kept(result):
+        if any(slot is None for _, slot in holders) or not operations.can_be_kept(result):
             return self._stop(result)
-        run = _run_of(function, *held, holders, len(self.values), result)
+        run = operations.run_of(function, *held, holders, len(self.values), result)
         return self._done(function, result, [-1] * effect + [slot for _, slot in holders], run)
 
     def read(self, array: np.ndarray, how: Callable[[np.ndarray], Any]) -> Any:
@@ -210,12 +210,12 @@ class Recorder:
         arrays = [self._own(self.values[out], out) for out in step.outs]
         if step.constant:
             self.constant.update(step.outs)
-        return _made(step.made, iter(arrays))
+        return operations.made_of(step.made, iter(arrays))
 
     def _done(self, function: Callable, result: Any, taken: list[int], run: Callable[[list], None]) -> Any:
         """Keeps an operation, and gives its result with arrays that are nobody else's."""
         arrays: list = []
-        made, first = _described(result, arrays), len(self.values)
+        made, first = operations.described(result, arrays), len(self.values)
         outs = range(first, first + len(arrays))
         for out, array in zip(outs, arrays, strict=True):
             self.values.append(array)
@@ -233,7 +233,7 @@ class Recorder:
             self.stretch.runs.append(run)
         self.stretch.steps.append(Step(function, outs, made, constant))
         self.stretch.end = len(self.values)
-        return _made(made, iter(self.values[first:]))
+        return operations.made_of(made, iter(self.values[first:]))
 
     def _own(self, array: np.ndarray, slot: int) -> np.ndarray:
         """The array of a slot: a view where it is another slot's, too, so that each is known by its identity."""
@@ -336,86 +336,3 @@ def _kind_of(value: Any, arrays: list) -> Any:
     if isinstance(value, (tuple, list, core.tuple)):
         return tuple([_kind_of(each, arrays) for each in value])
     return kind, value
-
-
-def _held(value: Any, slots: dict[int, int], holders: list) -> Any:
-    """The same with handles of its own, which are listed with the slots of what they hold."""
-    kind = type(value)
-    if kind is TensorHandle:
-        own = TensorHandle(None, value.dtype, value.attr)
-        holders.append((own, slots.get(id(value.data))))
-        return own
-    if kind is core.tensor:
-        return core.tensor(_held(value.handle, slots, holders), value.type)
-    if kind is TensorDescHandle:
-        own = copy.copy(value)
-        own.base, own.shape, own.strides = (
-            _held(each, slots, holders) for each in (value.base, value.shape, value.strides)
-        )
-        return own
-    if kind is list or kind is tuple:
-        return kind([_held(each, slots, holders) for each in value])
-    if kind is dict:
-        return {name: _held(each, slots, holders) for name, each in value.items()}
-    if isinstance(value, _ARRAYS):
-        holders.append((TensorHandle(None, None), None))
-    return value
-
-
-def _run_of(function: Callable, args: tuple, named: dict, holders: list, out: int, result: Any) -> Callable:
-    if type(result) is TensorHandle and not named:
-
-        def run(values: list) -> None:
-            for holder, slot in holders:
-                holder.data = values[slot]
-            values[out] = function(*args).data
-            for holder, _ in holders:
-                holder.data = None
-
-        return run
-
-    def run_any(values: list) -> None:
-        for holder, slot in holders:
-            holder.data = values[slot]
-        arrays: list = []
-        _described(function(*args, **named), arrays)
-        values[out : out + len(arrays)] = arrays
-        for holder, _ in holders:
-            holder.data = None
-
-    return run_any
-
-
-def _can_be_kept(result: Any) -> bool:
-    if type(result) is tuple or type(result) is list:
-        return all(map(_can_be_kept, result))
-    return result is None or type(result) is TensorHandle or type(result) is core.tensor
-
-
-def _described(result: Any, arrays: list) -> Any:
-    """What a result is beside its arrays, which are listed."""
-    kind = type(result)
-    if isinstance(result, _ARRAYS):
-        arrays.append(result)
-        return np.ndarray
-    if kind is TensorHandle:
-        arrays.append(result.data)
-        return TensorHandle, result.dtype
-    if kind is core.tensor:
-        arrays.append(result.handle.data)
-        return core.tensor, result.handle.dtype, result.type
-    if kind is tuple or kind is list:
-        return kind, [_described(each, arrays) for each in result]
-    return None
-
-
-def _made(described: Any, arrays: Any) -> Any:
-    """A result again, of what `_described` gave and of its arrays."""
-    if described is None or described is np.ndarray:
-        return None if described is None else next(arrays)
-    kind, what, *types = described
-    if kind is TensorHandle:
-        return TensorHandle(next(arrays), what)
-    if kind is core.tensor:
-        return core.tensor(TensorHandle(next(arrays), what), *types)
-    return kind([_made(each, arrays) for each in what])

@@ -1,0 +1,101 @@
+"""What operations of the interpreter take and give beside arrays, so that `replay.py` can do them on other arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import copy
+from typing import Any
+
+import numpy as np
+
+from ...triton_private import TensorDescHandle, TensorHandle, core
+
+ARRAYS = np.ndarray, np.generic
+
+
+def held(value: Any, slots: dict[int, int], holders: list) -> Any:
+    """The same with handles of its own, which are listed with the slots of what they hold."""
+    kind = type(value)
+    if kind is TensorHandle:
+        own = TensorHandle(None, value.dtype, value.attr)
+        holders.append((own, slots.get(id(value.data))))
+        return own
+    if kind is core.tensor:
+        return core.tensor(held(value.handle, slots, holders), value.type)
+    if kind is TensorDescHandle:
+        own = copy.copy(value)
+        own.base, own.shape, own.strides = (
+            held(each, slots, holders) for each in (value.base, value.shape, value.strides)
+        )
+        return own
+    if kind is list or kind is tuple:
+        return kind([held(each, slots, holders) for each in value])
+    if kind is dict:
+        return {name: held(each, slots, holders) for name, each in value.items()}
+    if isinstance(value, ARRAYS):
+        holders.append((TensorHandle(None, None), None))
+    return value
+
+
+def run_of(function: Callable, args: tuple, named: dict, holders: list, out: int, result: Any) -> Callable:
+    """What does an operation anew: its arrays come from the slots of `holders`, and results go to slots from `out` on.
+
+    `args` and `named` are what `held` gave; `result` is what the operation gave when it was recorded.
+    """
+    if type(result) is TensorHandle and not named:
+
+        def run(values: list) -> None:
+            for holder, slot in holders:
+                holder.data = values[slot]
+            values[out] = function(*args).data
+            for holder, _ in holders:
+                holder.data = None
+
+        return run
+
+    def run_any(values: list) -> None:
+        for holder, slot in holders:
+            holder.data = values[slot]
+        arrays: list = []
+        described(function(*args, **named), arrays)
+        values[out : out + len(arrays)] = arrays
+        for holder, _ in holders:
+            holder.data = None
+
+    return run_any
+
+
+def can_be_kept(result: Any) -> bool:
+    """Whether a result is made of nothing but values of the language, which `described` knows."""
+    if type(result) is tuple or type(result) is list:
+        return all(map(can_be_kept, result))
+    return result is None or type(result) is TensorHandle or type(result) is core.tensor
+
+
+def described(result: Any, arrays: list) -> Any:
+    """What a result is beside its arrays, which are listed."""
+    kind = type(result)
+    if isinstance(result, ARRAYS):
+        arrays.append(result)
+        return np.ndarray
+    if kind is TensorHandle:
+        arrays.append(result.data)
+        return TensorHandle, result.dtype
+    if kind is core.tensor:
+        arrays.append(result.handle.data)
+        return core.tensor, result.handle.dtype, result.type
+    if kind is tuple or kind is list:
+        return kind, [described(each, arrays) for each in result]
+    return None
+
+
+def made_of(kept: Any, arrays: Any) -> Any:
+    """A result again, of what `described` gave and of its arrays."""
+    if kept is None or kept is np.ndarray:
+        return None if kept is None else next(arrays)
+    kind, what, *types = kept
+    if kind is TensorHandle:
+        return TensorHandle(next(arrays), what)
+    if kind is core.tensor:
+        return core.tensor(TensorHandle(next(arrays), what), *types)
+    return kind([made_of(each, arrays) for each in what])
