@@ -1,18 +1,18 @@
-"""Programs of a kernel that are run again without its Python: their operations are recorded, and done on new arguments.
+"""The interpreter runs a kernel again without the kernel's Python: it repeats the numpy operations that it recorded.
 
-In the interpreter a kernel on small tensors spends its time in Python: in its own lines, and in the language's checks
-and conversions. What it computes, loads and stores is some hundred operations on numpy arrays. One run with arguments
-of given types and constants is recorded; later ones do these operations and nothing else.
+On small tensors the interpreter spends most of its time in Python: in the kernel's lines, and in the language's checks
+and conversions. What the kernel computes, loads and stores is a few hundred operations on numpy arrays. The interpreter
+records them in one run with arguments of given types and constants, and repeats only them in later runs.
 
-What Python decides by an array's value (`if`, `while`, where a loop ends) is decided in a replay, too: a recording is a
-tree of stretches of operations, with a choice behind each and a way for every value that was seen there. A replay that
-reads another value starts the kernel's Python once more. Up to that choice, its operations get the results that the
-replay has computed, so that nothing is done twice; from there on they are done, and recorded as a new way. (Trees of
-traces: Gal and Franz, "Incremental dynamic code generation with trace trees", 2006.)
+A kernel's Python also decides by values (`if`, `while`, the end of a loop). So a recording is a tree. A node is a
+`Stretch` of operations, and ends with a choice: which array is read, and which stretch follows for each value seen. If
+a replay reads a new value, the interpreter starts the kernel's Python once more. Up to that choice each operation is
+given the result that the replay has computed, so nothing is done twice. After it the operations are done and recorded
+as a new branch. (Source: trace trees, Gal and Franz, "Incremental dynamic code generation with trace trees", 2006.)
 
-It rests on two things, of which the second is checked. Between two choices, a kernel does the same operations whatever
-its arrays hold; this is so of the library's kernels, and no others are recorded. And every array that an operation
-takes is an argument's, another operation's or a constant; where one is not, the kernel is run as ever.
+This is right under two conditions. Between two choices a kernel does the same operations whatever its arrays hold: true
+of the library's kernels, so no other kernels are recorded. And each array that an operation takes comes from an
+argument, an earlier operation or a constant: the recorder checks this, and a kernel that fails is never replayed.
 """
 
 from __future__ import annotations
