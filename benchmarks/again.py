@@ -53,13 +53,15 @@ STEPS = [
     Step("rma", "rma", 40),
     Step(
         "llm-32b",
-        "llm --model qwen3-32b --compile --contenders ours,nccl --batches 1,16,64 --prompts 128 --rounds 2",
+        "llm --model qwen3-32b --compile --contenders ours,nccl,vllm --batches 1,16,64 --prompts 128 --rounds 2"
+        " --vllm-limit 170",
         110,
         "llm_qwen3-32b_compiled_{gpu}",
     ),
     Step(
         "llm-70b",
-        "llm --model llama-3-70b --compile --contenders ours,nccl --batches 1,16,64 --prompts 128 --rounds 2",
+        "llm --model llama-3-70b --compile --contenders ours,nccl,vllm --batches 1,16,64 --prompts 128 --rounds 2"
+        " --vllm-limit 200",
         130,
         "llm_llama-3-70b_compiled_{gpu}",
     ),

@@ -7,12 +7,14 @@ the processes that are known.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 import json
 import os
 from pathlib import Path
+import sys
 import threading
 import time
 from typing import Any
@@ -199,6 +201,17 @@ def join_world(backend: str, limit_s: float) -> None:
             f"rank {rank} lost rank {absent.rank} before the creation of a context: {absent.reason}. End all ranks and "
             f"start again."
         ) from None
+    atexit.register(_leave_world)
+
+
+def _leave_world() -> None:
+    """Destroys the process group that `join_world` made, as torch asks of a process that ends.
+
+    Contexts leave it: the next one, or its user, takes it as it is. Nor is it destroyed behind an exception, for then
+    peers may be lost that its communicators would wait for.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def _store_of_environment(rank: int, limit_s: float) -> Any:

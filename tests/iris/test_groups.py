@@ -1,5 +1,6 @@
 """Which processes are the world: torchrun's environment, one process, a subgroup, a dimension of a mesh."""
 
+import atexit
 import os
 
 import iris
@@ -52,6 +53,22 @@ def _from_the_environment(rank, world_size):
 def test_torchrun_s_environment_is_enough(world_size):
     received = _results(run_fresh(world_size, _from_the_environment))
     assert received == [(rank - 1) % world_size for rank in range(world_size)]
+
+
+def _behind_the_last_context(rank, world_size, made_by_user):
+    if made_by_user:
+        dist.init_process_group("gloo")
+    for _ in range(2):
+        with iris.iris(1 << 20) as ctx:
+            assert _ring(ctx, rank) == (rank - 1) % world_size
+        assert dist.is_initialized(), "the next context takes it as it is"
+    atexit._run_exitfuncs()
+    return dist.is_initialized()
+
+
+@pytest.mark.parametrize("made_by_user", [False, True])
+def test_only_a_group_that_a_context_made_is_destroyed_when_the_process_ends(made_by_user):
+    assert _results(run_fresh(2, _behind_the_last_context, made_by_user)) == [made_by_user] * 2
 
 
 def _alone(rank, world_size):
