@@ -32,6 +32,7 @@ def is_there(test: str) -> bool:
     return not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "new, outcome, by", [("a - b", "caught", ["test_add.py::test_add - assert 1 == 3"]), ("b + a", "missed", [])]
 )
@@ -44,6 +45,7 @@ def test_a_fault_is_caught_or_missed_and_taken_out_again(tmp_path: Path, new: st
     assert (tmp_path / "add.py").read_text() == kept
 
 
+@pytest.mark.slow
 def test_a_text_or_tests_that_are_not_there_are_said(tmp_path: Path) -> None:
     assert try_fault(tmp_path, FAULTS[0], FAST, patient(60))["outcome"] == "not there"
     assert run_tests(tmp_path, FAULTS[0].tests, FAST, patient(60))["ended"] == "no such tests"

@@ -61,6 +61,7 @@ def test_what_ranks_hold_is_told() -> None:
     assert resources.growth(before, after)[1] == ["a rank holds 3 descriptors more"]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
     monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
