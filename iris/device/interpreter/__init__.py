@@ -1,11 +1,13 @@
-"""Triton's interpreter, mended: numbers that it computes wrong (`builder`, `reductions`), and what it repeats without
-need (`repetition`, `quick`, `launching`, and, for whole kernels, `replay` and `host`). `iris/triton_private.py` names
-all that is Triton's own.
+"""Mends Triton's interpreter in two ways.
+
+`builder`, `floats` and `reductions` correct numbers that Triton's interpreter computes wrong. `repetition`, `quick` and
+`launching` do once what it repeats without need; `replay`, `operations` and `host` do so for a whole kernel. All names
+of Triton's that are private come from `iris/triton_private.py`.
 """
 
 
 def prepare() -> None:
-    """Mends the interpreter for this process, in which it is on."""
+    """Mends the interpreter of this process, in which TRITON_INTERPRET is 1."""
     from ...triton_private import TensorHandle, replace_builder
     from . import host, launching, reductions, repetition, replay
     from .builder import Builder

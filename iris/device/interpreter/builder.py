@@ -1,8 +1,9 @@
-"""What an operation of a kernel does in the interpreter, where Triton's own `InterpreterBuilder` does it wrong.
+"""Corrects the operations that Triton's `InterpreterBuilder` does wrong.
 
-Triton keeps a bfloat16 as an integer of 16 bits and an fp8 number as one of 8, and computes on those. Here a block
-of bfloat16 is made of numbers (`floats.py`); loads, stores, casts to bits and atomics turn them to words and back. An
-fp8 number stays a byte: it can be moved, cast and multiplied by `tl.dot`; all else raises, as no GPU computes in fp8.
+Triton keeps a bfloat16 as an integer of 16 bits and an fp8 number as one of 8, and computes on those integers.
+`Builder` keeps bfloat16 as float32 numbers (`floats.py`); its loads, stores, casts to bits and atomics convert them. An
+fp8 number stays a byte: a kernel can move it, cast it and multiply it by `tl.dot`. All else raises, for no GPU computes
+in fp8.
 """
 
 from functools import partialmethod
@@ -24,12 +25,12 @@ from ...triton_private import (
 )
 from . import floats
 
-_SMALL = 1024  # elements, which are handled as they come
+_SMALL = 1024  # elements of a block that is loaded and stored whole
 _ALL = np.ones(1, bool)
 
 
 class Builder(InterpreterBuilder):
-    """Triton's, with the numbers that numpy lacks."""
+    """Triton's builder, with the types that numpy lacks."""
 
     # --- constants ----------------------------------------------------------------------------------------------------
 
@@ -53,7 +54,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(src.data.astype(numpy_type(to)), to)
 
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
-        """With an fp8 type on either side, or rounded otherwise than to nearest."""
+        """Casts between floating-point types, also from and to fp8, and with a given rounding."""
         of, to = src.dtype.scalar, dst_type.scalar
         nearest = rounding_mode is None or rounding_mode == TO_NEAREST
         for each in (of, to):
@@ -165,7 +166,7 @@ class Builder(InterpreterBuilder):
         return super().create_atomic_rmw(rmwOp, ptr, val, mask, sem, scope)
 
     def _add_narrow(self, ptr, val, mask, sem):
-        """Adds 16 bits by compare and swap, until no other rank and no other element came between."""
+        """Adds numbers of 16 bits by compare and swap, and repeats where another rank or element came between."""
         dtype, shape = val.dtype.scalar, ptr.data.shape
         bfloat = dtype.name == "bf16"
         values = np.broadcast_to(val.data, shape).ravel()
@@ -191,7 +192,7 @@ def _refusal(what: str) -> str:
 
 
 def _numbers(arg, op):
-    """An operand's data, which are numbers, not bits."""
+    """Returns an operand's data if they are numbers, and raises if they are the bits of fp8."""
     dtype = arg.dtype.scalar
     if dtype.name.startswith("fp8"):
         raise DtypeError(_refusal(f"{getattr(op, '__name__', op)} of {dtype}"))
@@ -206,7 +207,7 @@ def _convertible(arg):
 
 
 def _result(data, dtype):
-    """What an operation made, as wide and as exact as `dtype`; comparisons make truth values."""
+    """Converts an operation's result to the width and precision of `dtype`; comparisons give truth values."""
     if data.dtype == np.bool_:
         return TensorHandle(data, core.int1)
     if dtype.name == "bf16":
@@ -216,7 +217,7 @@ def _result(data, dtype):
 
 
 def _words(value):
-    """The data as they are in memory."""
+    """Returns a value's data with the bits that they have in memory."""
     return floats.to_bits(value.data) if value.dtype.scalar.name == "bf16" else value.data
 
 
@@ -225,7 +226,7 @@ def _memory_type(element):
 
 
 def _window(desc, indices, dtype):
-    """What a descriptor's block from `indices` on has in memory, as a view, and which part of the block that is."""
+    """Returns a view of the memory that a descriptor's block at `indices` covers, and which part of the block it is."""
     starts = [int(index.data.item()) for index in indices]
     assert starts[-1] * dtype.itemsize % 16 == 0, "block offset start must be 16-byte aligned"
     address, sizes, strides, where = int(desc.base.data.item()), [], [], []
@@ -240,13 +241,13 @@ def _window(desc, indices, dtype):
 
 
 def _asked(mask):
-    """Which elements a load or a store touches."""
+    """Returns a mask of the elements that a load or a store touches."""
     asked = mask.data if isinstance(mask, TensorHandle) else mask
     return asked if asked.dtype == np.bool_ else asked.astype(bool)
 
 
 def _are_few(asked) -> bool:
-    """Whether it pays to pick out the elements, for what handles one after the other."""
+    """Whether picking the elements out first is quicker: Triton's C code handles one after the other."""
     return asked.size > _SMALL and 4 * np.count_nonzero(asked) < asked.size
 
 
@@ -266,10 +267,10 @@ def _loaded(addresses, asked, other, kind):
 
 
 def _whole_words(ptrs, mask, other):
-    """Integers of 16 bits, each loaded at once, for words that say themselves whether they have arrived (`exchange`).
+    """Loads integers of 16 bits with one load each, which Lamport kernels need: a sentinel tells what has not arrived.
 
-    The interpreter copies each element by memcpy, of which a C library may make a load of two bytes and one of the last
-    byte again: of a word that is stored between them, half is new and half is old.
+    Triton's interpreter copies each element by memcpy. A C library may load two bytes, and then the last of them again:
+    of a word that a peer stores in between, half is new and half is old.
     """
     asked = np.broadcast_to(_asked(mask), ptrs.data.shape)
     found = np.zeros(ptrs.data.shape, np.int16)
@@ -284,7 +285,7 @@ def _whole_words(ptrs, mask, other):
 
 
 class _Memory:
-    """Memory at an address, as numpy takes it."""
+    """Gives numpy the memory at an address."""
 
     def __init__(self, address, shape, strides, dtype) -> None:
         self.__array_interface__ = {

@@ -1,4 +1,4 @@
-"""What kernels ask of the host in the interpreter (`arch.py`), as operations, so that a replay asks anew."""
+"""Turns what kernels ask of the host in the interpreter (`arch.py`) into operations, so that a replay asks anew."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES = {int: (core.int64, np.int64), bool: (core.int1, np.bool_)}
 
 
 def prepare() -> None:
-    """For functions of kernels that are made from now on."""
+    """Does so for all device functions that are made from now on."""
     InterpretedFunction.__init__ = _noting(InterpretedFunction.__init__)
 
 
@@ -32,13 +32,13 @@ def _noting(init: Callable) -> Callable:
 
 
 def _asks_the_host(function: Any, module: str) -> bool:
-    """Whether it is a function of `module` that triton's compiler passes over as if it were the language's."""
+    """Whether `module` has made `function` a builtin of the language, which Triton calls and does not compile."""
     marked = inspect.isfunction(function) and getattr(function, "__triton_builtin__", False)
     return marked and function.__module__ == module and not hasattr(function, "is_operation")
 
 
 def _operation(function: Callable) -> Callable:
-    """`function` with its result, a number of the host or None, as a value of the language."""
+    """Wraps `function`: its result, a number or None, becomes a value of the language."""
 
     def computed(*args: Any) -> Any:
         result = function(*args)

@@ -1,6 +1,6 @@
-"""Launches in the interpreter: a kernel's signature is read once, and tensors are taken where they are, on the CPU.
+"""Launches kernels in the interpreter: it reads a signature once, and uses tensors where they are, on the CPU.
 
-An error of this library goes to the caller as it is; Triton would wrap it, so that its type were lost.
+An error of this library reaches the caller as it is. Triton's launcher would wrap it, and its type would be lost.
 """
 
 import inspect
@@ -14,15 +14,15 @@ from . import replay
 
 
 def prepare() -> None:
-    """For this process, in which the interpreter is on."""
+    """Puts `Launch` in the place of Triton's launcher."""
     interpreter.GridExecutor = Launch
 
 
 class Launch(GridExecutor):
-    """Triton's, for tensors on the CPU."""
+    """Triton's launcher, for tensors on the CPU."""
 
     constexprs: frozenset[str]
-    _known: dict = {}  # of functions: their arguments' names, defaults, and which are constants
+    _known: dict = {}  # by function: the names of its constants, and its defaults
 
     def __init__(self, fn, arg_names, grid, pre_run_hooks=()):
         self.fn, self.arg_names, self.grid, self.pre_run_hooks = fn, arg_names, grid, pre_run_hooks

@@ -1,4 +1,4 @@
-"""What operations of the interpreter take and give beside arrays, so that `replay.py` can do them on other arrays."""
+"""Parts what operations take and give into arrays and the rest, so that `replay.py` repeats them on other arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ARRAYS = np.ndarray, np.generic
 
 
 def held(value: Any, slots: dict[int, int], holders: list) -> Any:
-    """The same with handles of its own, which are listed with the slots of what they hold."""
+    """Copies `value` with handles of its own, and lists each handle in `holders` with the slot of its array."""
     kind = type(value)
     if kind is TensorHandle:
         own = TensorHandle(None, value.dtype, value.attr)
@@ -38,9 +38,10 @@ def held(value: Any, slots: dict[int, int], holders: list) -> Any:
 
 
 def run_of(function: Callable, args: tuple, named: dict, holders: list, out: int, result: Any) -> Callable:
-    """What does an operation anew: its arrays come from the slots of `holders`, and results go to slots from `out` on.
+    """Returns a call that repeats an operation on the arrays of given slots.
 
-    `args` and `named` are what `held` gave; `result` is what the operation gave when it was recorded.
+    The call takes arrays from the slots that `holders` names, and puts its results into the slots from `out` on. `held`
+    has made `args` and `named`; `result` is what the operation returned when it was recorded.
     """
     if type(result) is TensorHandle and not named:
 
@@ -66,14 +67,14 @@ def run_of(function: Callable, args: tuple, named: dict, holders: list, out: int
 
 
 def can_be_kept(result: Any) -> bool:
-    """Whether a result is made of nothing but values of the language, which `described` knows."""
+    """Whether a result consists of types that `described` knows."""
     if type(result) is tuple or type(result) is list:
         return all(map(can_be_kept, result))
     return result is None or type(result) is TensorHandle or type(result) is core.tensor
 
 
 def described(result: Any, arrays: list) -> Any:
-    """What a result is beside its arrays, which are listed."""
+    """Appends a result's arrays to `arrays`, and returns what else `made_of` needs."""
     kind = type(result)
     if isinstance(result, ARRAYS):
         arrays.append(result)
@@ -90,7 +91,7 @@ def described(result: Any, arrays: list) -> Any:
 
 
 def made_of(kept: Any, arrays: Any) -> Any:
-    """A result again, of what `described` gave and of its arrays."""
+    """Builds a result from what `described` returned and from an iterator over arrays."""
     if kept is None or kept is np.ndarray:
         return None if kept is None else next(arrays)
     kind, what, *types = kept

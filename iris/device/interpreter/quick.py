@@ -1,8 +1,8 @@
-"""Operators of values, which in Triton's interpreter take some tens of microseconds of checks and conversions each.
+"""Shortens operators, on which Triton's interpreter spends some tens of microseconds of checks and conversions each.
 
-What type a result has follows from the operands' types alone. So with the first operands of given types Triton's own
-way is gone once, to learn the result's type; all operations are then one of numpy's on the same arrays. That goes for
-integers of 32 and 64 bits, float32, truth values, and addresses plus integers; all else remains Triton's.
+The operands' types alone decide which type a result has. So `quick` calls Triton's operator for the first operands of
+given types, and keeps the result's type; later it only calls numpy on the arrays. It does so for integers of 32 and 64
+bits, float32, truth values, and addresses plus integers. Triton's own operators serve all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRUTH = {"int1": np.bool_}
 
 
 def _quotient(a, b):
-    """Towards zero, unlike numpy's."""
+    """Divides integers and rounds towards zero; numpy rounds down."""
     return (a - np.fmod(a, b)) // b
 
 
@@ -31,7 +31,7 @@ def _swapped(ufunc):
     return lambda a, b: ufunc(b, a)
 
 
-# Of each operator: what numpy calls it, and the types that it serves.
+# By operator: numpy's function, and the types that it serves.
 _OPERATORS: dict[str, tuple[Callable, Any]] = {
     "add": (np.add, _NUMBERS),
     "sub": (np.subtract, _NUMBERS),
@@ -53,7 +53,7 @@ _WIDER = {("int32", "int64"), ("int32", "fp32"), ("int1", "int32"), ("int1", "in
 
 
 def prepare() -> None:
-    """Has operators take the short way, once `interpreter._patch_lang` has put Triton's own in place."""
+    """Replaces operators, once `interpreter._patch_lang` has put Triton's own in place."""
     tensor = core.tensor
     for name, (ufunc, kinds) in _OPERATORS.items():
         _replace(tensor, f"__{name}__", partial(_operator, ufunc=ufunc, kinds=kinds, of_addresses=name == "add"))
@@ -81,7 +81,7 @@ def _item(data):
 
 def _truth(tensor):
     data = tensor.handle.data
-    return replay.read(data, bool) if data.size == 1 else True  # as Triton has it
+    return replay.read(data, bool) if data.size == 1 else True  # Triton answers so
 
 
 def _transposed(tensor):
@@ -91,7 +91,7 @@ def _transposed(tensor):
 
 
 def direct_builtins() -> None:
-    """Has functions of the language given their semantics at once, not by a look at each argument."""
+    """Passes `_semantic` to functions of the language at once; Triton first looks at each argument."""
 
     def patch(obj, name, member, builder, scope):
         function = getattr(member, "__wrapped__", member)
@@ -114,7 +114,7 @@ def _replace(owner, name: str, made: Callable) -> None:
 
 
 def _operator(whole: Callable, ufunc: Callable, kinds: dict, of_addresses: bool = False) -> Callable:
-    known: dict = {}  # types of results by those of operands, None where Triton's own way is taken
+    known: dict = {}  # by the operands' types, what `_remembered` returned
 
     def quick(self, other):
         kind = type(other)
@@ -139,7 +139,7 @@ def _operator(whole: Callable, ufunc: Callable, kinds: dict, of_addresses: bool 
         return core.tensor(TensorHandle(replay.computed(ufunc, self.handle.data, data), scalar), type_)
 
     def _remembered(self, other, kind, result):
-        """(type of the result, its scalar type, bytes of an element where addresses are added to), or None."""
+        """(type of the result, its scalar type, bytes of an element if the result is an address), None for Triton's."""
         mine = self.type.scalar
         theirs = other.type.scalar.name if kind is core.tensor else None
         if mine.is_ptr():
@@ -167,8 +167,8 @@ def _moved(addresses, steps, width):
 
 
 def _of_one_shape(whole: Callable) -> Callable:
-    """Two values, each seen as a block of the shape that both have room in."""
-    known: dict = {}  # by both types, the types of what is given back and their shape
+    """Broadcasts two values to the one shape that has room for both."""
+    known: dict = {}  # by both types, the results' types and shape
 
     def quick(self, lhs, rhs):
         key = lhs.type.name, rhs.type.name
@@ -188,7 +188,7 @@ def _seen(value, type_, shape):
 
 
 def _spread(data, shape):
-    """A view of that shape, which for a single element numpy's own function takes six times as long to make."""
+    """Returns a view of that shape. For a single element numpy's own function takes six times as long."""
     if data.size != 1:
         return np.broadcast_to(data, shape)
     view = np.ndarray(shape, data.dtype, data, 0, (0,) * len(shape))
@@ -197,7 +197,7 @@ def _spread(data, shape):
 
 
 def _of_one_type(whole: Callable) -> Callable:
-    """Two values of one type and shape, ready for an operation; of one type are those that operators serve."""
+    """Prepares two values for an operation: if their types are one that `_OPERATORS` serves, only shapes can differ."""
 
     def quick(self, lhs, rhs, *options, **named):
         if type(lhs) is core.tensor and type(rhs) is core.tensor:
@@ -226,7 +226,7 @@ def _plain(whole: Callable) -> Callable:
 
 
 def _with_axes(whole: Callable) -> Callable:
-    """`x[:, None]` and its like."""
+    """Serves indices such as `x[:, None]`, of whole axes and new ones."""
     known: dict = {}
 
     def quick(self, slices):

@@ -1,4 +1,4 @@
-"""Reductions and scans of numbers that numpy lacks, and two that Triton's interpreter makes element by element."""
+"""Mends reductions and scans: of types that numpy lacks, and two that Triton's interpreter does element by element."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ _AT_ONCE = {XOR: np.bitwise_xor, OR: np.bitwise_or}
 
 
 def prepare() -> None:
-    """For this process, in which the interpreter is on."""
+    """Replaces what Triton's reductions and scans call."""
     ReduceScan.to_tensor = _rounded(ReduceScan.to_tensor)
     ReduceScan.check_tensor = _refusing(ReduceScan.check_tensor)
     ReduceOps.generic_reduce = _known_at_once(ReduceOps.generic_reduce)

@@ -1,9 +1,9 @@
-"""What Triton's interpreter does again and again without need, done once.
+"""Does once what Triton's interpreter does again and again without need.
 
-That is most of the time of kernels on small tensors, and nothing that they compute or check changes. Triton, at each
-launch and each call of a jit function inside a kernel, looks through the whole language for functions to put its
-own in place of; computes whether an int32 overflows, though without its debug option it drops the answer; and writes
-down a table of numpy's dtypes, and what a value's type and shape are called, for each value made.
+Kernels on small tensors spend most of their time so. Nothing that they compute or check changes. At each launch, and
+at each call of a jit function inside a kernel, Triton searches the whole language for functions to replace. It computes
+whether each int32 overflows, and drops the answer unless its debug option is set. For each value it writes a table of
+numpy's dtypes, and the names of the value's type and shape.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from . import quick
 
 
 def prepare() -> None:
-    """For this process, in which the interpreter is on."""
+    """Replaces these parts of the interpreter."""
     quick.direct_builtins()
     interpreter._patch_lang = _once_a_module(interpreter._patch_lang)
     interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
@@ -28,12 +28,12 @@ def prepare() -> None:
 
 
 def _itself(dtype, builder):
-    """What the interpreter's builder has types of."""
+    """Returns the language's own type, which is what the interpreter's builder works with."""
     return dtype
 
 
 class _Kept:
-    """What a launch would take back at its end: nothing, for nothing is compiled where the interpreter is on."""
+    """Keeps the patched language when a launch ends: a process with the interpreter on compiles nothing."""
 
     @staticmethod
     def restore() -> None:
@@ -56,7 +56,7 @@ def _once_a_module(patch: Callable) -> Callable:
 
 
 def _once_a_name(np_dtype: Callable) -> Callable:
-    known = {"bf16": np.dtype(np.float32)}  # as `floats` has it
+    known = {"bf16": np.dtype(np.float32)}  # in which `floats` keeps bfloat16
 
     def found(dtype):
         element = dtype.scalar
@@ -95,7 +95,7 @@ def _once_an_element(type_with: Callable) -> Callable:
 
 
 def _once_a_kind(init: Callable) -> Callable:
-    """Of tensors, which know their shape in several forms."""
+    """Keeps a tensor's shape, number of elements and dtype by its type."""
     known = {}
 
     def made(self, handle, type):

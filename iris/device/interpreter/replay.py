@@ -28,22 +28,22 @@ from ...triton_private import TensorHandle, core
 from . import operations
 from .operations import ARRAYS
 
-_PLAIN_RUNS = 8  # of a kernel's programs, before one is recorded: to record costs half a run more
-_MOST_STRETCHES = 500  # of a recording; what is not in it then runs as ever
-_MOST_OPERATIONS = 5000  # of a run
-_MOST_BYTES = 128 << 20  # of a run's arrays, which stay until it ends
-_MOST_KEPT_BYTES = 1 << 16  # of a constant that is not made anew
-_MOST_RECORDINGS = 256  # the oldest goes first
+_PLAIN_RUNS = 8  # programs of a kernel that run before one is recorded: recording costs half a run more
+_MOST_STRETCHES = 500  # a recording holds no more; the interpreter runs in Python what would be the next
+_MOST_OPERATIONS = 5000  # a kernel whose run has more is not recorded
+_MOST_BYTES = 128 << 20  # nor is one whose arrays take more, for they stay until the run ends
+_MOST_KEPT_BYTES = 1 << 16  # a replay computes larger constants anew, so that a recording stays small
+_MOST_RECORDINGS = 256  # the oldest is dropped first
 _PACKAGES = ("iris", "iris_ops", "layers")
-# Operations without an operand whose result is not the same in each run, and those whose result does not matter.
+# A replay always does these operations, although they take no array: their results differ, or their effect is wanted.
 _EFFECTS = {"create_get_program_id", "create_get_num_programs", "create_print", "create_assert", "create_assume"}
 
 current: Recorder | None = None
-"""Who is told of each operation that is done; None where none is recorded."""
+"""The recorder that is told of each operation, or None while nothing is recorded."""
 
 
 class Stretch:
-    """Operations one after the other, and the choice behind them: of which slot, how it is read, what follows."""
+    """A list of operations, and the choice that ends it: the slot that is read, how, and the stretch for each value."""
 
     __slots__ = "choice", "constants", "end", "runs", "steps", "ways"
 
@@ -51,13 +51,13 @@ class Stretch:
         self.steps: list[Step] = []
         self.runs: list[Callable[[list], None]] = []
         self.constants: list[tuple[int, Any]] = []
-        self.end = 0  # slots that are filled behind it
+        self.end = 0  # the number of slots that are filled when it has run
         self.choice: tuple[int, Callable] | None = None
         self.ways: dict[Any, Stretch] = {}
 
 
 class Step:
-    """An operation: which, the slots of its results, what these are beside arrays, whether they are constants."""
+    """An operation that was recorded: its function, its results' slots and types, and whether they are constants."""
 
     __slots__ = "constant", "function", "made", "outs"
 
@@ -66,7 +66,7 @@ class Step:
 
 
 class Recording:
-    """The stretches of a kernel for arguments of some types and for some constants."""
+    """The tree of stretches of one kernel, for arguments of given types and for given constants."""
 
     def __init__(self) -> None:
         self.plain_runs, self.stretches = 0, 0
@@ -74,7 +74,7 @@ class Recording:
         self.refused = False
 
     def run(self, fn: Callable, given: dict[str, Any], arrays: list) -> None:
-        """Runs a program, by what is recorded if there is something; `arrays` are those of its arguments."""
+        """Replays a program, or runs its Python where nothing is recorded; `arrays` are the arguments' arrays."""
         if self.refused or self.plain_runs < _PLAIN_RUNS:
             self.plain_runs += 1
             fn(**given)
@@ -107,7 +107,7 @@ class Recording:
         try:
             fn(**given)
         except BaseException:
-            self.refuse()  # of what came after, nothing is known
+            self.refuse()  # the rest of this run is unknown
             raise
         finally:
             current = None
@@ -117,7 +117,7 @@ class Recording:
 
 
 class Recorder:
-    """One run of a kernel's Python: first behind a replay, then as the first to go this way."""
+    """Records one run of a kernel's Python, which begins with the operations that a replay has done already."""
 
     def __init__(self, recording: Recording, values: list, followed: list[tuple[Stretch, Any]], root: Stretch) -> None:
         self.recording, self.followed, self.stretch = recording, followed, root
@@ -131,7 +131,7 @@ class Recorder:
         root.end = root.end or len(values)
 
     def numpy(self, function: Callable, *operands: Any) -> Any:
-        """`function` of arrays and of what is the same in each run."""
+        """Computes and records `function(*operands)`; an operand is an array, or the same value in each run."""
         if self.ahead:
             return self._known(function)
         slots: list[Any] = [self.slots.get(id(each)) if isinstance(each, ARRAYS) else -1 for each in operands]
@@ -161,7 +161,7 @@ class Recorder:
         return self._done(function, result, arrays, run)
 
     def call(self, function: Callable, args: tuple, named: dict, effect: bool = False) -> Any:
-        """`function` of values of the language, which may do something beside its result (`effect`)."""
+        """Calls and records `function` with values of the language; with `effect` a replay never skips it."""
         if self.ahead:
             return self._known(function)
         holders: list[tuple[TensorHandle, int]] = []
@@ -173,7 +173,7 @@ class Recorder:
         return self._done(function, result, [-1] * effect + [slot for _, slot in holders], run)
 
     def read(self, array: np.ndarray, how: Callable[[np.ndarray], Any]) -> Any:
-        """`how(array)`, by which Python decides what comes next."""
+        """Returns `how(array)` and records it as a choice: the kernel's Python decides by it."""
         slot = self.slots.get(id(array))
         if slot is None:
             return self._stop(how(array))
@@ -194,7 +194,7 @@ class Recorder:
         return found
 
     def _go_on(self, found: Any) -> None:
-        """Behind a choice that nobody has made so."""
+        """Begins the stretch that follows the value `found`, which no run has read at this choice before."""
         global current
         if self.recording.stretches >= _MOST_STRETCHES:
             current = None
@@ -204,7 +204,7 @@ class Recorder:
         self.stretch.end = len(self.values)
 
     def _known(self, function: Callable) -> Any:
-        """What the replay has computed."""
+        """Returns what the replay has computed for the next operation."""
         step = self.ahead.pop()
         assert step.function is function, f"{function} is not {step.function}: the kernel does not repeat itself"
         arrays = [self._own(self.values[out], out) for out in step.outs]
@@ -213,7 +213,7 @@ class Recorder:
         return operations.made_of(step.made, iter(arrays))
 
     def _done(self, function: Callable, result: Any, taken: list[int], run: Callable[[list], None]) -> Any:
-        """Keeps an operation, and gives its result with arrays that are nobody else's."""
+        """Records an operation, and returns its result with arrays that no other slot has."""
         arrays: list = []
         made, first = operations.described(result, arrays), len(self.values)
         outs = range(first, first + len(arrays))
@@ -236,7 +236,7 @@ class Recorder:
         return operations.made_of(made, iter(self.values[first:]))
 
     def _own(self, array: np.ndarray, slot: int) -> np.ndarray:
-        """The array of a slot: a view where it is another slot's, too, so that each is known by its identity."""
+        """Puts an array into a slot, as a view if another slot has it: a recorder knows arrays by their identity."""
         if id(array) in self.slots:
             array = array.view()
         self.values[slot] = array
@@ -244,7 +244,7 @@ class Recorder:
         return array
 
     def _stop(self, result: Any) -> Any:
-        """The kernel cannot be replayed; it runs on."""
+        """Gives the recording up; the kernel's Python runs on."""
         global current
         current = None
         self.recording.refuse()
@@ -252,7 +252,7 @@ class Recorder:
 
 
 def told(builder: type) -> type:
-    """A builder of `builder`'s kind whose operations are told to who records them."""
+    """Returns a subclass of Triton's `builder` that tells `current` of each operation."""
     names = [name for name in dir(builder) if name.startswith(("create_", "get_")) and not name.endswith("_ty")]
     names = [name for name in names if name != "get_cache_policy"]
     return type(builder.__name__, (builder,), {name: _telling(getattr(builder, name), name) for name in names})
@@ -272,12 +272,12 @@ def called(function: Callable, args: tuple, named: dict, effect: bool = False) -
 
 
 def computed(function: Callable, *operands: Any) -> Any:
-    """`function` of numpy arrays, which is told to who records it."""
+    """Returns `function(*operands)` of numpy arrays, and tells `current` of it."""
     return function(*operands) if current is None else current.numpy(function, *operands)
 
 
 def apart(function: Callable, *args: Any) -> Any:
-    """Calls `function` without record of what it does, to learn something that is the same in each run."""
+    """Calls `function` while nothing is recorded, to learn something that is the same in each run."""
     global current
     recorder, current = current, None
     try:
@@ -287,7 +287,7 @@ def apart(function: Callable, *args: Any) -> Any:
 
 
 def read(array: np.ndarray, how: Callable[[np.ndarray], Any]) -> Any:
-    """What Python decides by, likewise."""
+    """Returns `how(array)`, by which Python decides, and tells `current` of the choice."""
     return how(array) if current is None else current.read(array, how)
 
 
@@ -295,12 +295,12 @@ recordings: dict[Any, Recording] = {}
 
 
 def serves(fn: Callable) -> bool:
-    """Whether this is a kernel, or a function of kernels, of the library."""
+    """Whether the library has this kernel, or this device function."""
     return fn.__module__.partition(".")[0] in _PACKAGES
 
 
 def runner(fn: Callable, given: dict[str, Any]) -> Callable[[], None]:
-    """What runs a program of a kernel with these arguments."""
+    """Returns the call that runs one program of a kernel with these arguments."""
     if not serves(fn) or not platform.replaying():
         return partial(fn, **given)
     arrays: list = []
@@ -317,7 +317,7 @@ def runner(fn: Callable, given: dict[str, Any]) -> Callable[[], None]:
 
 
 def _kind_of(value: Any, arrays: list) -> Any:
-    """What an argument is beside its arrays, which are listed."""
+    """Appends an argument's arrays to `arrays`, and returns all else that a recording depends on."""
     kind = type(value)
     if kind is core.tensor:
         arrays.append(value.handle.data)
