@@ -155,7 +155,7 @@ def test_rounded_rows_in_the_interpreter(world_size: int, algorithm: str) -> Non
         (17, 48, 144),
         (64, 528, 256),
         (100, 320, 272),
-        pytest.param(128, 17408, 128, marks=[] if ON_GPU else pytest.mark.slow),
+        (128, 17408, 128),
         (300, 528, 144),
     ],
 )
@@ -288,7 +288,6 @@ def lie(ctx: iris.Iris, config: FusedConfig | None, room: float) -> None:
 
 @pytest.mark.parametrize("rounded", [False] if ON_GPU or not scales_rows() else [False, True])
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
-@pytest.mark.some(1, on_gpus=2)
 def test_operands_may_lie_anyhow(world_size: int, rounded: bool) -> None:
     run_ranks(world_size, lying_body, rounded)
 

@@ -131,7 +131,6 @@ def check_begins(tiles: int, args: dict, steps: int) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
-@pytest.mark.some(2)
 def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "num_programs", lambda device: machine.num_programs)
     monkeypatch.setattr(platform, "has_warp_specialisation", lambda device: machine.warp_specialised)

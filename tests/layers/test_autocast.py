@@ -124,7 +124,7 @@ def model_body(ctx, name: str) -> list:
     return results
 
 
-@pytest.mark.parametrize("name", ["plain", "qk_norm", "tied", "fused"])
+@pytest.mark.parametrize("name", ["plain", "fused", "qk_norm", "tied"])
 @pytest.mark.some(2, on_gpus=4)
 def test_a_model_under_autocast_is_the_unsplit_one(world_size: int, name: str) -> None:
     double, _, _ = models.expected(name)
