@@ -1,5 +1,6 @@
 # make demo [RANKS=n]   a real language model on several ranks, compared with the unsplit one
-# make test [JOBS=n]    style, then the tests that need no GPU, but for slow ones, in n processes; 3 keep two cores busy
+# make test [JOBS=n]    style, then the tests that need no GPU, but for slow ones, in n processes: by default 5, which
+#                       keep two cores busy beside other work too, or as many as there are 2.5 GB of memory
 # make test-all         style, then every test that needs no GPU
 # make lint             style, and types, which are a test, too
 # make compiled         what tests ask of compiled kernels, anew, in tests/compiled: after a change of a kernel
@@ -21,7 +22,7 @@ RANKS ?=
 PAIRS ?=
 QUICK ?=
 SECONDS ?= 600
-JOBS ?= 3
+JOBS ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 1 ? 1 : (n > 5 ? 5 : n))}' /proc/meminfo 2>/dev/null || echo 3)
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python

@@ -288,6 +288,7 @@ def test_other_forms_and_uneven_parts_on_three_cpu_ranks(tmp_path):
         assert [r["status"] for r in row["results"]] == ["ok"] * len(row["results"]), row
 
 
+@pytest.mark.slow
 def test_stress_on_two_cpu_ranks_sees_no_mismatch(tmp_path):
     counts = ["--calls", "60", "--replays", "2", "--graph-calls", "12", "--delay-every", "10"]
     run_benchmark("stress", 2, *counts, "--out", str(tmp_path))

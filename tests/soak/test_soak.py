@@ -53,6 +53,7 @@ def test_random_calls_of_late_ranks() -> None:
     assert not calls.failures and calls.ops and calls.collectives, calls.table()
 
 
+@pytest.mark.slow
 def test_what_ranks_hold_is_told() -> None:
     before, after = resources.of_ranks([2]), resources.of_ranks([2])
     more, wrong = resources.growth(before, after)
@@ -98,6 +99,7 @@ def test_a_mixed_folder_is_told(model: Path, tmp_path: Path) -> None:
     assert "does not load" in faults._unusable(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.soak.calls.check_steps", spoilt_steps)
     calls = Calls(number=7, say=lambda text: None)
