@@ -6,7 +6,7 @@
 # make compiled         what tests ask of compiled kernels, anew, in tests/compiled: after a change of a kernel
 # make test-gpu [RANKS=n]   the tests that run on GPUs, some of which the CPU runs too, but for slow ones
 # make test-gpu-all [RANKS=n]   every test that runs on GPUs
-# make coverage         the library's lines and branches that make test runs, in half an hour
+# make coverage         the library's lines and branches that make test runs, in a quarter of an hour
 # make test-matrix [PAIRS=2.11,2.15] [QUICK=1]   demo, tests and kernels with each torch and the triton it requires
 # make docs              the site, in site/; a link, an anchor or a name that leads nowhere is an error
 # make soak [SECONDS=n] [RANKS=n]   random calls, stress and faults for ten minutes, on GPUs or CPUs
@@ -22,10 +22,13 @@ RANKS ?=
 PAIRS ?=
 QUICK ?=
 SECONDS ?= 600
-JOBS ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 1 ? 1 : (n > 5 ? 5 : n))}' /proc/meminfo 2>/dev/null || echo 3)
+JOBS ?= $(shell cat /sys/fs/cgroup/memory.max /proc/meminfo 2>/dev/null | awk '$(FIT)')
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
+# as many processes as memory has room for, up to five; three where nobody says how much there is
+FIT = /^[0-9]+$$/ {kb = $$1 / 1024} /^MemTotal/ {if (!kb || $$2 < kb) kb = $$2} \
+    END {n = kb ? int(kb / 2.5e6) : 3; print (n < 1 ? 1 : (n > 5 ? 5 : n))}
 BESIDE = -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.model
