@@ -115,7 +115,7 @@ def sampled_body(ctx) -> list:
     return results
 
 
-@on(3)
+@on(2)
 def test_samples_agree_follow_rank_0s_seed_and_top_p(world_size: int) -> None:
     results = run_ranks(world_size, sampled_body)
     assert all(result == results[0] for result in results)
@@ -298,7 +298,7 @@ def test_a_model_that_counts_positions_from_one_is_refused(world_size: int) -> N
     run_ranks(world_size, counting_body)
 
 
-@on(3)
+@on(2)
 def test_bad_arguments(world_size: int) -> None:
     run_ranks(world_size, refused_body)
 
