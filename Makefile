@@ -39,6 +39,9 @@ MODEL_STAMP := $(VENV)/.model
 demo: $(STAMP) $(MODEL_STAMP)
 	$(PY) -m examples.demo $(if $(RANKS),--ranks $(RANKS))
 
+# some hundred processes import the library: one compiles it for all
+test test-all coverage: export PYTHONDONTWRITEBYTECODE =
+
 test: style $(MODEL_STAMP)
 	$(PY) -m pytest -m "not gpu and not slow" $(BESIDE) $(PYTEST_ARGS)
 
