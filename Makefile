@@ -26,7 +26,7 @@ JOBS ?= $(shell cat /sys/fs/cgroup/memory.max /proc/meminfo 2>/dev/null | awk '$
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
-# as many processes as memory has room for, up to five; three where nobody says how much there is
+# awk: as many processes as memory has room for, up to five, or three where the size of the memory is not known
 FIT = /^[0-9]+$$/ {kb = $$1 / 1024} /^MemTotal/ {if (!kb || $$2 < kb) kb = $$2} \
     END {n = kb ? int(kb / 2.5e6) : 3; print (n < 1 ? 1 : (n > 5 ? 5 : n))}
 BESIDE = -n $(JOBS) --dist worksteal
@@ -39,7 +39,7 @@ MODEL_STAMP := $(VENV)/.model
 demo: $(STAMP) $(MODEL_STAMP)
 	$(PY) -m examples.demo $(if $(RANKS),--ranks $(RANKS))
 
-# some hundred processes import the library: one compiles it for all
+# Some hundred processes import the library. They write bytecode once and share it, even if this variable was set.
 test test-all coverage: export PYTHONDONTWRITEBYTECODE =
 
 test: style $(MODEL_STAMP)

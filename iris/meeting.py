@@ -207,8 +207,8 @@ def join_world(backend: str, limit_s: float) -> None:
 def _leave_world() -> None:
     """Destroys the process group that `join_world` made, as torch asks of a process that ends.
 
-    Contexts leave it: the next one, or its user, takes it as it is. Nor is it destroyed behind an exception, for then
-    peers may be lost that its communicators would wait for.
+    A context that closes leaves the group, for the next context and the user may use it. An exception that ends the
+    process leaves it too: a peer may be lost then, and the group's communicators could wait for that peer.
     """
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -29,7 +29,7 @@ def tree_tiles(problem: Problem) -> tuple[Tile, ...]:
 
 
 def _least_rows() -> int:
-    """`FusedConfig` refuses lower tiles where kernels are compiled; there only tests plan for the interpreter."""
+    """The fewest rows of a tile that `FusedConfig` takes in this process, which only in tests is one with GPUs."""
     return 1 if platform.interpreting() else 16
 
 

@@ -93,7 +93,7 @@ def test_sums_have_the_bits_of_one_step(world_size, pieces):
 def _in_rounds(ctx):
     """Through rings that hold a part of the tensor, again and again, so that senders wait for room."""
     rank, n = ctx.cur_rank, ctx.num_ranks
-    turns, count, slots = (3, 300_000, 64) if ON_GPU else (2, 100_000, 24)  # of 8 KiB
+    turns, count, slots = (3, 300_000, 64) if ON_GPU else (2, 100_000, 24)  # slots of 8 KiB each, of a rank
     for turn in range(turns):
         of = [_drawn(count, torch.float32, 10 * turn + r) for r in range(n)]
         x, out = of[rank].to(ctx.device, copy=True), torch.zeros(count, device=ctx.device)
