@@ -1,4 +1,4 @@
-"""`iris-tp generate`: the text is the unsplit model's, and what cannot work is refused in one line before ranks start."""
+"""`iris-tp generate` gives the unsplit model's text, and refuses in one line what cannot work, before ranks start."""
 
 import contextlib
 import io

@@ -10,6 +10,8 @@ _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The checkpoint that README and pages name, in whose place a test puts its own."""
 MARKS = ("<|im_start|>", "<|im_end|>")
 
 

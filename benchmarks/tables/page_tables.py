@@ -44,8 +44,8 @@ OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
 MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
 OPS_TEXT = (
-    "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where it"
-    " is faster."
+    "µs a call in a CUDA graph, NVLink multicast (NVLS) off for all: the median of the slowest rank. In brackets: the"
+    " time relative to ours, in bold where a rival is faster."
 )
 SIZES = [2 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 
@@ -96,7 +96,10 @@ def readme(_folder: str) -> str:
         rows.append([*cells, f"vLLM {_vllm_ms(run, vllm, 'step')}" if vllm else "", changed(run)])
         used += [run, *vllm[:1]]
     head = ["op, µs", "GPUs", "M, N, K", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
-    text = "In CUDA graphs, median, slowest rank. In brackets: how many times ours, in bold where faster."
+    text = (
+        "Calls in CUDA graphs, NVLink multicast (NVLS) off for all: the median of the slowest rank. In brackets: the"
+        " time relative to ours, in bold where a rival is faster."
+    )
     return f"\n{in_short(used, text)}\n\n{lines_of(head, rows, 3)}"
 
 
