@@ -138,7 +138,7 @@ def _task(args: argparse.Namespace, name: str, on_gpu: bool) -> Task:
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if most and len(prompt) + args.tokens > most:
         raise _RefusedError(
-            f"PROMPT has {len(prompt)} tokens: with --tokens {args.tokens}, expected at most {most} in all"
+            f"PROMPT has {len(prompt)} tokens and --tokens is {args.tokens}; expected at most {most} together"
         )
     options: dict[str, Any] = {"max_new_tokens": args.tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:

@@ -83,6 +83,8 @@ def _timeline() -> Any:
 
 def test_timelines_are_drawn_as_written() -> None:
     timeline = _timeline()
+    style = (DOCS / "site.css").read_text()
+    assert not re.search(r"\.timeline[^}]*(min-width|overflow)", style), "a phone would show a part of the picture"
     fences = [
         text
         for path in PAGES.values()
@@ -94,6 +96,10 @@ def test_timelines_are_drawn_as_written() -> None:
         picture = timeline.draw(text)
         assert len(re.findall(r'<rect [^>]*rx="3"', picture)) == len(spans) >= 3
         assert all(f">{html.escape(span.label)}</text>" in picture for span in spans)
+        # every bar lies within the picture, and the picture within a phone's screen
+        (width,) = {float(found) for found in re.findall(r'viewBox="0 0 (\d+) \d+"', picture)}
+        bars = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)" height="\d+" rx="3"', picture)
+        assert all(float(x) + float(wide) <= width for x, wide in bars) and width <= 480
         for _, lane in timeline.lanes(text):  # a lane does one thing after the other
             assert all(before.end <= after.begin for before, after in itertools.pairwise(lane)), lane
     for bad in ("lane: dance 0-1 tile", "lane: push 2-1", "lane push 0-1", "lane: push"):

@@ -51,9 +51,8 @@ def test_the_split_model_s_text_is_the_unsplit_one_s(tmp_path: Path) -> None:
 def test_the_command_is_one_that_there_is() -> None:
     """`iris-tp generate`, as README and the first-model page have it; and the CPU build of torch stands in both."""
     install, model = (ROOT / "docs/start/install.md").read_text(), (ROOT / "docs/start/model.md").read_text()
-    assert all(
-        "pip install torch --index-url https://download.pytorch.org/whl/cpu" in page for page in (README, install)
-    )
+    line = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    assert line in README and line in install
     commands = re.findall(r"^iris-tp generate .*$", README + model, re.MULTILINE)
     assert len(commands) >= 3
     for command in commands:

@@ -95,7 +95,7 @@ def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> st
     """Some of `rows`: every op's smallest and largest, and others spread between them."""
     chosen = list(_spread(rows))
     text = (
-        "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where "
+        "µs a call in a CUDA graph, median, slowest rank, multicast off for all; in brackets how many times ours a rival takes, in bold where "
         "it wins."
     )
     lines = [
