@@ -44,14 +44,12 @@ class Machine:
 
     def stages(self, block_bytes: int) -> int:
         """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""
-        if self.name in (
-            "AMD Instinct MI300X",
-            "AMD Instinct MI325X",
-        ):  # one of them is in registers; later chips load all to shared memory
+        if self.name in _GFX942:  # one of them is in registers; later chips load all to shared memory
             return self.shared_bytes // block_bytes + 1
         return (self.shared_bytes - _BARRIER_BYTES) // block_bytes
 
 
+_GFX942 = ("AMD Instinct MI300X", "AMD Instinct MI325X")
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
     "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True, "measured"),
