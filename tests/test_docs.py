@@ -187,7 +187,7 @@ def test_a_kernel_s_page_is_right_and_whole(kernel: str, capsys: pytest.CaptureF
     assert len(commands) >= 2
     for command in commands:
         assert cli.main(command.split()) == 0
-        chosen = re.findall(r"^chosen (\S+)", capsys.readouterr().out, re.MULTILINE)
+        chosen = re.findall(r"^chosen ([\w.]+)", capsys.readouterr().out, re.MULTILINE)
         assert chosen == [kernel], command
 
 
