@@ -14,6 +14,7 @@ from numbers import Integral
 import os
 import threading
 from typing import TYPE_CHECKING, Any
+import weakref
 
 import torch
 
@@ -179,7 +180,11 @@ class Iris(tensors.TensorMethods):
             )
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
             raise ArgumentError(f"rank is {rank!r}; expected a rank from 0 to {self.num_ranks - 1}")
-        return self.view_at(tensor, rank)
+        view = self.view_at(tensor, rank)
+        # `tensor` is not dropped as long as a view of the peer's is in use
+        kept = weakref.finalize(view.untyped_storage(), _let_go, tensor.untyped_storage())
+        kept.atexit = False
+        return view
 
     def as_remote(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """`peer_view`, by the name that it has in ROCm/iris."""
@@ -357,6 +362,10 @@ class _Told:
     debug: str
     invariant: str
     refusal: IrisError | None
+
+
+def _let_go(kept: object) -> None:
+    """Does nothing: a finalizer of this holds `kept` until it is called."""
 
 
 def _refusal(heap_size: Any) -> IrisError | None:
