@@ -111,8 +111,9 @@ class Collectives(RootedCalls):
     ) -> Workspace:  # fmt: skip
         """This rank's rows of the sum over ranks of `inp` (M, N), if `out` is (M/w, N), parts as torch.chunk splits.
 
-        If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`,
-        in turn (`all_reduce_distribution=0`, the default) or in one range each (1); of a single row all are rank 0's.
+        If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`
+        (32 x 64), numbered by `swizzle_size` (4) row blocks at a time, in one range each (`all_reduce_distribution=1`,
+        the default) or in turn (0). So ROCm/iris's newest `Config` has it. Of a single row all are rank 0's.
         """
         return self._call(REDUCE_SCATTER, out, inp, op, group, async_op, config, workspace)
 

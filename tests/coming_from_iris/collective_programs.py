@@ -35,17 +35,42 @@ def sums_by_every_variant():
 
 
 def tiles_of_a_sum():
+    """Whose tile is whose as the newest kernel of ROCm/iris numbers them, where fields of the Config are open."""
     shmem = iris.iris(1 << 24)
     rank, n = shmem.cur_rank, shmem.num_ranks
-    M, N = 256, 384  # six tiles of 128 x 128, in one group
-    inp, out = shmem.full((M, N), 1.0), shmem.full((M, N), -1.0)
-    shmem.ccl.reduce_scatter(out, inp)
+    M, N = 225, 200
+    inp, out = shmem.full((M, N), 1.0), shmem.empty(M, N)
+    for config, rows, cols, group, turns in (
+        (None, 32, 64, 4, False),
+        (Config(), 32, 64, 4, False),
+        (Config(block_size_m=16, block_size_n=32), 16, 32, 4, False),
+        (Config(block_size_m=64), 64, 64, 4, False),
+        (Config(swizzle_size=2), 32, 64, 2, False),
+        (Config(block_size_m=16, block_size_n=32, all_reduce_distribution=0), 16, 32, 4, True),
+    ):
+        out.fill_(-1)
+        shmem.barrier()
+        shmem.ccl.reduce_scatter(out, inp, config=config)
+        shmem.barrier()
+        down, across = -(-M // rows), -(-N // cols)
+        share = -(-down * across // n)
+        want = torch.full((M, N), -1.0)
+        for tile in range(down * across):
+            owner = tile % n if turns else tile // share
+            first = tile // (group * across) * group
+            height, inside = min(down - first, group), tile % (group * across)
+            m, k = first + inside % height, inside // height
+            if owner == rank:
+                want[rows * m : rows * (m + 1), cols * k : cols * (k + 1)] = n
+        assert torch.equal(out.cpu(), want), config
     shmem.barrier()
-    for tile in range(6):
-        m, k = tile % 2, tile // 2
-        want = float(n) if tile % n == rank else -1.0
-        assert (out[128 * m : 128 * (m + 1), 128 * k : 128 * (k + 1)] == want).all(), tile
-    shmem.barrier()
+
+
+def fields_are_readable():
+    config = Config(block_size_m=32, block_size_n=64)
+    assert (config.block_size_m, config.block_size_n, config.swizzle_size) == (32, 64, 4)
+    assert (config.all_reduce_distribution, config.all_reduce_num_rings) == (1, 1)
+    assert config.reduce_scatter_variant == "two_shot"
 
 
 def from_and_to_one_rank():
