@@ -52,6 +52,8 @@ class Heap:
         self._segment = segment
         self.size = segment.local.numel()
         self.base = segment.local.data_ptr()
+        self.heap_bases: torch.Tensor | None = None
+        """As `Iris.get_heap_bases()` gives them, once the context has them on its device."""
         self._ends = Offsets(self.size), Offsets(self.size)  # users', and the library's, counted down from the top
         self._taken, self._reached = [0, 0], [0, 0]  # how many blocks, and how far, from each end
         self._blocks: dict[int, Allocation] = {}

@@ -107,9 +107,13 @@ class TensorMethods(Rank):
         """As `torch.arange([start,] end[, step])`."""
         return self._construct(torch.arange, bounds, options)
 
-    def linspace(self, *bounds_and_steps: Any, **options: Any) -> torch.Tensor:
+    def linspace(
+        self, start: Any, end: Any, steps: Any, out: torch.Tensor | None = None, dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """As `torch.linspace(start, end, steps)`; the steps may be a size of one dimension."""
-        return self._construct(torch.linspace, tuple(map(_single, bounds_and_steps)), options)
+        bounds = tuple(map(_single, (start, end, steps)))
+        return self._construct(torch.linspace, bounds, {"out": out, "dtype": dtype, **options})
 
     def uniform(
         self, size: Any, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32

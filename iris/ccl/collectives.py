@@ -122,7 +122,10 @@ class Collectives(RootedCalls):
         self, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, workspace: Workspace | None = None,
         group: Members = None,
     ) -> Workspace:  # fmt: skip
-        """A workspace for `all_reduce` calls like this one, which can then be captured at once. Launches no sum."""
+        """A workspace for `all_reduce` calls like this one, which can then be captured at once. Launches no sum.
+
+        Calls of other groups may use it too if it has none; the first of each group then reserves memory.
+        """
         ctx = self._ctx
         ctx.check()
         check_tensors(ALL_REDUCE, out, inp, ctx.device)
@@ -311,15 +314,16 @@ class Collectives(RootedCalls):
     def _workspace_of(self, op: str, members: Group, workspace: Workspace | None, new: bool = False) -> Workspace:
         if workspace is None:
             if new:
-                return Workspace(members)
+                return Workspace(members, for_groups=members.size == self._ctx.num_ranks)
             if members not in self._workspaces:
                 self._workspaces[members] = Workspace(members)
             return self._workspaces[members]
-        if isinstance(workspace, Workspace) and workspace.group is not members:
+        if not isinstance(workspace, Workspace):
+            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that a call of this group returned")
+        own = workspace.of(members)
+        if own is None:
             raise ArgumentError(
                 f"{op}: workspace is one of ranks {workspace.group.ranks}, the call is one of {members.ranks}; "
                 f"expected the same group: pass group= to all_reduce_preamble, and to new_workspace, as to the call"
             )
-        if not isinstance(workspace, Workspace):
-            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that a call of this group returned")
-        return workspace
+        return own

@@ -4,6 +4,7 @@ import iris
 from iris.ccl import Config, ReduceOp
 import pytest
 import torch
+import torch.distributed as dist
 
 
 def gather_and_exchange():
@@ -122,4 +123,23 @@ def a_configuration_that_changes():
     with pytest.raises(ValueError, match="all_reduce_variant"):
         config.all_reduce_variant = "three_shot"
     assert config == Config(32, 32, all_reduce_variant="two_shot", all_reduce_distribution=1)
+    shmem.barrier()
+
+
+def a_preamble_for_calls_of_groups():
+    """The preamble knows no group; each call may name one."""
+    shmem = iris.iris(1 << 22)
+    rank, n = shmem.cur_rank, shmem.num_ranks
+    groups = [dist.new_group(list(range(first, n, 2))) for first in range(min(n, 2))]
+    group, members = groups[rank % 2], range(rank % 2, n, 2)
+    inp, out = shmem.full((16, 8), rank + 1.0), shmem.zeros(16, 8)
+    workspace = shmem.ccl.all_reduce_preamble(out, inp, config=Config(all_reduce_variant="two_shot"))
+    for times in (1, 2):
+        out.fill_(float("nan"))
+        used = shmem.ccl.all_reduce(out, inp, group=group, workspace=workspace)
+        assert (out == sum(member + 1 for member in members)).all(), times
+        shmem.ccl.all_reduce(out, inp, group=group, workspace=used)
+        shmem.ccl.all_reduce(out, inp, workspace=workspace)
+        assert (out == n * (n + 1) / 2).all(), times
+    workspace.wait()
     shmem.barrier()
