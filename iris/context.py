@@ -73,9 +73,9 @@ def iris(
 class Iris(PeerMethods):
     """One rank's handle on the symmetric heap. Use it as a context manager, or call `close()`.
 
-    Attributes: `cur_rank`, `num_ranks`; `comm`, which tells what processes they are; `device` and its index, `gpu_id`; `heap_size` in bytes; `heap_bases` as
-    `get_heap_bases()` gives them; `group_name`, by which compiled graphs find the context; `invariant`, what is
-    promised of a row's bits.
+    Attributes: `cur_rank`, `num_ranks`; `comm`, through which their processes talk; `device` and its index, `gpu_id`;
+    `heap_size` in bytes; `heap_bases` as `get_heap_bases()` gives them; `group_name`, by which compiled
+    graphs find the context; `invariant`, what is promised of a row's bits.
     """
 
     def __init__(

@@ -10,11 +10,9 @@ from typing import Any
 import weakref
 
 import torch
-import triton
 
 from . import aliases, platform
-from .device import atomics, sync, waits
-from .device.context import own_context
+from .device.copies import signal_kernel, wait_kernel
 from .errors import ArgumentError, DtypeError, NotSymmetricError, ShapeError
 from .tensors import TensorMethods, described
 
@@ -138,17 +136,3 @@ class PeerMethods(TensorMethods):
 
 def _let_go(kept: object) -> None:
     """Does nothing: a finalizer of this holds `kept` until it is called."""
-
-
-@triton.jit
-def wait_kernel(ctx_ptr, flag, value, peer, WORLD_SIZE: triton.language.constexpr):
-    """Waits until this rank's `flag` has reached `value`, which `peer` brings about."""
-    sync.wait(own_context(ctx_ptr, WORLD_SIZE), flag, value, peer)
-
-
-@triton.jit
-def signal_kernel(ctx_ptr, flag, value, to_rank, WORLD_SIZE: triton.language.constexpr):
-    """Adds `value` to `flag` at `to_rank`, unless a wait of this rank has failed."""
-    ctx = own_context(ctx_ptr, WORLD_SIZE)
-    if waits.healthy(ctx):
-        atomics.atomic_add(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")

@@ -143,10 +143,10 @@ class FusedConfig:
         if world_size is not None and (type(world_size) is not int or world_size < 1):
             raise ArgumentError(f"FusedConfig.validate: world_size is {world_size!r}; expected a positive integer")
         for name in ("num_xcds", "chunk_size", "all_reduce_num_rings", "reduce_num_sms"):
-            value = getattr(self, name)
+            value = vars(self).get(name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a positive integer")
-        variant = getattr(self, "all_reduce_variant")  # noqa: B009: no field of the dataclass
+        variant = vars(self).get("all_reduce_variant")
         if variant is not None and variant not in ALL_REDUCE_VARIANTS:
             raise ArgumentError(f"FusedConfig.all_reduce_variant is {variant!r}; expected one of {ALL_REDUCE_VARIANTS}")
         if variant == "ring" and world_size is not None and self.block_n % world_size:

@@ -50,14 +50,14 @@ class Config:
 
     `block_size_m`, `block_size_n`: powers of two. Their product is how many elements a program moves at once; they are
     also the tile of a reduce-scatter whose `out` has the sizes of its input, by default 32 x 64. `swizzle_size`: row
-    blocks of such tiles that are numbered together. `comm_sms`: programs, at most the chip's
-    multiprocessors. `all_reduce_variant`: "one_shot" (everyone sums everything), "two_shot" (each rank sums a part and
+    blocks of such tiles that are numbered together. `comm_sms`: programs, at most the chip's multiprocessors.
+    `all_reduce_variant`: "one_shot" (everyone sums everything), "two_shot" (each rank sums a part and
     sends it to all), "ring", "atomic" or "spinlock" (everyone adds into everyone's sum, in the order of arrival:
     results may differ in their last bits between runs and ranks; all other variants give the same bits on every rank
-    and in each run). `all_reduce_distribution`: whose part is what: 0 block after block in turn, 1 one range each. `all_reduce_num_rings`: into how many rings the data of "ring" is divided,
-    every second one running the other way round; for all other variants at most 1. `reduce_scatter_variant`:
-    "two_shot". `protocol`: how a rank knows that data has arrived: "lamport" (the values themselves show it; for small
-    tensors) or "flags" (signals; for large ones).
+    and in each run). `all_reduce_distribution`: whose part is what: 0 block after block in turn, 1 one range each.
+    `all_reduce_num_rings`: into how many rings the data of "ring" is divided, every second one running the other way
+    round; for all other variants 1. `reduce_scatter_variant`: "two_shot". `protocol`: how a rank knows that data has
+    arrived: "lamport" (the values themselves show it; for small tensors) or "flags" (signals; for large ones).
     """
 
     block_size_m: int | None = None

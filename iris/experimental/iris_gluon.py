@@ -38,9 +38,9 @@ __all__ = ["Iris", "IrisDeviceCtx", "iris"]
 
 def _refusal() -> PlatformError:
     return PlatformError(
-        "a Gluon kernel is launched where Triton's interpreter runs kernels, which cannot run Gluon; expected a GPU and "
-        "no TRITON_INTERPRET=1. Without a GPU, write the kernel with iris.DeviceContext in @triton.jit, or compile it "
-        "ahead of time."
+        "a Gluon kernel is launched where Triton's interpreter runs kernels, which cannot run Gluon; expected a GPU "
+        "and no TRITON_INTERPRET=1. Without a GPU, write the kernel with iris.DeviceContext in @triton.jit, or compile "
+        "it ahead of time."
     )
 
 
