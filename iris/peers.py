@@ -14,6 +14,7 @@ import torch
 from . import aliases, platform
 from .device.copies import signal_kernel, wait_kernel
 from .errors import ArgumentError, DtypeError, NotSymmetricError, ShapeError
+from .launch import relaunch
 from .tensors import TensorMethods, described
 
 
@@ -98,10 +99,12 @@ class PeerMethods(TensorMethods):
                 )
             view = view.view(src_tensor.shape)
         if wait_flag is not None:
-            wait_kernel[(1,)](self._context_tensor, wait_flag, wait_value, dst_rank, self.num_ranks, num_warps=1)
+            args = dict(flag=wait_flag, value=wait_value, peer=dst_rank)
+            self._launch_beside_copy(wait_kernel, args)
         view.copy_(src_tensor, non_blocking=True)
         if signal_flag is not None:
-            signal_kernel[(1,)](self._context_tensor, signal_flag, signal_value, dst_rank, self.num_ranks, num_warps=1)
+            args = dict(flag=signal_flag, value=signal_value, to_rank=dst_rank)
+            self._launch_beside_copy(signal_kernel, args)
         if not async_op:
             self.quiet()
 
@@ -115,6 +118,10 @@ class PeerMethods(TensorMethods):
 
     def get_copy_engine_ctx(self) -> None:
         """Return None, as ROCm/iris does where its kernels drive no copy engine."""
+
+    def _launch_beside_copy(self, kernel: Any, args: dict[str, Any]) -> None:
+        args = dict(ctx_ptr=self._context_tensor, **args, WORLD_SIZE=self.num_ranks)
+        relaunch.launch({}, self.device, kernel, (1, 1, 1), args, num_warps=1)
 
     def _check_rank(self, name: str, rank: object) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
