@@ -43,7 +43,7 @@ class Workspace:
         """Return the workspace that calls of `group` use; None if they may not use this one."""
         if group is self.group:
             return self
-        if not self.for_groups:
+        if not self.for_groups or group.ctx is not self.group.ctx:
             return None
         if group not in self.parts:
             self.parts[group] = Workspace(group)
