@@ -218,6 +218,16 @@ def rewritten(jitted: Any) -> Callable:
     return jitted.rewrite()
 
 
+def refuse_gluon(refusal: Callable[[], Exception]) -> None:
+    """Makes each launch of a Gluon kernel raise `refusal()`, for where there is no GPU to run it."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    def run(self: Any, *args: Any, **options: Any) -> None:
+        raise refusal()
+
+    GluonJITFunction.run = run
+
+
 def numpy_type(dtype: Any) -> Any:
     """The numpy dtype of what the interpreter holds for `dtype`: float32 for bfloat16 once `prepare` was called."""
     return interpreter._get_np_dtype(dtype)

@@ -111,8 +111,9 @@ class Collectives(RootedCalls):
     ) -> Workspace:  # fmt: skip
         """This rank's rows of the sum over ranks of `inp` (M, N), if `out` is (M/w, N), parts as torch.chunk splits.
 
-        If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`,
-        in turn (`all_reduce_distribution=0`, the default) or in one range each (1); of a single row all are rank 0's.
+        If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`
+        (32 x 64), numbered by `swizzle_size` (4) row blocks at a time, in one range each (`all_reduce_distribution=1`,
+        the default) or in turn (0). So ROCm/iris's newest `Config` has it. Of a single row all are rank 0's.
         """
         return self._call(REDUCE_SCATTER, out, inp, op, group, async_op, config, workspace)
 
@@ -121,7 +122,10 @@ class Collectives(RootedCalls):
         self, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, workspace: Workspace | None = None,
         group: Members = None,
     ) -> Workspace:  # fmt: skip
-        """A workspace for `all_reduce` calls like this one, which can then be captured at once. Launches no sum."""
+        """A workspace for `all_reduce` calls like this one, which can then be captured at once. Launches no sum.
+
+        Calls of other groups may use it too if it has none; the first of each group then reserves memory.
+        """
         ctx = self._ctx
         ctx.check()
         check_tensors(ALL_REDUCE, out, inp, ctx.device)
@@ -310,15 +314,16 @@ class Collectives(RootedCalls):
     def _workspace_of(self, op: str, members: Group, workspace: Workspace | None, new: bool = False) -> Workspace:
         if workspace is None:
             if new:
-                return Workspace(members)
+                return Workspace(members, for_groups=members.size == self._ctx.num_ranks)
             if members not in self._workspaces:
                 self._workspaces[members] = Workspace(members)
             return self._workspaces[members]
-        if isinstance(workspace, Workspace) and workspace.group is not members:
+        if not isinstance(workspace, Workspace):
+            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that a call of this group returned")
+        own = workspace.of(members)
+        if own is None:
             raise ArgumentError(
                 f"{op}: workspace is one of ranks {workspace.group.ranks}, the call is one of {members.ranks}; "
                 f"expected the same group: pass group= to all_reduce_preamble, and to new_workspace, as to the call"
             )
-        if not isinstance(workspace, Workspace):
-            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that a call of this group returned")
-        return workspace
+        return own
