@@ -191,6 +191,8 @@ class ShardedLinear(nn.Module):
         """
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(f"input is a {type(x).__name__}: expected a tensor")
+        if is_dtensor(x):
+            raise ArgumentError(f"input is a DTensor with placements {x.placements}: expected this rank's plain tensor")
         if x.dim() < 1 or x.shape[-1] != features:
             note = "" if features == self.in_features else f", this rank's part of {self.in_features} features"
             raise ShapeError(f"input has shape {tuple(x.shape)}: expected [..., {features}]{note}")
@@ -314,6 +316,11 @@ class ShardedLinear(nn.Module):
             f"in={self.in_features}, out={self.out_features}, local={local}, bias={self.bias is not None},"
             f" op={self.served_by}"
         )
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether `value` is a DTensor, by the name of its class: importing torch.distributed.tensor takes long."""
+    return type(value).__name__ == "DTensor" and isinstance(value, torch.Tensor)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from iris.memory.outputs import Kept
 import torch
 from torch import nn
 
-from ..digests import compare
+from ..digests import compare, facts
 from ..hf.sequence import sharing_of
 from ..sharded import check_context, flags, positive
 from ..together import checked
@@ -175,13 +175,20 @@ class Engine:
     ) -> list[list[int]]:
         """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
 
-        Collective, with the same arguments on all ranks, which IRIS_DEBUG=1 compares.
+        Collective, with the same arguments on all ranks, which are compared. A thread other than the context's may call
+        it while that makes no call: the context is lent to it (`ctx.in_this_thread`).
 
         `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
         the probability, by rank 0's `seed`, which torch's generator there draws if there is none. Raises
-        `ArgumentError` for bad arguments, and for prompts that with the new tokens are longer than `max_length`.
+        `ArgumentError` on every rank for bad arguments, for arguments that differ between ranks, and for prompts that
+        with the new tokens are longer than `max_length`.
         """
+        with self.ctx.in_this_thread():
+            return self._generate(prompts, max_new_tokens, temperature, top_p, seed, stop)
 
+    def _generate(
+        self, prompts: Any, max_new_tokens: int, temperature: float, top_p: float, seed: int | None, stop: Any
+    ) -> list[list[int]]:
         def check() -> tuple:
             positive(max_new_tokens=max_new_tokens)
             check_sampling(temperature, top_p, seed)
@@ -191,10 +198,14 @@ class Engine:
             check_padding(self.model, mask, self.max_length)
             return stops(stop, words_of(self.model)), tokens, (rows, mask)
 
-        ends, prompts, (rows, mask) = checked(self.ctx, "Engine.generate", check)
+        def told(result: tuple) -> dict[str, str]:
+            ends, tokens, _ = result
+            sizes = {"lengths": [len(row) for row in tokens], "max_length": self.max_length, "stop": sorted(ends)}
+            options = {"temperature": float(temperature), "top_p": float(top_p), "max_new_tokens": max_new_tokens}
+            return facts(**sizes, **options, tokens=tokens)
+
+        ends, prompts, (rows, mask) = checked(self.ctx, "Engine.generate", check, told)
         rows, mask = rows.to(self.tokens.device), None if mask is None else mask.to(self.tokens.device)
-        asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
-        compare(self.ctx, "Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=prompts)
         self.sampler.set(temperature, top_p)
         if not self.sampler.greedy:
             seed = self.ctx.broadcast(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
