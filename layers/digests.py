@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import zlib
 
 from iris import platform
+from iris_ops.recording import is_recording
 import torch
 from torch import nn
 
@@ -55,7 +56,7 @@ def facts(**arguments: Any) -> dict[str, str]:
 
 def is_compared(ctx: Iris) -> bool:
     """Whether calls are compared now: in debug mode, while nothing is captured or traced."""
-    if ctx.agreement is None or torch.compiler.is_compiling():
+    if ctx.agreement is None or is_recording():
         return False
     return not platform.is_capturing(ctx.device)
 
@@ -149,7 +150,7 @@ class _Look:
         self.ctx, self.name = ctx, name
 
     def __call__(self, module: Any, args: tuple) -> None:
-        if torch.compiler.is_compiling() or not args or not isinstance(args[0], torch.Tensor) or args[0].is_meta:
+        if is_recording() or not args or not isinstance(args[0], torch.Tensor) or args[0].is_meta:
             return
         if is_compared(self.ctx):
             compare(self.ctx, self.name, input=args[0])

@@ -21,6 +21,7 @@ from iris_ops.fp8 import weight_stream
 from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised
 from iris_ops.local import matmul, skinny_matmul
 from iris_ops.problem import FP8
+from iris_ops.recording import row_count
 from iris_ops.sum_tree import checked_shares
 import torch
 from torch import nn
@@ -182,7 +183,7 @@ class ShardedLinear(nn.Module):
     def rows(self, x: torch.Tensor, features: int) -> torch.Tensor:
         """`x` as [rows, features], checked, in the dtype of the product."""
         x = self.check(x, features)
-        return x.reshape(x.shape[:-1].numel(), features)
+        return x.reshape(row_count(x), features)
 
     def check(self, x: torch.Tensor, features: int) -> torch.Tensor:
         """`x` in the dtype of the product. Raises unless it is [..., features] of the weight's dtype, where that lies.

@@ -13,6 +13,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from iris.errors import ArgumentError, DeviceError, DtypeError
+from iris_ops.recording import is_recording
 import torch
 from torch import nn
 
@@ -87,7 +88,7 @@ def watch_calls(model: Any) -> None:
 
 
 def _check_call(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
+    if is_recording():
         return
     check_plain("the forward", {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs})
     check_caches(model, kwargs)

@@ -175,9 +175,8 @@ class Engine:
     ) -> list[list[int]]:
         """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
 
-        Collective, with the same arguments on all ranks, which are compared. A thread other than the context's may call
-        it while that makes no call: the context is lent to it (`ctx.in_this_thread`).
-
+        Collective, with the same arguments on all ranks, which are compared. Another thread than the context's may call
+        it (`ctx.in_this_thread`).
         `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
         the probability, by rank 0's `seed`, which torch's generator there draws if there is none. Raises
         `ArgumentError` on every rank for bad arguments, for arguments that differ between ranks, and for prompts that
@@ -220,8 +219,7 @@ class Engine:
         """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded, in front.
 
         The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape, or of
-        the length that they are padded to.
-        Raises `ArgumentError` where it is not, for tensors of another kind, for tokens outside the vocabulary, which
+        the length that they are padded to. Raises `ArgumentError` where it is not, for tensors of another kind, for tokens outside the vocabulary, which
         the host waits for the device to see, and for a mask that ends with padding.
         """
         self._check_prompts(prompts, mask)
@@ -328,9 +326,10 @@ class Engine:
         compare(self.ctx, "Engine.decode", steps=steps)
         self._make_room(steps)
         for _ in range(steps):
-            self.logits = self._advance(
-                lambda: self.steps.run(self.sampler.greedy, self._one_step, random=self.sampler.generator)
-            )
+            self.logits = self._advance(self._replayed_step)
+
+    def _replayed_step(self) -> torch.Tensor:
+        return self.steps.run(self.sampler.greedy, self._one_step, random=self.sampler.generator)
 
     @_untracked
     def step(self) -> torch.Tensor:
