@@ -193,7 +193,7 @@ class ShardedLinear(nn.Module):
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(f"input is a {type(x).__name__}: expected a tensor")
         if is_dtensor(x):
-            raise ArgumentError(f"input is a DTensor with placements {x.placements}: expected this rank's plain tensor")
+            raise ArgumentError(f"input is a DTensor of shape {tuple(x.shape)}: expected this rank's plain tensor")
         if x.dim() < 1 or x.shape[-1] != features:
             note = "" if features == self.in_features else f", this rank's part of {self.in_features} features"
             raise ShapeError(f"input has shape {tuple(x.shape)}: expected [..., {features}]{note}")

@@ -60,7 +60,7 @@ from .cache import (
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
 from .prompts import common_length, padded_behind, until
-from .requests import checked_request
+from .requests import Request, checked_request
 from .rope_switch import RopeSwitch
 from .sampling import Sampler
 from .served import check_compilable, first_call, keeps_any_logits, wants_whole_masks
@@ -183,18 +183,15 @@ class Engine:
         with the new tokens are longer than `max_length`.
         """
         with self.ctx.in_this_thread():
-            return self._generate(prompts, max_new_tokens, temperature, top_p, seed, stop)
+            request = checked_request(self, prompts, max_new_tokens, temperature, top_p, seed, stop)
+            return self._generate(request, max_new_tokens, temperature, top_p, seed)
 
     def _generate(
-        self, prompts: Any, max_new_tokens: int, temperature: float, top_p: float, seed: int | None, stop: Any
+        self, request: Request, max_new_tokens: int, temperature: float, top_p: float, seed: int | None
     ) -> list[list[int]]:
-        request = checked_request(self, prompts, max_new_tokens, temperature, top_p, seed, stop)
         self.sampler.set(temperature, top_p)
         if not self.sampler.greedy:
-            seed = self.ctx.broadcast(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
-            if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-                raise ArgumentError(f"seed is {seed!r} on rank 0: expected None or an integer of 64 bits")
-            self.sampler.random.manual_seed(seed)
+            self.sampler.share_seed(self.ctx, seed)
         self.reset()
         self.accept(self._first(self._replayed, request.prompts, request.mask))
         made, ends = 1, request.ends
@@ -219,7 +216,8 @@ class Engine:
         """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded, in front.
 
         The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape, or of
-        the length that they are padded to. Raises `ArgumentError` where it is not, for tensors of another kind, for tokens outside the vocabulary, which
+        the length that they are padded to.
+        Raises `ArgumentError` where it is not, for tensors of another kind, for tokens outside the vocabulary, which
         the host waits for the device to see, and for a mask that ends with padding.
         """
         self._check_prompts(prompts, mask)
@@ -343,8 +341,7 @@ class Engine:
         if self._switch is None or not self._switch.passes(self.tokens):
             return step()
         self.cache.reset()
-        self.mask.fill_(False)
-        logits = self._read(*self._switch.all_tokens())
+        logits = self._read(*self._switch.all_tokens())  # which sets the mask anew
         self._accept(logits)
         return logits
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """`count` prompts as tokens [batch_size, length], a mask that is False in padding, and the tokens that end a row."""
+    """`count` prompts as tokens [batch_size, length], a mask that is False in padding, and tokens that end a row."""
 
     count: int
     prompts: torch.Tensor
