@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from ..together import checked
 from .arguments import check_no_autocast, check_sampling, words_of
 from .prompts import padded_before, stops, tokens_of
 from .served import check_padding
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,9 @@ class Request:
 
 
 def checked_request(
-    engine: Engine, prompts: Any, max_new_tokens: Any, temperature: Any, top_p: Any, seed: Any, stop: Any
+    engine: Any, prompts: Any, max_new_tokens: Any, temperature: Any, top_p: Any, seed: Any, stop: Any
 ) -> Request:
-    """Return the request, on the engine's device. Collective.
+    """Return the request to an `Engine`, on its device. Collective.
 
     Raises `ArgumentError` on every rank for bad arguments on one of them, and for arguments that differ between ranks:
     all but `seed`, of which rank 0's counts.
