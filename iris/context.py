@@ -240,10 +240,13 @@ class Iris(PeerMethods):
         return self.once(Tracing)
 
     def close(self) -> None:
-        """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless."""
+        """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless.
+
+        Waits for a `generate` in another thread. Raises `ThreadError` where the context belongs to one that goes on.
+        """
         if self._closed:
             return
-        self._check_thread()
+        self._await_thread()
         try:
             if not self._record_view[0] and self.hosts.lost is None:
                 self.barrier()  # no peer may still be writing here
@@ -271,7 +274,7 @@ class Iris(PeerMethods):
 
         The word that ends them goes behind what this rank has launched, so whatever a peer still needs of it arrives.
         """
-        self._check_thread()
+        self._await_thread()
         if not self._record_view[0]:
             self.hosts.leave(error)
             left = torch.full((1,), waits.left_by(self.cur_rank), dtype=torch.int32)
