@@ -77,6 +77,12 @@ def refusal(config: VllmConfig) -> str | None:
     return None
 
 
+def hidden_size(config: VllmConfig) -> int:
+    """Return the columns of the model's all-reduces."""
+    assert config.model_config is not None
+    return config.model_config.get_hidden_size()
+
+
 def one_host(group: Any) -> bool:
     """Return whether all ranks of vLLM's group share this host. Collective."""
     from vllm.distributed.parallel_state import in_the_same_node_as
@@ -94,8 +100,7 @@ def install() -> tuple[Installed, Iris | None]:
     if reason is not None or group is None:
         logger.info("iris-tp: off, vLLM's own kernels run (%s)", reason)
         return Installed("", 0, 0, 0), None
-    assert config.model_config is not None
-    hidden = config.model_config.get_hidden_size()
+    hidden = hidden_size(config)
     ctx = iris.iris(heap_size=HEAP_BYTES, group=group.device_group)
     installed = Installed(group.unique_name, group.world_size, FEW_ROWS, most_rows(group.world_size, hidden))
     _compare(installed, group.cpu_group)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from iris.context import Iris
 
 _contexts: dict[str, Iris] = {}
+_kernels: dict[str, Callable] = {}
 _library = torch.library.Library("iris_vllm", "FRAGMENT")  # registrations last as long as this object
 
 
@@ -76,7 +77,8 @@ def _all_reduce_norm(
 def _define(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
     # a compiler that laid a weight out anew would copy it in every step
     _library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _kernels[name] = kernel
+    _library.impl(name, lambda *args: _kernels[name](*args), "CompositeExplicitAutograd")
     torch.library.register_fake(f"iris_vllm::{name}", fake, lib=_library)
 
 
