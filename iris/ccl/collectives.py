@@ -171,7 +171,7 @@ class Collectives(RootedCalls):
         for piece in zip(*(t.split(most) for t in rows), strict=True) if inp.numel() else ():
             area, context = workspace.areas[norm.AREA], members.context_tensor
             args = norm.arguments(area, context, members.size, self._machine, (*piece, weight), scale, eps)
-            grid = (min(args["M"], self._machine.num_programs), 1, 1)
+            grid = norm.grid(args["M"], self._machine)
             warps = norm.num_warps(inp.shape[-1])
             relaunch.launch(self._kernels, ctx.device, norm.all_reduce_norm_kernel, grid, args, num_warps=warps)
         return workspace

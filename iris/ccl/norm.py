@@ -50,10 +50,16 @@ _CARRIERS = {2: torch.int16, 4: torch.int32}
 
 
 @device_function
+def _row(tensor, row, stride, c, inside, M):
+    """Row `row` of a tensor, on its way; zeros where there is no such row."""
+    return tl.load(tensor + tl.cast(row, tl.int64) * stride + c, mask=inside & (row < M), other=0.0)
+
+
+@device_function
 def _finish(h, out, weight, scale, c, inside, eps, N, HAS_SCALE: tl.constexpr):
     """Store the RMSNorm of the row `h`, in fp32 and already rounded to the residual's dtype, to the row `out`."""
-    factor = tl.rsqrt(tl.sum(h * h) / N + eps)
-    y = h * factor * tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+    h = tl.where(inside, h, 0.0)
+    y = h * tl.rsqrt(tl.sum(h * h) / N + eps) * weight.to(tl.float32)
     if HAS_SCALE:
         y = tl.minimum(tl.maximum(y / tl.load(scale), -_FP8_MAX), _FP8_MAX)
         tl.store(out + c, y.to(out.dtype.element_ty), mask=inside)
@@ -61,7 +67,7 @@ def _finish(h, out, weight, scale, c, inside, eps, N, HAS_SCALE: tl.constexpr):
         tl.store(out + c, arch.round_to(y, out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "half_elements"])
+@triton.jit(do_not_specialize=["M"])
 def all_reduce_norm_kernel(
     inp, residual, out, weight, scale, staging, sync, ctx_ptr, M, N, stride_im, stride_rm, stride_om, eps,
     half_elements, BLOCK: tl.constexpr, TWO_SHOT: tl.constexpr, HAS_SCALE: tl.constexpr, WORLD_SIZE: tl.constexpr,
@@ -70,26 +76,31 @@ def all_reduce_norm_kernel(
     # staging: two halves, by the epoch's parity, of Lamport values [source rank, row, N]; with TWO_SHOT a source sends
     # each owner that owner's rows only, and the sums follow as [row, N].
     dtype: tl.constexpr = inp.dtype.element_ty
+    first, step = tl.program_id(0), tl.num_programs(0)
+    c = tl.arange(0, BLOCK)
+    inside = c < N
+    own = _row(inp, first, stride_im, c, inside, M)
+    before = _row(residual, first, stride_rm, c, inside, M)
     epoch = next_epoch(sync)
     bases = load_bases(ctx_ptr, WORLD_SIZE)
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
-    c = tl.arange(0, BLOCK)
-    inside = c < N
     half = staging + tl.cast(epoch & 1, tl.int64) * half_elements
     area = tl.cast(M, tl.int64) * N  # of one source
     sums = half + WORLD_SIZE * area
-    first, step = tl.program_id(0), tl.num_programs(0)
 
     for row in range(first, M, step):
-        r = tl.cast(row, tl.int64)
-        part = tl.load(inp + r * stride_im + c, mask=inside, other=0.0).to(tl.float32)
-        values, place = without_sentinel(part, dtype), half + ctx.rank * area + r * N + c
+        part = own
+        if row != first:
+            part = _row(inp, row, stride_im, c, inside, M)
+        values = without_sentinel(part.to(tl.float32), dtype)
+        place = half + ctx.rank * area + tl.cast(row, tl.int64) * N + c
         if TWO_SHOT:
             if row % WORLD_SIZE != ctx.rank:
                 put(ctx, place, values, inside, bases, row % WORLD_SIZE)
         else:
             for i in tl.static_range(1, WORLD_SIZE):
                 put(ctx, place, values, inside, bases, (ctx.rank + i) % WORLD_SIZE)
+    factors = tl.load(weight + c, mask=inside, other=0.0)
     advance(sync, epoch)  # while the values are under way
 
     for row in range(first, M, step):
@@ -98,18 +109,19 @@ def all_reduce_norm_kernel(
         if TWO_SHOT:
             mine = row % WORLD_SIZE == ctx.rank
         if mine:
-            own = tl.load(inp + r * stride_im + c, mask=inside, other=0.0).to(tl.float32)
-            before = tl.load(residual + r * stride_rm + c, mask=inside, other=0.0).to(tl.float32)
-            total, ok = take(ctx, half + r * N + c, area, inside, 0, epoch, WAITER, dtype, WORLD_SIZE, own)
-            h = arch.round_to(total + before, dtype)
+            total, ok = take(
+                ctx, half + r * N + c, area, inside, 0, epoch, WAITER, dtype, WORLD_SIZE, own.to(tl.float32)
+            )
+            h = arch.round_to(total + before.to(tl.float32), dtype)
             if TWO_SHOT:
                 if ok:
                     values = without_sentinel(h.to(tl.float32), dtype)
                     for i in tl.static_range(1, WORLD_SIZE):
                         put(ctx, sums + r * N + c, values, inside, bases, (ctx.rank + i) % WORLD_SIZE)
             tl.store(residual + r * stride_rm + c, h, mask=inside)
-            h = tl.where(inside, h.to(tl.float32), 0.0)
-            _finish(h, out + r * stride_om, weight, scale, c, inside, eps, N, HAS_SCALE)
+            _finish(h.to(tl.float32), out + r * stride_om, factors, scale, c, inside, eps, N, HAS_SCALE)
+        own = _row(inp, row + step, stride_im, c, inside, M)
+        before = _row(residual, row + step, stride_rm, c, inside, M)
     if TWO_SHOT:
         for row in range(first, M, step):
             owner = row % WORLD_SIZE
@@ -117,8 +129,7 @@ def all_reduce_norm_kernel(
                 r = tl.cast(row, tl.int64)
                 h, _ = take(ctx, sums + r * N + c, 0, inside, owner, epoch, WAITER, dtype, 1, patience=2)
                 tl.store(residual + r * stride_rm + c, arch.round_to(h, dtype), mask=inside)
-                h = tl.where(inside, h, 0.0)
-                _finish(h, out + r * stride_om, weight, scale, c, inside, eps, N, HAS_SCALE)
+                _finish(h, out + r * stride_om, factors, scale, c, inside, eps, N, HAS_SCALE)
 
 
 def check(
@@ -231,3 +242,8 @@ def arguments(
 def num_warps(columns: int) -> int:
     """Return the warps of a program: 16 values of a row in each thread, where so many threads may be had."""
     return max(1, min(32, triton.next_power_of_2(columns) // 512))
+
+
+def grid(rows: int, machine: Machine) -> tuple[int, int, int]:
+    """Return the grid. A program waits only for the peers' programs of its own number, so any grid ends."""
+    return min(rows, machine.resident * machine.num_programs), 1, 1

@@ -101,10 +101,11 @@ def install() -> tuple[Installed, Iris | None]:
         logger.info("iris-tp: off, vLLM's own kernels run (%s)", reason)
         return Installed("", 0, 0, 0), None
     hidden = hidden_size(config)
-    ctx = iris.iris(heap_size=HEAP_BYTES, group=group.device_group)
+    with torch.device("cpu"):  # vLLM builds a model with its GPU as the default device
+        ctx = iris.iris(heap_size=HEAP_BYTES, group=group.device_group)
+        ctx.ccl.reserve_norm(FEW_ROWS, hidden, torch.bfloat16)
     installed = Installed(group.unique_name, group.world_size, FEW_ROWS, most_rows(group.world_size, hidden))
     _compare(installed, group.cpu_group)
-    ctx.ccl.reserve_norm(FEW_ROWS, hidden, torch.bfloat16)
     ops.serve(group.unique_name, ctx)
     if ctx.device.type == "cuda":
         watch.start(ctx, logger)
@@ -129,12 +130,13 @@ def most_rows(world: int, hidden: int) -> int:
 
 def reserve(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
     """Make room for the products of a row-parallel layer's `weight` [N, K] at every number of rows. Collective."""
-    rows = 1
-    while rows <= installed.most_rows:
-        A = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        out = torch.empty(rows, weight.shape[0], dtype=weight.dtype, device=weight.device)
-        ctx.ops.preamble(ALL_REDUCE, out, A, weight.t())
-        rows *= 2
+    device, dtype = weight.device, weight.dtype
+    with torch.device("cpu"):
+        rows = installed.most_rows  # the largest first: memory that grows leaves its first piece to graphs
+        while rows:
+            A, out = (torch.empty(rows, columns, dtype=dtype, device=device) for columns in weight.shape[::-1])
+            ctx.ops.preamble(ALL_REDUCE, out, A, weight.t())
+            rows //= 2
 
 
 def _compare(installed: Installed, group: dist.ProcessGroup) -> None:
