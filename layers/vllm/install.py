@@ -13,7 +13,7 @@ a model needs once, so none may be taken later.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -128,15 +128,23 @@ def most_rows(world: int, hidden: int) -> int:
     return next((rows for rows in _ROWS if rows * exchanged <= _MOST_STAGED), FEW_ROWS)
 
 
-def reserve(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
-    """Make room for the products of a row-parallel layer's `weight` [N, K] at every number of rows. Collective."""
-    device, dtype = weight.device, weight.dtype
+def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
+    """Make room for the products of a row-parallel layer's `weight` [N, K], and compile their kernels. Collective.
+
+    Every plan up to `most_rows` runs once, on whatever the memory holds: a kernel that compiled while the engine serves
+    would hold up its requests.
+    """
     with torch.device("cpu"):
-        rows = installed.most_rows  # the largest first: memory that grows leaves its first piece to graphs
-        while rows:
-            A, out = (torch.empty(rows, columns, dtype=dtype, device=device) for columns in weight.shape[::-1])
-            ctx.ops.preamble(ALL_REDUCE, out, A, weight.t())
-            rows //= 2
+        planned: dict[Any, int] = {}
+        for rows in sorted({*_ROWS, *range(1, 33), *range(40, installed.most_rows + 1, 24)}):
+            if rows <= installed.most_rows:
+                plan = ctx.ops.plan(ALL_REDUCE, rows, *weight.shape, weight.dtype, explained=False)
+                planned[replace(plan, prediction=None)] = rows
+        # the largest first: memory that grows leaves its first piece to graphs
+        for rows in sorted({installed.most_rows, *planned.values()}, reverse=True):
+            A, out = (torch.zeros(rows, n, dtype=weight.dtype, device=weight.device) for n in weight.shape[::-1])
+            ctx.ops.matmul_all_reduce(out, A, weight.t())
+        ctx.barrier()
 
 
 def _compare(installed: Installed, group: dist.ProcessGroup) -> None:

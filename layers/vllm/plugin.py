@@ -46,8 +46,10 @@ def _layer_class(base: type) -> type:
             if self.bias is not None and not self.skip_bias_add:
                 installed.products = False
             weight = getattr(self, "weight", None)
-            if weight is not None and weight.ndim == 2 and weight.dtype.itemsize == 2:
-                install.reserve(ctx, installed, weight.data)
+            plain = weight is not None and weight.ndim == 2 and weight.dtype.itemsize == 2
+            if plain and weight.shape not in _of_process.prepared:
+                _of_process.prepared.add(weight.shape)
+                install.prepare(ctx, installed, weight.data)
 
     return IrisRowParallelLinear
 
@@ -57,6 +59,7 @@ class _OfProcess:
 
     def __init__(self) -> None:
         self._found: tuple[Installed, Iris | None] | None = None
+        self.prepared: set[Any] = set()  # shapes of weights
 
     def get(self) -> tuple[Installed, Iris | None]:
         if self._found is None:
