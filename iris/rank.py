@@ -281,7 +281,13 @@ class Rank:
         if self._closed:
             raise ClosedError("this context was closed; make a new one with iris.iris()")
         self._check_thread()
+        self.check_failure()
+
+    def check_failure(self) -> None:
+        """Raise the error of the first wait in a kernel that failed, if one has; from any thread, unlike `check`."""
         kind, waiter, rank, peer, expected, seen = self._record_view
+        if not kind:
+            return
         if kind in (waits.OUT_DIFFERS.value, waits.HEAPS_DIFFER.value):
             if not self._difference:
                 self._difference = failures.heaps_differ(self.hosts, self.heap, kind, waiter, peer, expected)

@@ -17,7 +17,7 @@ from ..errors import ArgumentError, IrisError
 from ..heap import check_memory, span
 from ..launch import relaunch
 from ..launch.streams import check_async
-from . import launch
+from . import launch, norm
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .group import Group, group_of
 from .plan import Plan, machine_of, plan
@@ -135,6 +135,63 @@ class Collectives(RootedCalls):
         if inp.numel():
             self._reserve(workspace, self._prepare(ALL_REDUCE, out, inp, config or Config(), members), out)
         return workspace
+
+    def all_reduce_norm(
+        self, out: torch.Tensor, residual: torch.Tensor, inp: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
+        scale: torch.Tensor | None = None, group: Members = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Add the sum over ranks of `inp` to `residual` in place, and store the RMSNorm of the result to `out`.
+
+        One kernel of one or two hops (`iris/ccl/norm.py`); sums are kept in fp32, and all ranks get the same bits.
+
+        Args:
+            out: [..., N], `inp`'s dtype; float8_e4m3fn where `scale` is given.
+            residual: [..., N], `inp`'s dtype; the same values on all ranks.
+            inp: [..., N] of bfloat16, float16 or float32; N is at most 32,768.
+            weight: [N], `inp`'s dtype: the norm's weight.
+            eps: is added to the mean of squares.
+            scale: float32, one element: `out` is the norm divided by it, clamped to +-448.
+            group, workspace: as of `all_reduce`.
+
+        Raises: `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` where the
+            workspace does not fit, `PeerLostError` where a rank was lost.
+        """
+        ctx = self._ctx
+        ctx.check()
+        try:
+            norm.check(ctx.device, out, residual, inp, weight, eps, scale)
+            members = self._group(group)
+            workspace = self._workspace_of(norm.OP, members, workspace)
+        except IrisError as error:
+            ctx.tell_refusal(norm.OP, self._group(group).ranks, error)
+            raise
+        if ctx.agreement is not None:
+            ctx.compare(norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, fp8=scale is not None)
+        ctx.side.join()
+        rows = [t.view(-1, t.shape[-1]) for t in (out, residual, inp)]
+        most = norm.rows_at_once(*rows[2].shape, inp.dtype, members.size)
+        if inp.numel():
+            self._reserve_norm(workspace, most, inp)
+        for piece in zip(*(t.split(most) for t in rows), strict=True) if inp.numel() else ():
+            area, context = workspace.areas[norm.AREA], members.context_tensor
+            args = norm.arguments(area, context, members.size, self._machine, (*piece, weight), scale, eps)
+            grid = norm.grid(args["M"], self._machine)
+            warps = norm.num_warps(inp.shape[-1])
+            relaunch.launch(self._kernels, ctx.device, norm.all_reduce_norm_kernel, grid, args, num_warps=warps)
+        return workspace
+
+    def reserve_norm(self, rows: int, columns: int, dtype: torch.dtype, group: Members = None) -> Workspace:
+        """Make room for `all_reduce_norm` calls of up to `rows` rows, so that no later call makes more. Collective."""
+        self._ctx.check()
+        members = self._group(group)
+        workspace = self._workspace_of(norm.OP, members, None)
+        self._reserve_norm(workspace, rows, torch.empty(0, columns, dtype=dtype, device="meta"))
+        return workspace
+
+    def _reserve_norm(self, workspace: Workspace, rows: int, like: torch.Tensor) -> None:
+        nbytes = norm.staged_bytes(rows, like.shape[-1], like.dtype, workspace.group.size)
+        if workspace.reserve(norm.AREA, 0, nbytes, 255):
+            self._ctx.forget_launches()
 
     def new_workspace(self, group: Members = None) -> Workspace:
         """An empty workspace, for calls that may run beside others of the group."""
