@@ -100,7 +100,7 @@ def run_fresh(
     The environment is torchrun's for that rank, changed by `env` (None removes a variable).
     """
     context = forkserver()
-    port = _free_port()
+    port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
@@ -174,7 +174,7 @@ def _fresh(message: bytes, variables: dict[str, str | None], reply: Connection) 
     os._exit(1 if isinstance(outcome, Failure) else 0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
