@@ -271,6 +271,8 @@ class RowParallelLinear(ShardedLinear):
         x = self.rows(input, self.weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
             x = self.parts[0].view(x, dim=1)
+        elif self.parts[-1].pad:  # heads that are another rank's: their columns count for nothing, whatever they hold
+            x = torch.cat((x[:, : -self.parts[-1].pad], x.new_zeros(x.shape[0], self.parts[-1].pad)), dim=1)
         if not self.reduce_results:
             out = self.local_product(x, biased=self.ctx.cur_rank == 0)  # once in the ranks' sum
         elif self.sequence_parallel:

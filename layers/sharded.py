@@ -49,7 +49,6 @@ class ShardedLinear(nn.Module):
     dim: int
     op: str  # the op that serves forward, for reports
     sequence_parallel: bool
-    tied_to: str  # of a head that is a view of an embedding: the name of its weight
     stored_transposed = False  # whether checkpoints have its weight as [in_features, out_features]
     own_steps = True  # whether products of few rows without an exchange are ours, where that is faster
 

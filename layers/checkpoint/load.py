@@ -23,7 +23,8 @@ from iris.errors import ArgumentError, CheckpointError, PlatformError
 import torch
 from torch import nn
 
-from ..hf.parallelize import Options, check_options, parallelize, retie
+from ..hf.parallelize import Options, check_options, parallelize
+from ..hf.tied import retie
 from ..shard import fill
 from ..sharded import check_context, flags, part_of, split_parameter
 from ..together import agree, raise_together, shown, words

@@ -38,6 +38,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..sharded import ShardedLinear
+from .adapters import refuse_adapters
 from .linear_like import as_linear
 from .mixture import EXPERTS, IDENTITY, PARAMETERS
 from .plans import built_in
@@ -106,6 +107,7 @@ def resolve_plan(
     check_plan(plan)
     check_version(model)
     automatic = plan == "auto"
+    refuse_adapters(model)
     _, rules = rules_of(model, plan)
     _refuse_quantised(model)
     _refuse_split(model)
