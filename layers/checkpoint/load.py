@@ -57,7 +57,9 @@ def from_pretrained(
     trust_remote_code: bool = False,
     **options: Unpack[Options],
 ) -> SplitModel:
-    """A causal language model, split over the ranks of `ctx` by its own tensor-parallel plan, in eval mode. Collective.
+    """A model that generates text, split over the ranks of `ctx` by its tensor-parallel plan, in eval mode. Collective.
+
+    It is a causal language model, one of an encoder and a decoder, or one of text and images.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
     by default. `options` are those of `parallelize`. What became of each module is in the model's `parallel_report`.

@@ -294,8 +294,8 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
             projection: Any = layer
             projection.taken = Taken(layout, held)
         setattr(parent, child, layer)
-    for owner, key, part in by_head:
-        split_parameter(owner, key, part)
+    for owner, key, part, dim in by_head:
+        split_parameter(owner, key, part, dim)
     for name in split.recurrent:
         module = model.get_submodule(name)
         styles = styles | dict.fromkeys(recurrent_heads.modules_of(name, module), recurrent_heads.STYLE)
