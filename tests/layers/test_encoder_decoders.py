@@ -122,7 +122,9 @@ def table_body(ctx: iris.Iris) -> list[tuple[int, ...]]:
     wrong: Any = model.get_submodule("encoder.block.0.layer.0.SelfAttention")
     wrong.relative_attention_bias = torch.nn.Embedding(6, 5)
     plan["encoder.block.0.layer.0.SelfAttention.o"] = "rowwise"
-    with pytest.raises(StyleError, match=r"relative_attention_bias.weight is a .*\(6, 5\).* one column for each of the"):
+    with pytest.raises(
+        StyleError, match=r"relative_attention_bias.weight is a .*\(6, 5\).* one column for each of the"
+    ):
         layers.parallelize(model, ctx, plan=plan)
     model = build("t5")
     layers.parallelize(model, ctx)
