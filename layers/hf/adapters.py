@@ -1,4 +1,4 @@
-"""Models with adapters (LoRA and others of peft), which are merged before the split: found here, and refused with a remedy.
+"""Models with adapters, LoRA and others of peft: refused until they are merged, with the way to merge them.
 
 An adapter wraps a linear in a module of its own. A plan names the linear, so it would meet the wrapper, or split the
 linear without the adapter's product.

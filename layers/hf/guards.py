@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from iris.errors import ArgumentError, DeviceError, DtypeError
 import torch
-from torch import nn
 
 from .styles import DTYPES
 from .tied import retie

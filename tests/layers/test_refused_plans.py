@@ -230,9 +230,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
     "a table of biases by head": (
         t5,
         attention(T5_SELF, ["q", "k", "v"], "o"),
-        r"encoder.block.0.layer.0.SelfAttention would fail in its forward",
+        r"encoder.block.0.layer.0.SelfAttention(.o)? would fail in its forward",
     ),
-    "a bias by head": (lambda: Stack(lambda: Biased(-1)), QKV, r"layers.0 would fail in its forward.*broadcast"),
+    "a bias by head": (
+        lambda: Stack(lambda: Biased(-1)),
+        QKV,
+        r"layers.0(.o)? would fail in its forward.*(broadcast|input has shape)",
+    ),
     "a reshape": (lambda: Stack(lambda: Attention(32)), QKV, r"layers.0 would fail in its forward.*\[11, 13, 32\]"),
     "another shape": (lambda: Stack(Summed), PAIR, r"layers.0 would give \(11, 1, 32\) in place of \(11, 13, 32\)"),
     "a fused gate by columns": (
@@ -281,7 +285,7 @@ def said(match: str, world_size: int) -> str:
     """What a message says on `world_size` ranks."""
     for whole in (4, 8, 64):
         part = -(-whole // world_size)
-        match = match.replace(f"{{{whole}}}", f"{part}").replace(f"{{root of {whole}}}", f"{part**0.5:.4f}"[:4])
+        match = match.replace(f"{{{whole}}}", f"{part}").replace(f"{{root of {whole}}}", f"{part**0.5}"[:4])
     return match
 
 

@@ -9,7 +9,6 @@ import iris
 import layers
 import pytest
 import torch
-from torch import nn
 
 from tests.harness import WORLDS, both, run_ranks
 from tests.layers import models

@@ -30,8 +30,8 @@ _T5 = {
 _4H = mlp("mlp", ("dense_h_to_4h",), "dense_4h_to_h")
 
 PLANS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp", "opt",
-                     "pegasus", "plbart", "whisper", "xglm", "biogpt", "musicgen", "musicgen_decoder",
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp",
+                     "opt", "pegasus", "plbart", "whisper", "xglm", "biogpt", "musicgen", "musicgen_decoder",
                      "musicgen_melody", "musicgen_melody_decoder"), _BART),
     **dict.fromkeys(("stablelm", "hunyuan_v1_dense", "emu3", "emu3_text_model", "mllama", "mllama_text_model"),
                     LLAMA_PLAN),
