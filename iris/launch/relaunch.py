@@ -19,15 +19,7 @@ import triton
 
 from ..heap import extent
 from ..log import logger
-from ..triton_private import (
-    FUSED,
-    DirectLaunch,
-    GluonDescriptor,
-    TensorDescriptor,
-    compile_hooks,
-    direct_launch,
-    launch_listeners,
-)
+from ..triton_private import FUSED, DirectLaunch, GluonDescriptor, TensorDescriptor, compile_hooks, direct_launch, launch_listeners
 
 # Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
 ALIGNMENT = 16

@@ -153,6 +153,5 @@ def _compare(installed: Installed, group: dist.ProcessGroup) -> None:
     dist.all_gather_object(found, own, group=group)
     for rank, other in enumerate(found):
         if other != own:
-            raise ArgumentError(
-                f"iris-tp's settings are {own} on this rank and {other} on rank {rank}; expected equal ones"
-            )
+            raise ArgumentError(f"iris-tp's settings are {own} on this rank and {other} on rank {rank}; expected equal ones")
+

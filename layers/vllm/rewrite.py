@@ -80,11 +80,7 @@ def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True) 
             _fuse_sum(graph, site, site.norm, group)
             inserted["all_reduce_norm"] += 1
         elif few_rows and site.norm is None:
-            _replace(
-                graph,
-                site.nodes[0],
-                _call(graph, site.nodes[0], torch.ops.iris_vllm.all_reduce.default, site.source, group),
-            )
+            _replace(graph, site.nodes[0], _call(graph, site.nodes[0], torch.ops.iris_vllm.all_reduce.default, site.source, group))
             inserted["all_reduce"] += 1
     graph.eliminate_dead_code()
     return inserted

@@ -27,9 +27,7 @@ def parts_of(world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) 
     return [*parts, (1 + 0.3 * torch.randn(shape[-1], generator=generator)).to(dtype)]
 
 
-def check_call(
-    ctx: iris.Iris, shape: tuple[int, ...], dtype: torch.dtype, seed: int, fp8: bool = False
-) -> torch.Tensor:
+def check_call(ctx: iris.Iris, shape: tuple[int, ...], dtype: torch.dtype, seed: int, fp8: bool = False) -> torch.Tensor:
     *parts, before, weight = (t.to(ctx.device) for t in parts_of(ctx.num_ranks, shape, dtype, seed))
     scale = torch.tensor([0.03], device=ctx.device) if fp8 else None
     inp, residual = parts[ctx.cur_rank].clone(), before.clone()

@@ -144,10 +144,7 @@ def plain_torch() -> Iterator[None]:
         gate, partner = y.chunk(2, -1)
         return torch.nn.functional.silu(gate) * partner if gated else y
 
-    with (
-        torch.library._scoped_library("iris_vllm", "IMPL") as own,
-        torch.library._scoped_library("iris_ops", "IMPL") as ops,
-    ):
+    with torch.library._scoped_library("iris_vllm", "IMPL") as own, torch.library._scoped_library("iris_ops", "IMPL") as ops:
         own.impl("matmul_all_reduce", matmul, "CPU")
         own.impl("matmul_all_reduce_norm", matmul_norm, "CPU")
         own.impl("all_reduce", lambda x, group: 2 * x, "CPU")
