@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import assembly, record
+from tests import assembly
 
 if TYPE_CHECKING:
     from tests import compilation
@@ -138,7 +138,7 @@ def compiled(
     whole = any("compiled" in item.fixturenames and item.get_closest_marker("slow") for item in request.session.items)
     kernels = compilation.Compilation((folder.parent if beside else folder) / "compiled", whole)
     yield kernels
-    if record.WRITING and not request.session.testsfailed:
+    if compilation.WRITING and not request.session.testsfailed:
         kernels.write()
     kernels.close()
 
