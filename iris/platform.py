@@ -55,8 +55,8 @@ def prepare_triton() -> None:
 def replayed_packages() -> frozenset[str]:
     """The packages whose kernels the interpreter runs faster, from recordings (`device/interpreter/fast`).
 
-    With `IRIS_REPLAY=1` the library's own, with `IRIS_REPLAY=name,name` these packages, too; else none. A kernel that is
-    not recorded runs its Python each time, and meets each `print` and breakpoint in it.
+    With `IRIS_REPLAY=1` these are the library's own, with `IRIS_REPLAY=name,name` the named ones, too; else none. A
+    kernel that is not recorded runs its Python each time, and meets each `print` and breakpoint in it.
     """
     wanted = os.environ.get(ENV_REPLAY) or "0"
     if wanted == "0":

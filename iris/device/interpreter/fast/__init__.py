@@ -8,7 +8,6 @@ process, meet Triton as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -43,22 +42,22 @@ class Fast:
 
     def run(self, fn: Callable, arguments: Callable[[], dict[str, Any]], places: Callable) -> None:
         """Runs a kernel on `arguments()` at each of the `places` of a grid of the size that `places(given)` gives."""
-        with ExitStack() as stack:
-            self._enter(stack)
-            given = arguments()
-            size, every = places(given)
-            self._builder.set_grid_dim(*size)
-            run = self._runner(fn, given)
-            for place in every:
-                self._builder.set_grid_idx(*place)
-                run()
+        given = arguments()
+        size, every = places(given)
+        self._builder.set_grid_dim(*size)
+        run = self._runner(partial(self._python, fn), fn, given)
+        for place in every:
+            self._builder.set_grid_idx(*place)
+            run()
 
-    def _enter(self, stack: ExitStack) -> None:
-        if self._scope is not None:
-            stack.enter_context(self._scope)
-            return
-        scope = Scope()
-        stack.enter_context(scope)
+    def _python(self, fn: Callable, **given: Any) -> None:
+        """Runs a kernel's Python, which a replay does without."""
+        with self._scope or Scope() as scope:
+            if self._scope is None:
+                self._fill(scope)
+            fn(**given)
+
+    def _fill(self, scope: Scope) -> None:
         scope.set(interpreter, "_LangPatchScope", lambda: SimpleNamespace(set_attr=scope.set))
         quick.direct_builtins(scope)
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))  # what kernels may see of it
@@ -72,16 +71,16 @@ class Fast:
         scope.set(ReduceScan, "apply", lambda self, operands: tape.called(apply, (self, operands), {}))
         self._scope = scope
 
-    def _runner(self, fn: Callable, given: dict[str, Any]) -> Callable[[], None]:
+    def _runner(self, python: Callable, fn: Callable, given: dict[str, Any]) -> Callable[[], None]:
         """Returns the call that runs one program of a kernel with these arguments."""
         arrays: list = []
         key = fn, *[kind_of(value, arrays) for value in given.values()]
         try:
             found = self.recordings.get(key)
         except TypeError:  # a constant that cannot be hashed
-            return partial(fn, **given)
+            return partial(python, **given)
         if found is None:
             if len(self.recordings) >= _MOST_RECORDINGS:
                 del self.recordings[next(iter(self.recordings))]
             found = self.recordings[key] = Recording(self.tape)
-        return partial(found.run, fn, given, arrays)
+        return partial(found.run, python, given, arrays)
