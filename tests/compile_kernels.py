@@ -33,7 +33,11 @@ _Jitted.starting_line_number = property(lambda self: 0, lambda self, line: None)
 from iris import platform, triton_private  # noqa: E402
 from iris.triton_private import FUSED  # noqa: E402
 from iris_ops.fp8 import tile_matmul  # noqa: E402
+from iris_ops.kernels import arguments  # noqa: E402
 from iris_ops.launch import LAUNCHERS  # noqa: E402
+from iris_ops.local import decode_attention  # noqa: E402
+from iris_ops.moe import arguments as moe  # noqa: E402
+from iris_ops.moe.activation import Activation  # noqa: E402
 from iris_ops.operands import Operands  # noqa: E402
 from iris_ops.planning.machine import machine_named  # noqa: E402
 from iris_ops.planning.plan import plan  # noqa: E402
@@ -77,13 +81,51 @@ _POINTEES = {
     ("lamport_stream_kernel", "staging"): "i16",
     ("lamport_gather_matmul_kernel", "staging"): "i16",
     ("lamport_kernel", "staging"): "i16",
-    ("tree_matmul_kernel", "staging"): "i16",
-    ("tree_matmul_kernel", "sums"): "bf16",
+    ("lamport_matmul_kernel", "sums"): "bf16",
     ("rms_norm_kernel", "total"): "bf16",
     ("ring_kernel", "staging"): "fp32",
     ("accumulate_kernel", "staging"): "fp32",
 }
-_FLOAT32 = {"parts", "scales", "a_scales", "b_scales", "squares", "stretches", "weights", "most", "total"}
+_FLOAT32 = {"parts", "scales", "a_scales", "b_scales", "squares", "splits", "weights", "most", "total"}
+
+# Parameters that are several values, and names of those that are others in `kernel_variants.py`.
+_NONE = object()
+_GROUPS: dict[str, Any] = {
+    "tile": arguments.Tile,
+    "world": arguments.World,
+    "strides": arguments.Strides,
+    "epilogue": arguments.TileEpilogue,
+    "staged": arguments.Staged,
+    "lamport": arguments.LamportMemory,
+    "tree": arguments.Tree,
+    "form": arguments.LamportForm,
+    "moves": arguments.Moves,
+    "pipeline": arguments.Pipeline,
+    "joins": arguments.SharedTiles,
+    "pieces": arguments.Pieces,
+}
+_NORMED = {"lamport_matmul_kernel", "lamport_stream_kernel", "skinny_stream_kernel"}
+_SCALED = {
+    "lamport_matmul_kernel",
+    "lamport_stream_kernel",
+    "skinny_stream_kernel",
+    "tile_matmul_kernel",
+    "hopper_matmul_reduce_kernel",
+    "lamport_pair_kernel",
+}
+_SCALED |= {"lamport_pair_scatter_kernel", "lamport_two_shot_kernel"}
+_FIELDS = {("strides", each): f"stride_{each}" for each in arguments.Strides._fields}
+_FIELDS |= {("gathered", "data"): "gathered", ("bias", "data"): "bias", ("bias", "stride"): "stride_bias"}
+_MOE_GROUPS: dict[str, Any] = {
+    "strides": moe.ExpertStrides,
+    "bias": moe.ExpertBias,
+    "choice": moe.Choice,
+    "combine": moe.Combine,
+    "between": moe.Between,
+    "activation": Activation,
+}
+for strides in (moe.ExpertStrides, decode_attention.CacheStrides):
+    _FIELDS |= {("strides", each): f"stride_{each}" for each in strides._fields}
 
 # Kernels whose operands are always descriptors: whether b is one of B transposed.
 _DESCRIBED = {
@@ -202,55 +244,122 @@ def _digest_of(make: Callable[[], Any]) -> str:
 def compile_kernel(kernel, target: GPUTarget, options: dict, dtype: str = "bf16", **constants):
     """The compiled kernel, for tensors of `dtype`, below 2 GiB, whose sizes and addresses are multiples of 16."""
     declared = inspect.signature(kernel.fn).parameters
-    parameters = list(declared)
     messages = constants.pop("MESSAGES", 1)  # of a table
     folded = constants.pop("FOLDED", False)  # of A's descriptor, see `iris_ops.tiles.first_row`
     constants = {name: p.default for name, p in declared.items() if p.default is not p.empty} | constants
+    absent = set() if constants.pop("HAS_BIAS", True) else {"bias"}
+    if "epilogue" in declared:
+        has_norm = kernel.fn.__name__ in _NORMED and "OWN" not in constants
+        has_scales = kernel.fn.__name__ in _SCALED and "OWN" not in constants
+        absent |= set() if has_norm else {"residual", "weight", "scaled", "squares"}
+        absent |= set() if has_scales else {"a_scales", "b_scales"}
+        absent |= {"a_scales"} if "SLICES" in constants else set()  # of weights alone
+        if "SPANS" in constants:  # a norm's second half
+            absent |= {"residual", "weight", "scaled"} | ({"squares"} & {*constants})
+            absent -= {"squares"} - {*constants}
+    if "first_root" in declared and "OWN" not in constants:
+        absent |= {"first_leaf", "first_root"}
+    constants |= dict.fromkeys(absent)
+    constants |= dict(PROGRAMS=constants.pop("COMM_PROGRAMS")) if "COMM_PROGRAMS" in constants else {}
+    groups = {name: group for name in declared if (group := _group(kernel, name, constants))}
+    grouped = {name: list(group.values()) for name, group in groups.items() if isinstance(group, dict)}
+    parameters = {leaf for name in declared for leaf in grouped.get(name, [name])}
     described = {"TMA_A": "a_tile" if "a_tile" in parameters else "a", "TMA_B": "b", "TMA_G": "gathered_tile"}
     tma = {name for flag, name in described.items() if constants.get(flag)}
-    only_described = "ACC" in parameters or kernel in _DESCRIBED
+    only_described = "ACC" in constants or kernel in _DESCRIBED
     tma |= {"a", "b"} | ({"gathered"} & {*parameters}) if only_described else set()
-    in_lines = "SLICES" in parameters  # of words, as `weight_stream.py` takes them
+    in_lines = "SLICES" in constants  # of words, as `weight_stream.py` takes them
     tma |= {"a", "b"} if in_lines else set()
     in_eight_bits = "a_scales" in parameters and "a_scales" not in constants  # both operands
     alike = {p.name for p in kernel.params if p.do_not_specialize}  # compiled once, whatever they are multiples of
     backend = make_backend(target)
     pointer = backend.parse_attr(backend.get_tensor_specialization(torch.empty(0), align=True))
-    signature, attrs = {}, {}
-    for index, name in enumerate(parameters):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in tma and in_lines:
+
+    def leaf(name: str) -> tuple[Any, list]:
+        """(type, what is known of the value) of an argument that is no constant."""
+        if name in tma and in_lines:
             bits, rows = (64, constants["BLOCK_M"]) if name == "a" else (32, 16)
             layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=3)
-            signature[name] = f"tensordesc<i{bits}[{constants['SLICES']},{rows},32],{layout!r}>"
-        elif name in tma:
+            return f"tensordesc<i{bits}[{constants['SLICES']},{rows},32],{layout!r}>", []
+        if name in tma:
             kind = gl.float8e4nv if in_eight_bits else gl.bfloat16
             operand = kind.name if in_eight_bits else dtype
             sizes = {"B_TRANSPOSED": _DESCRIBED.get(kernel, True)} | constants
             block = _block(name, sizes, folded and name in ("a", "gathered_tile"), kernel.is_gluon() and kind)
-            signature[name] = f"tensordesc<{operand}[{block}"
-        elif name in ("sends", "takes"):  # messages: an address, how many elements, ... where to
-            signature[name] = (("i64", *["i32"] * 6, "i64"),) * messages
-        elif name == "own":
-            signature[name] = "i64"
-        elif name in ("scale", "eps"):
-            signature[name] = "fp32"
-        elif name == "digest":
-            signature[name] = "i64"
-        elif name in {"mask"} | _DATA | _INT32 | _INT64 | _FLOAT32:
+            return f"tensordesc<{operand}[{block}", []
+        if name in ("sends", "takes"):  # messages: an address, how many elements, ... where to
+            return (("i64", *["i32"] * 6, "i64"),) * messages, []
+        if name == "own":
+            return "i64", []
+        if name in ("scale", "eps"):
+            return "fp32", []
+        if name == "digest":
+            return "i64", []
+        if name in {"mask"} | _DATA | _INT32 | _INT64 | _FLOAT32:
             pointee = "i32" if name in _INT32 else "fp32" if name in _FLOAT32 else dtype if name in _DATA else "i64"
             pointee = "i1" if name == "mask" else pointee
-            signature[name] = f"*{_POINTEES.get((kernel.fn.__name__, name), pointee)}"
-            attrs[(index,)] = pointer
+            return f"*{_POINTEES.get((kernel.fn.__name__, name), pointee)}", pointer
+        return "i32", [] if name in {"rank", "peer", "num_members"} | alike else [["tt.divisibility", 16]]
+
+    signature, attrs, known = {}, {}, {}
+    for index, name in enumerate(declared):
+        group = groups.get(name)
+        if isinstance(group, dict):  # a named tuple
+            kinds = {}
+            for place, (field, flat) in enumerate(group.items()):
+                if flat in constants:
+                    kinds[field], known[index, place] = "constexpr", constants[flat]
+                else:
+                    kinds[field], attrs[index, place] = leaf(flat)
+            signature[name] = _kind(kernel, name)(**kinds)
+        elif group is not None or name in constants:
+            signature[name] = "constexpr"
+            known[(index,)] = constants[name] if group is None else None if group is _NONE else group
         else:
-            signature[name] = "i32"
-            if name not in {"rank", "peer", "num_members"} | alike:
-                attrs[(index,)] = [["tt.divisibility", 16]]
+            signature[name], attrs[(index,)] = leaf(name)
     triton.runtime.driver.set_active(_Driver(target))
     of = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = of(kernel, signature=signature, constexprs=constants, attrs=attrs)
+    source = of(kernel, signature=signature, constexprs=known, attrs={k: v for k, v in attrs.items() if v})
     return triton.compile(source, target=target, options=FUSED | options)
+
+
+def _kind(kernel, name: str) -> Any:
+    """The group that a parameter is."""
+    if name == "gathered":
+        return {"gather_matmul_kernel": arguments.Gathered, "lamport_gather_matmul_kernel": arguments.Rows}.get(
+            kernel.fn.__name__
+        )
+    function = kernel.fn.__name__
+    if function == "split_kernel":
+        return dict(strides=decode_attention.CacheStrides, form=decode_attention.SplitForm).get(name)
+    if function.startswith("moe_"):
+        forms = dict(moe_matmul_kernel=moe.GroupedForm, moe_lamport_down_kernel=moe.DownForm,
+                     moe_lamport_token_kernel=moe.TokenForm)  # fmt: skip
+        kind = _MOE_GROUPS.get(name)
+        return kind or (forms.get(function) if name == "form" else _GROUPS.get(name))
+    if name == "form" and ("stream" in kernel.fn.__name__ or "reduce" in kernel.fn.__name__):
+        return arguments.StreamForm if "stream" in kernel.fn.__name__ else arguments.ReduceForm
+    return _GROUPS.get(name)
+
+
+def _group(kernel, name: str, constants: dict) -> Any:
+    """Of a parameter that is several values: its fields and their names in `constants`, or the constant."""
+    kind = _kind(kernel, name)
+    if kind is None or name in constants and not hasattr(kind, "_fields"):
+        return None
+    if hasattr(kind, "_fields"):
+        group = {field: _FIELDS.get((name, field), field) for field in kind._fields}
+        return _NONE if name == "tree" and "OWN" not in constants else group
+    if kind is Activation:
+        kept = {"kind": "KIND", "alpha": "ALPHA", "limit": "LIMIT", "shift": "SHIFT"}
+        return Activation(**{k: constants[v] for k, v in kept.items()}) if constants["KIND"] else _NONE
+    if name == "form" and "OWN" in constants:
+        constants = constants | dict(SUMS=_constant(arguments.TreeSums, constants))
+    return _constant(kind, constants)
+
+
+def _constant(kind: type, constants: dict) -> Any:
+    return kind(**{field: constants[field] for field in kind.__dataclass_fields__ if field in constants})
 
 
 def _block(name: str, constants: dict, folded: bool, in_gluon) -> str:

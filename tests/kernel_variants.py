@@ -27,9 +27,8 @@ from iris_ops.kernels.lamport_matmul import lamport_matmul_kernel
 from iris_ops.kernels.matmul_gather import matmul_gather_kernel
 from iris_ops.kernels.matmul_reduce import matmul_reduce_kernel
 from iris_ops.kernels.rmsnorm_epilogue import first_half_kernel
-from iris_ops.kernels.tree_matmul import tree_matmul_kernel
 from iris_ops.local import gating, norm, skinny_matmul
-from iris_ops.local.decode_attention import pipeline_of, stretch_kernel, weigh_kernel
+from iris_ops.local.decode_attention import combine_kernel, pipeline_of, split_kernel
 from iris_ops.planning.candidates import fitting, tree_tiles
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.tile_model import FP8_TILES
@@ -162,7 +161,7 @@ def variants(target: GPUTarget):
         constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, TMA_A=cuda, EXCHANGE=exchange, MEETS=exchange == "scatter")
         constants |= dict(BY_COLS=False, ONE_TILE=exchange == "all" and m < 128, **ranks)
         options = dict(num_warps=warps, num_stages=tree_stages.get(tile, 2))
-        yield f"tree_{name}", tree_matmul_kernel, options, few | constants
+        yield f"tree_{name}", lamport_matmul_kernel, options, few | constants
     flags = dict(BLOCK_M=16, BLOCK_K=256, PIECE_M=4, PIECE_K=512, TMA_G=cuda, BY_K=False)
     gathering = dict(num_warps=4, num_stages=few_stages[16, few["BLOCK_N"], 256, 4])
     yield "lamport_gather_first", lamport_gather_matmul_kernel, gathering, {**few, **flags}
@@ -180,10 +179,10 @@ def variants(target: GPUTarget):
         constants = dict(dtype=dtype, GROUPS=16, DIM=dim, BLOCK=rows, SCAN=256)
         for whole in flags:
             name = "step_wide" if dtype == "fp32" else "step_whole" if whole else "step_stretch"
-            yield name, stretch_kernel, dict(num_warps=4, num_stages=stages), {**constants, "WHOLE": whole}
+            yield name, split_kernel, dict(num_warps=4, num_stages=stages), {**constants, "WHOLE": whole}
             if name == "step_stretch":
                 choice = {**constants, "WHOLE": whole, "FROM_FIRST": True}
-                yield f"{name}_from_first", stretch_kernel, dict(num_warps=4, num_stages=stages), choice
+                yield f"{name}_from_first", split_kernel, dict(num_warps=4, num_stages=stages), choice
     if cuda:  # AMD's e4m3 is another one
         yield "round_rows", round_rows_kernel, dict(num_warps=16), dict(BLOCK=16384)
     if target.arch == 90:
@@ -213,7 +212,7 @@ def variants(target: GPUTarget):
     for in_pairs in (False, True):  # as an invariant context has them added
         name, constants = "step_weigh_pairs" if in_pairs else "step_weigh", dict(PARTS=256, COLUMNS=32)
         options = dict(num_warps=4, enable_fp_fusion=not in_pairs)
-        yield name, weigh_kernel, options, dict(constants, IN_PAIRS=in_pairs)
+        yield name, combine_kernel, options, dict(constants, IN_PAIRS=in_pairs)
     yield from moe_variants(target, machine, WORLD_SIZE)
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
@@ -314,7 +313,7 @@ def hopper_variants():
     ):
         leaves = {key: value for key, value in constants.items() if key not in ("first_leaf", "blocks")}
         yield f"lamport_pair_leaves_{name}", kernel, dict(num_warps=warps), leaves | dict(LEAVES=4)
-    example = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, WORLD_SIZE=WORLD_SIZE, **layouts(128, 128))
+    example = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, WORLD_SIZE=WORLD_SIZE, **layouts(128, 128))
     example |= dict(STAGES=tile_all_reduce_hopper.STAGES, PLACES=tile_all_reduce_hopper.PLACES)
     yield "example_matmul_hopper", tile_all_reduce_hopper.tile_matmul_hopper_kernel, options, example
     words = {key: value for key, value in known.items() if key != "GROUP_M"} | dict(HAS_BIAS=True)
