@@ -190,6 +190,8 @@ def _kind(value: Any, inside: bool = False) -> object:
     """What Triton compiles anew for even so: the width of an integer; inside a tuple also a 1 and multiples of 16."""
     if isinstance(value, tuple):
         return tuple(_kind(each, inside=True) for each in value)
+    if value is None:
+        return None
     narrow = -(2**31) <= value < 2**31
     return (narrow, value == 1, value % ALIGNMENT == 0) if inside else narrow
 

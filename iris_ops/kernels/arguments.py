@@ -1,5 +1,8 @@
 """What kernels are given, in groups: constants as frozen dataclasses, values of one call as named tuples.
 
+A kernel gives a field of a constant a name of its own (`BLOCK_M: tl.constexpr = tile.BLOCK_M`) where it goes into a
+tuple, such as a shape, to `static_range` or to `warp_specialize`: the field alone is a plain number there.
+
 Triton compiles a kernel once for each set of constants. Integers in a named tuple are specialised as arguments of their
 own are: on 1, and on multiples of 16. So a size that must not be, such as M of a decode step, stays an argument of its
 own (`do_not_specialize`). Tensor descriptors do, too: triton before 3.8 launches none inside a tuple.

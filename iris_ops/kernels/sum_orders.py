@@ -16,8 +16,6 @@ so in memory of the program's own, which L2 holds. In registers they would take 
 exchange them through shared memory at each leaf's end. So what is added to what is unrolled after the loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from iris.device import arch

@@ -121,14 +121,17 @@ def multiply_transposed(a, b, row, col, K, tile: tl.constexpr):
 
     Columns that do not fill them are not their rows: A's are.
     """
-    if tile.BLOCK_N < 64:
-        start = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), dtype=tl.float32)
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_K: tl.constexpr = tile.BLOCK_K
+    if BLOCK_N < 64:
+        start = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         return multiply(a, b, row, col, 0, 0, K, start, tile).T
     else:
-        acc = tl.zeros((tile.BLOCK_N, tile.BLOCK_M), dtype=tl.float32)
-        for k in range(0, K, tile.BLOCK_K):
-            x = a.load(row, k, tile.BLOCK_M, tile.BLOCK_K)
-            y = b.load(k, col, tile.BLOCK_K, tile.BLOCK_N)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            x = a.load(row, k, BLOCK_M, BLOCK_K)
+            y = b.load(k, col, BLOCK_K, BLOCK_N)
             acc = arch.dot(y.T, x.T, acc)
         return acc
 

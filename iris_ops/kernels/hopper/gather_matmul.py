@@ -139,6 +139,7 @@ def hopper_gather_matmul_kernel(
     rank's flag holds when its rows have arrived.
     """
     MOVE: gl.constexpr = pipeline.MOVE
+    WAITER: gl.constexpr = world.WAITER
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     width: gl.constexpr = tile.BLOCK_N // 2 if GATED else tile.BLOCK_N
     num_m, num_n = gl.cdiv(part_rows, tile.BLOCK_M), gl.cdiv(N, width)
@@ -151,7 +152,7 @@ def hopper_gather_matmul_kernel(
     C = Matrix(out, M, N, stride_om, 1)
     gl.warp_specialize(
         [
-            (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, world.WAITER)),
+            (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, WAITER)),
             (_store_tiles, (shared, work, C, GATED, MOVE)),
         ],
         [pipeline.MOVER_WARPS],

@@ -75,6 +75,7 @@ def hopper_matmul_gather_kernel(
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
     MOVE: gl.constexpr = pipeline.MOVE
+    WAITER: gl.constexpr = world.WAITER
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     num_m = gl.cdiv(max(M, row_step), tile.BLOCK_M)
     num_n = gl.cdiv(max(N, col_step), tile.BLOCK_N)
@@ -87,8 +88,8 @@ def hopper_matmul_gather_kernel(
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
         [
-            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, True, world.WAITER)),
-            (_push_tiles, (ctx, shared, work, out, C, sync, spread, MOVE, world.WAITER)),
+            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, True, WAITER)),
+            (_push_tiles, (ctx, shared, work, out, C, sync, spread, MOVE, WAITER)),
         ],
         [pipeline.MOVER_WARPS],
         [pipeline.MOVER_REGISTERS],

@@ -192,6 +192,7 @@ def hopper_matmul_reduce_kernel(
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
     MOVE: gl.constexpr = pipeline.MOVE
+    WAITER: gl.constexpr = world.WAITER
     ALL_REDUCE: gl.constexpr = form.ALL_REDUCE
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     tiles = OwnedTiles(
@@ -205,12 +206,12 @@ def hopper_matmul_reduce_kernel(
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
         [
-            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, False, world.WAITER)),
+            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, False, WAITER)),
             (
                 _move_tiles,
                 (
                     ctx, shared, work, epilogue.bias, C, staged, sync, spread, ALL_REDUCE, MOVE,
-                    world.WAITER,
+                    WAITER,
                 ),
             ),
         ],
