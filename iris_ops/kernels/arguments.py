@@ -88,7 +88,7 @@ class Staged(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeSums:
-    """An order of sums over all ranks' K, as lists in text (`tree_steps.py`).
+    """An order of sums over all ranks' K, as lists in text (`sum_orders.py`).
 
     OWN: leaves of this rank; OWN_ROOTS: of each of its roots the leaves' list; JOINS, SOURCES: of all ranks' roots.
     PAIR: one or two ranks have one root each. ROOTLESS: a rank has none.

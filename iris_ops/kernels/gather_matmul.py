@@ -175,7 +175,7 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
         a=A,
         a_tile=product.pop("a"),
         gathered_tile=operand(gathered, (config.block_m, config.block_k))[0],
-        gathered=Gathered(gathered, *A.shape, rows, cols, ld),
+        gathered=Gathered(gathered, A.shape[0], A.shape[1], rows, cols, ld),
         M=problem.M,
         N=problem.N,
         columns=columns,

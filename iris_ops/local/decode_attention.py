@@ -241,7 +241,7 @@ def decode_attention(
     splits = out if whole else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
     split_kernel[(batch * kv_heads, parts)](
         q, k, v, mask, splits, weights, scale, length, groups, dim, kv_heads, split,
-        CacheStrides(*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], mask.stride(0)),
+        CacheStrides._make((*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], mask.stride(0))),
         SplitForm(whole, rows, padded, block, min(_MOST_SCANNED, triton.next_power_of_2(split)), invariant),
         num_warps=_WARPS, num_stages=stages, **platform.launch_options(q.device),
     )  # fmt: skip
