@@ -102,6 +102,7 @@ _GROUPS: dict[str, Any] = {
     "moves": arguments.Moves,
     "pipeline": arguments.Pipeline,
     "joins": arguments.SharedTiles,
+    "step": arguments.PartStep,
     "pieces": arguments.Pieces,
 }
 _NORMED = {"lamport_matmul_kernel", "lamport_stream_kernel", "skinny_stream_kernel"}
@@ -115,6 +116,7 @@ _SCALED = {
 }
 _SCALED |= {"lamport_pair_scatter_kernel", "lamport_two_shot_kernel"}
 _FIELDS = {("strides", each): f"stride_{each}" for each in arguments.Strides._fields}
+_FIELDS |= {("step", "rows"): "row_step", ("step", "cols"): "col_step"}
 _FIELDS |= {("gathered", "data"): "gathered", ("bias", "data"): "bias", ("bias", "stride"): "stride_bias"}
 _MOE_GROUPS: dict[str, Any] = {
     "strides": moe.ExpertStrides,

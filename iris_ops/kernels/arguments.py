@@ -218,3 +218,10 @@ class ReduceForm:
     ALL_REDUCE: bool
     BY_COLS: bool
     SHARED: bool = False
+
+
+class PartStep(NamedTuple):
+    """From one rank's part of a gathered matrix to the next rank's."""
+
+    rows: Any
+    cols: Any

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from ..planning.waves import gemm_tiles
 from ..problem import Problem, part_of
+from .arguments import PartStep
 from .launching import grid_of, product_arguments, shared_arguments
 from .tile_orders import grouped
 from .tiles import Matrix, add_bias, first_row, multiply, rows_from, start_in_turn
@@ -37,10 +38,11 @@ if TYPE_CHECKING:
 
 @triton.jit
 def matmul_gather_kernel(
-    a, b, epilogue, out, sync, ctx_ptr, M, N, K, strides, row_step, col_step, stagger, tile: tl.constexpr,
+    a, b, epilogue, out, sync, ctx_ptr, M, N, K, strides, step, stagger, tile: tl.constexpr,
     world: tl.constexpr,
 ):  # fmt: skip
-    # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out
+    # M, N: this rank's part, which stands at (rank * step.rows, rank * step.cols) in out
+    row_step, col_step = step.rows, step.cols
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
@@ -95,8 +97,7 @@ def gather_arguments(
     return dict(
         M=problem.M if by_cols else part_of(problem.M, w, rank.cur_rank),
         N=part_of(problem.N, w, rank.cur_rank) if by_cols else problem.N,
-        row_step=0 if by_cols else rows,
-        col_step=cols if by_cols else 0,
+        step=PartStep(0 if by_cols else rows, cols if by_cols else 0),
         **shared_arguments(rank, workspace.sync, problem, out),
     )
 

@@ -70,10 +70,11 @@ def _push_tiles(ctx, shared, work, whole, C, sync, spread, MOVE: gl.constexpr, W
 
 @gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
 def hopper_matmul_gather_kernel(
-    a, b, epilogue, out, joins, sync, ctx_ptr, M, N, K, stride_om, row_step, col_step, shared_tiles, sharers, skew,
+    a, b, epilogue, out, joins, sync, ctx_ptr, M, N, K, stride_om, step, shared_tiles, sharers, skew,
     spread, tile: gl.constexpr, pipeline: gl.constexpr, world: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
+    row_step, col_step = step.rows, step.cols
     MOVE: gl.constexpr = pipeline.MOVE
     WAITER: gl.constexpr = world.WAITER
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
