@@ -34,7 +34,7 @@ from tests.compilation import RECORDS, WRITING, recorded
 
 pytestmark = pytest.mark.compile
 
-POINTERS = {"a", "b", "bias", "out", "staging", "flags", "parts", "left", "sync", "ctx_ptr"}
+POINTERS = {"a", "b", "epilogue", "out", "staged", "joins", "step", "sync", "ctx_ptr"}
 RECORDED = [CUDA[0], HIP[0]]
 SHARED_LIMIT = {"sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 
