@@ -145,7 +145,8 @@ class _Compare:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if is_compared(self.ctx):
-            self.ctx.compare(f"{self.name}'s weights", **self.replicas.digests(module))
+            weights: dict[str, Any] = {**self.replicas.digests(module)}
+            self.ctx.compare(f"{self.name}'s weights", **weights)
         compare(self.ctx, f"{self.name}'s forward", **{f"argument {i}": each for i, each in enumerate(args)}, **kwargs)
 
 

@@ -296,8 +296,7 @@ def _asked_for() -> TiedColumnParallelLinear | None:
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            is_head = isinstance(module, TiedColumnParallelLinear) and _is_view(module, frame)
-            return module if is_head else None
+            return module if isinstance(module, TiedColumnParallelLinear) and _is_view(module, frame) else None
         frame = frame.f_back
     return None
 

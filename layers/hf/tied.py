@@ -35,7 +35,7 @@ class TiedColumnParallelLinear(ColumnParallelLinear):
             self.load_shard("bias", linear.bias)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> torch.Tensor:  # type: ignore[override]  # in place of the attribute
         """This rank's rows of the embedding; until `retie` has registered that, an empty tensor of their size."""
         held = self._parameters.get("weight")
         if held is None:

@@ -36,7 +36,8 @@ def products(ctx, linear: nn.Linear, x: torch.Tensor) -> dict[str, torch.Tensor]
     row = {"reduced": {}, "partial": {"reduce_results": False}, "scatters tokens": {"sequence_parallel": True}}
     made = {}
     for name, options in column.items():
-        made[name] = ColumnParallelLinear.from_linear(linear, ctx=ctx, **options)(x[rows] if "tokens" in name else x)
+        layer = ColumnParallelLinear.from_linear(linear, ctx=ctx, **options)
+        made[name] = layer(x[rows], tokens=TOKENS) if "tokens" in name else layer(x)
     for name, options in row.items():
         made[name] = RowParallelLinear.from_linear(linear, ctx=ctx, **options)(x[:, features])
     return made

@@ -204,6 +204,23 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class TiedRead(Stack):
+    """Reads the weight of its head, which is the embedding's, as no source tells."""
+
+    def __init__(self) -> None:
+        super().__init__(Pair)
+        self.head = nn.Linear(32, 100, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        for each in [self.head]:
+            x = x + x @ each.weight.sum(0)[:, None]
+        return self.head(x)
+
+
 PAIR = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 QKV = attention("layers.*", ["q", "k", "v"], "o")
 BLOOM_MLP = attention("transformer.h.*.mlp", ["dense_h_to_4h"], "dense_4h_to_h")
@@ -226,6 +243,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
         "down would be split, but a forward around it reads its weight",
     ),
     "a weight read by another's forward": (lambda: Stack(Unbound), PAIR, "layers.0.down .* reads its (weight|bias)"),
+    "a tied weight read": (
+        TiedRead,
+        PAIR | {"head": "colwise_gather_output"},
+        "head would be split, .* reads its weight",
+    ),
     "a linear in a list": (lambda: Stack(Listed), PAIR, "layers.0.up is held in a list, a tuple or a dict"),
     "a table of biases by head": (
         t5,
