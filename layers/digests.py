@@ -54,11 +54,15 @@ def digest(value: Any, depth: int = 3) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {digest(held, depth - 1)}" for key, held in value.items()) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
-        ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        each = [digest(held, depth) for held in ordered]
+        each = [digest(held, depth) for held in value]
+        if isinstance(value, (set, frozenset)):
+            each.sort()  # its own order differs by process
         text = ", ".join(each)
         return f"{type(value).__name__}({text})" if len(text) < 200 else f"{len(each)} with checksum {_crc(each)}"
-    if type(value).__name__.endswith(("Config", "Processor", "Criteria", "Warper")):
+    if type(value).__name__.endswith("Config"):  # what is private there describes the process: a hash, a path
+        public = {name: held for name, held in vars(value).items() if not name.startswith("_")}
+        return f"{type(value).__name__}({digest(public, depth - 1)})"
+    if type(value).__name__.endswith(("Processor", "Criteria", "Warper")):
         return f"{type(value).__name__}({digest(vars(value), depth - 1)})"
     return getattr(value, "__qualname__", type(value).__name__)
 

@@ -68,7 +68,7 @@ def agree_on_samples(model: Any, ctx: Iris) -> None:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_context(ctx)
         given = _Given(self, ctx, args, kwargs)
-        compare(ctx, "generate", own=self.generation_config, **given.arguments)
+        compare(ctx, "generate", **{"model.generation_config": self.generation_config, **given.arguments})
         checked(ctx, "generate", given.check)
         if isinstance(given.arguments.get("custom_generate"), str):
             kwargs.setdefault("trust_remote_code", False)  # transformers would ask on stdin, each rank by itself
