@@ -56,7 +56,8 @@ def iris(
     symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is
     mapped when it is needed, outside tensors can be imported); the environment variable IRIS_ALLOCATOR overrides it.
     `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
-    process group, else the one that torchrun's environment describes, else a world of one. `invariant`: with "batch"
+    process group, else the one that torchrun's environment describes, or on one host srun's or mpirun's, else a world
+    of one. `invariant`: with "batch"
     a row of a result has the same bits however many rows there are and wherever it stands among them, with "ranks"
     also on any number of ranks; None takes whatever is fastest (docs/concepts/determinism.md).
 
