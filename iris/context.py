@@ -7,11 +7,13 @@ through which a failed wait reaches the host.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Integral
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -290,22 +292,27 @@ class Iris(tensors.TensorMethods):
         self._segment.close()
 
     def _leave(self, error: BaseException) -> None:
-        """Closes without the other ranks, which an `error` keeps this one from waiting for; their waits end at once.
+        """Closes without the other ranks, which an `error` keeps this one from waiting for; their waits end at once."""
+        self._check_thread()
+        self._say_that_it_leaves(error)
+        self._end()
+
+    def _say_that_it_leaves(self, error: BaseException) -> None:
+        """Ends the other ranks' waits for this one, which makes no further call because of `error`.
 
         The word that ends them goes behind what this rank has launched, so whatever a peer still needs of it arrives.
         """
-        self._check_thread()
-        if not self._record_view[0]:
-            self.hosts.leave(error)
-            left = torch.full((1,), waits.left_by(self.cur_rank), dtype=torch.int32)
-            left = left.pin_memory() if self.device.type == "cuda" else left
-            bases = self._segment.bases
-            for rank in range(self.num_ranks):
-                if rank != self.cur_rank:
-                    theirs = relaunch.alias(self._status, bases[rank] - bases[self.cur_rank])
-                    theirs.copy_(left, non_blocking=True)
-            platform.synchronize(self.device)
-        self._end()
+        if self._record_view[0]:
+            return  # they have lost this context, too
+        self.hosts.leave(error)
+        left = torch.full((1,), waits.left_by(self.cur_rank), dtype=torch.int32, device="cpu")
+        left = left.pin_memory() if self.device.type == "cuda" else left
+        bases = self._segment.bases
+        for rank in range(self.num_ranks):
+            if rank != self.cur_rank:
+                theirs = relaunch.alias(self._status, bases[rank] - bases[self.cur_rank])
+                theirs.copy_(left, non_blocking=True)
+        platform.synchronize(self.device)
 
     def __enter__(self) -> Iris:
         self.check()
@@ -346,6 +353,21 @@ class Iris(tensors.TensorMethods):
         if self.device.type == "cpu":
             return None
         return str(torch.cuda.get_device_properties(self.device).uuid)
+
+
+@atexit.register
+def _leave_by_exception() -> None:
+    """Ends the peers' waits where an exception ends this process outside of any `with` block of an open context.
+
+    Python keeps the exception that ended the main program in `sys.last_value`, before exit functions run; it keeps no
+    `SystemExit`. By now all threads but daemons have ended, so no call of this rank is under way.
+    """
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException):
+        for ctx in registry.opened():
+            if ctx.hosts.pids[ctx.cur_rank] == os.getpid():  # not in a fork of the rank
+                with suppress(Exception):  # the error that ends the process may be the device's
+                    ctx._say_that_it_leaves(error)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads the world that the launcher of this process describes: torchrun, or srun and mpirun where all ranks share a host.
+"""Reads the world that the launcher of this process describes: torchrun, or on one host srun or mpirun.
 
 A launcher gives each rank its number in environment variables, under names of its own. `adopt` translates them into
 torchrun's, which everything below reads, torch.distributed included. A description that is incomplete, or that spans
@@ -84,8 +84,8 @@ def _translate(launcher: _Launcher, found: dict[str, str], size: str) -> None:
     known = found | _set(filter(None, (launcher.local_rank, launcher.local_size, *launcher.num_hosts)))
     if launcher is _SLURM and not _set(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")):
         raise PlatformError(
-            f"{_listed(known)}, and no SLURM_STEP_NUM_TASKS: a job script's own process, not one of srun's; start ranks "
-            f"with `srun python script.py` or `{_TORCHRUN}`, or a single process with `env -u SLURM_PROCID python ...`"
+            f"{_listed(known)}, and no SLURM_STEP_NUM_TASKS: a job script's own process, not one of srun's; start "
+            f"ranks with `srun python script.py` or `{_TORCHRUN}`, or a single process with `env -u SLURM_PROCID python ...`"
         )
     _check(found.get(launcher.rank, ""), size, known)
     address = os.environ.get("MASTER_ADDR")
@@ -109,7 +109,7 @@ def _on_one_host(launcher: _Launcher, known: dict[str, str], size: str) -> bool:
 
 
 def _port(launcher: _Launcher) -> int:
-    """Return the port that all ranks derive from the job, or from the process that started them where nothing names it."""
+    """Return the port that all ranks derive from the job or, where nothing names it, from their parent process."""
     job = _set(launcher.job) or {"parent": str(os.getppid())}
     return _FIRST_PORT + zlib.crc32(repr(sorted(job.items())).encode()) % _NUM_PORTS
 
