@@ -129,7 +129,9 @@ class Iris(tensors.TensorMethods):
         # both in one block, for they are small
         memory = self.heap.reserve((DeviceBarrier.WORDS * self.num_ranks + 1,), torch.int32).zero_()
         self._status = memory[-1:]
-        self._record = torch.zeros(waits.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._record = torch.zeros(
+            waits.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda"
+        )
         self._record_view = self._record.numpy().data
         fields = pack(
             self.cur_rank,

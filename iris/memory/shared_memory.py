@@ -50,7 +50,7 @@ class SharedMemorySegment(FixedSegment):
 
     def close(self) -> None:
         self._maps.clear()
-        self.local = torch.empty(0, dtype=torch.uint8)
+        self.local = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _address(region: mmap.mmap) -> int:

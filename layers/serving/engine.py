@@ -197,7 +197,7 @@ class Engine:
         compare(self.ctx, "Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=prompts)
         self.sampler.set(temperature, top_p)
         if not self.sampler.greedy:
-            seed = self.ctx.broadcast(int(torch.randint(2**63 - 1, ())) if seed is None else seed)
+            seed = self.ctx.broadcast(int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed)
             if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
                 raise ArgumentError(f"seed is {seed!r} on rank 0: expected None or an integer of 64 bits")
             self.sampler.random.manual_seed(seed)
