@@ -21,7 +21,7 @@ import torch
 
 from . import agreement, aliases, invariance, platform, registry, tensors
 from .barrier import DeviceBarrier
-from .device import waits
+from .device import bounds, waits
 from .device.context import HEADER, pack
 from .errors import (
     ArgumentError,
@@ -144,6 +144,7 @@ class Iris(tensors.TensorMethods):
         self._context_tensor = torch.tensor(fields, dtype=torch.int64, device=self.device)
         self._barrier = DeviceBarrier(self.device, self._context_tensor, self.num_ranks, memory[:-1])
         self.heap_bases = self._context_tensor[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
+        bounds.add(self._segment.bases, self._segment.span)
         self._difference = ""  # between heaps, once it is known
         self._handed_out = fields[-1]
         self.agreement = agreement.Agreement(self.hosts) if agreement.wanted() and self.num_ranks > 1 else None
@@ -290,6 +291,7 @@ class Iris(tensors.TensorMethods):
         self._pool = None
         del self._barrier  # it does, too
         self.agreement = None
+        bounds.remove(self._segment.bases)
         self.hosts.close()
         self._segment.close()
 

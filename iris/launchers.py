@@ -85,7 +85,7 @@ def _translate(launcher: _Launcher, found: dict[str, str], size: str) -> None:
     if launcher is _SLURM and not _set(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")):
         raise PlatformError(
             f"{_listed(known)}, and no SLURM_STEP_NUM_TASKS: a job script's own process, not one of srun's; start "
-            f"ranks with `srun python script.py` or `{_TORCHRUN}`, or a single process with `env -u SLURM_PROCID python ...`"
+            f"ranks with `srun python script.py` or `{_TORCHRUN}`, or one process with `env -u SLURM_PROCID ...`"
         )
     _check(found.get(launcher.rank, ""), size, known)
     address = os.environ.get("MASTER_ADDR")

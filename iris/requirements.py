@@ -48,8 +48,8 @@ def namesake() -> str:
     except metadata.PackageNotFoundError:
         return ""
     return (
-        f"{_NAMESAKE} {other} is installed beside iris-tp {__version__}: both have a package `iris`, and files of one may "
-        f"have replaced the other's. Give each an environment of its own, and install iris-tp again in its own"
+        f"{_NAMESAKE} {other} is installed beside iris-tp {__version__}: both have a package `iris`, and files of one "
+        f"may have replaced the other's. Give each an environment of its own, and install iris-tp again in its own"
     )
 
 

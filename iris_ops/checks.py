@@ -88,13 +88,13 @@ def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
 
 
 def warn_of_overflow(rank: Rank, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> None:
-    """Logs a warning where `out` is infinite or NaN in fp16 and this rank's A and B are finite. Waits for the device."""
+    """Logs a warning where `out` has inf or nan in fp16 and this rank's A and B have none. Waits for the device."""
     if out.dtype == torch.float16 and not platform.is_capturing(out.device):
         finite = [bool(t.float().isfinite().all()) for t in (out, A, B)]
         if finite == [False, True, True]:
             rank.log.warning(
-                f"{op}: out holds inf or nan though A and B do not: a rank's partial sum may exceed 65504, the largest "
-                f"number of torch.float16, even where the sum over ranks does not. Use torch.bfloat16 or torch.float32."
+                f"{op}: out holds inf or nan though A and B do not. A rank's partial sum may exceed 65504, the largest "
+                f"number of torch.float16, where the sum over ranks does not; use torch.bfloat16 or torch.float32."
             )
 
 

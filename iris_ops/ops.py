@@ -60,10 +60,11 @@ class Ops(MixtureOps):
 
     `out`, `A`, `B`, `bias`: device tensors of one dtype (bf16, fp16, fp32); sums are kept in fp32 in a fixed order, so
     results are the same bits on all ranks and in each run. Between ranks partial sums may travel in that dtype, so in
-    fp16 each rank's must fit, below 65520. `bias` is added once: either all ranks pass one or none does, and ranks
-    that differ in it return different sums without an error, unless IRIS_DEBUG=1 compares them. B may be contiguous or the transpose
-    of a contiguous tensor. `async_op`: runs on a side stream; `workspace.wait()` joins it. `config`: a `FusedConfig`,
-    the same on all ranks; None chooses by shapes. Ranks whose K (or, in a gather, N) differs must pass one.
+    fp16 each rank's must fit, up to 65504. `bias` is added once: either all ranks pass one or none does, and ranks
+    that differ in it return different sums without an error, unless IRIS_DEBUG=1 compares them. B may be contiguous or
+    the transpose of a contiguous tensor. `async_op`: runs on a side stream; `workspace.wait()` joins it. `config`: a
+    `FusedConfig`, the same on all ranks; None chooses by shapes. Ranks whose K (or, in a gather, N) differs must pass
+    one.
     `workspace`: what an earlier call returned. w is the number of ranks; parts are split as `torch.chunk` does.
 
     Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` when the
